@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from .analysis.checkpoint.audit import audit
     from .analysis.comparison.compare import compare
     from .analysis.diagnosis.diagnose import diagnose
-    from .analysis.recommendation.of_records import recommend
+    from .analysis.diagnosis.recommend_run import recommend
     from .analysis.recommendation.options import Budget
     from .analysis.replay.replay import replay
     from .analysis.runs.cluster import on_cluster
@@ -73,7 +73,7 @@ _FROM = {
     "on_cluster": "analysis.runs.cluster",
     "read_dump": "record.dump",
     "read_record": "record.reader",
-    "recommend": "analysis.recommendation.of_records",
+    "recommend": "analysis.diagnosis.recommend_run",
     "replay": "analysis.replay.replay",
     "sql_views": "record.views",
     "story": "analysis.story.story",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import ModuleType
 from typing import Annotated, Any
 
 import polars as pl
@@ -13,12 +14,13 @@ from rich.console import Console
 
 from ..analysis.comparison.compare import compare
 from ..analysis.comparison.comparison import Comparison
-from ..analysis.comparison.summary import summarize, to_json
 from ..analysis.diagnosis.diagnose import diagnose_comparison
 from ..analysis.diagnosis.ranking import by_harm
 from ..analysis.formatting import number
 from ..analysis.runs.cluster import on_cluster
 from ..analysis.runs.run import Run
+from ..analysis.story.summary import summarize, to_json
+from ..core.features import load_modules
 from ..core.keys import SHOWN_AS, STATES
 from ..numerics.metric_names import label_of
 from .cluster import Cluster
@@ -94,12 +96,10 @@ def _print(found: Comparison, tensors: Sequence[Mapping[str, Any]], top: int) ->
     if len(found.out_of_band):
         _print_order(out, found, top)
         _print_groups(out, found)
-    if len(found.states):
-        _print_states(out, found, top)
+    for module in load_modules("two_runs"):
+        _print_feature(out, module, found.features[module.NAME].head(top))
     if len(tried := _tried_states(found)):
         _print_other_formats(out, tried, top)
-    if len(found.activations):
-        _print_activations(out, found, top)
     if len(found.differences()):
         _print_differences(out, found, top)
     for note in found.notes:
@@ -153,17 +153,16 @@ def _print_groups(out: Console, found: Comparison) -> None:
     print_rows(out, "Where they are", columns, rows, entry=" ".join)
 
 
-def _print_states(out: Console, found: Comparison, top: int) -> None:
-    title = "What the optimizers keep, baseline -> run, medians over the later half of the run"
-    since = f"NaN or infinity from {found.run.unit}"
-    headings = ("size (log2 of the ratio)", "root mean square", "share of the squared norm %", since)
-    rows = []
-    for row in found.states.head(top).iter_rows(named=True):
-        sizes = f"{number(row['rms_baseline'])} -> {number(row['rms_run'])}"
-        shares = f"{number(row['share_baseline'])} -> {number(row['share_run'])}"
-        lost = _count(row["nonfinite_since"])
-        rows.append((row["layer"], row["tensor"], number(row["size_log2"]), sizes, shares, lost))
-    print_rows(out, title, (*TENSOR, *map(Column, headings)), rows)
+def _print_feature(out: Console, module: ModuleType, rows: pl.DataFrame) -> None:
+    """Print what a feature observed of both runs.
+
+    Args:
+        module: `two_runs` of the feature.
+    """
+    if len(rows):
+        columns = (*TENSOR, *(Column(heading, "text") for heading in module.HEADINGS))
+        cells = [(row["layer"], row["tensor"], *module.show_row(row)) for row in rows.iter_rows(named=True)]
+        print_rows(out, module.TITLE, columns, cells)
 
 
 def _tried_states(found: Comparison) -> pl.DataFrame:
@@ -179,16 +178,6 @@ def _print_other_formats(out: Console, tried: pl.DataFrame, top: int) -> None:
         for row in tried.head(top).iter_rows(named=True)
     ]
     print_rows(out, "What other formats would do to what the run's optimizers keep", columns, rows)
-
-
-def _print_activations(out: Console, found: Comparison, top: int) -> None:
-    title = "What lies between GEMMs, baseline -> run, medians over the later half of the run"
-    columns = (*TENSOR, Column("metric", "text"), *map(Column, ("baseline", "run", "log2 of the ratio")))
-    rows = []
-    for row in found.activations.head(top).iter_rows(named=True):
-        values = (number(row[name]) for name in ("baseline", "run", "ratio_log2"))
-        rows.append((row["layer"], row["tensor"], label_of(row["metric"]), *values))
-    print_rows(out, title, columns, rows)
 
 
 def _print_differences(out: Console, found: Comparison, top: int) -> None:

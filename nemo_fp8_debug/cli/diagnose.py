@@ -76,18 +76,17 @@ def command(
 
 def _print(found: Diagnosis) -> None:
     out = console()
-    for sentence in (found.verdict(), *found.notes):
-        say(out, sentence)
-    for advice in found.advice:
-        say(out, f"- {advice}")
+    say(out, found.verdict())
+    for note in (*found.details, *found.notes):
+        say(out, f"note: {note}")
     _print_events(out, story(found)["events"], found.run.unit)
     out.print()
     columns = (
         *(Column("rule", "name"), Column("about", "name"), Column(f"since {found.run.unit}")),
-        *(Column(heading, "text") for heading in ("cause", "confidence", "evidence")),
+        *(Column(heading, "text") for heading in ("cause", "strength", "evidence")),
     )
     rows = [
-        (f.rule, f.operand or "the run", "-" if f.since is None else str(f.since), f.cause, f.confidence, f.evidence)
+        (f.rule, f.operand or "the run", "-" if f.since is None else str(f.since), f.cause, f.strength, f.evidence)
         for f in found.findings
     ]
     print_rows(out, "What the rules found, which the verdict rests on", columns, rows, entry=": ".join)

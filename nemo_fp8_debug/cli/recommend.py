@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
@@ -10,15 +10,13 @@ import typer
 from rich.console import Console
 
 from ..analysis.diagnosis.diagnose import diagnose
-from ..analysis.diagnosis.rules.finding import NO_RECIPE
+from ..analysis.diagnosis.narrator import tell_advice, tell_verdict
 from ..analysis.formatting import number
-from ..analysis.recommendation.flags import Flag, flagged_by
-from ..analysis.recommendation.options import STAY, Budget, Errors
-from ..analysis.recommendation.recommend import Finding, Recommendation, over_budget, recommend
+from ..analysis.recommendation.options import Budget, Errors
+from ..analysis.recommendation.recommend import Finding, Recommendation
 from ..analysis.recommendation.snippets import PLAN, snippets_of, unwritten, write
 from ..analysis.recommendation.snippets.snippet import Snippet
 from ..analysis.runs.cluster import on_cluster
-from ..analysis.runs.run import Run
 from ..core.keys import ROLES, SHOWN_AS, Key
 from ..errors import ConfigError
 from .cluster import Cluster
@@ -66,30 +64,23 @@ def command(
 ) -> None:
     """Find the cheapest change for each operand that loses too much, and write the files that make it.
 
-    Without --baseline and --operand it looks at all operands that exceed the limits.
+    Without --baseline and --operand it looks at all operands that exceed the limits. It begins with the verdict of
+    `diagnose`, whose advice is the change of the blamed operand.
     """
     budget = Budget(relative_error, underflow, overflow)
-    flagged: Iterable[Key]
-    flags: dict[Key, Flag] = {}
     with on_cluster(cluster), working(f"diagnosing {run}", "trying changes") as over:
-        if not baseline:
-            examined = Run.read(run)
-            flagged = over_budget(examined, budget)
-        else:
-            diagnosis = diagnose(run, baseline)
-            examined, flags = diagnosis.run, flagged_by(diagnosis)
-            flagged = flags
-        if baseline and not flags and not operand and not as_json:
-            for line in (diagnosis.verdict(), *(diagnosis.advice if diagnosis.cause in NO_RECIPE else ())):
-                say(console(), line)
+        diagnosis = diagnose(run, baseline)
         over()
-        found = recommend(examined, [_key(text) for text in operand] if operand else list(flagged), budget, flags)
+        found = diagnosis.recommend(budget, [_key(text) for text in operand or ()])
+    advice = [] if operand else tell_advice(diagnosis, diagnosis.find_fix(found))
     output = output if found.plan.changes else None
     snippets = write(found, output) if output else snippets_of(found)
     if as_json:
-        print_json(found.to_json())
-    else:
-        _print(console(), found, snippets, output)
+        print_json(found.to_json() | {"advice": advice})
+        return
+    if not operand:
+        say(console(), tell_verdict(diagnosis, advice))
+    _print(console(), found, snippets, output)
 
 
 def _key(text: str) -> Key:
@@ -144,16 +135,16 @@ def _print_findings(out: Console, found: Recommendation) -> None:
     rows = []
     for finding in found.findings:
         stay, chosen = finding.options[0], finding.chosen
-        change = "none: it keeps the limits" if chosen.kind == STAY else chosen.recipe
         metrics = [_pair(finding, stay.errors, chosen.errors, name) for name in Errors.__annotations__]
         cost = "-" if finding.cost is None else _percent(finding.cost)
-        rows.append((finding.layer, SHOWN_AS[finding.role], finding.why, stay.recipe, change, *metrics, cost))
+        rows.append((finding.layer, SHOWN_AS[finding.role], finding.why, stay.recipe, finding.change, *metrics, cost))
     print_rows(out, f"Cheapest changes that keep to {bounds}, worst samples", columns, rows)
 
 
 def _pair(finding: Finding, now: Errors | None, then: Errors | None, name: str) -> str:
     shown = [number(getattr(errors, name) if errors else None) for errors in (now, then)]
-    return " -> ".join(shown if finding.changes else shown[:1])
+    about = "about " if finding.chosen.approximate and then is not None else ""
+    return f"{shown[0]} -> {about}{shown[1]}" if finding.changes else shown[0]
 
 
 def _percent(share: float) -> str:

@@ -14,7 +14,7 @@ from tensorboard.backend import http_util
 from tensorboard.plugins import base_plugin
 from werkzeug import Request, Response
 
-from ..analysis.diagnosis.rules.learning_rate import departure
+from ..analysis.diagnosis.rules.learning_rate import find_departure
 from ..analysis.runs.run import UNITS
 from ..analysis.runs.settings import differences
 from ..errors import RecordError, hearing
@@ -267,7 +267,7 @@ class FP8Plugin(base_plugin.TBPlugin):  # type: ignore[misc]
         with hearing():
             of_a = read_fingerprint(self._logdir.record(a))
             of_b = None if b is None else read_fingerprint(self._logdir.record(b))
-            rates = None if b is None else departure(*(self._learning_rates(name) for name in (b, a)))
+            rates = None if b is None else find_departure(*(self._learning_rates(name) for name in (b, a)))
         rows = [] if of_b is None else differences(of_a, of_b).to_dicts()
         return {"a": plain(of_a), "b": plain(of_b), "differences": rows, "learning_rates": rates}
 

@@ -12,7 +12,7 @@ from diagnosed_runs import CULPRIT, ONSET, N, corrupted, falling, write
 
 from nemo_fp8_debug.analysis.diagnosis.diagnose import diagnose
 from nemo_fp8_debug.analysis.diagnosis.diagnosis import Diagnosis
-from nemo_fp8_debug.analysis.recommendation.of_records import recommend
+from nemo_fp8_debug.analysis.diagnosis.recommend_run import recommend
 from nemo_fp8_debug.analysis.runs.metrics import Metrics
 from nemo_fp8_debug.analysis.runs.run import Run
 
@@ -43,8 +43,9 @@ class TestLearningRate:
         bad = write(tmp_path / "bad", losses=falling(left=120), lr=rates(1000), grad_norm=norms())
         found = diagnose(bad, baseline)
         assert (found.cause, found.confidence, found.culprit) == ("learning_rate", "high", None)
-        assert f"after step {ONSET - 1}, and is 1,000 times it" in found.verdict()
-        assert [event.what for event in found.events][:2] == ["the learning rate departs", "the loss diverges"]
+        assert f"after step {ONSET - 1} and was 1,000 times it" in found.verdict()
+        assert [event.kind for event in found.events][:2] == ["lr", "loss"]
+        assert [event.step for event in found.events][:2] == [ONSET, found.divergence_step]
 
     def test_explains_operands_that_went_out_after_it(self, tmp_path: Path, baseline: Path) -> None:
         bad = write(tmp_path / "bad", corrupted, falling(left=120), lr=rates(30, ONSET - 8))
@@ -57,7 +58,7 @@ class TestLearningRate:
 
     def test_alone_a_rise_after_the_warm_up_is_seen(self, tmp_path: Path) -> None:
         found = diagnose(write(tmp_path / "bad", losses=falling(left=120), lr=rates(30)))
-        assert (found.cause, found.confidence) == ("learning_rate", "medium")
+        assert found.cause == "learning_rate" and found.confidence != "low"
 
     @pytest.mark.parametrize("warm_up", [1, 20, 150])
     def test_alone_a_warm_up_is_none(self, tmp_path: Path, warm_up: int) -> None:
@@ -74,12 +75,14 @@ class TestLearningRate:
 class TestGradientNorm:
     def test_that_jumps_by_a_factor_is_multiplied(self, tmp_path: Path, baseline: Path) -> None:
         found = diagnose(write(tmp_path / "run", grad_norm=norms(1024, ONSET)), baseline)
-        assert (found.cause, found.confidence) == ("multiplier", "medium") and "1.02e+03 times" in found.verdict()
+        assert (found.cause, found.confidence) == ("multiplier", "high") and "1.02e+03 times" in found.verdict()
+        assert found.decision.finding and found.decision.finding.since == ONSET
 
     def test_that_grows_is_an_event(self, tmp_path: Path, baseline: Path) -> None:
         grows = {i: norm * 2 ** max(0, (i - ONSET) / 10) for i, norm in norms().items()}
         found = diagnose(write(tmp_path / "run", losses=falling(left=180), grad_norm=grows), baseline)
-        assert found.cause == "software" and "the gradient norm grows" in [event.what for event in found.events]
+        assert found.cause == "software"
+        assert any(event.kind == "grad_norm" and ONSET <= event.step < ONSET + 40 for event in found.events)
 
     def test_like_the_baselines_is_none(self, tmp_path: Path, baseline: Path) -> None:
         assert not evidence(diagnose(write(tmp_path / "run", grad_norm=norms()), baseline), "gradient norm")
@@ -101,7 +104,7 @@ class TestSkippedSteps:
 
     def test_few_are_none(self, tmp_path: Path, baseline: Path) -> None:
         found = diagnose(write(tmp_path / "run", skipped={i: float(i % 100 == 7) for i in range(N)}), baseline)
-        assert not evidence(found, "optimizer steps")
+        assert not evidence(found, "skipped steps")
 
 
 class TestFirstNan:
@@ -112,9 +115,8 @@ class TestFirstNan:
         losses = {i: NAN if what == "loss" and i >= first else loss for i, loss in falling().items()}
         lost = {i: NAN if what == "grad_norm" and i >= first else norm for i, norm in norms().items()}
         found = diagnose(write(tmp_path / "bad", losses=losses, grad_norm=lost), None if alone else baseline)
-        assert (
-            found.cause == "nonfinite" and f"in the {what.replace('grad_', 'gradient ')} at step {first}" in found.verdict()
-        )
+        where = f"in the {what.replace('grad_', 'gradient ')} at step {first}"
+        assert found.cause == "nonfinite" and where in found.verdict()
         assert found.harm == ("harmful" if what == "loss" else found.harm)
 
     @pytest.mark.parametrize("alone", [True, False])
@@ -156,7 +158,7 @@ class TestFirstNan:
     def test_once_is_told_and_no_harm(self, tmp_path: Path, baseline: Path) -> None:
         once = {i: NAN if i == 73 else norm for i, norm in norms().items()}
         found = diagnose(write(tmp_path / "run", grad_norm=once), baseline)
-        assert (found.cause, found.confidence, found.harm) == ("nonfinite", "low", "harmless so far")
+        assert (found.cause, found.confidence, found.harm) == ("nonfinite", "high", "harmless so far")
 
     def test_that_the_baseline_has_too_is_none(self, tmp_path: Path) -> None:
         lost = dict.fromkeys(range(N), float("inf"))
@@ -184,7 +186,7 @@ class TestRecipe:
         ]
         other, one = (replace(usual, metrics=Metrics.of(changed)) for changed in others)
         assert not evidence(diagnose(other, usual), "recipe")
-        assert "so it is of 2 other operands" in evidence(diagnose(one, usual), "recipe")[0]
+        assert "so is that of 2 other operands" in evidence(diagnose(one, usual), "recipe")[0]
 
 
 class TestTransient:

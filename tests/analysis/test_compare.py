@@ -29,8 +29,8 @@ from samples import FINGERPRINT, sample
 
 from nemo_fp8_debug.analysis.comparison.compare import compare
 from nemo_fp8_debug.analysis.comparison.comparison import Comparison
-from nemo_fp8_debug.analysis.comparison.summary import summarize, to_json
 from nemo_fp8_debug.analysis.loss.divergence import above
+from nemo_fp8_debug.analysis.story.summary import summarize, to_json
 from nemo_fp8_debug.errors import RecordError
 from nemo_fp8_debug.numerics.metric_names import METRICS
 from nemo_fp8_debug.record.writer import RunRecord
@@ -123,21 +123,21 @@ class TestVerdict:
     def test_tells_a_slower_fall_from_a_rise(self, tmp_path: Path, baseline: Path) -> None:
         slower = {i: loss * 1.3 for i, loss in falling().items()}
         verdict = summarize(compare(baseline, write(tmp_path / "bad", broken, slower)))
-        assert "The loss diverges from step 0 on: a gap of +30%" in verdict
+        assert "The loss departed from the baseline's at step 0 and ended 30% above" in verdict
         assert "does not rise above its own minimum" in verdict
 
     def test_a_twin_that_holds_puts_the_blame_on_the_difference(self, tmp_path: Path, baseline: Path, bad: Path) -> None:
         verdict = summarize(compare(baseline, bad, write(tmp_path / "reference", None, falling())))
-        assert "The reference run does not diverge" in verdict
+        assert "The reference run is not harmed." in verdict
 
     def test_a_twin_that_diverges_too_acquits_fp8(self, tmp_path: Path, baseline: Path, bad: Path) -> None:
         verdict = summarize(compare(baseline, bad, write(tmp_path / "reference", None, rising(100))))
-        assert "The reference run diverges too, from step 1" in verdict
+        assert "The reference run diverged too, at step 1" in verdict
         assert "FP8 does not explain the loss" in verdict
 
-    def test_a_twin_of_a_run_that_did_not_diverge_has_its_gap_told(self, tmp_path: Path, baseline: Path) -> None:
+    def test_a_run_s_gap_to_a_twin_is_told_if_it_did_not_diverge(self, tmp_path: Path, baseline: Path) -> None:
         verdict = summarize(compare(baseline, write(tmp_path / "bad", healthy, falling()), baseline))
-        assert "The reference run's gap is +0% (95% interval +0 to +0%)" in verdict
+        assert "The run's gap to the reference run is +0% (95% interval +0 to +0%)" in verdict
 
     def test_a_run_that_ended_in_nan_everywhere_has_a_verdict(self, tmp_path: Path, baseline: Path) -> None:
         losses = {i: loss if i < 100 else float("nan") for i, loss in falling().items()}

@@ -15,9 +15,9 @@ from compared_runs import CULPRIT, EXACT, NO_ERROR, broken, falling, rising, row
 from typer.testing import CliRunner, Result
 
 from nemo_fp8_debug.analysis.comparison.compare import compare
-from nemo_fp8_debug.analysis.comparison.summary import summarize, to_json
 from nemo_fp8_debug.analysis.diagnosis.diagnose import diagnose
 from nemo_fp8_debug.analysis.story.story import story
+from nemo_fp8_debug.analysis.story.summary import summarize, to_json
 from nemo_fp8_debug.cli import app
 
 

@@ -81,7 +81,8 @@ class TestFarBelow:
             assert found and found.outcome == FAIL and found.loss.gap < -12
             assert "check for repeated data, leaked labels or a missing mask" in " ".join(told(found, "step"))
             verdict = diagnose(run, good)
-            assert verdict.harm == "unknown" and "% below the baseline's: a gap of -" in verdict.verdict()
+            assert verdict.harm == "unknown" and "% below the baseline's (95% interval" in verdict.verdict()
+            assert verdict.cause == "none" and "The loss is too low to trust." in verdict.verdict()
 
     def test_no_clean_run_is_far_below(self) -> None:
         clean = [pair for _, pair in zip(range(40), self.pairs("none", "other"), strict=False)]

@@ -9,13 +9,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from diagnosed_runs import EVERY, LAYERS, ONSET, N, corrupted, falling, nothing, write
+from diagnosed_runs import CULPRIT, EVERY, LAYERS, ONSET, N, corrupted, falling, nothing, write
 
 from nemo_fp8_debug.analysis.comparison.compare import compare
-from nemo_fp8_debug.analysis.diagnosis.culprit import Blame
+from nemo_fp8_debug.analysis.diagnosis.decide import Decision
 from nemo_fp8_debug.analysis.diagnosis.diagnose import diagnose
 from nemo_fp8_debug.analysis.diagnosis.diagnosis import Diagnosis
-from nemo_fp8_debug.analysis.diagnosis.rules.finding import Finding
+from nemo_fp8_debug.analysis.diagnosis.finding import Finding
 from nemo_fp8_debug.analysis.runs.run import Run
 from nemo_fp8_debug.analysis.story.story import story
 
@@ -39,29 +39,25 @@ def found(of: Diagnosis, rule: str) -> Finding | None:
 
 class TestGradientNorm:
     @pytest.mark.parametrize("paired", [True, False])
-    @pytest.mark.parametrize(("layers", "where"), [(LAYERS, "the loss is multiplied"), ([], "behind the backward pass")])
+    @pytest.mark.parametrize(("layers", "where"), [(LAYERS, "so the loss is multiplied"), ([], "after the backward pass")])
     def test_that_moves_to_another_level_tells_where(
         self, tmp_path: Path, paired: bool, layers: list[str], where: str
     ) -> None:
         run = write(tmp_path / "run", multiplied, grad_norm=norms(FACTOR), culprit=layers, changed="grad_output")
         baseline = write(tmp_path / "baseline", grad_norm=norms()) if paired else None
         told = diagnose(run, baseline)
-        assert (told.cause, told.confidence) == ("multiplier", "medium") and where in told.verdict()
-        assert told.blame.finding and told.blame.finding.since == ONSET
-
-    @pytest.mark.parametrize(("factor", "harm"), [(1 / FACTOR, "likely"), (FACTOR, "unknown")])
-    def test_clipping_takes_back_what_multiplies_and_not_what_divides(
-        self, tmp_path: Path, factor: float, harm: str
-    ) -> None:
-        told = diagnose(write(tmp_path / "run", grad_norm=norms(factor)))
-        assert (told.cause, told.harm) == ("multiplier", harm)
+        assert told.cause == "multiplier" and told.confidence != "low" and where in told.verdict()
+        assert told.decision.finding and told.decision.finding.since == ONSET
+        assert told.harm == ("harmless so far" if paired else "unknown")
 
     def test_a_baseline_of_other_batches_hides_nothing_with_its_noise(self, tmp_path: Path) -> None:
         noise = np.random.default_rng(9).lognormal(0, 0.8, N)
         noisy = {i: float(norm * by) for (i, norm), by in zip(norms().items(), noise, strict=True)}
         baseline = write(tmp_path / "baseline", grad_norm=noisy)
         told = found(diagnose(write(tmp_path / "run", grad_norm=norms(FACTOR)), baseline), "gradient norm")
-        assert told and told.since == ONSET and 0.8 * FACTOR < float(told.evidence.split()[4]) < 1.2 * FACTOR
+        assert (
+            told and told.since == ONSET and 0.8 * FACTOR < float(told.evidence.split(" is ")[1].split()[0]) < 1.2 * FACTOR
+        )
         assert not found(diagnose(write(tmp_path / "usual", grad_norm=norms()), baseline), "gradient norm")
 
     def test_what_the_baseline_does_too_is_not_told(self, tmp_path: Path) -> None:
@@ -71,7 +67,7 @@ class TestGradientNorm:
     def test_with_half_of_the_layers_does_not_tell(self, tmp_path: Path) -> None:
         run = write(tmp_path / "run", multiplied, grad_norm=norms(FACTOR), culprit=LAYERS[:2], changed="grad_output")
         rule = found(diagnose(run), "gradient norm")
-        assert rule and (rule.cause, rule.confidence) == ("unknown", "low")
+        assert rule and (rule.cause, rule.strength) == ("unknown", "hint")
 
     def test_that_moves_slowly_is_no_factor(self, tmp_path: Path) -> None:
         assert not found(diagnose(write(tmp_path / "run", grad_norm=norms(FACTOR, ramp=40))), "gradient norm")
@@ -88,7 +84,7 @@ class TestGradientNorm:
     def test_that_of_the_baseline_moves_is_not_the_run_s(self, tmp_path: Path) -> None:
         run, baseline = write(tmp_path / "run", grad_norm=norms()), write(tmp_path / "b", grad_norm=norms(FACTOR))
         moved = diagnose(run, baseline)
-        assert moved.cause != "multiplier" and "times the baseline's from step" in moved.verdict()
+        assert moved.cause == "none" and moved.culprit is None
 
     @pytest.mark.parametrize(
         ("factor", "scale", "told"), [(900.0, 1024.0, True), (900.0, 65536.0, False), (20.0, 16.0, False)]
@@ -99,7 +95,8 @@ class TestGradientNorm:
         scales = dict.fromkeys(range(N), scale)
         run = write(tmp_path / "run", grad_norm=norms(factor, 0), loss_scale=scales)
         rule = found(diagnose(run, write(tmp_path / "baseline", grad_norm=norms(), loss_scale=scales)), "gradient norm")
-        assert rule and (rule.cause == "multiplier") == told == ("is not taken back" in rule.evidence)
+        assert rule and (rule.cause, rule.since) == ("multiplier", 0)
+        assert ("the loss scale that both report" in rule.evidence) == told
 
     @pytest.mark.parametrize("norm", [norms(), norms(1.5), dict.fromkeys(range(8), 1.0), {0: float("nan")}])
     def test_noise_and_few_values_are_nothing(self, tmp_path: Path, norm: dict[int, float]) -> None:
@@ -129,14 +126,14 @@ class TestWeights:
         run = write(tmp_path / "run", shrinking(4.0), lr=rates, culprit=LAYERS, changed="weight")
         baseline = write(tmp_path / "baseline", shrinking(0.0), lr=rates, culprit=LAYERS, changed="weight")
         told = diagnose(run, baseline if paired else None)
-        assert (told.cause, told.confidence) == ("weight_decay", "medium") and "a weight decay of 4" in told.verdict()
-        assert told.blame.finding and told.blame.finding.since == ONSET
+        assert told.cause == "weight_decay" and "a weight decay of 4" in told.verdict()
+        assert told.decision.finding and told.decision.finding.since == ONSET
 
     @pytest.mark.parametrize("decay", [0.0, 0.1, 0.3])
     def test_of_usual_decay_are_nothing(self, tmp_path: Path, decay: float) -> None:
         rates = dict.fromkeys(range(N), 1e-3)
         run = write(tmp_path / "run", shrinking(decay), lr=rates, culprit=LAYERS, changed="weight")
-        assert not found(diagnose(run), "weights")
+        assert not found(diagnose(run), "weight decay")
 
     def test_of_a_baseline_that_does_the_same_are_nothing(self, tmp_path: Path) -> None:
         rates = dict.fromkeys(range(N), 1e-3)
@@ -144,12 +141,12 @@ class TestWeights:
             write(tmp_path / name, shrinking(4.0), lr=rates, culprit=LAYERS, changed="weight")
             for name in ("run", "baseline")
         ]
-        assert not found(diagnose(*both), "weights")
+        assert not found(diagnose(*both), "weight decay")
 
     def test_of_one_layer_or_without_a_learning_rate_do_not_tell(self, tmp_path: Path) -> None:
         one = write(tmp_path / "one", shrinking(4.0), lr=dict.fromkeys(range(N), 1e-3), changed="weight")
         blind = write(tmp_path / "blind", shrinking(4.0), culprit=LAYERS, changed="weight")
-        assert not found(diagnose(one), "weights") and not found(diagnose(blind), "weights")
+        assert not found(diagnose(one), "weight decay") and not found(diagnose(blind), "weight decay")
 
 
 def lost(step: int) -> Mapping[str, Any]:
@@ -164,23 +161,14 @@ def jump_of(told: Diagnosis) -> float:
 
 
 class TestLikelyHarm:
-    @pytest.mark.parametrize("role", ["input", "weight"])
-    def test_alone_an_x_or_w_that_is_lost_to_the_end_is_likely_to_harm(self, tmp_path: Path, role: str) -> None:
+    @pytest.mark.parametrize("role", ["input", "weight", "grad_output"])
+    def test_alone_a_tensor_that_is_lost_shows_no_harm(self, tmp_path: Path, role: str) -> None:
         told = diagnose(write(tmp_path / "run", lost, changed=role))
-        assert told.harm == "likely" and told.culprit and "harm is likely" in told.verdict()
-        assert told.to_json()["harm"] == "likely"
+        assert told.culprit and (told.culprit.layer, told.culprit.role, told.culprit.since) == (CULPRIT, role, ONSET)
+        assert told.harm == told.to_json()["harm"] == "unknown"
 
-    def test_alone_a_gradient_that_is_lost_is_not_enough(self, tmp_path: Path) -> None:
-        assert diagnose(write(tmp_path / "run", lost, changed="grad_output")).harm == "unknown"
-
-    def test_alone_one_that_comes_back_is_not(self, tmp_path: Path) -> None:
-        run = write(tmp_path / "run", lambda step: lost(step) if step < ONSET + 3 * EVERY else {})
-        assert diagnose(run).harm == "unknown"
-
-    @pytest.mark.parametrize(("above", "harm"), [(1.06, "likely"), (0.99, "likely"), (0.94, "unknown")])
-    def test_with_other_batches_the_run_must_not_end_below_the_baseline(
-        self, tmp_path: Path, above: float, harm: str
-    ) -> None:
+    @pytest.mark.parametrize(("above", "harm"), [(1.2, "unknown"), (0.99, "unknown"), (0.94, "unknown")])
+    def test_a_gap_that_was_there_before_is_no_harm(self, tmp_path: Path, above: float, harm: str) -> None:
         noise = [np.random.default_rng(seed).normal(1, 0.2, N) for seed in (1, 2)]
         losses = [{i: loss * float(by[i]) for i, loss in falling().items()} for by in noise]
         losses[0] = {i: loss * above for i, loss in losses[0].items()}
@@ -208,13 +196,15 @@ class TestLikelyHarm:
         return diagnose(write(folder / "run", change, losses[0]), baseline)
 
     def test_a_gap_that_another_seed_may_explain_is_told_as_one(self, tmp_path: Path) -> None:
-        told = self.apart(tmp_path, 10)
-        assert told.harm == "likely" and "Another seed may explain that; one pair cannot tell." in told.verdict()
+        told = self.apart(tmp_path, 10, since=ONSET, steps=40)
+        assert told.harm == "likely" and "With this fault, harm is likely." in told.verdict()
+        assert "Another seed can explain up to 12%." in told.verdict()
 
     def test_another_seed_explains_less_than_another_model(self, tmp_path: Path) -> None:
         deeper = [*LAYERS, "decoder.layers.2.mlp.linear_fc1"]
-        assert self.apart(tmp_path / "one", 15).harm == "harmful"
-        assert self.apart(tmp_path / "other", 15, deeper).harm == "likely"
+        ramp = {"since": ONSET, "steps": 40}
+        assert self.apart(tmp_path / "one", 15, **ramp).harm == "harmful"
+        assert self.apart(tmp_path / "other", 15, deeper, **ramp).harm == "likely"
 
     def test_without_sizes_of_weights_models_are_not_taken_for_the_same(self, tmp_path: Path) -> None:
         runs = [Run.read(write(tmp_path / name)) for name in ("baseline", "run")]
@@ -232,24 +222,12 @@ class TestLikelyHarm:
         deeper = [*LAYERS, "decoder.layers.2.mlp.linear_fc1"]
         assert self.apart(tmp_path, 30, deeper, nothing, since=ONSET).harm == "harmful"
 
-    @pytest.mark.parametrize("percent", [4, 1.8, 0.7])
-    def test_what_harms_most_runs_needs_no_gap_that_is_seen(self, tmp_path: Path, percent: float) -> None:
-        told = self.apart(tmp_path, percent)
-        assert told.blame.finding and told.blame.finding.severity == 2 and told.harm == "likely"
-
-    def test_beside_another_model_it_needs_the_limit(self, tmp_path: Path) -> None:
-        deeper = [*LAYERS, "decoder.layers.2.mlp.linear_fc1"]
-        assert self.apart(tmp_path / "less", 1.5, deeper).harm == "unknown"
-        assert self.apart(tmp_path / "more", 4, deeper).harm == "likely"
-
-    @pytest.mark.parametrize(("percent", "harm"), [(4, "unknown"), (6, "likely")])
+    @pytest.mark.parametrize(("percent", "harm"), [(0.7, "unknown"), (4, "likely")])
     @pytest.mark.parametrize("models", [1, 2])
-    def test_an_x_that_loses_a_fifth_of_its_values_needs_a_gap_beside_any_model(
-        self, tmp_path: Path, models: int, percent: float, harm: str
-    ) -> None:
+    def test_beside_any_model_it_needs_the_limit(self, tmp_path: Path, models: int, percent: float, harm: str) -> None:
         layers = LAYERS if models == 1 else [*LAYERS, "decoder.layers.2.mlp.linear_fc1"]
-        told = self.apart(tmp_path, percent, layers, lambda step: lost(step) and {**lost(step), "underflow_pct": 30.0})
-        assert told.culprit and told.blame.finding and told.blame.finding.severity == 1 and told.harm == harm
+        told = self.apart(tmp_path, percent, layers, since=ONSET, steps=40)
+        assert told.culprit and told.harm == harm
 
     @pytest.mark.parametrize("change", ["recipe", "nonfinite"])
     def test_a_changed_recipe_or_nan_that_is_gone_explains_no_gap(self, tmp_path: Path, change: str) -> None:
@@ -261,19 +239,6 @@ class TestLikelyHarm:
         told = self.apart(tmp_path, 8, change=changed)
         expected = {"recipe": "changed_recipe", "nonfinite": "nonfinite"}[change]
         assert (told.cause, told.harm) == (expected, "unknown")
-
-    @pytest.mark.parametrize(
-        ("percent", "since", "harm"),
-        [(8, ONSET, "likely"), (5, ONSET, "unknown"), (8, -N, "unknown"), (8, ONSET - 60, "unknown")],
-    )
-    def test_what_may_do_nothing_needs_a_larger_gap_that_came_with_it(
-        self, tmp_path: Path, percent: float, since: int, harm: str
-    ) -> None:
-        def once(step: int) -> Mapping[str, Any]:
-            return lost(step) if step < ONSET + 3 * EVERY else {}
-
-        told = self.apart(tmp_path, percent, change=once, since=since, steps=40)
-        assert told.culprit and told.blame.finding and told.blame.finding.severity == 0 and told.harm == harm
 
     @pytest.mark.parametrize(("until", "harm"), [(N, "harmful"), (ONSET + 40, "unknown")])
     @pytest.mark.parametrize("above", [1.0, 1.02, 1.03])
@@ -292,11 +257,11 @@ class TestLikelyHarm:
         decayed = {i: loss * (1.06 / 1.3 if i >= ONSET + 30 else 1.0) for i, loss in jumped.items()}
         told = diagnose(write(tmp_path / "run", losses=decayed), write(tmp_path / "baseline", losses=losses[1]))
         assert (told.harm, told.cause) == ("likely", "software")
-        said = f"The loss jumps by {jump_of(told):.3g}% at step {ONSET}"
-        assert said in told.verdict() and story(told)["headline"]["title"] == f"{said}, and ends above the baseline's"
-        untold = replace(told, blame=Blame(None, "unknown", "low"))
+        assert f"The loss jumped by {jump_of(told):.3g}% at step {ONSET}" in told.verdict()
+        assert f"at step {ONSET}." in story(told)["headline"]["title"]
+        untold = replace(told, decision=Decision(None, "unknown"))
         for text in (untold.verdict(), story(untold)["headline"]["cause_told"]):
-            assert text.endswith("The record cannot tell why.")
+            assert text.startswith("We cannot tell what is wrong.")
 
     def test_what_follows_the_baseline_is_harmless_so_far(self, tmp_path: Path) -> None:
         assert diagnose(write(tmp_path / "run", lost), write(tmp_path / "baseline")).harm == "harmless so far"

@@ -18,7 +18,6 @@ from polars.testing import assert_frame_equal
 
 from nemo_fp8_debug.analysis.bands.bands import Bands
 from nemo_fp8_debug.analysis.bands.judge import judge
-from nemo_fp8_debug.analysis.comparison.summary import to_json
 from nemo_fp8_debug.analysis.diagnosis.diagnose import diagnose
 from nemo_fp8_debug.analysis.recommendation.flops import flops_of
 from nemo_fp8_debug.analysis.runs import blocks, cluster, grid, metrics
@@ -27,6 +26,7 @@ from nemo_fp8_debug.analysis.runs.median_of import median_of
 from nemo_fp8_debug.analysis.runs.metrics import Metrics
 from nemo_fp8_debug.analysis.runs.run import Run
 from nemo_fp8_debug.analysis.story.story import story
+from nemo_fp8_debug.analysis.story.summary import to_json
 from nemo_fp8_debug.errors import ConfigError, RecordError
 
 DEMO = Path(__file__).parents[2] / "scripts" / "validation" / "main_job" / "records"

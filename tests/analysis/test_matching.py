@@ -14,8 +14,8 @@ from unlike_runs import CULPRIT, first_out, rows, run_cli, write
 
 from nemo_fp8_debug.analysis.comparison.compare import compare
 from nemo_fp8_debug.analysis.comparison.onset import running_median
-from nemo_fp8_debug.analysis.comparison.summary import summarize, to_json
 from nemo_fp8_debug.analysis.runs.grid import Paired, median
+from nemo_fp8_debug.analysis.story.summary import summarize, to_json
 from nemo_fp8_debug.errors import ConfigError
 from nemo_fp8_debug.record.writer import RunRecord
 

@@ -238,4 +238,4 @@ def test_scales_that_stay_1_are_named_beside_a_good_run(tmp_path: Path) -> None:
 
     found = diagnose(train("bad", follow=False), train("good", follow=True))
     assert found.culprit is not None
-    assert (found.culprit.role, found.culprit.since, found.cause) == ("grad_output", 0, "underflow"), found.verdict()
+    assert (found.culprit.role, found.culprit.since, found.cause) == ("grad_output", 0, "stale_scale"), found.verdict()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterable
 from contextlib import closing
 from pathlib import Path
@@ -20,7 +21,7 @@ from typer.testing import CliRunner, Result
 from nemo_fp8_debug import ConfigError, Emulation, Monitor, RecordError
 from nemo_fp8_debug.analysis.recommendation.flags import Flag
 from nemo_fp8_debug.analysis.recommendation.flops import coverage, flops_of
-from nemo_fp8_debug.analysis.recommendation.options import Budget, candidates
+from nemo_fp8_debug.analysis.recommendation.options import Budget, Given, candidates
 from nemo_fp8_debug.analysis.recommendation.recommend import Recommendation, over_budget, recommend
 from nemo_fp8_debug.analysis.replay.replay import add_to_record, replay
 from nemo_fp8_debug.analysis.runs.run import Run
@@ -176,19 +177,45 @@ def test_a_block_recipe_only_where_it_was_what_if(tmp_path: Path) -> None:
     assert chosen == {"none": "bf16", "mxfp8": "mxfp8-e4m3", "both": "blockwise-e4m3"}
 
 
-def test_float32_operands_have_no_histogram_to_weigh_but_dumps(tmp_path: Path) -> None:
+@pytest.mark.parametrize("amplitudes", [growing(1.5), growing(3.0), growing(32.0), [1e5] + [1.0] * 7], ids=str)
+def test_float32_operands_get_what_bfloat16_ones_of_the_same_values_get(tmp_path: Path, amplitudes: list[float]) -> None:
+    """1.0 is a bfloat16, and 1.001 none, so that histograms of float32 hold the values or values next to them."""
+    in_use = "delayed(amax_history_len=4)"
+    exact = recommend(record_of(tmp_path / "bfloat16", amplitudes, in_use), [X]).findings[0]
+    for factor in (1.0, 1.001):
+        folder = tmp_path / str(factor)
+        found = recommend(record_of(folder, [factor * a for a in amplitudes], in_use, dtype=torch.float32), [X])
+        (about,) = found.findings
+        assert about.chosen.recipe == exact.chosen.recipe and about.chosen.kind not in ("stay", "bf16")
+        assert about.chosen.approximate and not exact.chosen.approximate
+        assert any("approximate" in note for note in found.notes)
+        assert found.to_json()["findings"][0]["chosen"]["approximate"] is True
+        mine, theirs = about.chosen.errors, exact.chosen.errors
+        assert mine and theirs and mine.relative_error == pytest.approx(theirs.relative_error, rel=0.05)
+
+
+def test_exact_rows_of_dumps_count_before_rounded_histograms(tmp_path: Path) -> None:
     run = record_of(tmp_path, growing(32.0), "delayed", dtype=torch.float32, dump=["0"], dump_min_free_bytes=0)
+    about = recommend(run, [X]).findings[0].chosen
+    for source in ("histograms", "dumps"):
+        add_to_record(tmp_path, replay(tmp_path, "current", source))
+    exact = recommend(Run.read(tmp_path), [X]).findings[0].chosen
+    assert about.recipe == exact.recipe == "current-hybrid" and (about.approximate, exact.approximate) == (True, False)
+    assert about.errors != exact.errors
+
+
+def test_without_histograms_bf16_is_left_and_the_notes_say_why(tmp_path: Path) -> None:
+    run = record_of(tmp_path, growing(32.0), "delayed", dtype=torch.float32)
+    shutil.rmtree(tmp_path / "histograms")
     found = recommend(run, [X])
     assert found.findings[0].chosen.kind == "bf16" and found.findings[0].chosen.errors is None
-    assert any("no exact histograms" in note for note in found.notes)
-    add_to_record(tmp_path, replay(tmp_path, "current", "dumps"))
-    assert recommend(Run.read(tmp_path), [X]).findings[0].chosen.recipe == "current-hybrid"
+    assert any("no histograms" in note for note in found.notes)
 
 
 @pytest.mark.parametrize("role", ["input", "weight", "grad_output"])
 @pytest.mark.parametrize("recipe", ["delayed", "current-e4m3", "mxfp8", "of another tool"])
 def test_nothing_is_tried_twice_and_bf16_is_the_last(recipe: str, role: str) -> None:
-    tried = [r.name for _, r in candidates(find_recipe(recipe), "e4m3", role)]
+    tried = [r.name for _, r in candidates(Given(find_recipe(recipe), "e4m3", role))]
     assert len(set(tried)) == len(tried) and tried[-1] == "bf16" and recipe not in tried
 
 

@@ -14,6 +14,7 @@ from samples import FINGERPRINT, sample
 from typer.testing import CliRunner
 
 from nemo_fp8_debug.analysis.diagnosis.diagnose import diagnose
+from nemo_fp8_debug.analysis.diagnosis.narrator import tell_loss
 from nemo_fp8_debug.analysis.loss.curve import LossCurve
 from nemo_fp8_debug.analysis.loss.outcome import LossOutcome
 from nemo_fp8_debug.analysis.loss.seeds import beside, mean_of
@@ -54,9 +55,11 @@ class TestLoss:
         found = outcome(5.0, (-4.0, 0.0, 4.0))
         assert found.gap is not None and found.gap.percent == pytest.approx(5.0, abs=0.5)
         assert found.seeds is not None and found.seeds.spread == pytest.approx(4.0, abs=0.5)
-        told = found.told()
-        assert "the baselines' mean: a gap of" in told and "the mean of 3 runs of other batches" in told
-        assert "1 in 20 would end" in told and "Fewer than 1 in 20" in outcome(5.0, (-1.0, 0.0, 1.0)).told()
+        told = tell_loss(found)
+        assert "above the baselines' mean" in told and "mean of 3 runs of other batches" in told
+        assert "1 in 20 runs of another seed ends" in told and "Fewer than 1 in 20" in tell_loss(
+            outcome(5.0, (-1.0, 0.0, 1.0))
+        )
 
     def test_harm_begins_where_most_seeds_no_longer_explain_it(self) -> None:
         """The run lies 1% above all along, as a seed may, and 15% from step 200 on."""
@@ -140,7 +143,7 @@ class TestWhichCount:
         other = LossCurve.of(pl.DataFrame({"step": range(len(bad)), "loss": bad}, {"step": pl.Int64, "loss": pl.Float64}))
         for order in ({"a": losses(1), "bad": other}, {"bad": other, "a": losses(1)}, {"bad": other, "worse": other}):
             found = beside(("run", losses(0)), order)
-            assert LossOutcome.of(losses(0), found.curve, same_model=True, seeds=found.seeds).told()
+            assert tell_loss(LossOutcome.of(losses(0), found.curve, same_model=True, seeds=found.seeds))
 
 
 def scaled(losses: Mapping[int, float], factor: float) -> dict[int, float]:

@@ -8,15 +8,21 @@ from typing import Any
 import numpy as np
 import polars as pl
 import pytest
+from facts_of import found_by
 from fault_injection.records import read_run, truths
 from hypothesis import given
 from hypothesis import strategies as st
 
 from nemo_fp8_debug.analysis.diagnosis.diagnose import diagnose
-from nemo_fp8_debug.analysis.diagnosis.rules.still_weights import Standing, still_weights
+from nemo_fp8_debug.analysis.diagnosis.finding import Finding
+from nemo_fp8_debug.analysis.diagnosis.rules.weights import Standing, find_still_weights
 from nemo_fp8_debug.analysis.runs.metrics import Metrics
 from nemo_fp8_debug.analysis.runs.run import Run
 from nemo_fp8_debug.analysis.story.story import story
+
+
+def still_weights(run: Run, baseline: Run | None) -> list[Finding]:
+    return found_by(find_still_weights, run, baseline)
 
 
 def run_of(part: str, name: str) -> Run:
@@ -37,12 +43,11 @@ def test_a_layer_without_gradients_is_named(part: str, baseline: str | None) -> 
     layer, onset = STOPPED[part]
     run = run_of(part, name_of(part, "gradient_layer"))
     told = diagnose(run, None if baseline is None else run_of(part, baseline))
-    assert told.cause == "software" and told.culprit is None and f"W of {layer} stand still" in told.verdict()
-    found = told.blame.finding
+    assert told.cause == "frozen_weights" and told.culprit is None and f"W of {layer} stand still" in told.verdict()
+    found = told.decision.finding
     # Momentum moves a weight for some steps more, so the onset is told later, and never earlier.
     assert found is not None and found.layer == layer and found.since is not None and onset <= found.since < 230
-    said = [(event["step"], event["what"]) for event in story(told)["events"]]
-    assert (found.since, f"most weights of {layer} no longer learn") in said
+    assert (found.since, "weights", layer) in [(e["step"], e["kind"], e["layer"]) for e in story(told)["events"]]
 
 
 @pytest.mark.parametrize("part", STOPPED)

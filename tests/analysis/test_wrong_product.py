@@ -63,17 +63,17 @@ def test_a_kernel_that_is_wrong_by_1_in_64_is_named_without_a_baseline(runs: dic
     verdict = found.verdict()
     assert "dW of 2 on rank 0 is off by" in verdict and "by a factor of 1.015" in verdict
     assert "3 of 3 later samples are wrong again" in verdict
-    assert (ONSET, "a product of 2 is wrong") in [(event.step, event.what) for event in found.events]
+    assert (ONSET, "product", "2") in [(event.step, event.kind, event.layer) for event in found.events]
     assert found.to_json()["about_fp8"] is False and found.advice
 
 
 def test_what_is_over_after_one_sample_is_told_as_transient(runs: dict[str, str]) -> None:
-    finding = next(f for f in diagnose(runs["factor_once"]).findings if f.rule == "product")
+    finding = next(f for f in diagnose(runs["factor_once"]).findings if f.rule == "wrong product")
     assert finding.since == ONSET and "3 later samples are right, so the fault is transient" in finding.evidence
 
 
 def test_later_samples_of_other_rows_do_not_tell_that_it_is_transient(runs: dict[str, str]) -> None:
-    finding = next(f for f in diagnose(runs["once"]).findings if f.rule == "product")
+    finding = next(f for f in diagnose(runs["once"]).findings if f.rule == "wrong product")
     assert finding.since == ONSET and "3 later samples are right in other rows and columns" in finding.evidence
     assert "in some of its columns" in finding.evidence or "in some of its rows" in finding.evidence
 
@@ -81,7 +81,7 @@ def test_later_samples_of_other_rows_do_not_tell_that_it_is_transient(runs: dict
 def test_a_healthy_run_is_not_accused(runs: dict[str, str]) -> None:
     for baseline in (None, runs["factor"]):
         found = diagnose(runs["healthy"], baseline)
-        assert found.cause != "wrong_product" and not [f for f in found.findings if f.rule == "product"]
+        assert found.cause != "wrong_product" and not [f for f in found.findings if f.rule == "wrong product"]
 
 
 def test_the_trigger_has_the_next_steps_sampled(tmp_path: Path) -> None:
@@ -95,9 +95,10 @@ def test_the_trigger_has_the_next_steps_sampled(tmp_path: Path) -> None:
 
 def test_the_error_of_a_product_is_divided_among_its_causes(tmp_path: Path) -> None:
     """Against the squares of the errors themselves: of each operand alone, of both, and of what the kernel returned."""
-    from nemo_fp8_debug.analysis.diagnosis.rules.finding import Finding
-    from nemo_fp8_debug.analysis.diagnosis.rules.outputs import error_budget
+    from nemo_fp8_debug.analysis.diagnosis.facts import Records
+    from nemo_fp8_debug.analysis.diagnosis.finding import Finding
     from nemo_fp8_debug.analysis.runs.run import Run
+    from nemo_fp8_debug.observations.products.rule import describe_culprit
 
     torch.manual_seed(0)
     model, x = nn.Sequential(nn.Linear(64, 96, bias=False)).bfloat16(), torch.randn(128, 64).bfloat16()
@@ -111,11 +112,9 @@ def test_the_error_of_a_product_is_divided_among_its_causes(tmp_path: Path) -> N
         report(loss=loss)
     monitor.close()
     emulation.detach()
-    found = Finding("operand", "underflow", "high", "", "", "0", "input", 0)
-    run = Run.read(str(tmp_path))
-    budget = error_budget(found, run.table("outputs"), run.table("verification"), run.table("states"))
-    assert budget is not None
-    of_y = next(part for part in budget.evidence.split("; ") if "error of Y" in part)
+    found = Finding("operand", "underflow", "clear", "", "0", "input", 0)
+    told = describe_culprit(found, Records(Run.read(str(tmp_path))))
+    of_y = next(part for part in told if "the error of Y" in part)
     shares = {what: float(share) for share, what in re.findall(r"(-?\d+)% ((?:of |joint)[^,]*)", of_y)}
     assert set(shares) == {"of X", "of W", "joint", "of accumulation and rounding"}
     assert sum(shares.values()) == pytest.approx(100, abs=2)

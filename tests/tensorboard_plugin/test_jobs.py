@@ -18,13 +18,11 @@ from processes import wait_until
 from samples import sample
 from tab import FC1, FC2, Tab, start, write_counted_run
 
-from nemo_fp8_debug.analysis.comparison.summary import to_json
 from nemo_fp8_debug.analysis.diagnosis.diagnose import diagnose
 from nemo_fp8_debug.analysis.diagnosis.ranking import harm_ranks
-from nemo_fp8_debug.analysis.recommendation.flags import flagged_by
-from nemo_fp8_debug.analysis.recommendation.recommend import recommend
 from nemo_fp8_debug.analysis.replay.replay import replay
 from nemo_fp8_debug.analysis.story.story import story
+from nemo_fp8_debug.analysis.story.summary import to_json
 from nemo_fp8_debug.errors import hearing
 from nemo_fp8_debug.tensorboard_plugin.jobs import jobs, memory, what_if, worker_process
 
@@ -65,12 +63,14 @@ def test_what_is_known_so_far_is_told_part_by_part(logdir: Path) -> None:
     assert [partial["stage"] for partial in told] == ["loss", "comparison", "diagnosis"]
     loss, compared, diagnosed = (partial["story"]["headline"] for partial in told)
     done = answer["result"]["story"]["headline"]
-    assert (loss["title"], loss["since"]) == (done["title"], done["since"]) and loss["gap"] == done["gap"]
+    assert done["title"].endswith(loss["title"]) and (loss["since"], loss["gap"]) == (done["since"], done["gap"])
     assert (compared["tensors"], compared["out_of_band"], compared["first_out"]) == (2, 1, 210)
     assert {name: value for name, value in diagnosed.items() if name != "change"} == {
         name: value for name, value in done.items() if name != "change"
     }
-    assert told[-1]["diagnosis"] == answer["result"]["diagnosis"]
+    so_far, whole = told[-1]["diagnosis"], answer["result"]["diagnosis"]
+    assert {name for name in whole if so_far[name] != whole[name]} == {"fix", "next", "verdict"}
+    assert whole["next"][0] == done["change"] and so_far["next"] == [] and diagnosed["change"] is None
 
 
 def test_what_a_child_knows_so_far_is_answered_while_it_works(logdir: Path) -> None:
@@ -111,9 +111,9 @@ def test_a_verdict_is_that_of_the_commands(tab: Tab, logdir: Path) -> None:
     assert found.comparison and comparison | {"tensors": None} == plain(to_json(found.comparison)) | {"tensors": None}
     rows = [row | {"harm_rank": ranks[row["layer"], row["role"]]} for row in to_json(found.comparison)["tensors"]]
     assert comparison["tensors"] == plain(sorted(rows, key=lambda row: row["harm_rank"]))
-    recommended = recommend(found.run, list(flagged_by(found)), flags=flagged_by(found))
-    assert answer["result"]["story"] == plain(story(found, recommended))
-    assert answer["result"]["story"]["headline"]["change"].startswith(f"Cast X of {FC1} in ")
+    assert answer["result"]["story"] == plain(story(found))
+    assert answer["result"]["recommendation"]["plan"] == plain(found.recommend().to_json())["plan"]
+    assert answer["result"]["story"]["headline"]["change"].startswith(f"Leave X of {FC1} in BF16 (")
     assert answer["result"]["diagnosis"]["culprit"]["layer"] == FC1
     plan = json.loads(answer["result"]["snippets"][0]["text"])
     assert [change["layer"] for change in plan["changes"]] == [FC1]
@@ -126,8 +126,9 @@ def test_a_recipe_is_what_if_as_by_replay(tab: Tab, logdir: Path) -> None:
     assert answer["state"] == "done" and answer["result"]["step"] == 10
     rows = answer["result"]["rows"]
     assert set(rows["recipe"]) == {"current-e5m2"} and set(rows["in_use"]) == {False}
-    names = ["layer", "role", "relative_error", "underflow_pct", "overflow_pct", "mse"]
+    names = ["layer", "role", "relative_error", "underflow_pct", "overflow_pct", "mse", "rounded"]
     assert pl.DataFrame(rows).select(names).rows() == expected.select(names).rows()
+    assert dict(zip(rows["role"], rows["rounded"], strict=True)) == {"input": False, "weight": True}
 
 
 def test_what_cannot_be_answered_is_explained(logdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,7 +141,7 @@ def test_what_cannot_be_answered_is_explained(logdir: Path, monkeypatch: pytest.
 
     run = str(logdir / "baseline")
     assert "unknown recipe" in answered(kind="what_if", run=run, step=0, recipe="nonsense")
-    assert "no exact histograms" in answered(kind="what_if", run=run, step=0, recipe="current")
+    assert "no histograms" in answered(kind="what_if", run=run, step=0, recipe="current")
     assert "know nothing of blocks" in answered(kind="what_if", run=run, step=0, recipe="mxfp8")
     assert "samples" in answered(kind="verdict", run=run, baseline=None, reference=None, by="samples")
     monkeypatch.setattr(what_if, "_MOST_REPLAYED", 79)

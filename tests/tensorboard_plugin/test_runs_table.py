@@ -211,7 +211,7 @@ def test_rows_are_there_at_once_and_can_be_sorted_filtered_pinned_and_made_the_b
     told = {name: story(diagnose(logdir / name, logdir / "baseline"))["headline"] for name in ("again", "bad", "reference")}
     shown = dict(zip(names, zip(column(page, "cause"), column(page, "confidence"), strict=True), strict=True))
     for name, headline in told.items():
-        assert shown[name] == (headline["cause"].replace("_", " "), headline["confidence"])
+        assert shown[name] == (headline["cause"].replace("_", " "), headline["confidence"] or "-")
     assert shown["baseline"] == ("-", "-") and column(page, "recipe")[-1] == "not quantized"
     assert dict(zip(names, column(page, "state"), strict=True))["bad"] == "ended"
 

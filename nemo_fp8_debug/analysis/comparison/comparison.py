@@ -9,15 +9,15 @@ from functools import cached_property
 import numpy as np
 import polars as pl
 
+from ...core.features import load_modules
+from ...core.keys import UNCAST
 from ..loss.outcome import MAX_GAP, LossOutcome
 from ..loss.seeds import Beside
 from ..runs.run import Run
 from ..runs.settings import differences
-from .activations import activations_apart
 from .drift import TAIL
 from .groups import groups
 from .layer_matching import sizes_of_weights
-from .states import states_apart
 
 #: metrics that are shown under other recipes
 _WEIGHED = ("relative_error", "underflow_pct", "overflow_pct", "mse")
@@ -79,24 +79,20 @@ class Comparison:
         return differences(self.baseline.fingerprint, self.run.fingerprint)
 
     @cached_property
-    def states(self) -> pl.DataFrame:
-        """What the runs' optimizers keep; see `states_apart`."""
-        return states_apart(self.baseline, self.run)
-
-    @cached_property
-    def activations(self) -> pl.DataFrame:
-        """What lies between the GEMMs of the runs; see `activations_apart`."""
-        return activations_apart(self.baseline, self.run)
+    def features(self) -> dict[str, pl.DataFrame]:
+        """What other features observed of the runs, by name; see `compare_runs` of each."""
+        modules = load_modules("two_runs")
+        return {module.NAME: module.compare_runs(self.baseline, self.run) for module in modules}
 
     def what_if(self) -> pl.DataFrame:
-        """The run's tensors, states and activations under recipes that were tried or replayed: a row a recipe, medians over
-        the later half."""
+        """Return the run's tensors under recipes that were tried or replayed.
+
+        A row a recipe, with medians over the later half of the samples.
+        """
         steps = pl.Series(self.run.metrics.steps)
         tail = steps.tail(max(1, round(len(steps) * TAIL)))
         columns = ["step", "layer", "role", "recipe", *_WEIGHED]
-        uncast = [
-            rows.filter(scale_source="what-if").select(columns)
-            for rows in (self.run.table("states"), self.run.table("activations"))
-        ]
+        tables = (self.run.table(name) for name in UNCAST)
+        uncast = [rows.filter(scale_source="what-if").select(columns) for rows in tables]
         rows = pl.concat([self.run.others.select(columns), *uncast]).filter(pl.col("step").is_in(tail.implode()))
         return rows.group_by("layer", "role", "recipe", maintain_order=True).agg(pl.median(*_WEIGHED))

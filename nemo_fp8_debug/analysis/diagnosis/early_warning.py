@@ -12,7 +12,7 @@ from ..comparison.compare import quantized, split_experts
 from ..runs.blocks import in_parts, over_blocks
 from ..runs.grid import Grid
 from ..runs.run import Run
-from .rules.beyond import COLUMNS, strengths, times_of_limits, with_limits
+from .limits import COLUMNS, strengths, times_of_limits, with_limits
 
 
 def early_warning(run: Run) -> pl.DataFrame:

@@ -16,12 +16,12 @@ from ..comparison.drift import SHOWN, TAIL
 from ..runs.blocks import by_tensor, over_blocks
 from ..runs.grid import Floats, Grid, median
 from ..runs.run import Run
-from .diagnosis import Diagnosis
-from .rules.finding import Finding
+from .answer import Answer
+from .finding import Finding
 
 KEY = ["layer", "role"]
 #: groups of the ranking: blamed, also wrong by then, out of band for whatever reason, neither
-BLAMED, BESIDES, OUT, REST = range(4)
+BLAMED, ALSO_WRONG, OUT, REST = range(4)
 #: metrics of what a format loses, and what each is a share of
 _SHARES = {"relative_error": 1.0, "underflow_pct": 100.0, "overflow_pct": 100.0}
 _OUT_OF_BAND: dict[str, type[pl.DataType]] = {
@@ -31,13 +31,13 @@ _OUT_OF_BAND: dict[str, type[pl.DataType]] = {
 _SCHEMA = {"layer": pl.String, "role": pl.String, "group": pl.Int64, "told": pl.Int64, "found_since": pl.Int64}
 
 
-def ranked(found: Diagnosis) -> pl.DataFrame:
+def rank_tensors(found: Answer) -> pl.DataFrame:
     """The tensors of a run, those first that the verdict rests on.
 
     Returns:
-        A row a tensor, the experts of a layer as one: layer, role, group (BLAMED, BESIDES, OUT or REST), onset (step since
-        when it is out of band; null: it is not), metric (by which), value and expected (of it, at the onset), excess (how
-        many times the least that counts), drift_log2 and mse_ratio (null without a baseline), has_baseline (whether the
+        A row a tensor, the experts of a layer as one: layer, role, group (BLAMED, ALSO_WRONG, OUT or REST), onset (step
+        since when it is out of band; null: it is not), metric (by which), value and expected (of it, at the onset), excess
+        (how many times its threshold), drift_log2 and mse_ratio (null without a baseline), has_baseline (whether the
         baseline has the tensor), `{metric}_run` and `{metric}_baseline` (medians over the later half of the samples), lost
         and lost_baseline (the largest of relative error, underflow and overflow, each as a share), harm_rank and error_rank
         (from 1). Ordered by harm rank: blamed, also wrong by then, out of band by onset, the rest by drift. The error rank
@@ -45,7 +45,7 @@ def ranked(found: Diagnosis) -> pl.DataFrame:
 
     Example:
         >>> from nemo_fp8_debug.analysis.diagnosis.diagnose import diagnose
-        >>> ranked(diagnose("runs/bad", "runs/baseline")).select("layer", "role", "harm_rank", "error_rank").columns
+        >>> rank_tensors(diagnose("runs/bad", "runs/baseline")).select("layer", "role", "harm_rank", "error_rank").columns
         ['layer', 'role', 'harm_rank', 'error_rank']
     """
     named = _named(found)
@@ -63,19 +63,19 @@ def ranked(found: Diagnosis) -> pl.DataFrame:
     return rows.with_columns(ranks).drop("told", "found_since", "nonfinite")
 
 
-def harm_ranks(found: Diagnosis) -> dict[Key, int]:
+def harm_ranks(found: Answer) -> dict[Key, int]:
     """The harm rank of each tensor, from 1."""
-    return {(layer, role): rank for layer, role, rank in ranked(found).select(*KEY, "harm_rank").iter_rows()}
+    return {(layer, role): rank for layer, role, rank in rank_tensors(found).select(*KEY, "harm_rank").iter_rows()}
 
 
-def by_harm(rows: Sequence[Mapping[str, Any]], found: Diagnosis) -> list[dict[str, Any]]:
+def by_harm(rows: Sequence[Mapping[str, Any]], found: Answer) -> list[dict[str, Any]]:
     """Rows of tensors, with layer and role, in the order of harm, each with its harm_rank."""
     ranks = harm_ranks(found)
     with_ranks = [{**row, "harm_rank": ranks[row["layer"], row["role"]]} for row in rows]
     return sorted(with_ranks, key=lambda row: row["harm_rank"])
 
 
-def _named(found: Diagnosis) -> pl.DataFrame:
+def _named(found: Answer) -> pl.DataFrame:
     """layer, role, group, told (place among the findings), found_since: of tensors that findings name."""
     groups: dict[Key, tuple[int, int, int | None]] = {}
 
@@ -85,12 +85,12 @@ def _named(found: Diagnosis) -> pl.DataFrame:
                 groups.setdefault((finding.layer, finding.role), (group, len(groups), finding.since))
 
     add([found.culprit], BLAMED)
-    add(found.blame.besides, BESIDES)
+    add(found.decision.also, ALSO_WRONG)
     add([f for f in found.findings if f.rule == "operand"], OUT)
     return pl.DataFrame([(*key, *about) for key, about in groups.items()], _SCHEMA, orient="row")
 
 
-def _tensors(found: Diagnosis, named: pl.DataFrame) -> pl.DataFrame:
+def _tensors(found: Answer, named: pl.DataFrame) -> pl.DataFrame:
     """layer, role, drift_log2, medians: of all tensors, and of experts and other tensors that findings name."""
     run = _medians(found.run, "run", found.comparison)
     run = run.join(medians(found.run, ["nonfinite"], most=["nonfinite"]), on=KEY, how="left", maintain_order="left")
@@ -139,7 +139,7 @@ def _of_later(metric: str, most: bool, grid: Grid) -> dict[str, Floats]:
     return {metric: np.fmax.reduce(values, axis=1) if most else median(values)}
 
 
-def _first_out(found: Diagnosis) -> pl.DataFrame:
+def _first_out(found: Answer) -> pl.DataFrame:
     """layer, role, onset, metric, value, expected, excess: of each tensor that is out of a baseline's band, the first."""
     if found.comparison is None:
         return pl.DataFrame(schema=_OUT_OF_BAND)

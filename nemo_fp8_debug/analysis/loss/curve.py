@@ -9,13 +9,10 @@ import numpy as np
 import numpy.typing as npt
 import polars as pl
 
+from .. import thresholds
 from .onset import stays
 from .smoothing import persistence, running_median
 
-#: rise of the smoothed loss above its own minimum that counts, as a part of that, and in standard deviations of its noise
-RISE, SIGMAS = 0.02, 8.0
-#: the same of a rise from one level to another: of 936 clean runs of the benchmark the farthest has 2.3 standard deviations
-STEP_RISE, STEP_SIGMAS = 0.05, 3.5
 #: part of the losses left out at either end of their range: a single spike sets neither the range nor the signs
 _TAIL = 0.01
 
@@ -23,20 +20,21 @@ Floats = npt.NDArray[np.float64]
 
 
 def range_of(losses: Floats) -> float | None:
-    """Return what 100% of a rise or gap are if losses lie on both sides of zero: their range. None: it is their level.
+    """Return what 100% of a rise or gap are if losses cross zero or come very near it: their range. None: it is their level.
 
-    A loss that crosses zero ends near zero by chance, so percents of its level have any size and either sign. A constant
-    that is added to the loss does not change its range. If a loss falls from zero, its range is its level.
+    A loss that crosses zero ends near zero by chance, so percents of its level have any size and either sign. Of a loss that
+    fell to a thousandth nothing is left to lose. A constant that is added to a loss that crosses zero does not change its
+    range. If a loss falls from zero, its range is its level.
 
     Example:
         >>> range_of(np.linspace(3, 1, 500)), range_of(np.linspace(-1, -3, 500))
         (None, None)
-        >>> round(range_of(np.linspace(2, -3, 500)), 1)
-        4.9
+        >>> round(range_of(np.linspace(2, -3, 500)), 1), round(range_of(np.geomspace(2, 1e-5, 500)), 1)
+        (4.9, 1.8)
     """
     finite = losses[np.isfinite(losses)]
     low, high = np.quantile(finite, (_TAIL, 1 - _TAIL)) if len(finite) else (0.0, 0.0)
-    return float(high - low) if low < 0 < high else None
+    return float(high - low) if high > 0 and low < thresholds.NEAR_ZERO * high else None
 
 
 @dataclass(frozen=True)
@@ -62,6 +60,15 @@ class LossCurve:
     def range(self) -> float | None:
         """The loss that counts as 100% of a rise above this one; None: its level. See `range_of`."""
         return range_of(self.losses)
+
+    @property
+    def begins_at_zero(self) -> bool:
+        """Whether the loss is negative and its first values are within a tenth of its range from zero."""
+        finite = self.losses[np.isfinite(self.losses)]
+        if not len(finite) or np.median(finite) >= 0:
+            return False
+        first = float(np.median(finite[: max(3, len(finite) // 30)]))
+        return abs(first) < 0.1 * float(np.ptp(finite))
 
     def range_before(self, step: int) -> float | None:
         """Return the same for the losses before a step."""
@@ -128,7 +135,7 @@ class LossCurve:
         return self.range_to_lowest or abs(floor)
 
     def _least_rise(self, floor: float) -> float:
-        return max(RISE * self._whole(floor), SIGMAS * self.noise)
+        return max(thresholds.RISE_PART * self._whole(floor), thresholds.RISE_SIGMAS * self.noise)
 
     @property
     def visible_rise(self) -> float:
@@ -152,7 +159,7 @@ class LossCurve:
         at = int(np.argmax(np.where(np.isfinite(rise), rise, -np.inf)))
         step = int(self.steps[at + self.half])
         whole = self.range_before(step) or abs(float(before[at]))
-        if not rise[at] > max(STEP_SIGMAS * noise, STEP_RISE * whole):
+        if not rise[at] > max(thresholds.LEVEL_SIGMAS * noise, thresholds.LEVEL_PART * whole):
             return None
         return step, 100 * float(rise[at]) / whole
 

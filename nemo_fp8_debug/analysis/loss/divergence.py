@@ -4,18 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 
+from .. import thresholds
 from .alignment import Aligned, Floats, align
 from .curve import LossCurve
 from .gap import PART, TOO_FEW, gap_of
 from .onset import stays
 from .smoothing import persistence, running_median
-
-#: standard deviations by which the smoothed loss lies above the baseline's from there on
-SIGMAS = 4.0
-#: the same in the middle of what follows, which needs no second look
-PLAIN = 12.0
-#: confidence with which the mean from there on, or over the last part, is otherwise above the baseline's
-SURE = 0.999
 
 
 def above(run: LossCurve, baseline: LossCurve) -> int | None:
@@ -38,10 +32,10 @@ def above(run: LossCurve, baseline: LossCurve) -> int | None:
         return None
     half = max(2, n // 12)
     apart, smooth, noise = min((_apart(aligned, each, half) for each in (True, False)), key=lambda found: found[2])
-    first = stays(smooth > SIGMAS * noise, apart, half)
+    first = stays(smooth > thresholds.DEPARTS_SIGMAS * noise, apart, half)
     if first is None:
         return None
-    plain = float(np.median(smooth[first:])) > PLAIN * noise
+    plain = float(np.median(smooth[first:])) > thresholds.DEPARTS_PLAINLY * noise
     return int(aligned.steps[first]) if plain or _is_sure(aligned, first) else None
 
 
@@ -72,4 +66,4 @@ def _is_sure(aligned: Aligned, first: int) -> bool:
     n = len(aligned.steps)
     start = max(min(max(first, round((1 - PART) * n)), n - TOO_FEW), 0)
     found = gap_of(aligned, after=int(aligned.steps[start]) - 1)
-    return found is None or found.infinite or found.interval(SURE)[0] > 0
+    return found is None or found.infinite or found.interval(thresholds.DEPARTS_SURE)[0] > 0

@@ -18,10 +18,6 @@ PART, FEWEST = 0.2, 20
 TOO_FEW = 10
 #: of the interval that is printed, and the chance with which a gap of the smallest visible size is seen
 CONFIDENCE, POWER = 0.95, 0.8
-#: percent below the baseline beyond which the data must be checked: as far as a run of other batches must lie above to be
-#: harmed. In the benchmark, 0 of 1,548 clean pairs on the same batches and 2 of 1,032 of another seed lie beyond this
-#: limit. Next to another seed, so do 41 of 47 runs on repeated data.
-FAR_BELOW = 12.0
 CHECK_DATA = "Before you trust this loss, check for repeated data, leaked labels or a missing mask."
 
 
@@ -43,7 +39,7 @@ class Gap:
     correlation: float
     #: losses of either run that are NaN or infinite and were left out
     left_out: int = 0
-    #: whether percents are of the range of the baseline's losses, which lie on both sides of zero
+    #: whether percents are of the range of the baseline's losses, which cross zero or come very near it
     of_range: bool = False
 
     def interval(self, confidence: float = CONFIDENCE) -> tuple[float, float]:

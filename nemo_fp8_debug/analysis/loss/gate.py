@@ -12,10 +12,11 @@ import numpy as np
 from scipy.special import stdtrit
 
 from ...errors import ConfigError
+from .. import thresholds
 from ..formatting import jsonable
 from .alignment import align
 from .curve import LossCurve
-from .gap import FAR_BELOW, FEWEST, PART, Gap, gap_of
+from .gap import FEWEST, PART, Gap, gap_of
 
 #: chance of passing a run whose gap is the limit, and of failing one whose gap is the limit
 ERROR = 0.05
@@ -69,7 +70,7 @@ class Gate:
     @property
     def is_far_below(self) -> bool:
         """Whether the loss ends so far below the baseline's that the data must be checked before it counts as a gain."""
-        return self.bounds[1] < min(self.max_gap, 0.0) - FAR_BELOW
+        return self.bounds[1] < min(self.max_gap, 0.0) - thresholds.OTHER_SEEDS
 
     @property
     def more_steps(self) -> int | None:

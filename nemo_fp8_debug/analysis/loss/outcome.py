@@ -7,24 +7,19 @@ from functools import cached_property
 
 import numpy as np
 
+from .. import thresholds
 from ..formatting import number
 from .curve import LossCurve
 from .divergence import above
-from .gap import CHECK_DATA, FAR_BELOW, Gap, gap
+from .gap import Gap, gap
 from .seeds import Seeds
 from .step_change import jumps_at, rises_at
 
 #: percent by which the mean loss over the last part may lie above the baseline's before it counts as harm
-MAX_GAP = 2.0
-#: how many times that a run of other batches may lie above all along before another seed, or another model, does not
-#: explain it
-OTHER_SEEDS, OTHER_MODELS = 6.0, 20.0
-#: how many times that it may rise by at a step that was searched for, if the models are the same, and if they are not; the
-#: latter is also how far above another model it may lie once it has risen at all
-SEARCHED, RISEN = 5.0, 10.0
-#: confidence, going by what several baselines differ by, that a gap is above the limit: of one that is harm by itself, and
-#: of one that makes harm likely beside what else is found; and the part of other seeds that is passed where harm begins
-SURE, LIKELY, MOST = 0.999, 0.95, 0.8
+MAX_GAP = thresholds.MAX_GAP
+#: of several baselines: confidence that a gap is harm by itself, and that it is beyond other seeds; and the part of other
+#: seeds that is passed where harm begins
+_LIKELY, _MOST = 0.95, 0.8
 #: what follows percents that are not of the level of a loss
 OF_RANGE = " of the loss's range"
 
@@ -91,10 +86,14 @@ class LossOutcome:
         if low > 0:
             return True
         explained = self.max_gap if self.gap is None else max(self.max_gap, self.gap.percent)
-        return False if high < explained and self._reference_lasts(found) else None
+        return False if high < explained and self._lasts(found) else None
 
-    def _reference_lasts(self, found: Gap) -> bool:
+    @property
+    def reference_lasts(self) -> bool:
         """Whether the reference run reaches the last twentieth of the run."""
+        return self.gap_to_reference is not None and self._lasts(self.gap_to_reference)
+
+    def _lasts(self, found: Gap) -> bool:
         return bool(found.last >= self.run.steps[int(0.95 * (len(self.run.steps) - 1))])
 
     @cached_property
@@ -118,14 +117,21 @@ class LossOutcome:
             return self.run.stepped_up
         if self.gap is None or self.gap.infinite or self.gap.paired or self.gap.percent <= self.max_gap:
             return None
+        if self.gap.interval()[0] <= 0:  # noise may have brought it to where it ends
+            return None
         return jumps_at(self.run, self.baseline, self.max_gap)
 
     @cached_property
     def _risen(self) -> int | None:
         if self.baseline is None:
             return self.run.diverged_at
-        since = None if self.seeds is None else above(self.run, self.baseline.raised(self.seeds.reach(MOST)))
+        since = None if self.seeds is None else above(self.run, self.baseline.raised(self.seeds.reach(_MOST)))
         return above(self.run, self.baseline) if since is None else since
+
+    @property
+    def lies_above(self) -> bool:
+        """Return True if the 95% interval of the gap lies above `max_gap`. Another seed may explain such a gap."""
+        return self.gap is not None and self.gap.interval()[0] > self.max_gap
 
     @property
     def harm(self) -> str:
@@ -137,6 +143,8 @@ class LossOutcome:
         if not self.run.has_enough:
             return "unknown"
         if self.baseline is None:
+            if self.begins_at_zero:
+                return "unknown"
             return "harmful" if self._risen is not None else "unknown" if self.stepped_up is None else "likely"
         if self.is_far_below:
             return "unknown"
@@ -152,16 +160,16 @@ class LossOutcome:
             return "harmful"
         if found.percent <= self.max_gap:
             return "gap"
-        if found.paired or found.percent > self._no_seed_explains():
+        if found.paired or found.percent > self.beyond_seeds:
             return "harmful"
         assert self.since is not None
         rise = rises_at(self.run, self.baseline, self.since)
-        least = SEARCHED if self.same_model else RISEN
-        if rise is not None and rise > least * self.max_gap:
+        least = thresholds.JUMPS if self.same_model else 2 * thresholds.JUMPS
+        if rise is not None and rise > least:
             return "harmful"
         # The loss of a deeper model falls farther, but neither rises by itself nor at a step.
         moved = rise is not None or self.run.diverged_at is not None or self.run.stepped_up is not None
-        if moved and found.percent > RISEN * self.max_gap:
+        if moved and found.percent > 2 * thresholds.JUMPS:
             return "harmful"
         return "unknown" if self.stepped_up is None else "likely"
 
@@ -170,89 +178,41 @@ class LossOutcome:
         """Whether the loss ends so far below the baseline's that another seed hardly explains that."""
         if self.gap is None:
             return False
-        least = FAR_BELOW if self.same_model else OTHER_MODELS * MAX_GAP
+        least = thresholds.OTHER_SEEDS if self.same_model else thresholds.OTHER_MODELS
         if self.seeds is not None:
-            least = max(least, self.seeds.reach(LIKELY))
+            least = max(least, self.seeds.reach(_LIKELY))
         return self.gap.interval()[1] < -least
 
-    def beyond_seeds(self, times: float, sure: float) -> float:
-        """Percent beyond which another seed does not explain a gap. The mean of several baselines lies nearer than one of
-        them does, and what they differ by tells more than what seeds usually do.
+    @property
+    def beyond_seeds(self) -> float:
+        """Percent beyond which another seed does not explain a gap.
 
-        Args:
-            times: the limit, beside one baseline.
-            sure: confidence that the limit is exceeded, going by what several differ by.
+        The mean of several baselines lies nearer than one of them does, and what they differ by tells more than what seeds
+        usually do.
         """
+        least = max(thresholds.OTHER_SEEDS if self.same_model else thresholds.OTHER_MODELS, self.max_gap)
         if self.seeds is None or not self.same_model:
-            return times * self.max_gap
-        return min(self.seeds.nearer * times * self.max_gap, self.max_gap + self.seeds.reach(sure))
+            return least
+        nearer = min(self.seeds.nearer * least, self.max_gap + self.seeds.reach(thresholds.DEPARTS_SURE))
+        return max(nearer, self.seeds.reach(_LIKELY))
 
-    def _no_seed_explains(self) -> float:
-        """Percent beyond which no other seed explains a gap, whatever else is found."""
-        least = self.beyond_seeds(OTHER_SEEDS if self.same_model else OTHER_MODELS, SURE)
-        return least if self.seeds is None else max(least, self.seeds.reach(LIKELY))
+    @property
+    def begins_at_zero(self) -> bool:
+        """Whether the loss begins at zero and is negative, as in reinforcement learning.
+
+        Such a loss is a mean advantage, so a rise by itself is no harm.
+        """
+        return self.run.begins_at_zero
+
+    @property
+    def diverges(self) -> bool:
+        """Whether the loss rises for good: above its own minimum, or to what is no number."""
+        return self.run.lost_at is not None or self.run.diverged_at is not None
 
     @property
     def harmful_since(self) -> int | None:
         """`since` of a run that is harmed, or likely to be; None: it is not, or that is not known."""
         return self.since if self.harm in ("harmful", "likely") else None
-
-    def told(self, unit: str = "step") -> str:
-        """In a sentence or two.
-
-        Args:
-            unit: what steps are counted in.
-        """
-        if self.run.lost_at is not None:
-            return f"The loss is NaN or infinite from {unit} {self.run.lost_at} on."
-        if not self.run.has_enough:
-            return f"{len(self.run.losses)} losses are too few to tell whether the run is harmed."
-        if self.rise is not None:
-            return f"The loss rises by {self.percents(self.rise[1], self.rise[0])} at {unit} {self.rise[0]}."
-        if self.baseline is None:
-            return self._alone(unit)
-        if self.gap is None:
-            since = f"The loss stays above the baseline's from {unit} {self.since} on. " if self.since is not None else ""
-            return f"{since}No gap can be measured: fewer than 10 losses are in common, or the baseline's are zero."
-        return self._against_the_baseline(self.gap, unit)
-
-    def describe_reference(self, unit: str = "step") -> str:
-        """Return what the reference run's loss came to, next to the run's; empty without a reference run.
-
-        Args:
-            unit: what steps are counted in.
-        """
-        if self.reference is None:
-            return ""
-        other, apart = self.reference_outcome, self.gap_to_reference
-        if other is None:
-            return "The reference run has too few losses to judge."
-        gap = "" if other.gap is None or other.gap.infinite else _interval_told(other.gap)
-        lasts = apart is not None and self._reference_lasts(apart)
-        if other.harmful_since is not None:
-            too = " too" if self.harmful_since is not None else ""
-            lead = (
-                f"The reference run diverges{too}, from {unit} {other.harmful_since} on{gap and f', with a gap of {gap}'}."
-            )
-        elif self.harmful_since is not None and lasts:
-            lead = f"The reference run does not diverge{gap and f': its gap is {gap}'}."
-        else:
-            lead = gap and f"The reference run's gap is {gap}."
-        if self.baseline is self.reference:
-            rest = ""  # the gap is told already
-        elif apart is None:
-            rest = "We cannot compare the losses of the run and the reference run."
-        elif not lasts:
-            rest = f"The reference run ends at {unit} {self.reference.steps[-1]}, too early to judge the run's end."
-        else:
-            rest = "" if apart.infinite else f"The run's gap to the reference run is {_interval_told(apart)}"
-            if self.harm != "none" and not self.is_far_below and not self.differs_from_reference:
-                unknown = self.differs_from_reference is None
-                rest += (
-                    ", so nobody can tell whether FP8 explains the loss" if unknown else ", so FP8 does not explain the loss"
-                )
-            rest += "." if rest else ""
-        return f"{lead} {rest}".strip()
 
     def percents(self, value: float, step: int | None = None) -> str:
         """Return percents of the loss in words, with what they are of unless that is its level.
@@ -263,64 +223,3 @@ class LossOutcome:
         alone = self.run.range_to_lowest if step is None else self.run.range_before(step)
         of = alone if self.baseline is None else self.baseline.range
         return f"{number(value)}%{'' if of is None else OF_RANGE}"
-
-    def _alone(self, unit: str) -> str:
-        if self._risen is not None:
-            return f"The loss diverges: it stays above its own minimum from {unit} {self.since} on."
-        if self.stepped_up is not None:
-            step, percent = self.stepped_up
-            return f"The loss goes up by {self.percents(percent, step)} at {unit} {step} and stays there, so harm is likely."
-        visible = f" We could have seen a rise of {self.percents(self.run.visible_rise)} or more."
-        visible = visible if np.isfinite(self.run.visible_rise) else ""
-        return f"The loss does not rise above its own minimum.{visible} Without a baseline, we cannot see a gap."
-
-    def _against_the_baseline(self, found: Gap, unit: str) -> str:
-        measured = described(found, unit, self.seeds)
-        whose = "the baseline's" if self.seeds is None else "the baselines' mean"
-        whose = "the reference run's" if self.baseline is self.reference else whose
-        if self.is_far_below:
-            return f"The loss ends {self.percents(-found.percent)} below {whose}: {measured}. {CHECK_DATA}"
-        if self.harm == "harmful":
-            return f"The loss diverges from {unit} {self.since} on: {measured}."
-        if self.harm == "likely" and self.stepped_up is not None:
-            step, percent = self.stepped_up
-            jump = f"The loss jumps by {self.percents(percent, step)} at {unit} {step} and ends above {whose}: {measured}."
-            return f"{jump} Another seed may explain the gap but not the jump, so harm is likely."
-        if self.harm == "gap":
-            limit = f"less than the {self.max_gap:g}% that count as harm"
-            since = "is" if self.since is None else f"stays from {unit} {self.since} on"
-            return f"The loss {since} above {whose}: {measured}, {limit}."
-        visible = f"We could have seen a gap of {self.percents(found.visible)} or more."
-        if self.harm == "none":
-            return f"The loss follows {whose}: {measured}. {visible}"
-        if not found.paired and found.interval()[0] > self.max_gap:
-            return f"The loss is above {whose}: {measured}. {self._another_seed(found)}"
-        return f"We cannot tell whether the loss is {self.percents(self.max_gap)} above {whose}: {measured}. {visible}"
-
-    def _another_seed(self, found: Gap) -> str:
-        """What it may explain, in a sentence or two."""
-        if self.seeds is None:
-            return "Another seed may explain that; one pair cannot tell."
-        reach = self.seeds.reach(LIKELY)
-        if found.percent > reach:
-            return "Fewer than 1 in 20 runs of another seed would end as far above; that alone is not sure enough."
-        return f"Another seed may explain that: 1 in 20 would end {number(reach)}% or more above this mean."
-
-
-def _interval_told(found: Gap) -> str:
-    low, high = found.interval()
-    return f"{found.percent:+.3g}%{OF_RANGE if found.of_range else ''} (95% interval {low:+.3g} to {high:+.3g}%)"
-
-
-def described(found: Gap, unit: str, seeds: Seeds | None = None) -> str:
-    """A gap, in a clause."""
-    low, high = found.interval()
-    order = "the same batches" if found.paired else "other batches"
-    if seeds is not None:
-        spread = f"a standard deviation of {number(seeds.spread)}%"
-        order = f"the mean of {seeds.n} runs of other batches, whose last losses have {spread}"
-    where = f"the last {found.n} losses, {unit}s {found.first} to {found.last}"
-    if found.infinite:
-        return f"over {where} no number is left"
-    of = OF_RANGE if found.of_range else ""
-    return f"a gap of {found.percent:+.3g}%{of} (95% interval {low:+.3g} to {high:+.3g}%; {where}; {order})"

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import numpy as np
 from scipy.special import ndtri, stdtr
 
+from .. import thresholds
 from .alignment import Aligned, Floats, Ints, align
 from .curve import LossCurve
 from .gap import PART
@@ -14,11 +15,9 @@ from .smoothing import persistence, running_median, standard_error
 
 #: losses on either side of the step, at most as a part of all, and at least
 _PART, _FEWEST = 6, 10
-#: confidence with which the rise is above 0
-SURE = 0.995
 #: of a search: losses behind a step, as a part of all, and as many times as many before it; and the chance with which noise
 #: alone jumps anywhere in a run
-_BEHIND, _BEFORE, CHANCE = 20, 2, 1e-4
+_BEHIND, _BEFORE = 20, 2
 #: standard deviations of the noise beyond which a loss is a spike
 _SPIKE = 3.0
 
@@ -35,7 +34,7 @@ class Rise(NamedTuple):
     @property
     def is_sure(self) -> bool:
         """Whether noise hardly makes it."""
-        return self.chance < 1 - SURE
+        return self.chance < 1 - thresholds.STEP_SURE
 
 
 def rises_at(run: LossCurve, baseline: LossCurve | None, step: int) -> float | None:
@@ -93,11 +92,6 @@ def higher_in_the_end(run: LossCurve, baseline: LossCurve, step: int, sampled: I
     if _rise_at(run, baseline, _may_have_begun(step, sampled)) is None:
         return np.inf
     return max((rise.lasting for rise in _rises_with(run, baseline, step, sampled)), default=np.inf)
-
-
-def likeliest_rise(run: LossCurve, baseline: LossCurve | None, step: int, sampled: Ints) -> Rise | None:
-    """The one of those that noise makes least often, sure or not; None: none can be measured. Arguments are the same."""
-    return min(_rises_with(run, baseline, step, sampled), key=lambda rise: rise.chance, default=None)
 
 
 def _rises_with(run: LossCurve, baseline: LossCurve | None, step: int, sampled: Ints) -> list[Rise]:
@@ -191,7 +185,7 @@ def farthest_jump(run: LossCurve, baseline: LossCurve) -> Jump | None:
     (own, noise), (apart, of_apart), (theirs, _) = (_jumps(each, behind) for each in series)
     sizes = np.where(theirs < apart / 2, np.minimum(own, apart), 0.0)
     at = int(np.argmax(sizes))
-    least = -float(ndtri(CHANCE / places)) * max(noise, of_apart)
+    least = -float(ndtri(thresholds.SEARCH_CHANCE / places)) * max(noise, of_apart)
     times = float(sizes[at]) / least if least else np.inf * float(sizes[at] > 0)
     where = at + _BEFORE * behind
     lasting = series[1][-max(round(PART * len(series[1])), behind) :].mean() - series[1][at:where].mean()

@@ -1,10 +1,11 @@
-"""What can be changed for an operand, in order of cost, and what each change makes of its errors."""
+"""The ladder of changes for an operand, in order of cost, and what each change makes of its errors."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import polars as pl
 
@@ -17,11 +18,12 @@ from ...numerics.recipe import BF16_RECIPE, Recipe, Scaling, find_recipe, parse_
 from ...numerics.tensor_scaling import CurrentScaling, DelayedScaling
 from ..replay.replay import replay
 from ..runs.run import Run
+from .flags import Flag, Undo
 
 #: how an operand is cast: two recipes that say the same of it are one
 Cast = tuple[Scaling, str]
 
-STAY = "stay"
+STAY, UNDO = "stay", "undo"
 #: block recipes, in order of cost
 BLOCKS = (BlockScaling, MXFP8Scaling)
 _KEY = ["layer", "role"]
@@ -81,6 +83,13 @@ class Budget:
         pairs = [(name, getattr(errors, name), getattr(self, name)) for name in _METRICS]
         return [_exceeded(name, value, limit) for name, value, limit in pairs if value is not None and value > limit]
 
+    def worst_of(self, errors: Errors | None) -> str | None:
+        """The metric by which the limits are exceeded most; None: they are kept, or nothing is known. Internal."""
+        values = {name: getattr(errors, name) for name in _METRICS} if errors is not None else {}
+        over = {name: value / (getattr(self, name) or 1e-9) for name, value in values.items() if value is not None}
+        worst = max(over, key=over.__getitem__, default=None)
+        return worst if worst is not None and over[worst] > 1 else None
+
     def met_by(self, errors: Errors | None) -> bool:
         """Whether errors that are known keep every limit. Internal."""
         return errors is not None and errors != Errors(None, None, None) and not self.broken_by(errors)
@@ -95,7 +104,7 @@ def _exceeded(metric: str, value: float, limit: float) -> str:
 class Option:
     """A way to cast an operand."""
 
-    #: stay, margin, history, current, format, block or bf16
+    #: stay, undo, margin, history, current, format, block or bf16
     kind: str
     #: as in `parse_recipe`; of `stay` as the record has it
     recipe: str
@@ -103,6 +112,8 @@ class Option:
     errors: Errors | None
     #: whether it keeps the budget, as far as is known
     meets: bool
+    #: whether errors are approximate: of float32 values that were rounded to bfloat16
+    approximate: bool = False
 
     @functools.cached_property
     def parsed(self) -> Recipe:
@@ -119,15 +130,35 @@ def cast_of(recipe: Recipe, role: str) -> Cast:
     return recipe.scaling, recipe.format_of(role).name
 
 
-def candidates(in_use: Recipe | None, fmt: str, role: str) -> Iterator[tuple[str, Recipe]]:
-    """Kinds of changes and their recipes, in order of cost.
+class Given(NamedTuple):
+    """How an operand is cast."""
 
-    Args:
-        in_use: the recipe as recorded; None: a framework's own, which is not known here.
-        fmt: format that the operand is cast to.
-    """
-    recipe = in_use or _current_in(fmt, role)
-    scaling = recipe.scaling
+    #: the recorded recipe; None: a framework's own recipe, which we cannot read
+    in_use: Recipe | None
+    #: format that the operand is cast to
+    format: str
+    role: str
+    #: what changed at it; None: nothing
+    undo: Undo | None = None
+
+    @property
+    def scaled(self) -> Recipe:
+        """The recipe to begin with."""
+        return self.in_use or _current_in(self.format, self.role)
+
+
+def _undo(given: Given) -> Iterator[tuple[str, Recipe]]:
+    undo, recipe = given.undo, given.in_use
+    if undo is not None and undo.recipe is not None:
+        before = find_recipe(undo.recipe)
+        is_same = before and recipe and cast_of(before, given.role) == cast_of(recipe, given.role)
+        recipe = None if is_same else before
+    if undo is not None and recipe is not None:
+        yield UNDO, recipe
+
+
+def _rescale(given: Given) -> Iterator[tuple[str, Recipe]]:
+    recipe, scaling = given.scaled, given.scaled.scaling
     if isinstance(scaling, DelayedScaling):
         for more in (1, 2):
             yield "margin", replace(recipe, scaling=replace(scaling, margin=scaling.margin + more))
@@ -137,23 +168,54 @@ def candidates(in_use: Recipe | None, fmt: str, role: str) -> Iterator[tuple[str
             yield "history", replace(recipe, scaling=replace(scaling, amax_compute_algo="most_recent"))
     if isinstance(scaling, (DelayedScaling, CurrentScaling)):
         current = replace(recipe, scaling=CurrentScaling())
-        if current != in_use:
+        if current != given.in_use:
             yield "current", current
-        if other := _OTHER_FORMAT.get(fmt):
-            for one in dict.fromkeys([scaling, CurrentScaling()]):
-                yield "format", Recipe(one, other)
+
+
+def _use_other_format(given: Given) -> Iterator[tuple[str, Recipe]]:
+    scaling, other = given.scaled.scaling, _OTHER_FORMAT.get(given.format)
+    if isinstance(scaling, (DelayedScaling, CurrentScaling)) and other:
+        for one in dict.fromkeys([scaling, CurrentScaling()]):
+            yield "format", Recipe(one, other)
+
+
+def _scale_blocks(given: Given) -> Iterator[tuple[str, Recipe]]:
     for block in BLOCKS:
-        for choice in ("e4m3", "hybrid") if role == "grad_output" else ("e4m3",):
-            if Recipe(block(), choice) != in_use:
+        for choice in ("e4m3", "hybrid") if given.role == "grad_output" else ("e4m3",):
+            if Recipe(block(), choice) != given.in_use:
                 yield "block", Recipe(block(), choice)
+
+
+def _leave_fp8(given: Given) -> Iterator[tuple[str, Recipe]]:
     yield "bf16", BF16_RECIPE
 
 
-def replayable(in_use: Recipe | None, fmt: str, role: str) -> Iterator[Recipe]:
+#: the rungs, in order of cost: the first change that helps is the advice
+LADDER = (_undo, _rescale, _use_other_format, _scale_blocks, _leave_fp8)
+
+
+def candidates(given: Given) -> Iterator[tuple[str, Recipe]]:
+    """Yield kinds of changes and their recipes, in order of cost; a recipe that undoes a change is not yielded again.
+
+    Example:
+        >>> given = Given(parse_recipe("delayed(margin=4)"), "e4m3", "input", Undo("delayed", since=80))
+        >>> [(kind, recipe.name) for kind, recipe in candidates(given)][:2]
+        [('undo', 'delayed-hybrid'), ('margin', 'delayed-hybrid(margin=5)')]
+    """
+    undone = None
+    for propose in LADDER:
+        for kind, recipe in propose(given):
+            if kind == UNDO:
+                undone = recipe
+            if kind in (UNDO, "bf16") or recipe != undone:
+                yield kind, recipe
+
+
+def replayable(given: Given) -> Iterator[Recipe]:
     """What is to be known of an operand to choose: its candidates, and what its own recipe should have made of it."""
-    if in_use:
-        yield in_use
-    for _, recipe in candidates(in_use, fmt, role):
+    if given.in_use:
+        yield given.in_use
+    for _, recipe in candidates(given):
         yield recipe
 
 
@@ -186,6 +248,7 @@ class Judged:
         self._looked_at = _without_few(_without_rare_clipping(looked_at).drop("was_out"))
         self._samples = {key: n for key, (n,) in _by_key(self._looked_at.group_by(_KEY).len())}
         self._errors: dict[tuple[Key, Cast], Errors] = {}
+        self._approximate: set[tuple[Key, Cast]] = set()
         self._note(run.others)
 
     def in_use(self) -> dict[Key, Errors]:
@@ -207,18 +270,26 @@ class Judged:
         """Errors under a recipe; None where they cannot be had."""
         return self._errors.get((key, cast_of(recipe, key[1])))
 
+    def is_approximate(self, key: Key, recipe: Recipe) -> bool:
+        """Return True if errors under a recipe are of float32 values that were rounded to bfloat16."""
+        return (key, cast_of(recipe, key[1])) in self._approximate
+
     def _steps(self, keys: Sequence[Key]) -> set[int]:
         of_keys = pl.DataFrame(keys, schema=_KEY, orient="row")
         return set(self._looked_at.join(of_keys, on=_KEY, how="semi")["step"])
 
     def _note(self, rows: pl.DataFrame) -> None:
-        rows = rows.select(*_KEY, "step", "recipe", *_METRICS)
+        rows = rows.select(*_KEY, "step", "recipe", *_METRICS, pl.col("rounded").fill_null(False))
+        # Rows measured in the run are exact and stand first.
+        rows = rows.unique([*_KEY, "step", "recipe"], keep="first", maintain_order=True)
         rows = rows.join(self._looked_at.select(*_KEY, "step", "n"), on=[*_KEY, "step"], maintain_order="left")
-        counted = _worst(_without_few(rows), [*_KEY, "recipe"], pl.len())
-        for layer, role, name, *metrics, samples in counted.iter_rows():
+        counted = _worst(_without_few(rows), [*_KEY, "recipe"], pl.len(), pl.col("rounded").any())
+        for layer, role, name, *metrics, samples, is_rounded in counted.iter_rows():
             recipe, key = find_recipe(name), (layer, role)
             if recipe is not None and samples == self._samples[key]:
                 self._errors[key, cast_of(recipe, role)] = Errors(*metrics)
+                if is_rounded:
+                    self._approximate.add((key, cast_of(recipe, role)))
 
 
 def _stretches(out: Mapping[Key, tuple[int, int]]) -> pl.DataFrame:
@@ -262,20 +333,26 @@ def _by_key(rows: pl.DataFrame) -> Iterator[tuple[Key, tuple[float, ...]]]:
         yield (layer, role), tuple(values)
 
 
-def options_of(key: Key, in_use: Recipe | None, fmt: str, dtype: str, judged: Judged, budget: Budget) -> tuple[Option, ...]:
+def options_of(key: Key, given: Given, dtype: str, judged: Judged, budget: Budget, flag: Flag) -> tuple[Option, ...]:
     """Everything that can be done about an operand that does not keep the budget, in order of cost; BF16 is the last."""
     options = []
-    astray = _astray(key, in_use, judged)
-    for kind, recipe in candidates(in_use, fmt, key[1]):
-        if astray and isinstance(recipe.scaling, DelayedScaling):
+    astray = _astray(key, given.in_use, judged)
+    for kind, recipe in candidates(given):
+        if astray and isinstance(recipe.scaling, DelayedScaling) and kind != UNDO:
             continue
-        errors = judged.of(key, recipe)
+        errors = None if kind == UNDO and given.undo and given.undo.recipe is None else judged.of(key, recipe)
         if recipe == BF16_RECIPE:
             errors = errors or (_NONE if dtype != "float32" else None)  # 16 bits are the run's own precision
-            options.append(Option(kind, recipe.name, errors, True))
-        else:
-            options.append(Option(kind, recipe.name, errors, budget.met_by(errors)))
+        meets = recipe == BF16_RECIPE or budget.met_by(errors) or _helps_anyway(kind, errors, flag)
+        options.append(Option(kind, recipe.name, errors, meets, judged.is_approximate(key, recipe)))
     return tuple(options)
+
+
+def _helps_anyway(kind: str, errors: Errors | None, flag: Flag) -> bool:
+    """Return True if a change helps without figures: it undoes the cause, or only the scale is wrong."""
+    if kind == UNDO and flag.undo is not None:
+        return flag.undo.is_cause or errors is None
+    return kind == "current" and flag.only_scale and errors is None
 
 
 def _astray(key: Key, in_use: Recipe | None, judged: Judged) -> bool:

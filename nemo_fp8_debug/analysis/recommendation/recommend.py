@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -20,9 +20,9 @@ from ..comparison.compare import quantized
 from ..formatting import number
 from ..runs.run import Run
 from .engines import why_none
-from .flags import Flag
+from .flags import Flag, Undo
 from .flops import coverage, flops_of
-from .options import STAY, Budget, Errors, Judged, Option, options_of, replayable
+from .options import STAY, UNDO, Budget, Errors, Given, Judged, Option, options_of, replayable
 
 #: blocks of the model at either end that may be left in BF16 as a whole, as a share of all
 _AT_THE_ENDS = 0.25
@@ -39,6 +39,10 @@ class Finding:
     options: tuple[Option, ...]
     #: share of all GEMMs' FLOPs that the change alone takes out of FP8; None where shapes are not known
     cost: float | None
+    #: the metric by which it exceeds the budget most; None: it does not, or has no metrics
+    metric: str | None = None
+    #: what changed at it, which the first change on the ladder undoes; None: nothing
+    undo: Undo | None = None
 
     @property
     def chosen(self) -> Option:
@@ -48,12 +52,40 @@ class Finding:
     @property
     def changes(self) -> bool:
         """Whether it is to be cast otherwise."""
-        return self.chosen.kind != STAY
+        return self.chosen.kind != STAY and not self.restores
+
+    @property
+    def restores(self) -> bool:
+        """Return True if the operand keeps its recipe and needs the FP8 state that a resume lost."""
+        return self.chosen.kind == UNDO and self.undo is not None and self.undo.recipe is None
+
+    @property
+    def change(self) -> str:
+        """The change in a few words, for a cell of a table."""
+        if self.restores:
+            return "none: restore its FP8 state"
+        return self.chosen.recipe if self.changes else "none: it keeps the limits"
+
+    @property
+    def settings(self) -> dict[str, tuple[Any, Any]]:
+        """Settings of the scale in use that differ from those of the change: now and then; empty if more differs."""
+        now, then = find_recipe(self.options[0].recipe), self.chosen.parsed
+        if now is None or type(now.scaling) is not type(then.scaling):
+            return {}
+        if now.format_of(self.role) != then.format_of(self.role):
+            return {}
+        names = [each.name for each in fields(now.scaling)]
+        pairs = {name: (getattr(now.scaling, name), getattr(then.scaling, name)) for name in names}
+        return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
 
     @property
     def name(self) -> str:
         """For people."""
         return f"{SHOWN_AS[self.role]} of {self.layer}"
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain values, with the chosen option and the change as text."""
+        return asdict(self) | {"chosen": asdict(self.chosen), "change": self.change}
 
 
 @dataclass(frozen=True)
@@ -100,7 +132,7 @@ class Recommendation:
             "run": self.run.path,
             "quantization": self.run.quantization,
             "budget": asdict(self.budget),
-            "findings": [asdict(f) | {"chosen": asdict(f.chosen)} for f in self.findings],
+            "findings": [f.to_json() for f in self.findings],
             "plan": [asdict(change) for change in self.plan.changes],
             "fp8_coverage": {"before": self.before, "after": self.after},
             "ends": asdict(self.ends) if self.ends else None,
@@ -136,9 +168,10 @@ def recommend(
     now = judged.in_use()
     unknown = [key for key, (recipe, *_) in about.items() if recipe is None]
     about = {key: what for key, what in about.items() if key not in unknown}
-    too_bad = [key for key in about if not budget.met_by(now.get(key))]
-    in_use = {key: find_recipe(recipe) for key, (recipe, *_) in about.items()}
-    judged.replay({key: list(replayable(in_use[key], about[key][1], key[1])) for key in too_bad})
+    flag_of = {key: flags.get(key) or Flag(_reason(now.get(key), budget)) for key in about}
+    too_bad = [key for key in about if not budget.met_by(now.get(key)) or _is_cause(flag_of[key])]
+    given = {key: Given(find_recipe(about[key][0]), about[key][1], key[1], flag_of[key].undo) for key in about}
+    judged.replay({key: list(replayable(given[key])) for key in too_bad})
     flops, in_fp8 = flops_of(run.metrics), _in_fp8(run)
     before = coverage(flops, in_fp8.__contains__)
 
@@ -146,14 +179,13 @@ def recommend(
         return coverage(flops, (in_fp8 - _taken_out(plan, in_fp8)).__contains__)
 
     findings = []
-    for key, (recipe, fmt, dtype) in about.items():
-        stay = Option(STAY, recipe, now.get(key), key not in too_bad)
-        options = (stay, *(options_of(key, in_use[key], fmt, dtype, judged, budget) if key in too_bad else ()))
-        reason = flags[key].why if key in flags else _reason(now.get(key), budget)
-        finding = Finding(*key, reason, options, None)
+    for key, (recipe, _, dtype) in about.items():
+        flag, stay = flag_of[key], Option(STAY, recipe, now.get(key), key not in too_bad)
+        options = (stay, *(options_of(key, given[key], dtype, judged, budget, flag) if key in too_bad else ()))
+        finding = Finding(*key, flag.why, options, None, budget.worst_of(now.get(key)), flag.undo)
         alone = left(_plan([finding]))
         cost = before - alone if before is not None and alone is not None and _known(key[0], flops) else None
-        findings.append(Finding(*key, reason, options, cost))
+        findings.append(replace(finding, cost=cost))
     plan = _plan(findings)
     after = left(plan)
     return Recommendation(
@@ -209,6 +241,10 @@ def _known(layer: str, flops: Collection[str]) -> bool:
     return layer in flops or (is_aggregate(layer) and any(map(compile_patterns([layer]), flops)))
 
 
+def _is_cause(flag: Flag) -> bool:
+    return flag.undo is not None and flag.undo.is_cause
+
+
 def _reason(errors: Errors | None, budget: Budget) -> str:
     if errors is None:
         return "it has no metrics"
@@ -234,7 +270,7 @@ def _plan(findings: Sequence[Finding]) -> Plan:
     changes: list[Change] = []
     for layer, mine in layers.items():
         whys = [f"{SHOWN_AS[f.role]}: {f.why}" for f in mine]
-        if sum(f.chosen.kind == "bf16" for f in mine) > 1:
+        if sum(f.chosen.recipe == BF16_RECIPE.name for f in mine) > 1:
             changes.append(Change(layer, BF16_RECIPE.name, ROLES, why="; ".join(whys)))
         else:
             changes += [Change(layer, f.chosen.recipe, (f.role,), why=w) for f, w in zip(mine, whys, strict=True)]
@@ -275,9 +311,11 @@ def _notes(run: Run, findings: Sequence[Finding]) -> list[str]:
     unknown = [f.name for f in changed if not any(o.errors for o in f.options if o.kind not in (STAY, "block", "bf16"))]
     if unknown:
         notes.append(
-            f"No recipe with one scale a tensor could be tried for {_few(unknown)}: the record has no exact histograms of "
+            f"No recipe with one scale a tensor could be tried for {_few(unknown)}: the record has no histograms of "
             "it; where these steps were dumped, `nemo-fp8-debug replay --source dumps` adds what is missing."
         )
+    if about := [f.name for f in changed if f.chosen.approximate]:
+        notes.append(f"Errors of {_few(about)} after the change are approximate: float32 values were rounded to BF16.")
     gaps = max(np.diff(run.metrics.steps).tolist(), default=0)
     if gaps > 1 and any(o.recipe.startswith("delayed") for f in changed for o in f.options[1:]):
         notes.append("Not every step was sampled: histories of delayed scaling are replayed from the sampled steps only.")

@@ -86,6 +86,7 @@ class Recomputed:
             "layer": [layer for layer, _ in self.keys],
             "role": [role for _, role in self.keys],
             "recipe": list(self.recipes),
+            "rounded": [total is not None and total.rounded for total in self.totals],
         }
         return about | rows(self.moments, self.sums, self.scale, self.formats)
 

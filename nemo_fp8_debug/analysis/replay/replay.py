@@ -47,9 +47,9 @@ def replay(
     """Recompute every metric of a run, under its own recipe or another.
 
     Delayed scaling takes its history from the sampled steps, and the tensor's own amax where it has none yet. Current
-    scaling gives all micro-batches of a step one scale, as it does where a run tries it. Float32 operands
-    have rounded histograms, which are left out; their dumps are not. Of a run measured under a block recipe, histograms give
-    only the metrics that need no scale.
+    scaling gives all micro-batches of a step one scale, as it does where a run tries it. Histograms
+    of float32 operands are of values rounded to bfloat16, so their rows are approximate; those of dumps are exact. Of a run
+    measured under a block recipe, histograms give only the metrics that need no scale.
 
     Args:
         address: the run's record, or a folder above it; any fsspec address.
@@ -61,7 +61,8 @@ def replay(
         only: operands to recompute, (layer, role) each, an expert aggregate for all of its experts; None: all.
 
     Returns:
-        A polars frame, rows of the `metrics` table. A file that cannot be read is named in a warning and left out.
+        A polars frame, rows of the `replayed` table; `rounded` marks those that are approximate. A file that cannot be
+        read is named in a warning and left out.
 
     Raises:
         RecordError: there is no record.
@@ -90,7 +91,7 @@ def replay(
         there = {(attempt, step) for attempt, step, rank, _ in dumped_files(run) if rank == 0}
         jobs = [job for job in jobs if (job.about["attempt"][0], job.step) in there]
     frames = map_in_parallel(_replay_step, jobs, cluster)
-    return pl.concat([pl.DataFrame(schema=SCHEMAS["metrics"]), *frames])
+    return pl.concat([pl.DataFrame(schema=SCHEMAS["replayed"]), *frames])
 
 
 def _rows_of(recorded: pl.DataFrame, only: Collection[Key] | None) -> pl.DataFrame:
@@ -122,13 +123,13 @@ def _replay_step(job: Job) -> pl.DataFrame:
     found = [of_histograms(counted, job)] if counted else []
     found += [of_tensors(group, job) for group in by_key(p for p in parts if isinstance(p.values, torch.Tensor))]
     if not found:
-        return pl.DataFrame(schema=SCHEMAS["metrics"])
+        return pl.DataFrame(schema=SCHEMAS["replayed"])
     return _as_rows(job, Recomputed.concat(found).with_folds(dict.fromkeys(job.about.select(OPERAND).rows())).columns())
 
 
 def _as_rows(job: Job, columns: dict[str, list[Any]]) -> pl.DataFrame:
-    """Rows of the `metrics` table; what does not depend on the recipe is taken from the recorded ones."""
-    schema = SCHEMAS["metrics"]
+    """Return rows of the `replayed` table; what does not depend on the recipe is taken from the recorded ones."""
+    schema = SCHEMAS["replayed"]
     columns |= unscaled(columns, job.multiplier)
     measured = pl.DataFrame({name: pl.Series(values, dtype=schema[name]) for name, values in columns.items()})
     kept = [name for name in schema if name not in columns or name in OPERAND]

@@ -11,7 +11,7 @@ from ...core.keys import Key
 from ...errors import warn
 from ...numerics.formats import FORMATS
 from ...numerics.histogram import DTYPES, Histogram
-from ...numerics.recipe import Recipe, find_recipe
+from ...numerics.recipe import BF16_RECIPE, Recipe, find_recipe
 from ...record.dump import dumped_files, read_dump
 from ...record.reader import read_table
 from ...record.storage import Storage
@@ -19,13 +19,14 @@ from .job import OPERAND, Job, Part
 
 
 def recorded_histograms(run: Storage, job: Job) -> list[Part]:
-    """The histograms that were recorded of the step."""
-    table = read_table(run, "histograms", where={"step": job.step, "rounded": False})
-    names = ("layer", "role", "dtype", "bins", "counts", "recipe", "format", "scale")
+    """Return the histograms that were recorded of the step; under BF16 only those of values that were not rounded to it."""
+    exact = {"rounded": False} if job.recipe == BF16_RECIPE else {}
+    table = read_table(run, "histograms", where={"step": job.step, **exact})
+    names = ("layer", "role", "dtype", "rounded", "bins", "counts", "recipe", "format", "scale")
     table = table.join(job.about.select(OPERAND), on=OPERAND, how="semi", maintain_order="left")
     parts = []
-    for layer, role, dtype, bins, counts, *rest in table.select(names).iter_rows():
-        histogram = Histogram(getattr(torch, dtype))
+    for layer, role, dtype, rounded, bins, counts, *rest in table.select(names).iter_rows():
+        histogram = Histogram(getattr(torch, dtype), rounded=bool(rounded))
         histogram.counts[torch.tensor(bins, dtype=torch.int64)] = torch.tensor(counts, dtype=torch.int64)
         parts.append(Part((layer, role), histogram, rest[0], FORMATS[rest[1]], math.nan if rest[2] is None else rest[2]))
     return parts

@@ -102,7 +102,7 @@ class Run:
     @cached_property
     def others(self) -> pl.DataFrame:
         """Metrics under recipes that were not in use, measured in the run or added by replay; read when first asked for."""
-        rows = pl.concat([read_table(self.path, table) for table in ("what_if", "replayed")])
+        rows = pl.concat([read_table(self.path, table) for table in ("what_if", "replayed")], how="diagonal")
         return _with_names(_along(self.axis, rows), self.renamed_to)
 
     def renamed(self, names: Mapping[str, str]) -> Run:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from ...numerics.metric_names import LABELS
-from .told import value_of
+from ..diagnosis.narrator import show_value
 
 #: rows of each table
 _EVENTS, _TENSORS = 15, 8
@@ -22,7 +22,7 @@ def story_markdown(told: Mapping[str, Any]) -> str:
         >>> from nemo_fp8_debug.analysis.story.story import story
         >>> told = story_markdown(story(diagnose("runs/bad", "runs/baseline")))
         >>> print(told.splitlines()[0])
-        - **Why (high confidence)**: The learning rate is the cause: it departs from the baseline's after step 59, ...
+        - **Why (high confidence)**: The learning rate is wrong at step 60. It left the baseline's after step 59 ...
     """
     return "\n".join([*_facts(told["headline"]), *_events(told), *_tensors(told["tensors"])])
 
@@ -79,7 +79,7 @@ def _moved(row: Mapping[str, Any]) -> str:
         return f"all values zero since {row['zero_since']}"
     if metric is None or metric == "nonfinite":
         return "-"
-    return f"{LABELS[metric][0]} " + " -> ".join(value_of(metric, row[which]) for which in ("expected", "found"))
+    return f"{LABELS[metric][0]} " + " -> ".join(show_value(metric, row[which]) for which in ("expected", "found"))
 
 
 def _plain(text: str) -> str:

@@ -1,65 +1,72 @@
-"""The story of a run, told once: headline, events in order, and the tensors that matter."""
+"""The story of a run as data: headline, events in order, and the tensors that matter."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import Any
 
+import numpy as np
 import polars as pl
 
 from ...core.keys import SHOWN_AS, Key
-from ...numerics.metric_names import LABELS
 from ..comparison.drift import SHOWN
 from ..diagnosis.diagnosis import Diagnosis
-from ..diagnosis.events import Event, in_order
-from ..diagnosis.ranking import BESIDES, BLAMED, KEY, medians, ranked
+from ..diagnosis.events import Event, sort_events
+from ..diagnosis.narrator import (
+    name_tensor,
+    show_move,
+    tell_headline,
+    tell_loss,
+    tell_loss_headline,
+    tell_steps_apart,
+    tell_verdict_reason,
+    tell_why,
+)
+from ..diagnosis.ranking import ALSO_WRONG, BLAMED, KEY, medians, rank_tensors
+from ..diagnosis.rules.zeros import is_zero
 from ..formatting import jsonable
+from ..loss.outcome import LossOutcome
+from ..runs.blocks import in_parts, over_blocks
+from ..runs.grid import Grid, interval_of
+from ..runs.metrics import Metrics
 from ..runs.run import Run
-from .headline import first_of, headline
-from .reasons import why
 from .strip import ROWS, row_of
-from .told import died, tensor_of, value_of
-from .zeros import zero_since
 
-if TYPE_CHECKING:  # it imports torch
-    from ..recommendation.recommend import Recommendation
-
-#: tensors that are told of, and how many of them because the format holds them worst
-MOST, WORST_HELD = 40, 5
+#: tensors in a story, and how many of them because the format represents them worst
+MOST, WORST = 40, 5
 
 
-def story(found: Diagnosis, recommendation: Recommendation | None = None) -> dict[str, Any]:
-    """What there is to tell of a run, as plain data.
+def story(found: Diagnosis) -> dict[str, Any]:
+    """Return the story of a run as plain data.
 
     Args:
-        found: what `diagnose` found of the run.
-        recommendation: what to change in how FP8 is used; None: nothing is known of that.
+        found: as of `diagnose`.
 
     Returns:
         `headline`: harm, title, cause, cause_told, confidence, about_fp8, since, unit, gap, gap_told, first, warning,
-        change.
+        interval, change.
         `events`: step, kind (one of `diagnosis.events.KINDS`), what, layer, role, and the row of the strip, in order.
         `rows`: of the strip, from above.
-        `tensors`: the 40 that matter, by harm rank: layer, role, tensor, blamed, why, since, metric, expected, found,
-        harm_rank, error_rank, zero_since (the step since when all values are zero, to the end, or null; if so, error_rank is
-        null), and values, by metric of baseline, run and reference run (medians over the later half of the samples of each).
+        `tensors`: the 40 that matter, by harm rank: layer, role, tensor, blamed, also_wrong, why, since, metric, expected,
+        found, harm_rank, error_rank, zero_since (the step since when all values are zero, to the end, or null; if so,
+        error_rank is null), and values, by metric of baseline, run and reference run (medians over the later half).
 
     Raises:
         RecordError: a table of the record that is read for this only cannot be read.
 
     Example:
         >>> story(diagnose("runs/bad", "runs/baseline"))["headline"]["title"]
-        'The loss diverges at step 61'
+        'The learning rate is wrong at step 60. The loss diverged at step 61.'
     """
-    rows = ranked(found)
-    tensors = _tensors(found, _that_matter(rows))
-    first = first_of(tensors[0] | {"onset": tensors[0]["since"]}, found, tensors[1:]) if tensors else None
-    events = [asdict(event) | {"row": row_of(event)} for event in _events(found, tensors)]
+    tensors = _list_tensors(found, _choose(rank_tensors(found)))
+    first = _describe_first(tensors, found) if tensors else None
+    events = [asdict(event) | {"row": row_of(event)} for event in _list_events(found, tensors)]
     present = {event["row"] for event in events}
     plain: dict[str, Any] = jsonable(
         {
-            "headline": headline(found, recommendation, first),
+            "headline": _make_headline(found, first),
             "events": events,
             "rows": [row for row in ROWS if row in present],
             "tensors": tensors,
@@ -68,22 +75,80 @@ def story(found: Diagnosis, recommendation: Recommendation | None = None) -> dic
     return plain
 
 
-def _that_matter(rows: pl.DataFrame) -> pl.DataFrame:
-    """As many as are told of, in order of harm, those among them that the format holds worst."""
-    worst = pl.col("error_rank") <= WORST_HELD
-    within = rows.filter((pl.col("harm_rank") <= MOST - WORST_HELD) | worst)
-    kept = max(MOST - len(within), 0)
-    others = rows.join(within, on=KEY, how="anti", maintain_order="left").head(kept)
+def make_loss_headline(loss: LossOutcome, unit: str) -> dict[str, Any]:
+    """Return what the losses alone show, before any tensor is read: harm, title, since, unit, gap, gap_told."""
+    return {
+        "harm": loss.harm,
+        "title": tell_loss_headline(loss, unit),
+        "since": loss.harmful_since,
+        "unit": unit,
+        "gap": None if loss.gap is None else loss.gap.to_json(),
+        "gap_told": None if loss.gap is None else tell_loss(loss, unit),
+    }
+
+
+def _make_headline(found: Diagnosis, first: Mapping[str, Any] | None) -> dict[str, Any]:
+    return make_loss_headline(found.loss, found.run.unit) | {
+        "harm": found.harm,
+        "title": tell_headline(found),
+        "cause": found.cause,
+        "cause_told": tell_verdict_reason(found),
+        "confidence": found.confidence,
+        "about_fp8": found.about_fp8,
+        "since": found.divergence_step,
+        "first": first,
+        "warning": _describe_warning(found, first),
+        "interval": int(interval_of(found.run.metrics.steps)),
+        "change": next(iter(found.advice), None),
+    }
+
+
+def _describe_warning(found: Diagnosis, first: Mapping[str, Any] | None) -> str | None:
+    """Return that the early warning came before the first tensor; None: it did not."""
+    if found.warning is None or first is None or first["since"] is None or found.warning[0] >= first["since"]:
+        return None
+    step, _, layer, role = found.warning
+    unit = found.run.unit
+    return f"{name_tensor(layer, role)} at {unit} {step}, {tell_steps_apart(step, first['since'], unit)} the first tensor."
+
+
+def _describe_first(tensors: Sequence[Mapping[str, Any]], found: Diagnosis) -> dict[str, Any] | None:
+    """Return the first tensor of the ranking: layer, role, tensor, since, told, is_consequence, with.
+
+    `with` is the number of others that went out at the same sample. None: nothing is out of order.
+    """
+    row, onset = tensors[0], tensors[0]["since"]
+    if not row["blamed"] and (onset is None or found.cause == "none"):
+        return None
+    chosen, unit, loss = found.decision.finding, found.run.unit, found.divergence_step
+    began = [step for step in (loss, None if chosen is None else chosen.since) if step is not None]
+    consequence = not row["blamed"] and onset is not None and bool(began) and onset >= min(began)
+    apart = "" if loss is None or onset is None else f", {tell_steps_apart(onset, loss, unit)} the loss"
+    since = "" if onset is None else f" from {unit} {onset} on{apart}"
+    told = f"{name_tensor(row['layer'], row['role'])} is out of band{since}"
+    key = {"layer": row["layer"], "role": row["role"], "tensor": SHOWN_AS[row["role"]]}
+    together = sum(onset is not None and other["since"] == onset for other in tensors[1:])
+    told = f"{told}: {'a consequence' if consequence else 'the first tensor'}."
+    return key | {"since": onset, "told": told, "is_consequence": consequence, "with": together}
+
+
+def _choose(rows: pl.DataFrame) -> pl.DataFrame:
+    """Return the tensors of the story, in order of harm, those among them that the format represents worst."""
+    worst = pl.col("error_rank") <= WORST
+    within = rows.filter((pl.col("harm_rank") <= MOST - WORST) | worst)
+    others = rows.join(within, on=KEY, how="anti", maintain_order="left").head(max(MOST - len(within), 0))
     return pl.concat([within, others]).sort("harm_rank")
 
 
-def _tensors(found: Diagnosis, rows: pl.DataFrame) -> list[dict[str, Any]]:
-    reference = _of_reference(None if found.comparison is None else found.comparison.reference)
-    zeros = zero_since(found.run.metrics)
-    return [_tensor(row, found, reference, zeros.get((row["layer"], row["role"]))) for row in rows.iter_rows(named=True)]
+def _list_tensors(found: Diagnosis, rows: pl.DataFrame) -> list[dict[str, Any]]:
+    reference = _read_medians(None if found.comparison is None else found.comparison.reference)
+    zeros = find_zero_since(found.run.metrics)
+    return [
+        _make_tensor(row, found, reference, zeros.get((row["layer"], row["role"]))) for row in rows.iter_rows(named=True)
+    ]
 
 
-def _tensor(
+def _make_tensor(
     row: Mapping[str, Any], found: Diagnosis, reference: Mapping[Key, Mapping[str, Any]], zero: int | None
 ) -> dict[str, Any]:
     of_reference = reference.get((row["layer"], row["role"]), {})
@@ -96,8 +161,8 @@ def _tensor(
         "role": row["role"],
         "tensor": SHOWN_AS[row["role"]],
         "blamed": row["group"] == BLAMED,
-        "also_wrong": row["group"] == BESIDES,
-        "why": why(row, found, zero),
+        "also_wrong": row["group"] == ALSO_WRONG,
+        "why": tell_why(row, found, zero),
         "since": row["onset"],
         "metric": row["metric"],
         "expected": row["expected"],
@@ -109,31 +174,45 @@ def _tensor(
     }
 
 
-def _of_reference(reference: Run | None) -> dict[Key, dict[str, Any]]:
-    """Medians of the metrics that are shown, by tensor."""
+def _read_medians(reference: Run | None) -> dict[Key, dict[str, Any]]:
     if reference is None:
         return {}
     return {(row["layer"], row["role"]): row for row in medians(reference, SHOWN).iter_rows(named=True)}
 
 
-def _events(found: Diagnosis, tensors: list[dict[str, Any]]) -> list[Event]:
-    """What findings tell, and when the other tensors that matter went out of band."""
+def _list_events(found: Diagnosis, tensors: list[dict[str, Any]]) -> list[Event]:
+    """Return what findings tell, and when the other tensors that matter went out of band."""
     told = list(found.events)
     named = {(event.layer, event.role) for event in told if event.kind != "warning"}
     others = [row for row in tensors if row["since"] is not None and (row["layer"], row["role"]) not in named]
-    return in_order([*told, *map(_out, others)])
+    return sort_events([*told, *map(_make_event, others)])
 
 
-def _out(row: Mapping[str, Any]) -> Event:
-    kinds = {"scale_ratio_log2": "scale", "nonfinite": "nonfinite"}
-    name = tensor_of(row["layer"], row["role"])
-    if died(row, row["zero_since"]):
-        told = f"{name}: all its values are zero"
-    elif row["metric"] is None:
-        told = f"{name} is out of band"
-    elif row["metric"] == "nonfinite":
-        told = f"{name}: NaN or infinite values"
-    else:
-        moved = " -> ".join(value_of(row["metric"], row[which]) for which in ("expected", "found"))
-        told = f"{name}: {LABELS[row['metric']][0]} {moved}"
-    return Event(row["since"], kinds.get(row["metric"], "values"), told, row["layer"], row["role"])
+def _make_event(row: Mapping[str, Any]) -> Event:
+    kinds, name = {"scale_ratio_log2": "scale", "nonfinite": "nonfinite"}, name_tensor(row["layer"], row["role"])
+    what = f"{name}: {show_move(row, row['zero_since'])}"
+    return Event(row["since"], kinds.get(row["metric"], "values"), what, row["layer"], row["role"])
+
+
+def find_zero_since(metrics: Metrics) -> dict[Key, int]:
+    """Return by tensor the first sample from which on all its values are zero, to the end; others are left out.
+
+    Example:
+        >>> import polars as pl
+        >>> rows = {"step": [0, 10, 20], "layer": ["fc1"] * 3, "role": ["input"] * 3, "amax": [0.5, 0.0, 0.0]}
+        >>> find_zero_since(Metrics.of(pl.DataFrame(rows | {"nan": [0] * 3, "inf": [0] * 3})))
+        {('fc1', 'input'): 10}
+    """
+    if metrics.is_empty():
+        return {}
+    found = over_blocks(partial(in_parts, _zero_since), metrics, together=[("amax", "nonfinite")])
+    return {key: step for of_block in found for of_part in of_block for key, step in of_part}
+
+
+def _zero_since(grid: Grid) -> list[tuple[Key, int]]:
+    zero = is_zero(grid)
+    is_other = ~zero & ~(np.isnan(grid.metric("amax")) & ~(grid.metric("nonfinite") > 0))
+    behind = ~np.logical_or.accumulate(is_other[:, ::-1], axis=1)[:, ::-1]
+    zeros = zero & behind
+    keys = list(grid.tensors.iter_rows())
+    return [(keys[i], int(grid.steps[np.argmax(zeros[i])])) for i in np.flatnonzero(zeros.any(axis=1)).tolist()]

@@ -12,8 +12,8 @@ from ..diagnosis.events import Event
 _TENSORS = tuple(SHOWN_AS[role] for role in (*ROLES, *ATTENTION_FORWARD, *ATTENTION_BACKWARD))
 _NAN, _BETWEEN = "NaN or infinity", "activations"
 _OF_KINDS = {
-    **{"lr": "learning rate", "grad_norm": "gradient norm", "multiplier": "gradient norm", "loss": "loss", "spike": "loss"},
-    **{"reference": "loss", "inputs": "X", "weights": "W", "product": "products", "replica": "replicas"},
+    **{"lr": "learning rate", "grad_norm": "gradient norm", "multiplier": "gradient norm", "loss": "loss"},
+    **{"reference": "loss", "weights": "W", "product": "products", "replica": "replicas"},
     "optimizer": "optimizer",
 }
 #: rows of the strip, from above

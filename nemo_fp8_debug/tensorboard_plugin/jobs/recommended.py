@@ -6,23 +6,15 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from ...analysis.diagnosis.diagnosis import Diagnosis
-from ...analysis.recommendation.flags import flagged_by
-from ...analysis.recommendation.options import Budget
-from ...analysis.recommendation.recommend import Recommendation, over_budget, recommend
+from ...analysis.recommendation.recommend import Recommendation
 from ...analysis.recommendation.snippets import PLAN, snippets_of, unwritten
-from ...analysis.runs.run import Run
 from ...errors import ConfigError, RecordError
 
 
-def recommended(found: Diagnosis, record: str, by: str) -> tuple[Recommendation | None, list[str]]:
-    """The cheapest changes, as `nemo-fp8-debug recommend` finds them; or why there are none."""
+def recommended(found: Diagnosis) -> tuple[Recommendation | None, list[str]]:
+    """Return the cheapest changes, as `nemo-fp8-debug recommend` finds them; or why there are none."""
     try:
-        run = found.run if by == "step" else Run.read(record)
-        budget, flags = Budget(), flagged_by(found) if found.baseline is not None else {}
-        if by != "step":  # the stretches are of samples, and the run is read by steps
-            flags = {key: replace(flag, out=None) for key, flag in flags.items()}
-        flagged = over_budget(run, budget) if found.baseline is None else list(flags)
-        recommendation = recommend(run, flagged, budget, flags)
+        recommendation = found.recommend()
         return replace(recommendation, notes=(*recommendation.notes, *unwritten(recommendation))), []
     except (ConfigError, RecordError) as error:
         return None, [f"Nothing can be recommended: {error}."]

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from ...analysis.comparison.comparison import Comparison
 from ...analysis.comparison.layer_matching import named_alike
-from ...analysis.comparison.summary import to_json
 from ...analysis.diagnosis.diagnose import comparison_of, diagnose, diagnose_comparison
 from ...analysis.diagnosis.diagnosis import Diagnosis
 from ...analysis.diagnosis.ranking import by_harm
 from ...analysis.loss.outcome import LossOutcome
 from ...analysis.runs.run import Run
-from ...analysis.story.headline import of_loss
 from ...analysis.story.markdown import story_markdown
-from ...analysis.story.story import story
+from ...analysis.story.story import make_loss_headline, story
+from ...analysis.story.summary import to_json
 from ...errors import hearing
 from .telling import Tell, to_nobody
 
@@ -45,14 +45,14 @@ def verdict(
         if good and renames:
             mine, _ = named_alike(good, mine, renames)
         found = _diagnosed(mine, good, other, by, told, tell)
-        so_far = _with_notes(found, heard)
-        tell({"stage": "diagnosis", "story": story(found), "diagnosis": so_far})
-        from .recommended import recommended, snippets  # torch and SciPy take seconds to import
+        so_far = replace(found, replays=False)  # torch and SciPy take seconds to import
+        tell({"stage": "diagnosis", "story": story(so_far), "diagnosis": _with_notes(so_far, heard)})
+        from .recommended import recommended, snippets
 
-        recommendation, more = recommended(found, run, by)
+        recommendation, more = recommended(found)
         comparison = None if found.comparison is None else _compared(found, found.comparison)
     diagnosis = _with_notes(found, heard, more)
-    told = story(found, recommendation)
+    told = story(found)
     return {
         "story": told,
         "markdown": story_markdown(told),
@@ -71,7 +71,8 @@ def headline(run: str, baseline: str | None, reference: str | None, by: str) -> 
     """
     with hearing():
         runs = _read(run, baseline, reference, by)
-        told: dict[str, Any] = story(_diagnosed(*runs, by, {}, to_nobody))["headline"]
+        found = replace(_diagnosed(*runs, by, {}, to_nobody), replays=False)
+        told: dict[str, Any] = story(found)["headline"]
     return told
 
 
@@ -87,7 +88,7 @@ def _headline_of_losses(run: str, baseline: str | None, by: str) -> dict[str, An
     mine, theirs = (None if record is None else Run.read(record, by, held=0) for record in (run, baseline))
     assert mine is not None
     loss = LossOutcome.of(mine.loss, None if theirs is None else theirs.loss)
-    return of_loss(loss, mine.unit)
+    return make_loss_headline(loss, mine.unit)
 
 
 def _diagnosed(

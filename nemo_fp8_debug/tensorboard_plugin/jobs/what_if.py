@@ -16,7 +16,9 @@ _MOST_REPLAYED = 8_000_000
 
 
 def what_if(run: str, step: int, recipe: str) -> dict[str, Any]:
-    """Metrics of all tensors at a sampled step under another recipe, from histograms.
+    """Return metrics of all tensors at a sampled step under another recipe, from histograms.
+
+    `rounded` marks those of float32 tensors, which are approximate.
 
     Raises:
         ConfigError: the recipe is none, or histograms cannot tell.
@@ -27,6 +29,6 @@ def what_if(run: str, step: int, recipe: str) -> dict[str, Any]:
     with hearing():
         rows = replay(run, recipe, steps=[step])
     if rows.is_empty():
-        raise RecordError(f"the record has no exact histograms of step {step} to replay; record the run with histograms")
-    shown = rows.select("layer", "role", "recipe", *WHAT_IF_METRICS).with_columns(in_use=pl.lit(False))
+        raise RecordError(f"the record has no histograms of step {step} to replay; record the run with histograms")
+    shown = rows.select("layer", "role", "recipe", *WHAT_IF_METRICS, "rounded").with_columns(in_use=pl.lit(False))
     return {"step": step, "rows": in_columns(shown)}

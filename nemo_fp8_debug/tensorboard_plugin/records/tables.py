@@ -193,8 +193,11 @@ def others(parts: Parts, run: Storage, step: int) -> dict[str, Any]:
         names = ["layer", "role", "recipe", *WHAT_IF_METRICS]
         where = {"step": at, "attempt": index.owner[at].attempt}  # of each table, or it would take its own latest
         with hearing():  # what is damaged is told of by `notes`
-            tables = {table: read_table(run, table, names, where) for table in ("metrics", "what_if", "replayed")}
-        rows = pl.concat([rows.with_columns(in_use=pl.lit(table == "metrics")) for table, rows in tables.items()])
+            tables = {table: read_table(run, table, names, where) for table in ("metrics", "what_if")}
+            tables["replayed"] = read_table(run, "replayed", [*names, "rounded"], where)
+        rows = pl.concat(
+            [rows.with_columns(in_use=pl.lit(table == "metrics")) for table, rows in tables.items()], how="diagonal"
+        ).with_columns(pl.col("rounded").fill_null(False))
         rows = rows.unique(["layer", "role", "recipe"], keep="first", maintain_order=True)
         return {"step": at, "rows": in_columns(rows)}
 

@@ -1,1 +1,1 @@
-"""What can be wrong with a run, a file a question; each rule prints its evidence, and none guesses. Internal."""
+"""Rules about operands, gradients, weights, inputs, the loss and settings. Internal."""

@@ -1,58 +1,84 @@
-"""Where did the first NaN or infinity come up: in an operand, the loss, the gradient norm, or what an optimizer keeps?"""
+"""The first NaN or infinity: in an operand, the loss, the gradient norm, or what a feature records."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
 import polars as pl
 
-from ....core.keys import ROLES, SHOWN_AS, STATES
-from ...loss.curve import LossCurve
+from ....core.features import load_modules
+from ....core.keys import ROLES, SHOWN_AS
 from ...runs.metrics import IS_NONFINITE
 from ...runs.run import Run
-from .finding import Finding
-from .gradient_norm import norms
-from .producers import advise_on_nonfinite
+from ..facts import Facts, Records, fact
+from ..finding import Finding
+from ..producers import advise_on_nonfinite
+from ..rule import rule
 
 #: order within a step: the forward pass, the loss, the backward pass, weight gradients, the gradient norm, the optimizer
-_LOSS, _BACKWARD, _WEIGHT_GRADIENT, _NORM, _OPTIMIZER = 1, 2, 3, 4, 5
+FORWARD, LOSS, BACKWARD, WEIGHT_GRADIENT, NORM, OPTIMIZER = range(6)
 
 
 @dataclass(frozen=True, order=True)
-class First:
+class FirstNonfinite:
     """The first NaN or infinity of one kind of value."""
 
     step: int
-    #: place within the step: pass, and order of execution
+    #: pass within the step, and order of execution in it
     place: tuple[int, int]
     what: str
     layer: str | None = None
     role: str | None = None
 
 
-def nonfinite(run: Run, baseline: Run | None) -> list[Finding]:
-    """The first NaN or infinity of a run, in order of execution, that the baseline does not have at the same place.
+@dataclass(frozen=True)
+class NonfiniteValues:
+    """All first ones, in order, and what they mean."""
 
-    What a skipped step had and later steps made good is not among them: `diagnose` leaves it out.
+    first: tuple[FirstNonfinite, ...]
+    #: whether all W are finite in the first sample that has a NaN or infinity
+    weights_are_finite: bool
+
+
+@fact
+def nonfinite_values(records: Records) -> NonfiniteValues:
+    """Return the first NaN or infinity of each kind of value that the baseline does not have."""
+    run, baseline = records.run, records.baseline
+    found = [*_of_operands(run, baseline), *_of_loss(run, baseline), *_of_norms(run, baseline)]
+    for module in load_modules("rule"):
+        for rows in (module.find_nonfinite(run, baseline),) if hasattr(module, "find_nonfinite") else ():
+            found += rows
+    found = list({each.what: each for each in sorted(found, reverse=True)}.values())[::-1]
+    found.sort()
+    operand = next((each for each in found if each.role in ROLES), None)
+    return NonfiniteValues(tuple(found), operand is not None and _weights_are_finite(run, operand.step))
+
+
+@rule("nonfinite", ("nonfinite",), (nonfinite_values,))
+def find_first_nonfinite(facts: Facts) -> Iterator[Finding]:
+    """Name where the first NaN or infinity comes up, in order of execution.
+
+    What a step had that the loss scaler skipped does not count.
+
+    Example: a fused kernel overflows, so dY of layers.1.mlp holds the first NaN at step 40, and the loss is NaN at 41.
     """
-    kinds = _operand(run, baseline), _loss(run.loss, baseline), _gradients(run, baseline), _state(run, baseline)
-    found = sorted(each for of_kind in kinds for each in of_kind)
-    if not found:
-        return []
-    first, others = found[0], found[1:]
-    told = f"the first NaN or infinity is in {first.what} at {run.unit} {first.step}"
+    values = nonfinite_values(facts)
+    if not values.first:
+        return
+    first, others = values.first[0], values.first[1:]
+    evidence = f"the first NaN or infinity is in {first.what} at {facts.unit} {first.step}"
     if others:
-        told += "; then in " + ", in ".join(f"{each.what} at {each.step}" for each in others)
+        evidence += "; then in " + ", in ".join(f"{each.what} at {each.step}" for each in others)
     operand = next((each for each in others if each.role in ROLES), None)
-    sure = "high" if run.loss.lost_at is not None or first.layer is not None or _lasts(run) else "low"
     if first.layer is None and operand is not None:
-        told += "; no operand was sampled in between"
-        if _weights_are_finite(run, operand.step):
-            told += ", but weights hold none: it comes up anew in each step"
-            first, sure = replace(first, layer=operand.layer, role=operand.role), "medium"
+        evidence += "; no operand was sampled in between"
+        if values.weights_are_finite:
+            evidence += ", but all W are finite, so it comes up anew in each step"
+            first = replace(first, layer=operand.layer, role=operand.role)
     advice = advise_on_nonfinite(first.layer, first.role, first.what)
-    return [Finding("nonfinite", "nonfinite", sure, told, advice, first.layer, first.role, first.step)]
+    yield Finding("nonfinite", "nonfinite", "clear", evidence, first.layer, first.role, first.step, advice)
 
 
 def _weights_are_finite(run: Run, step: int) -> bool:
@@ -60,77 +86,50 @@ def _weights_are_finite(run: Run, step: int) -> bool:
     return len(weights) > 0 and weights.filter(IS_NONFINITE).is_empty()
 
 
-def _operand(run: Run, baseline: Run | None) -> list[First]:
-    rows = _lost_between(run)
+def _of_operands(run: Run, baseline: Run | None) -> list[FirstNonfinite]:
+    rows = _lost_operands(run)
     if baseline is not None:
-        rows = rows.join(_lost_between(baseline).select("layer", "role").unique(), on=["layer", "role"], how="anti")
+        rows = rows.join(_lost_operands(baseline).select("layer", "role").unique(), on=["layer", "role"], how="anti")
+    return first_of_rows(rows)
+
+
+def first_of_rows(rows: pl.DataFrame) -> list[FirstNonfinite]:
+    """Return the first of rows with step, layer, role and nonfinite_order, in order of execution."""
     if rows.is_empty():
         return []
     first = rows.filter(pl.col("step") == pl.col("step").min()).sort("nonfinite_order", nulls_last=True).row(0, named=True)
+    place = (BACKWARD if first["role"] == "grad_output" else FORWARD), first["nonfinite_order"] or 0
     name = f"{SHOWN_AS[first['role']]} of {first['layer']}"
-    backward = _BACKWARD if first["role"] == "grad_output" else 0
-    return [First(int(first["step"]), (backward, first["nonfinite_order"] or 0), name, first["layer"], first["role"])]
+    return [FirstNonfinite(int(first["step"]), place, name, first["layer"], first["role"])]
 
 
-def _lost_between(run: Run) -> pl.DataFrame:
-    """The first row of each operand that is not finite, and all rows of what lies between GEMMs that are not."""
-    columns = ["step", "layer", "role", "nonfinite_order"]
+def _lost_operands(run: Run) -> pl.DataFrame:
+    """Return the first row of each operand that is not finite."""
     operands = run.metrics.gathered(
         ["nan", "inf", "nonfinite_order"],
         lambda rows: rows.filter(IS_NONFINITE).unique("tensor", keep="first", maintain_order=True),
     )
-    activations = run.table("activations").filter((pl.col("scale_source") != "what-if") & IS_NONFINITE)
-    activations = activations.filter(~pl.col("step").is_in(run.made_up_for.implode()))
-    return pl.concat([run.metrics.named(operands).select(columns), activations.select(columns)])
+    return run.metrics.named(operands).select("step", "layer", "role", "nonfinite_order")
 
 
-def _state(run: Run, baseline: Run | None) -> list[First]:
-    """Of what an optimizer steps by and keeps."""
-    rows, usual = (_lost_states(each) for each in (run, baseline))
-    rows = rows.join(usual.select("layer", "role").unique(), on=["layer", "role"], how="anti", maintain_order="left")
-    if rows.is_empty():
+def _of_loss(run: Run, baseline: Run | None) -> list[FirstNonfinite]:
+    if baseline is not None and not np.isfinite(baseline.loss.losses).all():
         return []
-    order = pl.col("role").replace_strict({role: i for i, role in enumerate(STATES)}, return_dtype=pl.Int64)
-    first = rows.sort("step", order, maintain_order=True).row(0, named=True)
-    place = _WEIGHT_GRADIENT if first["role"] == "weight_gradient" else _OPTIMIZER
-    name = f"{SHOWN_AS[first['role']]} of {first['layer']}"
-    return [First(int(first["step"]), (place, 0), name, first["layer"], first["role"])]
+    lost = run.loss.steps[~np.isfinite(run.loss.losses)]
+    return [FirstNonfinite(int(step), (LOSS, 0), "the loss") for step in lost[:1]]
 
 
-def _lost_states(run: Run | None) -> pl.DataFrame:
-    """step, layer, role of those that are not finite."""
-    if run is None:
-        return pl.DataFrame(schema={"step": pl.Int64, "layer": pl.String, "role": pl.String})
-    states = run.table("states").filter((pl.col("scale_source") != "what-if") & IS_NONFINITE)
-    return states.filter(~pl.col("step").is_in(run.made_up_for.implode())).select("step", "layer", "role")
+def _of_norms(run: Run, baseline: Run | None) -> list[FirstNonfinite]:
+    if baseline is not None and len(_lost_norms(baseline)):
+        return []
+    return [FirstNonfinite(int(step), (NORM, 0), "the gradient norm") for step in _lost_norms(run)[:1]]
 
 
-def _loss(loss: LossCurve, baseline: Run | None) -> list[First]:
-    at = loss.steps[~np.isfinite(loss.losses)]
-    return _not_in(baseline, [int(step) for step in at[:1]], "loss", (_LOSS, 0))
-
-
-def _gradients(run: Run, baseline: Run | None) -> list[First]:
-    lost = _lost_norms(run)
-    return _not_in(baseline, [int(step) for step in lost[:1]], "gradient norm", (_NORM, 0))
-
-
-def _not_in(baseline: Run | None, steps: list[int], what: str, place: tuple[int, int]) -> list[First]:
-    """Of a kind of value that the baseline does not lose as well."""
-    if baseline is not None:
-        lost = ~np.isfinite(baseline.loss.losses) if what == "loss" else _lost_norms(baseline)
-        if np.any(lost):
-            return []
-    return [First(step, place, f"the {what}") for step in steps]
+def _norms(run: Run) -> pl.DataFrame:
+    rows = run.steps.select("step", "grad_norm").filter(pl.col("grad_norm").is_not_null())
+    return rows.unique("step", keep="last").sort("step")
 
 
 def _lost_norms(run: Run) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-    """Steps whose gradient norm is NaN or infinite, without those that were skipped while the optimizer stepped later."""
-    rows = norms(run).filter(~pl.col("grad_norm").is_finite())
+    rows = _norms(run).filter(~pl.col("grad_norm").is_finite())
     return rows.filter(~pl.col("step").is_in(run.made_up_for.implode()))["step"].to_numpy()
-
-
-def _lasts(run: Run) -> bool:
-    """Whether the gradient norm is lost at the end too."""
-    rows = norms(run)
-    return bool(len(rows)) and not np.isfinite(rows["grad_norm"][-1])

@@ -1,31 +1,63 @@
-"""Is each operand cast under the recipe that the baseline casts it under, and under one all along?"""
+"""Recipes: does each operand keep the recipe it began with, and that of the baseline?"""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator
+from typing import NamedTuple
 
 import numpy as np
 import polars as pl
 
-from ....core.keys import SHOWN_AS
+from ....core.keys import SHOWN_AS, Key
+from ... import thresholds
 from ...runs.grid import stretches
 from ...runs.metrics import Metrics
 from ...runs.run import Run
-from .finding import Finding
+from ..facts import Facts, Records, fact
+from ..finding import Finding
+from ..rule import rule
 
 _KEY = ["layer", "role"]
-#: part of the operands that both runs have, beyond which another recipe is a setting of the run and not of an operand
-_MOST = 0.5
-_ADVICE = "Look at who set the recipe of these operands; run them under the baseline's to see whether it matters."
 
 
-def recipes(run: Run, baseline: Run | None) -> list[Finding]:
-    """Operands whose recipe changes in mid-run, or is not the baseline's."""
-    return [*_changed(run), *([] if baseline is None else _other(run, baseline))]
+class RecipeChange(NamedTuple):
+    """The first operand whose recipe differs, and all that do."""
+
+    layer: str
+    role: str
+    step: int
+    now: str
+    before: str
+    #: whether it changes in mid-run, and not against the baseline
+    in_the_run: bool
+    #: layer and role of all of them
+    keys: tuple[Key, ...]
 
 
-def _changed(run: Run) -> list[Finding]:
-    """From one sample to the next."""
+@fact
+def recipe_changes(records: Records) -> list[RecipeChange]:
+    """Return changes of recipes in the run, and the first difference to the baseline."""
+    found = _changed(records.run), None if records.baseline is None else _differs(records.run, records.baseline)
+    return [each for each in found if each is not None]
+
+
+@rule("recipe", ("changed_recipe",), (recipe_changes,))
+def find_recipe_changes(facts: Facts) -> Iterator[Finding]:
+    """Name operands whose recipe changes in mid-run, or differs from the baseline's.
+
+    Example: dY of layers.0.fc1 is E4M3 from step 80 on, and was E5M2.
+    """
+    for each in recipe_changes(facts):
+        if each.in_the_run:
+            what = f"is {each.now} from {facts.unit} {each.step} on and was {each.before}"
+        else:
+            what = f"is {each.now} from the first sample on and {each.before} in the baseline"
+        more = f"; so is that of {len(each.keys) - 1} other operands" if len(each.keys) > 1 else ""
+        evidence = f"the recipe of {SHOWN_AS[each.role]} of {each.layer} {what}{more}"
+        yield Finding("recipe", "changed_recipe", "clear", evidence, each.layer, each.role, each.step)
+
+
+def _changed(run: Run) -> RecipeChange | None:
     names = [name for name in run.metrics.unique("recipe") if name is not None]
     last, changed, first = np.full(len(run.metrics.tensors), -1), set[int](), None
     for rows in run.metrics.scan(["recipe"]) if len(names) > 1 else ():
@@ -36,43 +68,35 @@ def _changed(run: Run) -> list[Finding]:
             these, now = tensors[here], codes[here]
             moved = np.flatnonzero((last[these] >= 0) & (last[these] != now))
             if first is None and len(moved):
-                first = step, *(int(of[moved[0]]) for of in (these, now, last[these]))
+                first = step, *(int(each[moved[0]]) for each in (these, now, last[these]))
             changed.update(these[moved].tolist())
             last[these] = now
     if first is None:
-        return []
+        return None
     step, tensor, code, before = first
-    about = run.metrics.tensors.row(tensor, named=True) | {"step": step}
-    return [_found(about, len(changed), f"is {names[code]} from {run.unit} {step} on and was {names[before]}")]
+    layer, role = run.metrics.tensors.row(tensor)
+    keys = tuple(run.metrics.tensors.row(each) for each in sorted(changed))
+    return RecipeChange(layer, role, step, names[code], names[before], True, keys)
 
 
-def _other(run: Run, baseline: Run) -> list[Finding]:
-    """Where the baseline's differs, both under recipes that do not change."""
+def _differs(run: Run, baseline: Run) -> RecipeChange | None:
+    """Return the first operand under another recipe than in the baseline, both of which do not change."""
     mine, theirs = (_constant(each.metrics) for each in (run, baseline))
     both = mine.join(theirs, on=_KEY, suffix="_baseline", maintain_order="left")
     differ = both.filter(pl.col("recipe") != pl.col("recipe_baseline"))
-    if differ.is_empty() or len(differ) > _MOST * len(both):
-        return []
+    if differ.is_empty() or len(differ) > thresholds.MOST_OPERANDS * len(both):
+        return None
     first = differ.row(0, named=True)
-    rows = run.metrics.within(differ.head(1)).frame(["recipe"]).drop_nulls("recipe")
-    first = first | {"step": rows["step"].min()}
-    what = f"is {first['recipe']} from the first sample on and {first['recipe_baseline']} in the baseline"
-    return [_found(first, len(differ), what)]
+    step = run.metrics.within(differ.head(1)).frame(["recipe"]).drop_nulls("recipe")["step"].min()
+    assert isinstance(step, int)
+    layer, role, now, before = (first[name] for name in (*_KEY, "recipe", "recipe_baseline"))
+    return RecipeChange(layer, role, step, now, before, False, tuple(differ.select(_KEY).rows()))
 
 
 def _constant(metrics: Metrics) -> pl.DataFrame:
-    """layer, role, recipe of operands with one recipe."""
-
+    """Return layer, role and recipe of operands with one recipe."""
     counts = {name: of_each for name, of_each in metrics.counts("recipe").items() if name is not None}
-    has = (
-        np.stack([of_each > 0 for of_each in counts.values()]) if counts else np.zeros((1, len(metrics.tensors)), dtype=bool)
-    )
+    none = np.zeros((1, len(metrics.tensors)), dtype=bool)
+    has = np.stack([of_each > 0 for of_each in counts.values()]) if counts else none
     recipes = pl.Series(list(counts) or [None], dtype=pl.String).gather(has.argmax(axis=0))
     return metrics.tensors.with_columns(recipe=recipes).filter(pl.Series(has.sum(axis=0) == 1))
-
-
-def _found(first: dict[str, Any], operands: int, what: str) -> Finding:
-    layer, role = str(first["layer"]), str(first["role"])
-    more = f"; so it is of {operands - 1} other operands" if operands > 1 else ""
-    facts = f"the recipe of {SHOWN_AS[role]} of {layer} {what}{more}"
-    return Finding("recipe", "changed_recipe", "high", facts, _ADVICE, layer, role, int(first["step"]))

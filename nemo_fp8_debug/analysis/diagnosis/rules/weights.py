@@ -1,77 +1,93 @@
-"""Do weights shrink faster than weight decay lets them?
-
-AdamW and SGD with decoupled decay multiply each weight by 1 - lr * decay a step. Gradients change single weights and hardly
-the root mean square of all, so a fall of that by more than lr * 1 a step is another decay than any that is in use (0.01 to
-0.3), or something else that writes weights.
-"""
+"""Weights: do they shrink faster than weight decay lets them, or not move at all?"""
 
 from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import takewhile
+from typing import NamedTuple
 
 import numpy as np
 import polars as pl
 
+from ....core.layer_names import aggregate_of
+from ... import thresholds
+from ...comparison.groups import depth_of
 from ...formatting import number
-from ...runs.grid import Floats, Ints
+from ...runs.grid import Floats, Ints, stretches
+from ...runs.metrics import Metrics
 from ...runs.run import Run
-from .finding import Finding
-from .levels import ROOT_MEAN_SQUARE, moves_of_levels
+from ..facts import Facts, Records, fact
+from ..finding import Finding
+from ..levels import ROOT_MEAN_SQUARE, moves_of_levels
+from ..rule import rule
 
-#: decay that counts; and how many times the baseline's
-_DECAY, _TIMES = 1.0, 4.0
-#: samples in a row that must show it
-_IN_A_ROW = 3
-#: share of layers that must agree, and the least number of them
-_MOST, _FEWEST = 0.75, 3
-_ADVICE = "Look at the weight decay, at its parameter groups, and at what else writes the weights."
+_RANGE = "dynamic_range_log2"
 
 
-def weights(run: Run, baseline: Run | None) -> list[Finding]:
-    """That the weights of most layers shrink, by how much, and since when."""
-    steps, decays = _decays(run)
-    limit = _DECAY
-    if baseline is not None:
-        _, usual = _decays(baseline)
-        limit = max(limit, _TIMES * float(usual.max())) if len(usual) else limit
-    if len(steps) < _IN_A_ROW:
-        return []
-    shrinks = np.lib.stride_tricks.sliding_window_view(decays > limit, _IN_A_ROW).all(-1)
+# Decay ------------------------------------------------------------------------------------------------------------------
+
+
+class Decays(NamedTuple):
+    """Sampled steps, and the weight decay that most layers shrank by until the next sample."""
+
+    steps: Ints
+    run: Floats
+    #: empty if there is no baseline
+    baseline: Floats
+
+
+@fact
+def weight_decays(records: Records) -> Decays:
+    """Return the decay in each interval between two samples: the fall of the root mean square over the learning rate."""
+    steps, decays = _decays(records.run)
+    return Decays(steps, decays, np.zeros(0) if records.baseline is None else _decays(records.baseline)[1])
+
+
+@rule("weight decay", ("weight_decay",), (weight_decays,))
+def find_decay(facts: Facts) -> Iterator[Finding]:
+    """Name weights of most layers that shrink faster than under any decay in use.
+
+    Decoupled decay multiplies a weight by 1 - lr * decay in each step. Gradients hardly change its root mean square.
+
+    Example: a parameter group gets a decay of 10 instead of 0.01 from step 90 on.
+    """
+    steps, decays, usual = weight_decays(facts)
+    limit = max(thresholds.DECAY, thresholds.TIMES_USUAL * float(usual.max())) if len(usual) else thresholds.DECAY
+    if len(steps) < thresholds.FEW:
+        return
+    shrinks = np.lib.stride_tricks.sliding_window_view(decays > limit, thresholds.FEW).all(-1)
     if not shrinks.any():
-        return []
-    at = int(np.argmax(shrinks))
-    decay = float(np.median(decays[at:][decays[at:] > limit]))
-    facts = (
-        f"the weights of most layers shrink from {run.unit} {steps[at]} on as under a weight decay of {number(decay)} "
-        "(their root mean square, by the learning rate)"
+        return
+    first = int(np.argmax(shrinks))
+    decay = float(np.median(decays[first:][decays[first:] > limit]))
+    evidence = (
+        f"weights of most layers shrink from {facts.unit} {steps[first]} on, as under a weight decay of {number(decay)}"
     )
-    return [Finding("weights", "weight_decay", "medium", facts, _ADVICE, since=int(steps[at]), severity=2)]
+    yield Finding("weight decay", "weight_decay", "clear", evidence, since=int(steps[first]))
 
 
 def _decays(run: Run) -> tuple[Ints, Floats]:
-    """Sampled steps but for the last one, and by what decay the weights of most layers shrank up to the next."""
-    steps, falls = _falls(run)
+    steps, found = moves_of_levels(run.metrics.with_role("weight"), ROOT_MEAN_SQUARE, _fall_of_most)
+    falls = np.array(found)
     if len(steps) < 2:
         return steps[:0], np.zeros(0)
-    rates = _rates(run, steps)
+    rates = _sum_rates(run, steps)
     with np.errstate(invalid="ignore", divide="ignore"):
         decays = np.nan_to_num(falls / rates, nan=-np.inf, posinf=-np.inf)
     return steps[:-1], decays
 
 
-def _falls(run: Run) -> tuple[Ints, Floats]:
-    """Sampled steps, and by how much the log of the root mean square of most weights falls from each to the next; 0 where
-    few are known."""
-    steps, falls = moves_of_levels(run.metrics.with_role("weight"), ROOT_MEAN_SQUARE, _fall_of_most)
-    return steps, np.array(falls)
-
-
 def _fall_of_most(moves: Floats) -> float:
-    """Most layers shrink by at least as much as the one that three in four surpass."""
-    enough = np.isfinite(moves).sum() >= _FEWEST
-    return float(np.nanquantile(-moves, 1 - _MOST)) if enough else 0.0
+    """Return the fall that three in four layers surpass."""
+    enough = np.isfinite(moves).sum() >= thresholds.FEW
+    return float(np.nanquantile(-moves, 1 - thresholds.MOST_LAYERS)) if enough else 0.0
 
 
-def _rates(run: Run, steps: Ints) -> Floats:
-    """The sum of learning rates from each sampled step to the next; NaN where it is not known."""
+def _sum_rates(run: Run, steps: Ints) -> Floats:
+    """Return the sum of learning rates from each sampled step to the next; NaN if unknown."""
     rows = run.steps.select("step", pl.col("lr").fill_nan(None)).drop_nulls().unique("step", keep="last").sort("step")
     if rows.is_empty():
         return np.full(len(steps) - 1, np.nan)
@@ -79,3 +95,201 @@ def _rates(run: Run, steps: Ints) -> Floats:
     rates = np.interp(every, rows["step"].to_numpy(), rows["lr"].to_numpy())
     sums: Floats = np.diff(np.concatenate([[0.0], np.cumsum(rates)])[steps - steps[0]])
     return sums
+
+
+# Weights that stand still -----------------------------------------------------------------------------------------------
+
+
+class StillLayer(NamedTuple):
+    """A layer of the model most of whose weights stand still."""
+
+    name: str
+    since: int
+    still: int
+    weights: int
+
+
+class StillWeights(NamedTuple):
+    """Layers that stopped to learn, and weights that have never moved."""
+
+    stopped: tuple[StillLayer, ...]
+    #: those that are the same in all samples though their twins in the baseline move
+    never_moved: tuple[str, ...]
+    #: weights that both have
+    weights: int
+
+
+@fact
+def still_weights(records: Records) -> StillWeights:
+    """Return what stands still in the run and not in its baseline."""
+    run, baseline = records.run, records.baseline
+    usual = {} if baseline is None else _find_stopped(baseline)
+    stopped = tuple(layer for name, layer in _find_stopped(run).items() if name not in usual)
+    if baseline is None:
+        return StillWeights(stopped, (), 0)
+    mine = run.metrics.with_role("weight")
+    both = mine.tensors.join(baseline.metrics.tensors, on=["layer", "role"], how="semi", maintain_order="left")
+    constant = _find_constant(mine.within(both))
+    moving = _find_constant(baseline.metrics.within(both.filter(pl.col("layer").is_in(constant)))) if constant else []
+    return StillWeights(stopped, tuple(layer for layer in constant if layer not in moving), len(both))
+
+
+@rule("frozen weights", ("frozen_weights",), (still_weights,))
+def find_still_weights(facts: Facts) -> Iterator[Finding]:
+    """Name a layer whose weights stopped to learn, and weights that never move.
+
+    A step moves the smallest value of nearly every W, and so its range. Weight decay alone hardly does.
+
+    Example: the optimizer writes to a copy, so 10 of 11 W are bit-identical in all samples.
+    """
+    still = still_weights(facts)
+    if still.never_moved:
+        first = still.never_moved[0]
+        many = f"{len(still.never_moved)} of {still.weights} W are the same in all samples, first that of {first}"
+        evidence = f"{many}; they move in the baseline"
+        yield Finding("frozen weights", "frozen_weights", "clear", evidence, first, "weight", int(facts.steps[0]))
+    elif still.stopped:
+        layer = min(still.stopped, key=lambda each: each.since)
+        evidence = (
+            f"{layer.still} of {layer.weights} W of {layer.name} stand still since {facts.unit} {layer.since} or earlier, "
+            "while those of other layers learn"
+        )
+        evidence += f"; so do those of {len(still.stopped) - 1} more layers" if len(still.stopped) > 1 else ""
+        since, name = layer.since, layer.name
+        # Alone, a loss that diverges for another reason may have brought it about.
+        yield Finding("frozen weights", "frozen_weights", "clear", evidence, name, since=since, or_earlier=facts.paired)
+
+
+def _find_constant(weights: Metrics) -> list[str]:
+    """Return the weights whose range, outliers and kurtosis are the same in all of at least four samples."""
+    weights = _without_codes(weights)
+    if len(weights.steps) < thresholds.LASTING or weights.tensors.is_empty():
+        return []
+    names = (_RANGE, "outlier_log2", "kurtosis")
+    rows = [pl.col(name).n_unique().alias(name) for name in names]
+    counts = [some.group_by("tensor").agg(*rows, n=pl.len()) for some in weights.scan(names)]
+    every = pl.concat(counts).group_by("tensor").agg(pl.col(*names).max(), pl.col("n").sum(), parts=pl.len())
+    same = every.filter(*(pl.col(name) == 1 for name in names), pl.col("n") >= thresholds.LASTING, pl.col("parts") == 1)
+    layers = weights.tensors["layer"]
+    return [layers[int(i)] for i in same["tensor"].sort()]
+
+
+def _find_stopped(run: Run) -> dict[str, StillLayer]:
+    """Return by name the layers whose weights have moved and no longer do.
+
+    A single expert may get no tokens, so it does not count.
+    """
+    weights = _without_codes(run.metrics.with_role("weight"))
+    blocks = _blocks(weights.tensors["layer"].to_list())
+    weights = weights.narrowed(weights.tensors.filter(pl.col("layer").is_in(list(blocks))))
+    if len(weights.steps) <= thresholds.LASTING or not blocks:
+        return {}
+    # Hardly ever does any stand still, and then the last samples are all that is read.
+    at_the_end = _measure_standing(weights.at(np.arange(len(weights.steps))[-thresholds.LASTING :]))
+    still = weights.tensors.filter(pl.Series((at_the_end.moves == 0) & (at_the_end.samples == thresholds.LASTING)))
+    candidates = _most_of(blocks, still["layer"].to_list())
+    if not candidates or len(candidates) > len(set(blocks.values())) / 2:
+        return {}
+    layers = [layer for of in candidates.values() for layer in of]
+    before = weights.narrowed(still.filter(pl.col("layer").is_in(layers)))
+    standing = _measure_standing(before)
+    moved = {
+        layer: int(since)
+        for layer, since, moves in zip(before.tensors["layer"], standing.since, standing.moves, strict=True)
+        if moves > 1
+    }
+    sizes = Counter(blocks.values())
+    return {
+        block: StillLayer(block, min(moved[layer] for layer in of), len(of), sizes[block])
+        for block, of in _most_of(blocks, list(moved)).items()
+    }
+
+
+def _without_codes(weights: Metrics) -> Metrics:
+    """Return weights without those that are stored in codes: most steps leave these as they are."""
+    sources = weights.unique("scale_source")
+    kept = [source for source in sources if source is not None and source != "stored"]
+    return weights.only("scale_source", kept) if "stored" in sources else weights
+
+
+def _most_of(blocks: Mapping[str, str], still: Sequence[str]) -> dict[str, list[str]]:
+    """Return the layers of the model most of whose W are among some, with those."""
+    of_blocks, sizes = defaultdict[str, list[str]](list), Counter(blocks.values())
+    for layer in still:
+        of_blocks[blocks[layer]].append(layer)
+    return {block: of for block, of in of_blocks.items() if len(of) >= thresholds.IN_A_ROW and 2 * len(of) > sizes[block]}
+
+
+def _blocks(layers: Sequence[str]) -> dict[str, str]:
+    """Return the layer of the model that each GEMM is in: the common beginning of all names with the same number."""
+    of_depth: dict[int, list[str]] = defaultdict(list)
+    for layer in layers:
+        depth = depth_of(layer)
+        if depth is not None and not aggregate_of(layer):
+            of_depth[depth].append(layer)
+    return {layer: _shared_name(of) for of in of_depth.values() for layer in of}
+
+
+def _shared_name(layers: Sequence[str]) -> str:
+    parts = [layer.split(".") for layer in layers]
+    return ".".join(each[0] for each in takewhile(lambda same: len(set(same)) == 1, zip(*parts, strict=False)))
+
+
+@dataclass
+class Standing:
+    """Since when each weight stands still, as far as its range shows; [T] each."""
+
+    #: log2 of its range at its first and its last sample; NaN: it has none
+    first: Floats
+    last: Floats
+    #: the first step of its last range, samples that have that one, and how often it came to another
+    since: Ints
+    samples: Ints
+    moves: Ints
+
+    @classmethod
+    def of(cls, tensors: int) -> Standing:
+        """Return that of weights without a sample."""
+        none = np.zeros(tensors, dtype=np.int64)
+        return cls(np.full(tensors, np.nan), np.full(tensors, np.nan), none, none.copy(), none.copy())
+
+    def add(self, step: int, of_range: Floats) -> None:
+        """Add a sample: log2 of the largest by the smallest value that is not 0; NaN: it has none of that weight."""
+        there = np.isfinite(of_range)
+        moved, new = np.abs(of_range - self.last) > thresholds.RANGE_MOVES, there & np.isnan(self.last)
+        self.since[moved | new] = step
+        self.samples = np.where(moved | new, 1, self.samples + there)
+        self.moves += moved
+        self.first, self.last = np.where(new, of_range, self.first), np.where(there, of_range, self.last)
+
+    def __add__(self, later: Standing) -> Standing:
+        """Return that of these samples and later ones."""
+        there = np.isfinite(later.last)
+        moved = np.abs(later.first - self.last) > thresholds.RANGE_MOVES
+        goes_on = np.isfinite(self.last) & ~moved & (later.moves == 0)
+        return Standing(
+            np.where(np.isfinite(self.first), self.first, later.first),
+            np.where(there, later.last, self.last),
+            np.where(there & ~goes_on, later.since, self.since),
+            np.where(there & ~goes_on, later.samples, self.samples + later.samples),
+            self.moves + later.moves + moved,
+        )
+
+
+def _measure_standing(weights: Metrics) -> Standing:
+    found = Standing.of(len(weights.tensors))
+    for stretch in weights.over_steps(partial(_measure_stretch)):
+        found += stretch
+    return found
+
+
+def _measure_stretch(weights: Metrics) -> Standing:
+    found = Standing.of(len(weights.tensors))
+    for rows in weights.scan([_RANGE]):
+        ordered = rows.sort("step", maintain_order=True)
+        tensor, value = ordered["tensor"].to_numpy(), ordered[_RANGE].cast(pl.Float64).to_numpy()
+        for step, here in stretches(ordered["step"].to_numpy()):
+            of_range = np.full(len(weights.tensors), np.nan)
+            of_range[tensor[here]] = value[here]
+            found.add(step, of_range)
+    return found

@@ -62,7 +62,7 @@ def _recipe(recipe: Recipe) -> dict[str, str]:
 
 def _coarser(finding: Finding, recipe: Recipe, name: str) -> str:
     chosen = finding.chosen
-    if chosen.kind == "bf16":
+    if chosen.recipe == BF16_RECIPE.name:
         return f"{finding.name}: BF16 is for all three GEMMs of the module, not only for the two that read this operand."
     if cast_of(chosen.parsed, finding.role) == cast_of(recipe, finding.role):
         return f"{finding.name}: {name} is for all operands of the module."

@@ -8,7 +8,7 @@ from typing import Any
 import polars as pl
 import yaml
 
-from ....numerics.recipe import Recipe, find_recipe
+from ....numerics.recipe import BF16_RECIPE, Recipe, find_recipe
 from ....numerics.tensor_scaling import CurrentScaling, DelayedScaling
 from ...comparison.compare import quantized
 from ..options import STAY
@@ -23,7 +23,7 @@ VALUES, NEMO = "transformer_config.yaml", "nemo_precision.py"
 def run_wide(found: Recommendation) -> Iterator[Snippet]:
     """A file of plain values, and a snippet for NeMo where there are any."""
     inside = [f for f in found.to_change if not _at_an_end(f, found.ends)]
-    solved = [f for f in inside if f.chosen.kind != "bf16"]
+    solved = [f for f in inside if f.chosen.recipe != BF16_RECIPE.name]
     recipe = first_for_all(solved, _menu(solved, found.ends)) if solved else None
     unsolved = [f for f in inside if recipe is None or f not in solved]
     values, coarser = _options(recipe, found, unsolved)

@@ -14,7 +14,7 @@ from ....core.keys import ROLES, SHOWN_AS
 from ....core.layer_names import is_aggregate
 from ....core.scale_sources import ENGINE
 from ....numerics.block_scaling import BlockScaling, MXFP8Scaling
-from ....numerics.recipe import find_recipe
+from ....numerics.recipe import BF16_RECIPE, find_recipe
 from ....numerics.tensor_scaling import CurrentScaling, DelayedScaling
 from ...runs.run import Run
 from ..flops import OPERANDS, READERS
@@ -134,8 +134,10 @@ def _menu(findings: Sequence[Finding]) -> list[Option]:
 
 
 def _applied(casts: Casts, options: Mapping[str, Option]) -> ByGemm:
-    made = by_gemm(dict(casts) | {role: cast_of(o.parsed, role) for role, o in options.items() if o.kind != "bf16"})
-    left = {gemm for role, option in options.items() if option.kind == "bf16" for gemm in READERS[role]}
+    made = by_gemm(
+        dict(casts) | {role: cast_of(o.parsed, role) for role, o in options.items() if o.recipe != BF16_RECIPE.name}
+    )
+    left = {gemm for role, option in options.items() if option.recipe == BF16_RECIPE.name for gemm in READERS[role]}
     return {(role, gemm): None if gemm in left else cast for (role, gemm), cast in made.items()}
 
 

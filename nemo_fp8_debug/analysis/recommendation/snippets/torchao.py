@@ -13,8 +13,9 @@ from typing import Any
 
 from ....core.keys import SHOWN_AS
 from ....core.layer_names import compile_patterns
+from ....numerics.recipe import BF16_RECIPE
 from ..flops import OPERANDS, READERS
-from ..options import STAY, Option
+from ..options import STAY, UNDO, Option
 from ..recommend import Finding, Recommendation
 from .snippet import Snippet, commented
 
@@ -112,14 +113,20 @@ def _changed(layer: str, config: Mapping[str, Any], findings: Sequence[Finding])
 
 
 def _menu(finding: Finding) -> list[Option]:
-    return [option for option in finding.options if option.meets and option.kind in ("format", "bf16")]
+    return [option for option in finding.options if option.meets and _can_be_said(option, finding.options[0])]
+
+
+def _can_be_said(option: Option, stay: Option) -> bool:
+    if option.kind == UNDO and option.recipe != BF16_RECIPE.name:
+        return option.parsed.scaling == stay.parsed.scaling
+    return option.kind in (UNDO, "format", "bf16")
 
 
 def _applied(config: Mapping[str, Any], options: Mapping[str, Option]) -> dict[str, Any]:
     made = copy.deepcopy(dict(config))
     for role, option in options.items():
         for product in READERS[role]:
-            if option.kind == "format":
+            if option.recipe != BF16_RECIPE.name:
                 made[_FIELDS[role, product]]["target_dtype"] = _DTYPES[option.parsed.format_of(role).name]
                 continue
             for operand in OPERANDS[product]:

@@ -14,8 +14,8 @@ export function Diagnosed({found, unit, run}) {
       <h2>The verdict in full</h2>
       <p class="verdict"><Sentence text={found.verdict} /></p>
       <Facts found={found} unit={unit} />
-      {found.about_fp8 !== false ? <ToDo findings={fits} culprit={found.culprit} /> : <LookElsewhere findings={fits} />}
-      {found.notes.map((note) => <p key={note} class="soft"><Sentence text={note} /></p>)}
+      {found.next.length > 0 && <Advice advice={found.next} />}
+      {[...found.details, ...found.notes].map((note) => <p key={note} class="soft"><Sentence text={note} /></p>)}
       {fits.length > 0 && <Findings name={`findings of ${run}`} caption="What the rules found" findings={fits} unit={unit} />}
       {others.length > 0 && (
         <details>
@@ -52,18 +52,6 @@ function told({percent, low, high, visible, of_range: ofRange}) {
   return `${signed(percent)}%${ofRange ? " of the loss's range" : ''} (95%: ${signed(low)} to ${signed(high)}%; visible from ${visible.toPrecision(3)}%)`;
 }
 
-/** Advice in the order of the rules, that about the culprit first. */
-function ToDo({findings, culprit}) {
-  const advice = [...new Set([culprit?.advice, ...findings.map((finding) => finding.advice)].filter(Boolean))];
-  if (!advice.length) return null;
-  return <Advice advice={advice} />;
-}
-
-function LookElsewhere({findings}) {
-  const advice = [...new Set(findings.map((finding) => finding.advice).filter(Boolean))];
-  return <Advice advice={advice.length ? advice : ['Look at data, learning rate and software; the representation of operands is not to blame.']} />;
-}
-
 const Advice = ({advice}) => (
   <>
     <h3>What to do</h3>
@@ -79,7 +67,7 @@ function Findings({name, caption, findings, unit}) {
     {label: `since (${unit})`, of: (row) => row.since},
     {label: 'about', of: titled, text: true, show: (row) => (row.layer && row.role ? <TensorLink {...row} step={row.since} /> : titled(row))},
     {label: 'means', of: (row) => row.cause.replaceAll('_', ' '), text: true},
-    {label: 'confidence', of: (row) => row.confidence, text: true},
+    {label: 'strength', of: (row) => row.strength, text: true},
     {label: 'evidence', of: (row) => row.evidence, text: true},
   ];
   return <Table name={name} caption={caption} columns={columns} rows={findings} />;

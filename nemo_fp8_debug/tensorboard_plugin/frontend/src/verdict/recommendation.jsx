@@ -41,7 +41,6 @@ function atTheEnds({start, end, coverage}) {
 
 function Findings({found, run}) {
   const {relative_error: error, underflow_pct: underflow, overflow_pct: overflow} = found.budget;
-  const stays = (row) => row.chosen.kind === 'stay';
   const errors = (label, metric) => ({
     label,
     from: (row) => row.options[0].errors?.[metric],
@@ -51,7 +50,7 @@ function Findings({found, run}) {
     {label: 'tensor', of: titleOf, text: true, show: (row) => <TensorLink {...row} />},
     {label: 'why', of: (row) => row.why, text: true},
     {label: found.quantization === 'quantized' ? 'in use' : 'measured under', of: (row) => row.options[0].recipe, text: true},
-    {label: 'change', of: (row) => (stays(row) ? 'none: it keeps the limits' : row.chosen.recipe), text: true},
+    {label: 'change', of: (row) => (row.chosen.approximate ? `${row.change} (approximate)` : row.change), text: true},
     errors('relative error', 'relative_error'),
     errors('underflow (%)', 'underflow_pct'),
     errors('overflow (%)', 'overflow_pct'),

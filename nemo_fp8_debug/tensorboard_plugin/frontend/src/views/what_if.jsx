@@ -16,7 +16,7 @@ import {TensorLink} from '../story/link.jsx';
 import {source} from '../source.js';
 import {number, placeOf, shown, titleOf} from '../units.js';
 import {exceeds, keeps, LIMITS} from '../what_if/budget.js';
-import {byTensor, METRICS, IN_USE, leastOf, valueOf, worstFirst} from '../what_if/rows.js';
+import {byTensor, METRICS, IN_USE, isAbout, leastOf, valueOf, worstFirst} from '../what_if/rows.js';
 import {styleOf} from '../what_if/shades.js';
 import {asked, Picker, rowsOf, Trying} from '../what_if/try.jsx';
 
@@ -109,7 +109,8 @@ const NeedsServer = ({run}) => (
 const NoOther = ({run}) => (
   <Notice title="No other recipe was tried at this step">
     <p>
-      Try one above: it is replayed from the record's histograms, exactly. A run tries recipes as it goes with{' '}
+      Try one above: it is replayed from the record's histograms. Results of float32 tensors are approximate, and marked “about”; all
+      others are exact. A run tries recipes as it goes with{' '}
       <code>{'FP8DebugCallback(what_if=["current", "blockwise", "mxfp8"])'}</code>, block recipes among them, of which histograms know
       nothing. <code>nemo-fp8-debug replay {run} --recipe current</code> adds a recipe to the record at every step.
     </p>
@@ -153,13 +154,14 @@ function columnOf(name, inUse, metric, scale) {
     under: name === IN_USE ? used : undefined,
     of: (row) => valueOf(row, name, metric),
     cell: (row) => ({style: styleOf(scale, valueOf(row, name, metric)), 'data-recipe': name}),
-    show: (row) => <Cell value={valueOf(row, name, metric)} metric={metric} least={leastOf(row, metric)} />,
+    show: (row) => <Cell value={valueOf(row, name, metric)} metric={metric} least={leastOf(row, metric)} about={isAbout(row, name)} />,
   };
 }
 
-function Cell({value, metric, least}) {
-  if (value !== null && value === least) return <><Mark exceeded={exceeds(metric, value)} /><strong>{number(value)}</strong><span role="img" aria-label="least of the row"> ★</span></>;
-  return <><Mark exceeded={exceeds(metric, value)} />{number(value)}</>;
+function Cell({value, metric, least, about}) {
+  const told = about && value !== null ? `about ${number(value)}` : number(value);
+  if (value !== null && value === least) return <><Mark exceeded={exceeds(metric, value)} /><strong>{told}</strong><span role="img" aria-label="least of the row"> ★</span></>;
+  return <><Mark exceeded={exceeds(metric, value)} />{told}</>;
 }
 
 const Mark = ({exceeded}) => exceeded && <span role="img" aria-label="above the limit">▲ </span>;

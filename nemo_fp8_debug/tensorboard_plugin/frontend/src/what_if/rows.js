@@ -19,7 +19,7 @@ export function byTensor(tables) {
       if (!tensors.has(key)) tensors.set(key, {layer, role, by: new Map()});
       const name = table.in_use?.[i] ? IN_USE : recipe;
       (table.in_use?.[i] ? inUse : others).add(recipe);
-      tensors.get(key).by.set(name, {recipe, ...Object.fromEntries(METRICS.map((metric) => [metric, table[metric][i]]))});
+      tensors.get(key).by.set(name, {recipe, about: Boolean(table.rounded?.[i]), ...Object.fromEntries(METRICS.map((metric) => [metric, table[metric][i]]))});
     });
   }
   return {tensors: [...tensors.values()], recipes: [...others], inUse: [...inUse]};
@@ -31,6 +31,9 @@ export function leastOf(tensor, metric) {
   const least = Math.min(...known);
   return known.some((value) => value !== least) ? least : null;
 }
+
+/** Whether values are of float32 tensors whose histograms are rounded. */
+export const isAbout = (tensor, name) => Boolean(tensor.by.get(name)?.about);
 
 export const valueOf = (tensor, name, metric) => tensor.by.get(name)?.[metric] ?? null;
 

@@ -7,10 +7,11 @@ from typing import Any
 
 from ...core.layer_names import aggregate_key
 from ...numerics.metric_names import label_of
+from ..comparison.comparison import Comparison
+from ..comparison.groups import concentrated
+from ..diagnosis.narrator import tell_loss, tell_reference
 from ..formatting import jsonable, number, plain_rows
 from ..loss.divergence import above
-from .comparison import Comparison
-from .groups import concentrated
 
 
 def summarize(found: Comparison) -> str:
@@ -24,14 +25,14 @@ def summarize(found: Comparison) -> str:
         *_of_the_experts(found, worst),
         *_of_other_recipes(found, worst),
     ]
-    return " ".join([*sentences, *filter(None, [found.loss.describe_reference(found.run.unit)])])
+    return " ".join([*sentences, *filter(None, [tell_reference(found.loss, found.run.unit)])])
 
 
 def _of_the_loss(found: Comparison) -> list[str]:
     loss, unit = found.run.loss, found.run.unit
     if found.baseline.loss.final is None or loss.final is None:
         return ["Not both records have losses, so only tensors are compared."]
-    told, rises = [found.loss.told(unit)], loss.diverged_at
+    told, rises = [tell_loss(found.loss, unit)], loss.diverged_at
     if rises is not None:
         told.append(f"It rises for good from {unit} {rises} on.")
     elif found.loss.since is not None:
@@ -120,7 +121,6 @@ def to_json(found: Comparison) -> dict[str, Any]:
         "groups": found.groups(),
         "differences": found.differences(),
         "what_if": found.what_if(),
-        "states": found.states,
-        "activations": found.activations,
+        **found.features,
     }
     return jsonable(plain) | {name: plain_rows(table) for name, table in tables.items()}  # type: ignore[no-any-return]

@@ -8,17 +8,21 @@ from functools import partial
 import numpy as np
 import polars as pl
 
-from ....numerics.limits import FAR, FORMATS, LEAST_VALUES, LIMITS, MADE_UP
-from ...runs.blocks import in_parts, over_blocks
-from ...runs.grid import Floats, Grid
-from ...runs.metrics import Metrics
+from ...numerics.limits import FAR, FORMATS, LEAST_VALUES, LIMITS, MADE_UP
+from ..runs.blocks import in_parts, over_blocks
+from ..runs.grid import Floats, Grid
+from ..runs.metrics import Metrics
 
 #: metrics that have limits, and the number of values
 COLUMNS = ("n", *LIMITS["input"])
 
 
-def beyond(metrics: Metrics) -> pl.DataFrame:
+def find_beyond(metrics: Metrics, least: float = 1.0) -> pl.DataFrame:
     """Operands that are beyond these limits for two samples in a row, or far beyond them in one.
+
+    Args:
+        metrics: of the operands.
+        least: times a limit that count.
 
     Returns:
         layer, role, onset (step), excess (how many times a limit); the earliest first. The first samples, whose scales are
@@ -27,26 +31,28 @@ def beyond(metrics: Metrics) -> pl.DataFrame:
     Example:
         >>> nothing = {"layer": ["fc1"] * 5, "role": ["weight"] * 5, "underflow_pct": [0.0] * 5, "overflow_pct": [0.0] * 5}
         >>> off = pl.DataFrame(nothing | {"step": [0, 5, 10, 15, 20], "scale_ratio_log2": [9.0, 0, 0, 7, 7]})
-        >>> beyond(Metrics.of(off)).row(0)
+        >>> find_beyond(Metrics.of(off)).row(0)
         ('fc1', 'weight', 15, 2.3333333333333335)
     """
     limited = with_limits(metrics)
-    found = [] if limited.is_empty() else over_blocks(partial(in_parts, _beyond), limited, together=[COLUMNS])
+    found = (
+        [] if limited.is_empty() else over_blocks(partial(in_parts, partial(_beyond, least)), limited, together=[COLUMNS])
+    )
     rows = [row for of_block in found for of_part in of_block for row in of_part]
     schema = {"layer": pl.String, "role": pl.String, "onset": pl.Int64, "excess": pl.Float64}
     return pl.DataFrame(rows, schema=schema, orient="row").sort("onset", -pl.col("excess"), maintain_order=True)
 
 
-def _beyond(grid: Grid) -> list[tuple[str, str, int, float]]:
+def _beyond(least: float, grid: Grid) -> list[tuple[str, str, int, float]]:
     times = times_of_limits(grid)
     strength = strengths(times)
     found = []
-    for i in np.flatnonzero((strength > 1).any(axis=1)):
-        at = first = int(np.argmax(strength[i] > 1))
-        while at > 0 and times[i, at - 1] > 1:
+    for i in np.flatnonzero((strength > least).any(axis=1)):
+        at = first = int(np.argmax(strength[i] > least))
+        while at > 0 and times[i, at - 1] > least:
             at -= 1
         layer, role = grid.tensors.row(int(i))
-        found.append((layer, role, int(grid.steps[at]), float(strength[i, first])))
+        found.append((layer, role, int(grid.steps[at]), float(strength[i, first:].max())))
     return found
 
 

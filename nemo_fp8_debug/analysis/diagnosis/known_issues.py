@@ -108,7 +108,133 @@ def _multi_token_prediction_recomputed(fingerprint: Fingerprint) -> bool:
     return full and bool(_option(fingerprint, "fp8")) and bool(_option(fingerprint, "mtp_num_layers"))
 
 
+def _is_between(fingerprint: Fingerprint, package: str, first: str, fixed: str) -> bool:
+    """Return True if a package is at least as new as one release and older than another."""
+    version = _version(fingerprint, package)
+    return version is not None and Version(first) <= version < Version(fixed)
+
+
+def _is_parallel(fingerprint: Fingerprint, *kinds: str) -> bool:
+    """Return True if there are several ranks of each of these kinds."""
+    ranks = [_option(fingerprint, f"{kind}_parallel_size") for kind in kinds]
+    return all(isinstance(number, int) and number > 1 for number in ranks)
+
+
+def _uses_deepspeed(fingerprint: Fingerprint) -> bool:
+    """Return True if the model is an engine of DeepSpeed's: an installed package alone trains nothing."""
+    return "DeepSpeed" in str(section(fingerprint, "model").get("class", ""))
+
+
+def _averages_twice(fingerprint: Fingerprint) -> bool:
+    return _uses_deepspeed(fingerprint) and _is_between(fingerprint, "deepspeed", "0.17.6", "0.18.3")
+
+
+def _leaks_last_micro_batch(fingerprint: Fingerprint) -> bool:
+    return _uses_deepspeed(fingerprint) and _is_between(fingerprint, "deepspeed", "0.18.6", "0.18.11")
+
+
+def _has_long_code_table(fingerprint: Fingerprint) -> bool:
+    return _is_between(fingerprint, "bitsandbytes", "0.36", "0.41.1")
+
+
+def _overlaps_with_te_2(fingerprint: Fingerprint) -> bool:
+    return _is_between(fingerprint, "transformer-engine", "2.0", "2.2") and bool(_option(fingerprint, "tp_comm_overlap"))
+
+
+def _scales_norm_gradients(fingerprint: Fingerprint) -> bool:
+    ranks = _is_parallel(fingerprint, "tensor_model", "context")
+    return ranks and bool(_option(fingerprint, "fp8")) and _is_between(fingerprint, "transformer-engine", "1.13", "1.14")
+
+
+def _fuses_experts_of_hybrid(fingerprint: Fingerprint) -> bool:
+    hybrid = _option(fingerprint, "fp8") == "hybrid"
+    return bool(_mxfp8(fingerprint) and hybrid and _option(fingerprint, "num_moe_experts"))
+
+
+def _captured_with_shared_buffer(fingerprint: Fingerprint) -> bool:
+    captured = _option(fingerprint, "cuda_graph_impl") == "local"
+    return bool(captured) and _gathered_from_the_gradient_buffer(fingerprint)
+
+
+def _rounds_to_zero(fingerprint: Fingerprint) -> bool:
+    """Return True if NVFP4 runs on a GPU without an instruction for stochastic rounding."""
+    capability = str(section(fingerprint, "devices").get("compute_capability", ""))
+    return bool(_option(fingerprint, "fp4")) and capability in ("12.0", "12.1")
+
+
+def _fused_loss_of_te(fingerprint: Fingerprint) -> bool:
+    fused = _option(fingerprint, "cross_entropy_loss_fusion") and _option(fingerprint, "cross_entropy_fusion_impl") == "te"
+    version = _version(fingerprint, "transformer-engine")
+    return bool(fused) and version is not None and version.release[:2] <= (2, 5)
+
+
 KNOWN = (
+    Known(
+        "ZeRO stage 2 computes wrong gradients, whose norm is about a third, from 0.17.6 to 0.18.2",
+        "DeepSpeed #7718, fixed in 0.18.3",
+        "Take DeepSpeed 0.18.3 or later, or another ZeRO stage.",
+        _averages_twice,
+    ),
+    Known(
+        "BF16 with ZeRO stage 1 and FP32 accumulation leaves out the last micro-batch when it reduces, 0.18.6 to 0.18.10",
+        "DeepSpeed #7985",
+        "Take a DeepSpeed that has the fix, or another ZeRO stage.",
+        _leaks_last_micro_batch,
+    ),
+    Known(
+        "8-bit optimizers keep their states in a wrong table of codes, from bitsandbytes 0.36 to 0.41.0",
+        "bitsandbytes #659, fixed in 0.41.1",
+        "Take bitsandbytes 0.41.1 or later, or an optimizer whose states have 32 bits.",
+        _has_long_code_table,
+    ),
+    Known(
+        "Overlapped tensor-parallel communication gives wrong weight gradients in Transformer Engine 2.0 and 2.1",
+        "TransformerEngine #1616",
+        "Switch tp_comm_overlap off, or take a later Transformer Engine.",
+        _overlaps_with_te_2,
+    ),
+    Known(
+        "With FP8, tensor and context parallelism, gradients of norms are multiplied by the number of tensor-parallel ranks",
+        "Megatron-LM #1528, seen with Transformer Engine 1.13",
+        "Take a later Transformer Engine, or one context-parallel rank.",
+        _scales_norm_gradients,
+    ),
+    Known(
+        "Fused experts read E5M2 gradients of MXFP8 (`hybrid`) as E4M3, which scales them down by up to 2^-7",
+        "TransformerEngine #3342, fixed by #3352",
+        "Use E4M3 for all operands (`fp8='e4m3'`).",
+        _fuses_experts_of_hybrid,
+    ),
+    Known(
+        "MXFP8 parameters are zero in the first iteration of a graph of the full iteration",
+        "Megatron-Bridge #3076",
+        "Take a Megatron-Bridge that has the fix, or switch reuse_grad_buf_for_mxfp8_param_ag off.",
+        _captured_with_shared_buffer,
+    ),
+    Known(
+        "After an evaluation gradients are added to MXFP8 parameters that were left in their buffer",
+        "Megatron-LM #5464, #5487",
+        "Take a Megatron-LM that has the fix, or switch reuse_grad_buf_for_mxfp8_param_ag off.",
+        _gathered_from_the_gradient_buffer,
+    ),
+    Known(
+        "Stochastic rounding of NVFP4 gradients returns zeros on GPUs of compute capability 12.0 and 12.1",
+        "TransformerEngine #3281",
+        "Take a Transformer Engine that has the fix, or set NVTE_NVFP4_DISABLE_STOCHASTIC_ROUNDING=1.",
+        _rounds_to_zero,
+    ),
+    Known(
+        "Transformer Engine's fused cross entropy returns gradients of zero, up to 2.5",
+        "Megatron-LM #1750, fixed by TransformerEngine #2139",
+        "Take a Transformer Engine that has the fix, or another cross_entropy_fusion_impl.",
+        _fused_loss_of_te,
+    ),
+    Known(
+        "Activation inputs are stored in FP8 without a scale: small values become zero and large ones infinite",
+        "Megatron-LM #1751, #1753",
+        "Switch activation_func_fp8_input_store off.",
+        lambda fingerprint: bool(_option(fingerprint, "activation_func_fp8_input_store")),
+    ),
     Known(
         "Evaluation between training steps leaves parameters in FP8 or FP4 stale if gathering them is overlapped",
         "Megatron-LM #4562",

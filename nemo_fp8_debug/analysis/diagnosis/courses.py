@@ -7,16 +7,12 @@ from dataclasses import dataclass
 import numpy as np
 import polars as pl
 
-from ...runs.grid import Floats, Ints
-
-#: part of a run's samples that tells what is usual where there is no baseline, and how many those must be
-_BEGINNING, _FEW = 0.25, 3
-#: samples in a row that must show it
-_IN_A_ROW = 2
+from .. import thresholds
+from ..runs.grid import Floats, Ints
 
 
 @dataclass(frozen=True)
-class Course:
+class LayerCourse:
     """A number of one layer, sample by sample."""
 
     layer: str
@@ -34,12 +30,17 @@ class Course:
         judged = out.copy()
         judged[: self.first] = False
         lasts = judged & np.append(judged[1:], True)
-        if len(judged) < _IN_A_ROW or not lasts.any():
+        if len(judged) < thresholds.IN_A_ROW or not lasts.any():
             return None
         return int(np.argmax(lasts))
 
+    def begin(self, out: int) -> int:
+        """Return the first sample from which values stay above all that is usual, up to one that is out."""
+        within = np.flatnonzero(self.values[:out] <= self.usual.max())
+        return max(int(within[-1]) + 1 if len(within) else 0, self.first)
 
-def courses(rows: pl.DataFrame, baseline: pl.DataFrame | None, metric: str) -> list[Course]:
+
+def courses(rows: pl.DataFrame, baseline: pl.DataFrame | None, metric: str) -> list[LayerCourse]:
     """Of each layer that has samples enough, in the order of the table.
 
     Args:
@@ -58,10 +59,10 @@ def courses(rows: pl.DataFrame, baseline: pl.DataFrame | None, metric: str) -> l
         if baseline is not None:
             usual, first = _known(baseline.filter(layer=layer), metric)[metric].to_numpy(), 0
         else:
-            first = round(len(values) * _BEGINNING)
-            usual = values[:first] if first >= _FEW else values[:0]
+            first = round(len(values) * thresholds.BEGINNING)
+            usual = values[:first] if first >= thresholds.FEW else values[:0]
         if len(usual):
-            found.append(Course(str(layer), steps, values, usual, first))
+            found.append(LayerCourse(str(layer), steps, values, usual, first))
     return found
 
 

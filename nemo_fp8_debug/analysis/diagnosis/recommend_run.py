@@ -5,12 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ...core.keys import Key
-from ..diagnosis.diagnose import Source, diagnose, several
-from ..runs.run import Run
-from .flags import Flag, flagged_by
-from .options import Budget
-from .recommend import Recommendation, over_budget
-from .recommend import recommend as recommend_for
+from ..recommendation.options import Budget
+from ..recommendation.recommend import Recommendation
+from .diagnose import Source, diagnose
 
 
 def recommend(
@@ -19,12 +16,13 @@ def recommend(
     operands: Sequence[Key] | None = None,
     budget: Budget | None = None,
 ) -> Recommendation:
-    """The cheapest change for each operand that loses too much.
+    """Return the cheapest change for each operand that loses too much.
 
     Args:
         run: the record of the run to fix, or a folder above it; a path or any fsspec address.
         baseline: the record of a run that went well, or of several, as of `diagnose`. With it, only operands that
-            left its band before the loss diverged are changed; without it, all that exceed the budget.
+            left its band before the loss diverged are changed; without it, all that exceed the budget. None are changed
+            if something other than FP8 is to blame.
         operands: operands to look at instead, a list of (layer, role); a role is `input`, `weight` or `grad_output`.
         budget: what an operand may lose; None: `Budget()`.
 
@@ -40,12 +38,4 @@ def recommend(
         >>> [(change.layer, change.recipe) for change in found.plan.changes]
         [('layers.0.fc2', 'current-e5m2')]
     """
-    budget = budget or Budget()
-    if not several(baseline):
-        examined, flags = run if isinstance(run, Run) else Run.read(run), dict[Key, Flag]()
-        flagged = list(operands) if operands else over_budget(examined, budget)
-    else:
-        found = diagnose(run, baseline)
-        examined, flags = found.run, flagged_by(found)
-        flagged = list(operands) if operands else list(flags)
-    return recommend_for(examined, flagged, budget, flags)
+    return diagnose(run, baseline).recommend(budget, operands)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ....core.keys import SHOWN_AS
+from ...core.keys import SHOWN_AS
 
 _OF_OPTIMIZER = "the optimizer, or the gradient of that weight"
 _BY_ROLE = {

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from math import log
 from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 import polars as pl
 
-from ...runs.grid import Floats, Ints, stretches
-from ...runs.metrics import Metrics
+from ..runs.grid import Floats, Ints, stretches
+from ..runs.metrics import Metrics
 
 Result = TypeVar("Result")
 
@@ -26,8 +25,6 @@ class Level(NamedTuple):
 
 
 ROOT_MEAN_SQUARE = Level(["mse", "relative_error"], 0.5 * pl.col("mse").log() - pl.col("relative_error").log())
-#: of the magnitudes that are not 0; a few outliers leave it where it is
-MEDIAN = Level(["amax", "outlier_log2"], pl.col("amax").log() - pl.col("outlier_log2") * log(2))
 
 
 def moves_of_levels(operands: Metrics, level: Level, together: Callable[[Floats], Result]) -> tuple[Ints, list[Result]]:

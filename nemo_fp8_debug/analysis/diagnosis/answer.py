@@ -1,0 +1,190 @@
+"""What is wrong with a run, as data. The narrator puts it in words."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import polars as pl
+
+from ...core.features import load_modules
+from ...core.scale_sources import QUANTIZED, notice
+from ..comparison.comparison import Comparison
+from ..comparison.onset import IN_A_ROW
+from ..loss.outcome import LossOutcome
+from ..loss.step_change import higher_in_the_end
+from ..runs.grid import Ints, interval_of
+from ..runs.run import Run
+from ..runs.settings import coverage_notes
+from .confidence import measure_confidence
+from .decide import Decision
+from .early_warning import early_warning
+from .events import Event, list_events
+from .facts import Facts, Records
+from .finding import NOT_FP8, Finding
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What rules found, and what it adds up to."""
+
+    facts: Facts
+    records: Records
+    #: all findings, the earliest first
+    findings: Sequence[Finding]
+    #: against the baseline's, or else the reference run's, or else alone
+    loss: LossOutcome
+    #: step from which the optimizer takes none any longer; None: it does, or is not known to skip
+    stopped_at: int | None
+    decision: Decision
+    #: what stands for a baseline, in a sentence; empty with one
+    judged_by: str = ""
+    #: what is wrong with the run by itself and with its baseline too, if nothing sets the two apart
+    shared: Sequence[Finding] = ()
+    #: what of the run the baseline does not show, in clauses
+    not_compared: Sequence[str] = ()
+
+    @property
+    def run(self) -> Run:
+        """The run."""
+        return self.records.run
+
+    @property
+    def baseline(self) -> Run | None:
+        """The baseline; None: there is none."""
+        return self.records.baseline
+
+    @property
+    def comparison(self) -> Comparison | None:
+        """How run and baseline compare; None without a baseline."""
+        return self.records.comparison
+
+    @property
+    def culprit(self) -> Finding | None:
+        """The tensor that it began in; None: none, or nobody knows."""
+        return self.decision.culprit
+
+    @property
+    def cause(self) -> str:
+        """One of `finding.CAUSES`."""
+        return self.decision.cause
+
+    @cached_property
+    def confidence(self) -> str | None:
+        """`high`: at least 95% of such verdicts are right; `medium`: 80%; `low`; None: we found nothing."""
+        return measure_confidence(self.decision, self.facts.paired)
+
+    @property
+    def about_fp8(self) -> bool | None:
+        """Whether the cause is how FP8 represents operands; None: nobody knows.
+
+        If a reference run is given, FP8 is the cause only if the run ends above it.
+        """
+        if self.cause in NOT_FP8:
+            return False
+        if self.cause in ("none", "unknown", "dead", "nonfinite"):
+            return None
+        return True if self.loss.reference is None else self.loss.differs_from_reference
+
+    @property
+    def divergence_step(self) -> int | None:
+        """Step from which the run is harmed: its loss stays above, or no step is taken; None: it is not, or nobody knows.
+
+        Smoothing places the loss a little early or late. It cannot have risen before its cause began.
+        """
+        loss, chosen = self.loss.harmful_since, self.decision.finding
+        if loss is not None and chosen is not None and chosen.since is not None and not chosen.slack:
+            interval = 1 if chosen.is_exact else int(interval_of(self.facts.steps))
+            began = chosen.since - interval + 1
+            loss = began if loss < began <= loss + self.loss.run.half else loss
+        return min((step for step in (loss, self.stopped_at) if step is not None), default=None)
+
+    @property
+    def harm(self) -> str:
+        """What it did to the loss.
+
+        `harmful`: the loss has left the baseline's, or no step is taken; `likely`: it jumped to another level; `gap`: it
+        lies above the baseline's by less than counts as harm; `harmless so far`: something is out of order, and the loss
+        follows the baseline's; `none`; `unknown`.
+        """
+        return state_harm(self.loss, self.stopped_at, self.decision, self.facts.steps)
+
+    @property
+    def lead(self) -> int | None:
+        """Steps from the culprit's onset to the loss's; None if either is missing."""
+        if self.culprit is None or self.culprit.since is None or self.divergence_step is None:
+            return None
+        return self.divergence_step - self.culprit.since
+
+    @cached_property
+    def warning(self) -> tuple[int, float, str, str] | None:
+        """The first sample in which an operand was beyond what any healthy one does.
+
+        Step, how many times its limit, layer and role; None: there is none.
+        """
+        return next(iter(early_warning(self.run).filter(pl.col("score") > 1).head(1).rows()), None)
+
+    @cached_property
+    def details(self) -> Sequence[str]:
+        """What features know of the culprit besides, in clauses."""
+        found = self.culprit
+        if found is None:
+            return []
+        modules = [module for module in load_modules("rule") if hasattr(module, "describe_culprit")]
+        return [told for module in modules for told in module.describe_culprit(found, self.records)]
+
+    @property
+    def notes(self) -> Sequence[str]:
+        """What to bear in mind: of the comparison, and of what samples cannot show."""
+        if self.comparison is not None:
+            return [*self.comparison.notes, *self._list_unsampled()]
+        known = [*filter(None, [notice(self.run.quantization)]), *coverage_notes(self.run.fingerprint)]
+        bands = [self.judged_by] if self.judged_by and self.run.quantization == QUANTIZED else []
+        return [*known, *bands, *self._list_unsampled()]
+
+    def _list_unsampled(self) -> list[str]:
+        apart, unit = interval_of(self.run.metrics.steps), self.run.unit
+        if self.culprit is not None or apart <= 1:
+            return []
+        return [
+            f"Sampled every {apart:g} {unit}s. We miss shorter events, and those under {IN_A_ROW * apart:g} {unit}s unless "
+            "they are far out."
+        ]
+
+    @property
+    def events(self) -> Sequence[Event]:
+        """What happened, in order."""
+        return list_events(self.findings, self.loss, self.warning)
+
+
+#: kinds of causes that make no gap likelier to be theirs: recipes are changed on purpose, and NaN shows in the loss itself
+_NO_EVIDENCE = ("recipe", "nonfinite", "rate", "nothing")
+
+
+def state_harm(loss: LossOutcome, stopped_at: int | None, decision: Decision, sampled: Ints) -> str:
+    """Return the harm that a verdict states; see `Answer.harm`.
+
+    A gap to a baseline of other batches that is surely above 0, and beyond the limit, makes harm likely if a fault is known
+    that may have made it, and the gap was not there before.
+
+    Args:
+        sampled: int64 [S]: steps of the samples, ascending.
+    """
+    if stopped_at is not None:
+        return "harmful"
+    if loss.harm == "unknown" and loss.gap is not None and decision.finding is not None:
+        above = loss.gap.percent > loss.max_gap and loss.gap.interval()[0] > 0
+        known = decision.finding.kind not in _NO_EVIDENCE and decision.finding.strength != "hint"
+        if above and known and _came_with(loss, decision.finding.since, sampled):
+            return "likely"
+    if loss.harm != "none":
+        return loss.harm
+    return "none" if decision.cause in ("none", "unknown") else "harmless so far"
+
+
+def _came_with(loss: LossOutcome, since: int | None, sampled: Ints) -> bool:
+    """Return True if the run lies higher above the baseline than before a step, or nobody knows."""
+    if loss.baseline is None or since is None:
+        return True
+    return higher_in_the_end(loss.run, loss.baseline, since, sampled) > loss.max_gap

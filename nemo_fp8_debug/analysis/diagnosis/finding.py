@@ -1,0 +1,207 @@
+"""Findings of rules, the causes they name, and which cause explains which."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ...core.keys import SHOWN_AS
+
+#: how strong a finding is by itself. `proof` needs no comparison. `hint` also occurs in runs that go well
+STRENGTHS = ("hint", "clear", "proof")
+
+
+@dataclass(frozen=True)
+class Cause:
+    """A cause that a verdict can name."""
+
+    #: where it lies, one of `EXPLAINS`
+    kind: str
+    #: what is wrong, in a short clause; of a tensor, what its scale or its values do
+    means: str
+    #: where to look, or what to do if no other cast helps, in sentences
+    advice: str = ""
+
+
+NOT_FP8_ADVICE = "Look at learning rate, data, kernels and communication."
+#: by name. Kinds say what a cause explains, see `EXPLAINS`
+CAUSES: Mapping[str, Cause] = {
+    "wrong_product": Cause(
+        "proof",
+        "a GEMM returned something other than the product of its operands",
+        "Look at kernels, caches and hardware. If one rank alone shows it, suspect that rank's hardware. Sample it again "
+        "with `triggers=['wrong_product']` and dump its operands.",
+    ),
+    "wrong_reduction": Cause(
+        "proof",
+        "a gradient is not the sum of what ranks and micro-batches computed",
+        "Look at the collective, at what it averages by, at buckets, and at what adds up micro-batches. `replicas=True` "
+        "tells whether all ranks got the same.",
+    ),
+    "replicas": Cause(
+        "proof",
+        "ranks hold different copies of a tensor that must be the same",
+        "Look at the collective that makes copies equal (all-gather of weights, all-reduce of gradients, broadcast at the "
+        "start), and at the hardware of the rank that differs.",
+    ),
+    "changed_recipe": Cause(
+        "recipe",
+        "the recipe of {tensor} changed",
+        "Find out who set the recipe of these operands.",
+    ),
+    "resumed_without_scales": Cause(
+        "recipe",
+        "the resume lost the scale of {tensor}",
+        "Check that the checkpoint has scales and amax histories, and that the resume loads them.",
+    ),
+    "learning_rate": Cause(
+        "rate", "the learning rate is wrong", "Check the learning-rate schedule and what the run was resumed from."
+    ),
+    "multiplier": Cause(
+        "multiplier",
+        "gradients are multiplied by a wrong factor",
+        "Look at what multiplies the loss or divides gradients: loss scale, accumulation, averaging over ranks.",
+    ),
+    "stale_scale": Cause(
+        "scale",
+        "its scale stands still while its values move",
+        "Check that its amax history is updated.",
+    ),
+    "corrupted_scale": Cause(
+        "scale",
+        "its scale moved, its values did not",
+        "Look at what writes the scale: a bad batch in the amax history, a resume, a reduction over ranks.",
+    ),
+    "clipping": Cause(
+        "scale",
+        "its scale is too large and clips values",
+        "Look at the margin and the amax history of its scale.",
+    ),
+    "underflow": Cause(
+        "scale",
+        "its small values become zero",
+        "Look at what makes a few of its values so much larger than the others.",
+    ),
+    "outlier": Cause(
+        "values",
+        "few values are too large for its scale",
+        "Look at what makes these values so large.",
+    ),
+    "nonfinite": Cause("nonfinite", "its values are NaN or infinite"),
+    "dead": Cause("dead", "all its values are zero"),
+    "weight_decay": Cause(
+        "weights",
+        "weights shrink faster than under any weight decay in use",
+        "Look at the weight decay, its parameter groups, and what else writes the weights.",
+    ),
+    "frozen_weights": Cause(
+        "weights",
+        "weights do not move",
+        "Check that their gradients arrive (reduction, `requires_grad`), the learning rate of their parameter group, and "
+        "that the optimizer writes back to the model.",
+    ),
+    "step_size": Cause(
+        "weights",
+        "steps of a weight are far too large for it",
+        "Look at the learning rate of this weight's parameter group, and at its gradient.",
+    ),
+    "skipped": Cause(
+        "skips",
+        "the optimizer skips steps",
+        "Look at what is not finite (`triggers=['nonfinite']`), and at the loss scale.",
+    ),
+    "attention_logits": Cause(
+        "between",
+        "attention logits grow until a row attends to a few keys only",
+        "Look at the queries and keys of this layer: normalize them (QK-norm), cap the logits, or lower the learning rate.",
+    ),
+    "router_collapse": Cause(
+        "between",
+        "a router sends nearly all tokens to one expert",
+        "Look at the router's bias, its load-balancing loss and z-loss, and the precision it computes in.",
+    ),
+    "dead_experts": Cause(
+        "between",
+        "experts get no tokens",
+        "Look at the router's bias, its load-balancing loss and z-loss, and the precision it computes in.",
+    ),
+    "software": Cause("software", "something other than how FP8 represents the operands", NOT_FP8_ADVICE),
+    "none": Cause("nothing", "nothing"),
+    "unknown": Cause("nothing", "nobody knows why"),
+}
+#: what any fault may bring about
+_CONSEQUENCES = frozenset({"values", "gradients", "nonfinite", "weights", "skips", "between", "multiplier", "software"})
+#: kinds of causes in the order of precedence, and the kinds that each explains if it comes first
+EXPLAINS: Mapping[str, frozenset[str]] = {
+    "proof": _CONSEQUENCES | {"scale", "dead", "size"},
+    "recipe": _CONSEQUENCES | {"scale", "dead", "size"},
+    "rate": _CONSEQUENCES | {"scale", "size"},
+    "nonfinite": _CONSEQUENCES - {"nonfinite"} | {"scale", "dead"},
+    "scale": _CONSEQUENCES | {"dead"},
+    "values": _CONSEQUENCES - {"values"} | {"dead"},
+    "dead": frozenset({"scale", "values", "gradients", "weights", "software", "multiplier"}),
+    "multiplier": frozenset({"gradients", "skips", "software", "weights"}),
+    "size": frozenset({"values", "gradients", "scale", "software"}),
+    "weights": frozenset({"values", "gradients", "between", "skips", "software"}),
+    "between": frozenset({"gradients", "skips", "software"}),
+    "software": frozenset({"gradients", "values", "skips"}),
+    "gradients": frozenset({"skips"}),
+    "skips": frozenset(),
+    "nothing": frozenset(),
+}
+#: kinds that lie in how FP8 represents operands; a reference run in BF16 cannot have them
+OF_FP8 = ("recipe", "scale", "values")
+#: causes that lie in the values before anything casts them, so that no recipe helps
+NO_RECIPE = ("dead", "nonfinite")
+NOT_FP8 = tuple(name for name, cause in CAUSES.items() if cause.kind not in (*OF_FP8, "nonfinite", "dead", "nothing"))
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What a rule found, and since when."""
+
+    #: name of the rule
+    rule: str
+    #: one of CAUSES
+    cause: str
+    #: one of STRENGTHS
+    strength: str
+    #: the numbers it rests on, in a sentence without its period
+    evidence: str
+    layer: str | None = None
+    role: str | None = None
+    #: first step that shows it; None: nobody knows
+    since: int | None = None
+    #: instead of the cause's own advice
+    advice: str = ""
+    #: whether a loss that diverged before explains it: values change then, and what scales do with them does not
+    may_follow_the_loss: bool = False
+    #: how many times its threshold, of a tensor out of band
+    excess: float | None = None
+    #: its kind, if that is not its cause's: `gradients` that values change, which much brings about, or a wrong `size`
+    of_kind: str = ""
+    #: whether `since` is exact: a sample shows what began at any step since the sample before
+    is_exact: bool = False
+    #: steps after `since` at which it may have begun, if that is known only so
+    slack: int = 0
+    #: whether it may have begun long before `since`
+    or_earlier: bool = False
+
+    @property
+    def operand(self) -> str | None:
+        """The tensor as people write it; None if the finding is about the run as a whole."""
+        return f"{SHOWN_AS[self.role]} of {self.layer}" if self.layer and self.role else None
+
+    @property
+    def kind(self) -> str:
+        """The kind of the finding, a key of `EXPLAINS`."""
+        return self.of_kind or CAUSES[self.cause].kind
+
+    @property
+    def weight(self) -> int:
+        """The rank of its strength, the larger the stronger."""
+        return STRENGTHS.index(self.strength)
+
+    def advise(self) -> str:
+        """Return what to do."""
+        return self.advice or CAUSES[self.cause].advice

@@ -1,0 +1,142 @@
+"""The operands that a diagnosis asks you to change: the reason, the steps, and the change that came before."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+
+import polars as pl
+
+from ...core.keys import GRADIENTS, ROLES, Key
+from ...core.scale_sources import QUANTIZED
+from ..formatting import number
+from ..recommendation.flags import Flag, Undo
+from ..runs.casts import usual_casts
+from ..runs.grid import interval_of
+from ..runs.run import Run
+from .answer import Answer
+from .finding import CAUSES, NO_RECIPE, NOT_FP8, OF_FP8, Finding
+from .ranking import harm_ranks
+from .rules.operands import loses_most, suspects
+from .rules.recipe import recipe_changes
+
+#: causes that lie in the scale alone: one that follows the values helps
+_ONLY_SCALE = ("stale_scale", "corrupted_scale", "clipping")
+_KEY = ["layer", "role"]
+
+
+def find_blamed(found: Answer) -> Finding | None:
+    """Return the finding of the tensor whose cast is to blame, or else likeliest; None: no cast is."""
+    likeliest = found.decision.likeliest if found.cause == "unknown" else ()
+    chosen = found.decision.finding or next(iter(likeliest), None)
+    if chosen is None or chosen.operand is None or chosen.role not in ROLES:
+        return None
+    return chosen if CAUSES[chosen.cause].kind in OF_FP8 else None
+
+
+def flag_operands(found: Answer) -> dict[Key, Flag]:
+    """Return the operands to change, by harm rank.
+
+    These are the blamed one and those that left the baseline's band before the loss diverged, or all that left it if the
+    loss follows the baseline's. A scale that surely went wrong counts whenever it did, since no loss brings that about, and
+    so does an X or W that loses most of its values from some sample on to the end. None if FP8 is not to blame.
+    """
+    flagged: dict[Key, Flag] = {}
+    if found.cause in (*NOT_FP8, *NO_RECIPE):
+        return flagged
+    blamed, out = find_blamed(found), _stretches(found)
+    if blamed is not None and blamed.layer and blamed.role:
+        key = (blamed.layer, blamed.role)
+        flagged[key] = Flag(f"{blamed.cause}: {blamed.evidence}", out.get(key), only_scale=blamed.cause in _ONLY_SCALE)
+    if found.comparison is not None:
+        _flag_compared(found, flagged, out)
+    if blamed is not None and blamed.cause == "changed_recipe":
+        for change in recipe_changes(found.facts):
+            for key in change.keys:
+                flagged.setdefault(key, Flag("its recipe changed", out.get(key)))
+    flagged = _add_undos(found, flagged, blamed)
+    ranks = harm_ranks(found)
+    return {key: flagged[key] for key in sorted(flagged, key=lambda key: ranks.get(key, len(ranks)))}
+
+
+def _flag_compared(found: Answer, flagged: dict[Key, Flag], out: Mapping[Key, tuple[int, int]]) -> None:
+    assert found.comparison is not None
+    begun = (found.decision.culprit.since or 0) if found.decision.culprit else 0
+    for row in found.comparison.out_of_band.iter_rows(named=True):
+        if found.divergence_step is not None and row["onset"] > max(found.divergence_step, begun):
+            continue
+        what = f"{row['metric']} {number(row['expected'])} -> {number(row['value'])} from step {row['onset']}"
+        key = (row["layer"], row["role"])
+        flagged.setdefault(key, Flag(what, out.get(key)))
+    for each in found.findings:
+        if each.rule != "operand" or each.strength == "hint" or each.cause == "nonfinite":
+            continue
+        if not each.may_follow_the_loss and each.layer and each.role:
+            key = (each.layer, each.role)
+            flag = Flag(f"{each.cause}: {each.evidence}", out.get(key), only_scale=each.cause in _ONLY_SCALE)
+            flagged[key] = replace(flagged.setdefault(key, flag), only_scale=flag.only_scale)
+    for suspect in suspects(found.facts):
+        if suspect.role not in GRADIENTS and loses_most(suspect):
+            key = (suspect.layer, suspect.role)
+            flagged.setdefault(key, Flag(f"most values are lost from step {suspect.since} on", out.get(key)))
+
+
+def _stretches(found: Answer) -> dict[Key, tuple[int, int]]:
+    """Return the first and last sample of each operand that was out of the band, by any metric."""
+    if found.comparison is None:
+        return {}
+    steps = pl.Series(found.run.metrics.steps)
+    rows = found.comparison.out_of_band.with_columns(at=steps.search_sorted(found.comparison.out_of_band["onset"]))
+    ends = (pl.col("at") + pl.col("samples") - 1).max().clip(upper_bound=len(steps) - 1)
+    each = rows.group_by("layer", "role").agg(pl.col("onset").min(), ends.alias("end"))
+    return {(layer, role): (onset, steps[end]) for layer, role, onset, end in each.iter_rows()}
+
+
+def _add_undos(found: Answer, flagged: Mapping[Key, Flag], blamed: Finding | None) -> dict[Key, Flag]:
+    """Return flags that also say what changed at each operand, at the latest when it went wrong."""
+    if blamed is not None and blamed.cause == "resumed_without_scales":
+        lost = Undo(None, blamed.since, is_cause=True)
+        return {key: replace(flag, undo=lost) for key, flag in flagged.items()}
+    since = None if blamed is None else blamed.since
+    until = {key: flag.out[0] if flag.out is not None else since for key, flag in flagged.items()}
+    undos = _find_undos(found.run, found.baseline, until)
+    is_cause = blamed is not None and blamed.cause == "changed_recipe"
+    return {
+        key: replace(flag, undo=replace(undos[key], is_cause=is_cause)) if key in undos else flag
+        for key, flag in flagged.items()
+    }
+
+
+def _find_undos(run: Run, baseline: Run | None, until: Mapping[Key, int | None]) -> dict[Key, Undo]:
+    """Return the recipes that operands had before they changed, in the run or else in the baseline.
+
+    Args:
+        until: by operand, the step at which it went wrong; None: it is not known.
+    """
+    if run.quantization != QUANTIZED or not until:
+        return {}
+    before, slack = _recipes_in(baseline, until), int(interval_of(run.metrics.steps))
+    keys = pl.DataFrame(list(until), schema=dict.fromkeys(_KEY, pl.String), orient="row")
+    rows = run.metrics.within(keys).frame(["recipe"]).drop_nulls("recipe")
+    found: dict[Key, Undo] = {}
+    for key, of_key in rows.group_by(_KEY, maintain_order=True):
+        mine, names = (str(key[0]), str(key[1])), of_key["recipe"]
+        moved = of_key.filter((names != names.shift(1)).fill_null(False))
+        last, end = names[-1], until[mine]
+        in_time = moved if end is None else moved.filter(pl.col("step") <= end + slack)
+        if len(in_time):
+            step = in_time["step"][-1]
+            earlier = of_key.filter(pl.col("step") < step)["recipe"][-1]
+            found |= {mine: Undo(earlier, step)} if earlier != last else {}
+        elif before.get(mine, last) != last:
+            found[mine] = Undo(before[mine], None)
+    return found
+
+
+def _recipes_in(baseline: Run | None, keys: Iterable[Key]) -> dict[Key, str]:
+    """Return the recipes that operands mostly have in a baseline that quantizes."""
+    if baseline is None or baseline.quantization != QUANTIZED:
+        return {}
+    wanted = set(keys)
+    casts = usual_casts(baseline.metrics).drop_nulls("recipe").iter_rows()
+    return {(layer, role): recipe for layer, role, recipe, _ in casts if (layer, role) in wanted}

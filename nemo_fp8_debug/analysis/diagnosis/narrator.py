@@ -1,0 +1,516 @@
+"""The narrator: puts a diagnosis in words, for the terminal, the tab, reports, Markdown and JSON.
+
+No other module makes sentences of a verdict. Order: what is wrong, what to do, the loss, what could not be seen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ...core.keys import GRADIENTS, SHOWN_AS
+from ...numerics.metric_names import LABELS
+from ..formatting import number
+from ..loss.gap import CHECK_DATA, Gap
+from ..loss.outcome import OF_RANGE, LossOutcome
+from ..loss.seeds import Seeds
+from .answer import Answer
+from .finding import CAUSES, NOT_FP8_ADVICE, Finding
+
+if TYPE_CHECKING:  # it imports torch
+    from ..recommendation.recommend import Finding as Fix
+
+#: share of a tensor that is lost, from which a format represents it badly
+_BADLY = 0.1
+
+
+def tell_sentence(text: str) -> str:
+    """Return a clause as a sentence. The name of a tensor keeps its first letter.
+
+    Example:
+        >>> tell_sentence("values are lost"), tell_sentence("dY of fc1 is out of band")
+        ('Values are lost.', 'dY of fc1 is out of band.')
+    """
+    first = text[:1] if text[1:2].isupper() else text[:1].upper()
+    return f"{first}{text[1:].rstrip('.')}." if text else ""
+
+
+def name_tensor(layer: str, role: str) -> str:
+    """Return a tensor as people write it.
+
+    Example:
+        >>> name_tensor("layers.0.fc1", "grad_output")
+        'dY of layers.0.fc1'
+    """
+    return f"{SHOWN_AS[role]} of {layer}"
+
+
+def show_value(metric: str, value: float | None) -> str:
+    """Return a value of a metric in its unit; bits as a factor.
+
+    Example:
+        >>> show_value("outlier_log2", 3.0), show_value("underflow_pct", 12.34), show_value("amax", None)
+        ('x8', '12.3%', '-')
+    """
+    if value is None:
+        return "-"
+    if metric.endswith("_log2"):
+        return f"x{2.0**value:.3g}" if abs(value) < 1000 else f"x2^{value:.0f}"
+    return f"{value:.3g}{'%' if metric.endswith('_pct') else ''}"
+
+
+def show_move(row: Mapping[str, Any], zero_since: int | None = None) -> str:
+    """Return by which metric a tensor is out of band, and from what to what.
+
+    Args:
+        row: of a tensor: metric, expected, since or onset, and found or value.
+        zero_since: first sample from which on all its values are zero; None: they are not.
+    """
+    onset = row.get("onset", row.get("since"))
+    if zero_since is not None and onset is not None and onset >= zero_since:
+        return "all its values are zero"
+    if row["metric"] is None:
+        return "out of band"
+    if row["metric"] == "nonfinite":
+        return LABELS["nonfinite"][0]
+    after = row.get("value", row.get("found"))
+    return f"{LABELS[row['metric']][0]} {show_value(row['metric'], row['expected'])} -> {show_value(row['metric'], after)}"
+
+
+def tell_steps_apart(step: int, other: int, unit: str) -> str:
+    """Return where a step lies from another.
+
+    Example:
+        >>> tell_steps_apart(48, 49, "step"), tell_steps_apart(60, 49, "step"), tell_steps_apart(49, 49, "step")
+        ('1 step before', '11 steps after', 'with')
+    """
+    by = step - other
+    return "with" if by == 0 else f"{abs(by)} {unit}{'' if abs(by) == 1 else 's'} {'before' if by < 0 else 'after'}"
+
+
+def tell_percent(value: float, of_range: bool = False, signed: bool = False) -> str:
+    """Return percents with three digits.
+
+    Example:
+        >>> tell_percent(56.04), tell_percent(-0.183, signed=True)
+        ('56%', '-0.183%')
+    """
+    return f"{value:{'+' if signed else ''}.3g}%{OF_RANGE if of_range else ''}"
+
+
+# The verdict ------------------------------------------------------------------------------------------------------------
+
+
+def tell_headline(found: Answer) -> str:
+    """Return what is wrong, and what it did to the loss, in at most 25 words. It names the tensor."""
+    return " ".join(filter(None, [_tell_trouble(found), tell_sentence(_tell_loss_shortly(found))]))
+
+
+def tell_verdict(found: Answer, advice: Sequence[str]) -> str:
+    """Return what is wrong, what to do, the loss, and what could not be seen.
+
+    Args:
+        advice: as `tell_advice` returns it.
+    """
+    loss = tell_loss(found.loss, found.run.unit, found.divergence_step)
+    trouble = (_tell_trouble(found, found.confidence), _tell_evidence(found), _tell_unusual(found))
+    sentences = [*trouble, *_tell_next(advice), loss]
+    if found.harm == "likely" and found.loss.harm == "unknown":
+        sentences.append("With this fault, harm is likely.")
+    if found.stopped_at is not None:
+        sentences.append(f"The optimizer takes no step from {found.run.unit} {found.stopped_at} on.")
+    sentences.append(tell_reference(found.loss, found.run.unit))
+    if found.shared:
+        sentences.append(f"The baseline has the same trouble: {'; '.join(map(_name_finding, found.shared[:2]))}.")
+    sentences += tell_missed(found)[:2]
+    return " ".join(filter(None, sentences))
+
+
+def _tell_trouble(found: Answer, confidence: str | None = None) -> str:
+    """Return the tensor or cause, and since when.
+
+    Args:
+        confidence: to state; None: state none.
+    """
+    chosen, sure = found.decision.finding, f" ({confidence} confidence)" if confidence else ""
+    if chosen is None:
+        return _tell_no_cause(found, sure)
+    means, since = CAUSES[chosen.cause].means, _tell_since(found, chosen)
+    if chosen.cause == "software" or (chosen.cause in ("nonfinite", "dead") and chosen.operand is None):
+        return tell_sentence(f"{chosen.evidence.partition('; ')[0]}{sure}")
+    if chosen.operand is None or "{tensor}" in means:
+        layer = f"layer {chosen.layer}" if (chosen.layer or "").isdigit() else chosen.layer
+        where = f"in {layer}, " if layer and chosen.operand is None else ""
+        return tell_sentence(f"{where}{means.format(tensor=chosen.operand)} {since}{sure}")
+    return f"{chosen.operand} went wrong {since}{sure}: {means}."
+
+
+def _tell_no_cause(found: Answer, sure: str) -> str:
+    if found.cause == "software":
+        return f"Something other than FP8's representation of the operands is wrong{sure}."
+    if found.loss.is_far_below:
+        return "The loss is too low to trust."
+    harmed = found.harm in ("harmful", "likely")
+    if found.decision.likeliest and (harmed or found.cause == "unknown"):
+        told = " or ".join(_name_finding(each) for each in found.decision.likeliest)
+        return f"We cannot tell {'why' if harmed else 'whether anything is wrong'}. Likeliest: {told}."
+    if found.cause == "unknown":
+        return f"We cannot tell {'what is wrong' if harmed else 'whether anything is wrong'}."
+    clear = any(each.strength != "hint" for each in list_unusual(found))
+    return "We found nothing that harms the loss." if clear else "We found nothing wrong."
+
+
+def _name_finding(found: Finding) -> str:
+    where, means = found.operand or found.layer, CAUSES[found.cause].means
+    if found.cause in ("unknown", "software", "changed_recipe") or (where is None and means.startswith("its ")):
+        means = found.evidence
+    is_told = found.since is None or (where is None and str(found.since) in means)
+    since = "" if is_told else f" since {found.since}"
+    return f"{where}{since} ({means})" if where else f"{means}{since}"
+
+
+def list_unusual(found: Answer) -> list[Finding]:
+    """Return what is out of order although the verdict names no fault: what did no harm, and what healthy runs may show."""
+    if found.cause != "none" or found.harm in ("harmful", "likely"):
+        return []
+    sure = [each for each in found.findings if each.strength != "hint" and each.cause != "none"]
+    return [*sure, *(each for each in found.decision.likeliest if each not in sure)]
+
+
+def _tell_unusual(found: Answer) -> str:
+    unusual = list_unusual(found)[:2]
+    since = [f" since {each.since}" if each.operand and each.since is not None else "" for each in unusual]
+    told = [
+        f"{each.operand or each.layer or each.rule}{at} ({each.evidence})" for each, at in zip(unusual, since, strict=True)
+    ]
+    return f"Unusual: {'; '.join(told)}." if told else ""
+
+
+def _tell_since(found: Answer, chosen: Finding) -> str:
+    unit = found.run.unit
+    if chosen.since is None:
+        return f"at an unknown {unit}"
+    if chosen.or_earlier:
+        return f"since {unit} {chosen.since} or earlier"
+    return "from the first sample on" if chosen.since == found.run.metrics.steps[0] else f"at {unit} {chosen.since}"
+
+
+def _tell_evidence(found: Answer) -> str:
+    chosen = found.decision.finding
+    if chosen is None:
+        return ""
+    if chosen.cause in ("software", "nonfinite", "dead") and chosen.operand is None:
+        return tell_sentence(chosen.evidence.partition("; ")[2])
+    also = ", ".join(filter(None, (each.operand for each in found.decision.also[:2])))
+    return tell_sentence(chosen.evidence) + (f" Also wrong by then: {also}." if also else "")
+
+
+def _tell_next(advice: Sequence[str]) -> list[str]:
+    first = next(iter(advice), "")
+    return [f"Next: {first[0].lower()}{first[1:]}"] if first else []
+
+
+def tell_missed(found: Answer) -> list[str]:
+    """Return what we could have missed, a sentence each. A verdict that names a culprit has missed nothing of it."""
+    missed = [f"We could have missed {part}." for part in found.not_compared]
+    if found.decision.finding is not None:
+        return missed
+    if found.baseline is None:
+        missed.append("We could have missed a fault from the first step on.")
+    elif found.loss.harm != "none":
+        missed.append("We could have missed a fault in data, kernels or communication.")
+    tables = {"verified products": "verification", "optimizer states": "states"}
+    absent = [shown for shown, name in tables.items() if found.run.table(name).is_empty()]
+    if absent:
+        missed.append(f"The record has no {' and no '.join(absent)}.")
+    return missed
+
+
+def tell_verdict_reason(found: Answer) -> str:
+    """Return why, in a sentence or two with figures."""
+    reference = tell_reference(found.loss, found.run.unit)
+    trouble = (_tell_trouble(found), _tell_evidence(found), _tell_unusual(found))
+    return " ".join(filter(None, [*trouble, reference, *tell_missed(found)]))
+
+
+def tell_advice(found: Answer, fix: Fix | None) -> list[str]:
+    """Return what to do, a sentence each. The first is the advice, the others say where to look.
+
+    Args:
+        fix: the first change on the ladder that helps the blamed tensor; None: no cast is to blame, or nothing is known.
+    """
+    chosen = [found.decision.finding] if found.decision.finding is not None else [*found.decision.likeliest]
+    if not chosen and found.cause == "software":
+        return [NOT_FP8_ADVICE]
+    changes = [] if fix is None or not (fix.changes or fix.restores) else [_tell_fix(fix, found.run.unit)]
+    told = list(dict.fromkeys(filter(None, [*changes, *(f.advise() for f in chosen)])))
+    if told or found.harm != "unknown":
+        return told
+    if found.baseline is None:
+        return ["Give a baseline, a run that went well: it shows a gap that this run alone cannot."]
+    return ["Give a baseline that saw the same batches, or repeat `--baseline` for more seeds: they show smaller gaps."]
+
+
+def _tell_fix(fix: Fix, unit: str) -> str:
+    """Return the change that helps a tensor, in a sentence."""
+    if fix.restores:
+        return f"Restore the FP8 state of {fix.name} (scales and amax histories) from the checkpoint."
+    back = ""
+    if fix.chosen.kind == "undo" and fix.undo is not None:
+        back = ", as in the baseline" if fix.undo.since is None else f", as before {unit} {fix.undo.since}"
+    what = f"Cast {fix.name} in {fix.chosen.recipe}"
+    if fix.chosen.recipe == "bf16":
+        what = f"Leave {fix.name} in BF16"
+    elif back and len(fix.settings) == 1:
+        ((setting, (now, then)),) = fix.settings.items()
+        what = f"Set {setting} of {fix.name} from {now} back to {then}"
+    return f"{what}{back}{_tell_gain(fix)}."
+
+
+def _tell_gain(fix: Fix) -> str:
+    """Return what the change makes of the worst metric, in a clause; empty if that is not known."""
+    now, then = fix.options[0].errors, fix.chosen.errors
+    if fix.metric is None or now is None or then is None or getattr(then, fix.metric) is None:
+        return ""
+    about = "about " if fix.chosen.approximate else ""
+    values = [show_value(fix.metric, getattr(errors, fix.metric)) for errors in (now, then)]
+    return f" ({LABELS[fix.metric][0]} {values[0]} -> {about}{values[1]})"
+
+
+# Tensors ----------------------------------------------------------------------------------------------------------------
+
+
+def tell_why(row: Mapping[str, Any], found: Answer, zero_since: int | None = None) -> str:
+    """Return why a tensor is blamed, or why it is not.
+
+    Args:
+        row: of `rank_tensors`.
+        zero_since: first sample from which on all its values are zero; None: they are not.
+    """
+    candidates = (found.culprit, *found.decision.also, *(f for f in found.findings if f.rule == "operand"))
+    named = next((f for f in candidates if f is not None and (f.layer, f.role) == (row["layer"], row["role"])), None)
+    zero = "" if zero_since is None else f" All its values are zero since {found.run.unit} {zero_since}."
+    if named is not None and named in (found.culprit, *found.decision.also):
+        what = "Blamed" if named is found.culprit else "Also wrong by then"
+        means = CAUSES[named.cause].means.format(tensor=named.operand)
+        return f"{what}: {means}, since {found.run.unit} {row['onset']} ({named.evidence}).{zero}"
+    if row["onset"] is None:
+        return (_tell_badly(row) or _tell_within(row, found)) + zero
+    move = named.evidence if named is not None else show_move(row, zero_since)
+    return f"Not blamed: out of band {_tell_after(row, found)} ({move}). {_tell_badly(row)}".strip() + zero
+
+
+def _tell_after(row: Mapping[str, Any], found: Answer) -> str:
+    """Return since when a tensor is out of band, and what came before it."""
+    unit, onset, chosen = found.run.unit, row["onset"], found.decision.finding
+    since = f"since {unit} {onset}"
+    if chosen is not None and chosen.since is not None and onset >= chosen.since:
+        what = chosen.operand or ("the learning rate" if chosen.cause == "learning_rate" else "the cause")
+        return f"{since}, {tell_steps_apart(onset, chosen.since, unit)} {what}: a consequence"
+    if found.divergence_step is not None and onset >= found.divergence_step:
+        return f"{since}, {tell_steps_apart(onset, found.divergence_step, unit)} the loss: a consequence"
+    return f"{since}, and the loss does not show it" if found.divergence_step is None else f"{since}, less far than others"
+
+
+def _tell_badly(row: Mapping[str, Any]) -> str:
+    """Return that the format represents a tensor badly and it does no harm, if that is known."""
+    lost, usually, ratio = row["lost"], row["lost_baseline"], row["mse_ratio"]
+    if lost is None or usually is None or lost < _BADLY:
+        return ""
+    amax, usual = row["amax_run"], row["amax_baseline"]
+    vanishes = row["role"] in GRADIENTS and amax is not None and usual and amax < usual / 2
+    if vanishes and ratio is not None and ratio < 1:
+        return f"Large relative error, but no effect: this gradient is nearly zero (x{amax / usual:.2g} of the baseline's)."
+    return "Large error, and no larger than in the baseline." if lost <= 1.2 * usually else ""
+
+
+def _tell_within(row: Mapping[str, Any], found: Answer) -> str:
+    if row["has_baseline"]:
+        return "Not blamed: within the baseline's band."
+    if found.comparison is not None:
+        return "Not blamed: the baseline has no such tensor, and alone it looks right."
+    return "Not blamed: alone it looks right."
+
+
+# The loss ---------------------------------------------------------------------------------------------------------------
+
+
+def _tell_loss_shortly(found: Answer) -> str:
+    loss, unit = found.loss, found.run.unit
+    if found.stopped_at is not None and found.stopped_at == found.divergence_step:
+        return f"the optimizer takes no step from {unit} {found.stopped_at} on"
+    if loss.run.lost_at is not None:
+        return f"the loss is NaN or infinite from {unit} {loss.run.lost_at} on"
+    if loss.harmful_since is not None:
+        return f"the loss {_tell_departure_step(loss, unit, found.divergence_step)}"
+    if found.harm == "likely":
+        return "it probably harms the loss"
+    if loss.harm == "none":
+        above = loss.gap is None or loss.gap.interval()[1] >= 0
+        return "the loss follows the baseline's" if above else "the loss is not above the baseline's"
+    if loss.is_far_below and loss.gap is not None:
+        return f"the loss ends {loss.percents(-loss.gap.percent)} below the baseline's"
+    if loss.harm == "gap":
+        return "the loss lies above the baseline's, by less than counts as harm"
+    if loss.baseline is None:
+        return "a negative loss from zero shows no harm alone" if loss.begins_at_zero else "the loss does not rise"
+    return "we cannot tell whether the loss is harmed"
+
+
+def tell_loss_headline(loss: LossOutcome, unit: str) -> str:
+    """Return what the losses alone show, in at most 25 words, before any tensor is read."""
+    if loss.run.lost_at is not None:
+        return f"The loss is NaN or infinite from {unit} {loss.run.lost_at} on."
+    if loss.harmful_since is not None:
+        return f"The loss {_tell_departure_step(loss, unit, loss.harmful_since)}."
+    if loss.is_far_below and loss.gap is not None:
+        return f"The loss ends {loss.percents(-loss.gap.percent)} below the baseline's."
+    if loss.harm in ("none", "gap"):
+        return "The loss follows the baseline's." if loss.harm == "none" else "The loss lies slightly above the baseline's."
+    return "We cannot tell from the loss whether the run is harmed."
+
+
+def _tell_departure_step(loss: LossOutcome, unit: str, since: int | None) -> str:
+    if loss.harm == "likely" and loss.stepped_up is not None:
+        return f"jumped to another level at {unit} {loss.stepped_up[0]}"
+    return f"{tell_departure(loss)} at {unit} {since}"
+
+
+def tell_departure(loss: LossOutcome) -> str:
+    """Return the verb for a harmed loss: *diverged* if it rises for good, *departed* if a test sets it apart.
+
+    A loss that leaves the baseline's and still falls has departed, even if it rises for good later.
+    """
+    if loss.baseline is None:
+        return "diverged" if loss.diverges else "jumped to another level"
+    lowest, since = loss.run.lowest, loss.since
+    falls_on = lowest is not None and since is not None and lowest[0] > since + loss.run.half
+    return "diverged" if loss.diverges and not falls_on else "departed from the baseline's"
+
+
+def tell_loss(loss: LossOutcome, unit: str = "step", since: int | None = None) -> str:
+    """Return what the loss came to, in a sentence or two.
+
+    Args:
+        unit: what steps are counted in.
+        since: step from which it is harmed, if more is known than the loss shows.
+    """
+    since = loss.since if since is None else since
+    if loss.run.lost_at is not None:
+        return f"The loss is NaN or infinite from {unit} {loss.run.lost_at} on."
+    if not loss.run.has_enough:
+        n = len(loss.run.losses)
+        return f"{n} loss{'' if n == 1 else 'es'} {'is' if n == 1 else 'are'} too few to judge the run."
+    if loss.baseline is None:
+        return _tell_loss_alone(loss, unit, since)
+    if loss.gap is None:
+        return "We cannot compare the losses: fewer than 10 are in common, or the baseline's are zero."
+    return _tell_loss_against_baseline(loss, loss.gap, unit, since)
+
+
+def _tell_loss_alone(loss: LossOutcome, unit: str, since: int | None) -> str:
+    if loss.rise is not None:
+        return f"The loss rose by {loss.percents(loss.rise[1], loss.rise[0])} at {unit} {loss.rise[0]}."
+    if loss.run.diverged_at is not None and not loss.begins_at_zero:
+        return f"The loss diverged at {unit} {since}: it rises for good."
+    if loss.stepped_up is not None and not loss.begins_at_zero:
+        step, percent = loss.stepped_up
+        return f"The loss jumped by {loss.percents(percent, step)} at {unit} {step} and stays there, so harm is likely."
+    if loss.begins_at_zero:
+        return "The loss begins at zero and is negative, so a rise alone shows no harm. Give a baseline."
+    visible = loss.run.visible_rise
+    seen = f" We would see a rise of {loss.percents(visible)} or more." if np.isfinite(visible) else ""
+    return f"The loss does not rise.{seen} Without a baseline, we cannot see a gap."
+
+
+def _tell_loss_against_baseline(loss: LossOutcome, gap: Gap, unit: str, since: int | None) -> str:
+    whose = "the baseline's" if loss.seeds is None else "the baselines' mean"
+    whose = "the reference run's" if loss.baseline is loss.reference else whose
+    if gap.infinite:
+        return f"The loss departed from {whose} at {unit} {since} and ends without a number."
+    end = tell_gap_end(gap, whose, loss.seeds)
+    if loss.is_far_below:
+        return f"The loss {end}. {CHECK_DATA}"
+    if loss.rise is not None:
+        rise = loss.percents(loss.rise[1], loss.rise[0])
+        return f"The loss rose by {rise} at {unit} {loss.rise[0]} and {end}."
+    if loss.harm == "harmful":
+        return f"The loss {tell_departure(loss)} at {unit} {since} and {end}."
+    if loss.harm == "likely" and loss.stepped_up is not None:
+        step, percent = loss.stepped_up
+        return f"The loss jumped by {loss.percents(percent, step)} at {unit} {step} and {end}, so harm is likely."
+    if loss.harm == "gap":
+        return f"The loss {end}, less than the {loss.max_gap:g}% that count as harm."
+    if loss.harm == "none":
+        return f"The loss {'follows' if gap.interval()[1] >= 0 else 'is not above'} {whose}: it {end}."
+    low = gap.interval()[0]
+    if low > loss.max_gap and not gap.paired:
+        return f"The loss {end}. {_tell_other_seeds(loss, gap)}"
+    unknown = f"We cannot tell whether the loss is {loss.percents(loss.max_gap)} above {whose}: it {end}."
+    # A gap that is larger than what we would see is seen: only whether it is harm is open.
+    visible = f" We would see a gap of {loss.percents(gap.visible)} or more." if gap.percent < gap.visible else ""
+    return unknown + visible
+
+
+def tell_gap_end(gap: Gap, whose: str = "the baseline's", seeds: Seeds | None = None) -> str:
+    """Return where the loss ended, in a clause that follows *the loss* or *it*."""
+    low, high = gap.interval()
+    side = "above" if gap.percent >= 0 else "below"
+    amount = tell_percent(abs(gap.percent), gap.of_range)
+    bounds = (low, high) if gap.percent >= 0 else (-high, -low)
+    interval = f"95% interval {bounds[0]:.3g} to {bounds[1]:.3g}%"
+    # A loss far from the baseline's shows nothing of its batches.
+    batches = "same batches" if gap.paired else "batches not matched"
+    if seeds is not None:
+        batches = f"mean of {seeds.n} runs of other batches"
+    return f"ended {amount} {side} {whose} ({interval}; {batches})"
+
+
+def _tell_other_seeds(loss: LossOutcome, gap: Gap) -> str:
+    if loss.seeds is None:
+        limit = loss.beyond_seeds
+        return (
+            f"Another seed can explain up to {limit:.3g}%."
+            if gap.percent <= limit
+            else "One baseline cannot rule out the seed."
+        )
+    reach = loss.seeds.reach(0.95)
+    if gap.percent > reach:
+        return "Fewer than 1 in 20 runs of another seed end as far above; that alone is not sure enough."
+    return f"1 in 20 runs of another seed ends {number(reach)}% or more above this mean."
+
+
+def tell_reference(loss: LossOutcome, unit: str = "step") -> str:
+    """Return what the reference run's loss came to, next to the run's; empty without a reference run."""
+    if loss.reference is None:
+        return ""
+    other, apart = loss.reference_outcome, loss.gap_to_reference
+    if other is None:
+        return "The reference run has too few losses to judge."
+    if other.harmful_since is not None:
+        too = " too" if loss.harmful_since is not None else ""
+        lead = f"The reference run {tell_departure(other)}{too}, at {unit} {other.harmful_since}."
+    elif loss.harmful_since is not None and loss.reference_lasts:
+        lead = "The reference run is not harmed."
+    else:
+        lead = ""
+    if loss.baseline is loss.reference:
+        return lead
+    if apart is None:
+        return f"{lead} We cannot compare the losses of the run and the reference run.".strip()
+    if not loss.reference_lasts:
+        return (
+            f"{lead} The reference run ends at {unit} {loss.reference.steps[-1]}, too early to judge the run's end.".strip()
+        )
+    if apart.infinite:
+        return lead
+    low, high = apart.interval()
+    rest = f"The run's gap to the reference run is {tell_percent(apart.percent, apart.of_range, True)}"
+    rest += f" (95% interval {low:+.3g} to {high:+.3g}%)"
+    if loss.harm != "none" and not loss.is_far_below and not loss.differs_from_reference:
+        rest += (
+            ", so FP8 does not explain the loss" if loss.differs_from_reference is False else ", too uncertain to blame FP8"
+        )
+    return f"{lead} {rest}.".strip()

@@ -1,0 +1,87 @@
+"""Rules: what each needs, what it returns, and the registry that all of them are in."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+
+from ...core.features import load_modules
+from .facts import Fact, Facts
+from .finding import Finding
+
+Find = Callable[[Facts], Iterable[Finding]]
+_REGISTRY: dict[str, Rule] = {}
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A rule: it reads facts of a run, never a record, and returns findings."""
+
+    name: str
+    #: causes that it can name, keys of `finding.CAUSES`
+    causes: Sequence[str]
+    #: facts that it reads
+    needs: Sequence[Fact[object]]
+    find: Find
+
+    @property
+    def description(self) -> str:
+        """What it is about, with an example of a run: its docstring."""
+        return self.find.__doc__ or ""
+
+
+def rule(name: str, causes: Sequence[str], needs: Sequence[Fact[object]]) -> Callable[[Find], Find]:
+    """Register a function as the rule of this name.
+
+    Args:
+        name: unique.
+        causes: keys of `finding.CAUSES`.
+        needs: facts that the function reads.
+    """
+
+    def register(find: Find) -> Find:
+        _REGISTRY[name] = Rule(name, tuple(causes), tuple(needs), find)
+        return find
+
+    return register
+
+
+@cache
+def load_rules() -> tuple[Rule, ...]:
+    """Import all rules, those of `rules` and those of features, and return them by name.
+
+    Example:
+        >>> "learning rate" in [rule.name for rule in load_rules()]
+        True
+    """
+    package = importlib.import_module(f"{__package__}.rules")
+    for module in pkgutil.iter_modules(package.__path__):
+        importlib.import_module(f"{package.__name__}.{module.name}")
+    load_modules("rule")
+    return tuple(_REGISTRY[name] for name in sorted(_REGISTRY))
+
+
+def list_needed_facts() -> dict[str, Fact[object]]:
+    """Return the facts that rules need, by name."""
+    return {each.name: each for rule in load_rules() for each in rule.needs}
+
+
+def find_all(facts: Facts, leave_out: Collection[str] = (), only: Collection[str] | None = None) -> Iterator[Finding]:
+    """Yield the findings of all rules, and past the end of a shorter baseline also those that need none.
+
+    Args:
+        leave_out: names of rules, for an ablation.
+        only: names of rules; None: all.
+    """
+    for each in load_rules():
+        if each.name in leave_out or (only is not None and each.name not in only):
+            continue
+        found = list(each.find(facts))
+        yield from found
+        if facts.past_baseline is not None:
+            known = {(f.rule, f.layer, f.role) for f in found}
+            later = (f for f in each.find(facts.past_baseline) if (f.since or 0) > facts.baseline_end)
+            yield from (f for f in later if (f.rule, f.layer, f.role) not in known)

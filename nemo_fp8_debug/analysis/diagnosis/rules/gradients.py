@@ -1,0 +1,480 @@
+"""Gradients as a whole: the factor they are multiplied by, their norm, and their size by kind of GEMM."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import polars as pl
+
+from ....core.keys import GRADIENTS, SHOWN_AS
+from ....numerics.limits import MADE_UP
+from ... import thresholds
+from ...formatting import number
+from ...loss.onset import stays
+from ...loss.smoothing import running_median
+from ...loss.step_change import rises_at
+from ...runs.grid import Floats, Ints
+from ...runs.metrics import Metrics
+from ...runs.run import Run
+from ...runs.source import Bools
+from ..facts import Facts, Records, fact
+from ..finding import Finding
+from ..rule import rule
+
+#: ways to accumulate: gradients of micro-batches are averaged or summed. A fault moves the factor in both units
+_UNITS = ("per_scale", "per_micro_batch")
+
+
+# The factor that the loss is multiplied by ------------------------------------------------------------------------------
+
+
+class Factors(NamedTuple):
+    """What gradients are multiplied by in the run, and in the baseline: step, grad_scale, loss_scale, and both units."""
+
+    run: pl.DataFrame
+    baseline: pl.DataFrame | None
+
+
+@fact
+def gradient_factors(records: Records) -> Factors:
+    """Return the factors of samples that can be judged: where the loss scale moves, hosts report it early or late."""
+    mine, theirs = (None if each is None else _read_factors(each) for each in (records.run, records.baseline))
+    assert mine is not None
+    return Factors(mine, None if theirs is None or theirs.is_empty() else theirs)
+
+
+def _read_factors(run: Run) -> pl.DataFrame:
+    rows = run.steps.sort("step").with_columns(pl.col("grad_scale", "loss_scale").fill_nan(None))
+    if rows["loss_scale"].is_not_null().any():
+        scale = pl.col("loss_scale")
+        steady = (scale == scale.shift(1)).fill_null(True) & (scale == scale.shift(-1)).fill_null(True)
+        rows = rows.filter(scale.is_not_null()).filter(steady & scale.is_finite() & (scale > 0))
+    rows = rows.filter(pl.col("grad_scale").is_finite())
+    calls = run.metrics.with_role("grad_output").gathered(
+        ["calls"], lambda some: some.group_by("step").agg(pl.col("calls").cast(pl.Float64).median())
+    )
+    known = rows.join(calls.select("step", "calls"), on="step", how="left")
+    known = known.with_columns(per_scale=pl.col("grad_scale") / pl.col("loss_scale").fill_null(1.0))
+    known = known.with_columns(per_micro_batch=pl.col("per_scale") * pl.col("calls").fill_null(1.0))
+    return known.select("step", "grad_scale", "loss_scale", *_UNITS).sort("step")
+
+
+@rule("gradient factor", ("multiplier",), (gradient_factors,))
+def find_factor(facts: Facts) -> Iterator[Finding]:
+    """Name a wrong factor between the loss and the gradients.
+
+    A loss scale or accumulation explains a factor, and is no finding.
+
+    Example: a loss scale of 65,536 is reported and never applied, so small gradients underflow.
+    """
+    mine, theirs = gradient_factors(facts)
+    if mine.is_empty():
+        return
+    alike = theirs is not None and any(not _differ(_median(mine[unit]), _median(theirs[unit])) for unit in _UNITS)
+    scaled = mine.filter(pl.col("loss_scale") > thresholds.FACTOR)
+    if len(scaled) and not alike:
+        share, scale = _median(scaled["per_scale"].abs()), _median(scaled["loss_scale"])
+        evidence = f"gradients are multiplied by {share * scale:.3g}, and a loss scale of {scale:.3g} is reported"
+        since = int(scaled["step"][0])
+        if share < thresholds.LEAST_SHARE:
+            yield _factor("proof", evidence, since, "The reported loss scale is not applied.")
+        elif share > thresholds.FACTOR and not _differ(share, scale):
+            yield _factor("proof", evidence, since, "The loss scale is applied twice.")
+        elif share > thresholds.FACTOR:
+            yield _factor("hint", evidence, since, "A loss summed over tokens explains that; otherwise it is scaled twice.")
+    yield from _moved(mine, theirs)
+    if theirs is not None and not alike:
+        here, there = (_median(rows["per_scale"]) for rows in (mine, theirs))
+        evidence = f"gradients are multiplied by {here:.3g} of the loss scale, and by {there:.3g} of it in the baseline"
+        scale_of_both = find_common_scale(mine, theirs)
+        if scale_of_both is not None and here != 0 and not _differ(here * scale_of_both, there, 1.01):
+            evidence += f"; both report a loss scale of {scale_of_both:.3g}"
+            yield _factor("proof", evidence, int(mine["step"][0]), "The reported loss scale is not applied.")
+        else:
+            advice = "Other numbers of ranks or tokens explain that; otherwise the loss is divided twice, or not at all."
+            yield _factor("hint", evidence, int(mine["step"][0]), advice)
+
+
+def _moved(mine: pl.DataFrame, theirs: pl.DataFrame | None) -> Iterator[Finding]:
+    places = [_leaves(mine[unit].to_numpy()) for unit in _UNITS]
+    if None in places or (theirs is not None and None not in [_leaves(theirs[unit].to_numpy()) for unit in _UNITS]):
+        return
+    values = mine["per_scale"].to_numpy()
+    first = max(place for place in places if place is not None)
+    step = int(mine["step"][first])
+    evidence = (
+        f"gradients are multiplied by {values[first]:.3g} of the loss scale from step {step} on, and were by "
+        f"{_usual(values):.3g}; neither the loss scale nor accumulation explains that"
+    )
+    yield _factor("proof", evidence, step, "Look at what divides the loss: accumulation, tokens, averaging over ranks.")
+
+
+def _leaves(values: Floats) -> int | None:
+    """Return from where on all values are off those of the beginning; None if they are not, or were never steady."""
+    usual = _usual(values)
+    off = np.array([_differ(value, usual) for value in values], dtype=bool)
+    if len(values) < 2 * thresholds.FEW or off[: max(thresholds.FEW, len(values) // 4)].any():
+        return None
+    back = np.flatnonzero(~off)
+    start = int(back[-1]) + 1
+    return start if start <= len(values) - thresholds.FEW else None
+
+
+def _usual(values: Floats) -> float:
+    return float(np.median(values[: max(thresholds.FEW, len(values) // 4)]))
+
+
+def find_common_scale(mine: pl.DataFrame, theirs: pl.DataFrame) -> float | None:
+    """Return the median loss scale of two runs if it is the same, and so large that hardly another factor equals it."""
+    scales = [rows["loss_scale"].fill_nan(None).median() for rows in (mine, theirs)]
+    here, there = (scale if isinstance(scale, float) else 0.0 for scale in scales)
+    return here if here == there and here >= 2.0**6 else None
+
+
+def _differ(value: float, usual: float, factor: float | None = None) -> bool:
+    """Return True if two differ by a factor, in sign, or in being zero."""
+    if value == 0 or usual == 0:
+        return value != usual
+    ratio = value / usual
+    return ratio <= 0 or bool(abs(np.log2(ratio)) > np.log2(factor or thresholds.FACTOR))
+
+
+def _median(values: pl.Series) -> float:
+    median = values.median()
+    assert isinstance(median, float)
+    return median
+
+
+def _factor(strength: str, evidence: str, since: int, advice: str) -> Finding:
+    return Finding("gradient factor", "multiplier", strength, evidence, since=since, advice=advice, is_exact=True)
+
+
+@fact
+def sizes_against_baseline(records: Records) -> pl.DataFrame:
+    """Return layer, role and bits: log2 of the median amax in the first samples over the baseline's.
+
+    The first samples, whose scales are made up, are left out.
+    """
+    if records.baseline is None:
+        return pl.DataFrame(schema={"layer": pl.String, "role": pl.String, "bits": pl.Float64})
+    mine, theirs = (_first_sizes(each.metrics) for each in (records.run, records.baseline))
+    both = mine.join(theirs, on=["layer", "role"], suffix="_baseline", maintain_order="left")
+    return both.select("layer", "role", bits=pl.col("level") - pl.col("level_baseline"))
+
+
+def _first_sizes(metrics: Metrics) -> pl.DataFrame:
+    n = len(metrics.steps)
+    first = metrics.steps[MADE_UP : max(MADE_UP + thresholds.FEW, n // 8)]
+    rows = metrics.with_role("grad_output", "weight").over(first).frame(["amax"])
+    rows = rows.filter((pl.col("amax") > 0) & pl.col("amax").is_finite())
+    return rows.group_by("layer", "role", maintain_order=True).agg(level=pl.col("amax").log(2).median())
+
+
+# The gradient norm ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class GradientNorms:
+    """Gradient norms by step, and what they depend on."""
+
+    #: step, grad_norm; NaN and infinite ones too, skipped steps left out
+    run: pl.DataFrame
+    #: likewise; None: there is no baseline
+    baseline: pl.DataFrame | None
+    #: step, consumed_samples
+    consumed: pl.DataFrame
+    #: step, layer, level: log2 of the largest dY; empty if no dY is recorded
+    gradients: pl.DataFrame
+    #: whether any dY is recorded at all
+    records_gradients: bool
+    #: median loss scale of run and baseline, if it is the same and large
+    common_scale: float | None
+
+
+@fact
+def gradient_norms(records: Records) -> GradientNorms:
+    """Return the gradient norms of run and baseline, and the sizes of dY in samples of the run."""
+    run, baseline = records.run, records.baseline
+    gradients = run.metrics.with_role("grad_output")
+    known = (pl.col("amax") > 0) & pl.col("amax").is_finite()
+    move = _find_move(_read_norms(run), None if baseline is None else _read_norms(baseline))
+    steps = _samples_around(gradients.steps, None if move is None else move.step)
+    rows = gradients.over(steps).frame(["amax"]).filter(known)
+    return GradientNorms(
+        _read_norms(run),
+        None if baseline is None else _read_norms(baseline),
+        run.steps.select("step", "consumed_samples").drop_nulls().sort("step"),
+        rows.select("step", "layer", level=pl.col("amax").log(2)),
+        not gradients.is_empty(),
+        None if baseline is None else find_common_scale(run.steps, baseline.steps),
+    )
+
+
+def _samples_around(steps: Ints, step: int | None) -> Ints:
+    if step is None:
+        return steps[-thresholds.LASTING :]
+    before, after = steps[steps < step][-thresholds.LASTING :], steps[steps >= step][: thresholds.LASTING]
+    around: Ints = np.unique(np.concatenate([before, after, steps[-thresholds.LASTING :]]))
+    return around
+
+
+def _read_norms(run: Run) -> pl.DataFrame:
+    rows = run.steps.select("step", "grad_norm").filter(pl.col("grad_norm").is_not_null())
+    rows = rows.filter(~pl.col("step").is_in(run.made_up_for.implode()))
+    return rows.unique("step", keep="last").sort("step")
+
+
+class _Move(NamedTuple):
+    step: int
+    bits: float
+
+
+@rule("gradient norm", ("dead", "multiplier", "software", "unknown"), (gradient_norms, sizes_against_baseline))
+def find_norm(facts: Facts) -> Iterator[Finding]:
+    """Name a gradient norm that is zero, that moves at once to another level, or that is not the baseline's.
+
+    Example: gradients are averaged twice from step 80 on, so their norm is a quarter of what it was, and no dY moves.
+    """
+    norms = gradient_norms(facts)
+    yield from _zero_norms(norms, facts)
+    move = _find_move(norms.run, norms.baseline)
+    if move is not None and not _has_other_reason(norms, facts, move.step):
+        times = 2**move.bits
+        what = f"{times:.3g} times" if times > 1 else f"1/{1 / times:.3g} of"
+        evidence = f"the gradient norm is {what} what it was from {facts.unit} {move.step} on, at once and steadily"
+        where = _where(norms, move)
+        cause = ("unknown", "hint") if where is None else ("multiplier", "clear")
+        yield Finding("gradient norm", *cause, f"{evidence}; {where}" if where else evidence, since=move.step, is_exact=True)
+    else:
+        yield from _apart(norms, facts)
+
+
+def _zero_norms(norms: GradientNorms, facts: Facts) -> Iterator[Finding]:
+    """Yield a norm that is exactly zero, unless the baseline's is."""
+    steps, zero = norms.run["step"].to_numpy(), (norms.run["grad_norm"] == 0).to_numpy()
+    if not zero.any() or (norms.baseline is not None and (norms.baseline["grad_norm"] == 0).any()):
+        return
+    behind = len(zero) - int(np.argmin(zero[::-1])) if not zero.all() else 0
+    lasts = len(zero) - behind >= thresholds.FEW
+    since = int(steps[behind] if lasts else steps[np.argmax(zero)])
+    # Megatron-Core reports 0 if it does not clip, and so computes no norm.
+    arrive = len(norms.gradients) > 0
+    if zero.all() and (arrive or not norms.records_gradients) and (norms.baseline is None or norms.baseline.is_empty()):
+        return
+    evidence = f"the gradient norm is exactly 0 at {zero.sum()} of {len(zero)} {facts.unit}s"
+    evidence += f", and at each one from {facts.unit} {since} on" if lasts else f", first at {facts.unit} {since}"
+    evidence += "; dY has other values, so the norm may not have been computed" if arrive else ""
+    advice = (
+        "Look at where gradients get lost: the loss function and its backward pass, masked labels, a detached tensor, the "
+        "buffers that the optimizer reads."
+    )
+    sure = "clear" if lasts and norms.records_gradients and not arrive else "hint"
+    yield Finding("gradient norm", "dead", sure, evidence, since=since, advice=advice, is_exact=True)
+
+
+def _find_move(mine: pl.DataFrame, theirs: pl.DataFrame | None) -> _Move | None:
+    """Return a move of the norm that its ratio to the baseline's makes as well, by whichever has less noise."""
+    own = _bits(_usable(mine), "grad_norm")
+    ratio = None if theirs is None else _ratio(mine, theirs)
+    first = int(thresholds.EARLY * len(own[0]))
+    both = [each for each in ((own[0][first:], own[1][first:]), ratio) if each is not None]
+    for steps, bits in sorted(both, key=lambda each: _noise(each[1])):
+        move = _largest_move(steps, bits)
+        if move is not None and all(
+            _part_of_move(move, *each) > thresholds.ABRUPT_PART for each in (own, ratio) if each is not None
+        ):
+            return move
+    return None
+
+
+def _usable(norms: pl.DataFrame) -> pl.DataFrame:
+    return norms.filter(pl.col("grad_norm").is_finite() & (pl.col("grad_norm") > 0))
+
+
+def _ratio(mine: pl.DataFrame, theirs: pl.DataFrame) -> tuple[Ints, Floats] | None:
+    """Return steps, and log2 of the norm over the baseline's; None: too few steps are in common."""
+    both = _usable(mine).join(_usable(theirs), on="step", suffix="_baseline").sort("step")
+    both = both.with_columns(ratio=pl.col("grad_norm") / pl.col("grad_norm_baseline"))
+    return _bits(both, "ratio") if len(both) > 2 * thresholds.LEVEL else None
+
+
+def _bits(rows: pl.DataFrame, name: str) -> tuple[Ints, Floats]:
+    return rows["step"].to_numpy(), np.log2(rows[name].to_numpy())
+
+
+def _largest_move(steps: Ints, bits: Floats) -> _Move | None:
+    """Return the largest move to another level that comes at once and lasts to the end."""
+    if len(bits) <= 2 * thresholds.LEVEL:
+        return None
+    medians = np.median(np.lib.stride_tricks.sliding_window_view(bits, thresholds.LEVEL), axis=1)
+    apart = medians[thresholds.LEVEL :] - medians[: -thresholds.LEVEL]
+    # Windows straddle the move, so several places are as good: the one with the largest step between two values is it.
+    near = np.flatnonzero(np.abs(apart) >= thresholds.AT_ONCE * np.abs(apart).max()) + thresholds.LEVEL
+    place = int(near[np.argmax(np.abs(bits[near] - bits[near - 1]))])
+    move = float(np.median(bits[place : place + thresholds.LEVEL]) - np.median(bits[place - thresholds.LEVEL : place]))
+    close = float(np.median(bits[place : place + thresholds.FEW]) - np.median(bits[place - thresholds.FEW : place]))
+    lasting = float(np.median(bits[place:]) - np.median(bits[max(0, place - len(bits[place:])) : place]))
+    kept = min(close / move, lasting / move) >= thresholds.AT_ONCE if move else False
+    return (
+        _Move(int(steps[place]), move)
+        if abs(move) >= max(thresholds.NORM_MOVES, thresholds.NORM_SIGMAS * _noise(bits)) and kept
+        else None
+    )
+
+
+def _noise(bits: Floats) -> float:
+    """Return the standard deviation of a series, from what it moves by between neighbors."""
+    return 1.4826 * float(np.median(np.abs(np.diff(bits)))) / 2**0.5 if len(bits) > 1 else 0.0
+
+
+def _part_of_move(move: _Move, steps: Ints, bits: Floats) -> float:
+    """Return how far a norm goes at that step, in units of the move; 0 if nobody knows."""
+    place = int(np.searchsorted(steps, move.step))
+    before, after = bits[max(place - thresholds.LEVEL, 0) : place], bits[place : place + thresholds.LEVEL]
+    return float(np.median(after) - np.median(before)) / move.bits if len(before) and len(after) else 0.0
+
+
+def _has_other_reason(norms: GradientNorms, facts: Facts, step: int) -> bool:
+    """Return True if the loss rose at that step, or batches became smaller or larger."""
+    if rises_at(facts.loss.run, facts.loss.baseline, step) is not None:
+        return True
+    sizes = norms.consumed.with_columns(per_step=pl.col("consumed_samples").diff() / pl.col("step").diff()).drop_nulls()
+    before = sizes.filter(pl.col("step") < step).tail(thresholds.FEW)["per_step"].median()
+    after = sizes.filter(pl.col("step") > step).head(thresholds.FEW)["per_step"].median()
+    return before is not None and after is not None and before != after
+
+
+def _where(norms: GradientNorms, move: _Move) -> str | None:
+    """Return where gradients are multiplied, in words; None if layers disagree, or there are none."""
+    samples = norms.gradients["step"].unique().sort()
+    sides = samples.filter(samples < move.step).tail(2), samples.filter(samples >= move.step).head(2)
+    if any(side.is_empty() for side in sides):
+        return None
+    levels = [
+        norms.gradients.filter(pl.col("step").is_in(side.implode())).group_by("layer").agg(pl.col("level").median())
+        for side in sides
+    ]
+    both = levels[0].join(levels[1], on="layer", suffix="_after")
+    bits = (both["level_after"] - both["level"]).to_numpy()
+    for expected, told in (
+        (move.bits, "dY of all layers moves with it, so the loss is multiplied"),
+        (0.0, "no dY moves with it, so gradients are multiplied after the backward pass"),
+    ):
+        if len(bits) and float(np.mean(np.abs(bits - expected) <= thresholds.NEAR)) >= thresholds.MOST_LAYERS:
+            return told
+    return None
+
+
+def _apart(norms: GradientNorms, facts: Facts) -> Iterator[Finding]:
+    """Yield that the norm leaves the baseline's for good, or lies apart from the first step on."""
+    if norms.baseline is None:
+        return
+    both = _usable(norms.run).join(_usable(norms.baseline), on="step", suffix="_baseline").sort("step")
+    if len(both) < 2 * thresholds.LEVEL:
+        return
+    bits = np.log2(both["grad_norm"].to_numpy() / both["grad_norm_baseline"].to_numpy())
+    smooth = running_median(bits, 2)
+    usual, noise = float(np.median(bits[: thresholds.LEVEL])), _noise(bits)
+    # From the start: nothing has been learned yet, so that another seed does not explain much.
+    if abs(usual) > max(thresholds.NORM_APART, thresholds.NORM_SIGMAS * noise / thresholds.LEVEL**0.5) and (
+        np.sign(usual) * np.median(bits[: 3 * thresholds.LEVEL]) > thresholds.NORM_APART
+    ):
+        times = 2**usual
+        what = f"{times:.3g} times" if times > 1 else f"1/{1 / times:.3g} of"
+        evidence = f"the gradient norm is {what} the baseline's from the first step on"
+        scale = norms.common_scale
+        is_scale = scale is not None and abs(usual - np.log2(scale)) <= 1
+        where = _compare_gradients(facts, usual)
+        advice, cause = "", "multiplier"
+        if is_scale:
+            evidence += f", about the loss scale that both report ({number(scale)})"
+            advice = "Look at where gradients are divided by the loss scale."
+        elif not where:
+            where, cause = "dY of some layers differs, and that of others does not", "software"
+            advice = "Look at what differs in forward and backward pass: kernels, attention, casts."
+        evidence += f"; {where}" if where else ""
+        start = int(both["step"][0])
+        yield Finding("gradient norm", cause, "clear", evidence, since=start, is_exact=True, advice=advice)
+        return
+    far = {sign: sign * smooth > 2.0 for sign in (1, -1)}
+    lasting = (stays(high, sign * bits, 2) for sign, high in far.items())
+    first, end = next((place for place in lasting if place is not None), None), len(smooth)
+    if first is None:
+        first, end = max((_longest(high) for high in far.values()), key=lambda each: each[1] - each[0])
+        if end - first < thresholds.LEVEL:
+            return
+    times = 2 ** float(np.median(smooth[first:end]))
+    until = "on" if end == len(smooth) else f"to {both['step'][end - 1]}"
+    evidence = f"the gradient norm is {number(times)} times the baseline's from {facts.unit} {both['step'][first]} {until}"
+    since = int(both["step"][first])
+    yield Finding("gradient norm", "software", "hint", evidence, since=since, of_kind="gradients", is_exact=True)
+
+
+def _longest(high: Bools) -> tuple[int, int]:
+    """Return the first place of the longest stretch of True and the place after it, or two zeros."""
+    edges = np.flatnonzero(np.diff(np.concatenate([[False], high, [False]]).astype(np.int8)))
+    stretches = list(zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True))
+    return max(stretches, key=lambda each: each[1] - each[0], default=(0, 0))
+
+
+def _compare_gradients(facts: Facts, bits: float) -> str:
+    """Return where gradients are multiplied from the start, in words; empty if layers disagree.
+
+    Args:
+        bits: log2 of the gradient norm over the baseline's.
+    """
+    sizes = sizes_against_baseline(facts).filter(role="grad_output")["bits"].to_numpy()
+    for expected, told in ((bits, "so is dY of all layers"), (0.0, "dY is the baseline's in all layers")):
+        if len(sizes) and float(np.mean(np.abs(sizes - expected) <= thresholds.NEAR)) >= thresholds.MOST_LAYERS:
+            return told
+    return "" if len(sizes) else "no dY is recorded"
+
+
+# Sizes by kind of GEMM -----------------------------------------------------------------------------------------------
+
+
+@rule("sizes", ("multiplier", "software"), (sizes_against_baseline,))
+def find_sizes(facts: Facts) -> Iterator[Finding]:
+    """Name kinds of GEMM whose dY or W has another size than in the baseline, from the start.
+
+    Metrics of errors do not depend on the size of values, so no band shows it. What moves all kinds alike is no finding
+    here: a loss scale does that.
+
+    Example: E5M2 gradients are read as E4M3, so dY of fc2 is 2^-7 of what it should be, in all layers.
+    """
+    sizes = sizes_against_baseline(facts)
+    for role in ("grad_output", "weight"):
+        rows = sizes.filter(role=role).with_columns(
+            kind=pl.col("layer").map_elements(name_kind, pl.String) if len(sizes) else pl.lit("")
+        )
+        kinds = rows.group_by("kind", maintain_order=True).agg(
+            pl.col("bits").median(), pl.col("bits").min().alias("low"), pl.col("bits").max().alias("high"), pl.first("layer")
+        )
+        usual = _median(kinds["bits"]) if role in GRADIENTS and len(kinds) else 0.0
+        kinds = kinds.with_columns(apart=pl.col("bits") - usual)
+        off = kinds.filter(pl.col("apart").abs() > thresholds.SIZE_OFF * (1 if facts.same_batches else 2)).sort(
+            pl.col("apart").abs(), descending=True
+        )
+        if off.is_empty() or len(off) == len(kinds) > 1:
+            continue
+        first = off.row(0, named=True)
+        what = f"2^{first['apart']:+.1f} of the baseline's"
+        evidence = f"{SHOWN_AS[role]} of {first['kind']} is {what}" + (" next to other kinds" if role in GRADIENTS else "")
+        evidence += f"; {len(off) - 1} more kinds are off" if len(off) > 1 else ""
+        cause = "multiplier" if role in GRADIENTS else "software"
+        advice = "Look at what multiplies this tensor: its format, its scale and the kernel that writes it."
+        name = first["layer"], role, int(facts.steps[0])
+        yield Finding("sizes", cause, "clear", evidence, *name, advice, of_kind="size" if cause == "software" else "")
+
+
+def name_kind(layer: str) -> str:
+    """Return the kind of a GEMM: its name without numbers.
+
+    Example:
+        >>> name_kind("decoder.layers.3.mlp.fc2")
+        'decoder.layers.*.mlp.fc2'
+    """
+    return ".".join("*" if part.isdigit() else part for part in layer.split("."))

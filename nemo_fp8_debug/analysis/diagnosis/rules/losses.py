@@ -1,0 +1,123 @@
+"""The loss itself: its level, the reference run's, and steps that the optimizer skips."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+import polars as pl
+
+from ... import thresholds
+from ...formatting import number
+from ...loss.curve import LossCurve
+from ...loss.outcome import OF_RANGE
+from ...runs.run import Run
+from ..facts import Facts, Records, fact
+from ..finding import Finding
+from ..rule import rule
+
+
+@rule("reference", ("software",), ())
+def find_reference(facts: Facts) -> Iterator[Finding]:
+    """Name precision as not guilty: a run in BF16 that differs in nothing else does the same.
+
+    Example: the learning rate breaks the run, and the BF16 run with it.
+    """
+    other = facts.loss.reference_outcome
+    if other is None or facts.loss.harmful_since is None:
+        return
+    if other.harmful_since is not None or facts.loss.differs_from_reference is False:
+        evidence = "the reference run in higher precision does the same"
+        advice = "Look at learning rate, data, kernels and communication."
+        yield Finding("reference", "software", "clear", evidence, since=other.harmful_since, advice=advice, is_exact=True)
+
+
+@rule("level", ("software",), ())
+def find_level(facts: Facts) -> Iterator[Finding]:
+    """Name a loss that goes up to another level and stays there, in a run without a baseline.
+
+    Example: labels are shifted by one from step 83 on, so the loss goes up by 281%.
+    """
+    loss = facts.loss.run
+    if facts.paired or facts.loss.begins_at_zero or loss.stepped_up is None:
+        return
+    step, percent = loss.stepped_up
+    if not _is_abrupt(loss, step):
+        return
+    unit = "" if loss.range_before(step) is None else OF_RANGE
+    evidence = f"the loss goes up by {number(percent)}%{unit} at {facts.unit} {step} and stays there"
+    advice = "Look at what changed at that step: data, labels, masks, the loss function, the batch size, a resumed state."
+    yield Finding("level", "software", "clear", evidence, since=step, advice=advice, slack=loss.half)
+
+
+def _is_abrupt(loss: LossCurve, step: int) -> bool:
+    """Return True if most of a rise near a step comes within a few losses: one that diverges takes its time."""
+    at, half, few = int(np.searchsorted(loss.steps, step)), loss.half, thresholds.STEPS_IN_A_ROW
+    before, after = loss.losses[max(at - half, 0) : at], loss.losses[at : at + half]
+    around = pl.Series(loss.losses[max(at - half - few, 0) : at + half + few])
+    medians = around.rolling_median(few).drop_nulls().to_numpy()
+    if len(medians) <= few or not (np.isfinite(before).any() and np.isfinite(after).any()):
+        return True
+    rise = np.nanmedian(after) - np.nanmedian(before)
+    return bool(np.nanmax(medians[few:] - medians[:-few]) >= thresholds.ABRUPT_PART * rise)
+
+
+@fact
+def resumes(records: Records) -> list[int]:
+    """Return the first step of each attempt but the first."""
+    rows = records.run.steps.select("step", "attempt").drop_nulls()
+    firsts = rows.group_by("attempt").agg(pl.col("step").min()).sort("attempt")["step"].to_list()
+    return [int(step) for step in firsts[1:]]
+
+
+# Skipped steps ----------------------------------------------------------------------------------------------------------
+
+
+class SkippedSteps(NamedTuple):
+    """step and skipped of the run, and the share of the baseline's steps that are skipped."""
+
+    run: pl.DataFrame
+    usual: float
+
+
+@fact
+def skipped_steps(records: Records) -> SkippedSteps:
+    """Return which steps the optimizer skipped, as the host reports it."""
+    usual = None if records.baseline is None else _flags(records.baseline)["skipped"].mean()
+    return SkippedSteps(_flags(records.run), usual if isinstance(usual, float) else 0.0)
+
+
+@rule("skipped steps", ("skipped",), (skipped_steps,))
+def find_skipped(facts: Facts) -> Iterator[Finding]:
+    """Name an optimizer that takes no step any longer, or skips many.
+
+    Example: the backward pass overflows in float16, so no step is taken from step 60 on.
+    """
+    flags, usual = skipped_steps(facts)
+    n = int(flags["skipped"].sum())
+    since = find_stop(flags)
+    if since is not None:
+        evidence = f"the optimizer takes no step from {facts.unit} {since} on; {n} of {len(flags)} are skipped"
+        yield Finding("skipped steps", "skipped", "clear", evidence, since=since, is_exact=True)
+    elif n >= thresholds.STEPS_IN_A_ROW and n > (thresholds.SKIPPED_SHARE + usual) * len(flags):
+        evidence = f"{n} of {len(flags)} steps are skipped" + (
+            f", and {usual:.0%} of the baseline's" if facts.paired else ""
+        )
+        yield Finding("skipped steps", "skipped", "hint", evidence, since=int(flags.filter("skipped")["step"][0]))
+
+
+def find_stop(flags: pl.DataFrame) -> int | None:
+    """Return the first step from which the optimizer takes none; None if it does, or nobody knows.
+
+    Args:
+        flags: step, skipped.
+    """
+    taken = np.flatnonzero(~flags["skipped"].to_numpy())
+    first = int(taken[-1]) + 1 if len(taken) else 0
+    return int(flags["step"][first]) if len(flags) - first >= thresholds.STEPS_IN_A_ROW else None
+
+
+def _flags(run: Run) -> pl.DataFrame:
+    rows = run.steps.select("step", pl.col("skipped").fill_nan(None)).drop_nulls().unique("step", keep="last")
+    return rows.with_columns(pl.col("skipped") != 0).sort("step")

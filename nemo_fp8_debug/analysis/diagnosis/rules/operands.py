@@ -1,0 +1,543 @@
+"""Operands out of band: which they are, and what their scale and values did."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+import polars as pl
+
+from ....core.keys import GRADIENTS, SHOWN_AS
+from ....core.layer_names import aggregate_of, is_aggregate
+from ....core.scale_sources import QUANTIZED
+from ....numerics.limits import MADE_UP
+from ... import thresholds
+from ...comparison.compare import quantized, split_experts
+from ...comparison.comparison import Comparison
+from ...comparison.onset import IN_A_ROW, onsets
+from ...formatting import number
+from ...runs.casts import usual_casts
+from ...runs.grid import Floats, Ints
+from ...runs.median_of import median_of
+from ...runs.metrics import IS_NONFINITE, Metrics
+from ...runs.run import Run
+from ..facts import Facts, Records, fact
+from ..finding import CAUSES, Finding
+from ..limits import find_beyond, with_limits
+from ..producers import advise_on_nonfinite, look_at_producer
+from ..rule import rule
+from .losses import resumes
+
+_KEY = ["layer", "role"]
+#: suspects whose course is looked at
+_LOOKED_INTO = 8
+#: metrics that no recipe changes
+_OF_VALUES = ("nonfinite", "outlier_log2")
+#: columns of the `metrics` table that a course is made of
+COURSE = ("scale", "scale_ratio_log2", "amax", "outlier_log2", "underflow_pct", "overflow_pct", "nan", "inf")
+
+
+@dataclass(frozen=True)
+class Course:
+    """What an operand did over the samples of a run, oldest first; NaN if a metric is absent."""
+
+    steps: Ints
+    #: log2 of the scale in use, and its distance from the log2 of the scale that the values ask for
+    scale: Floats
+    off: Floats
+    #: whether the scale in use is infinite, zero or negative
+    broken: npt.NDArray[np.bool_]
+    amax: Floats
+    outlier: Floats
+    underflow: Floats
+    overflow: Floats
+    nonfinite: Floats
+
+    @classmethod
+    def of(cls, metrics: pl.DataFrame, layer: str, role: str) -> Course:
+        """Return the course of one operand.
+
+        Args:
+            metrics: rows with the columns COURSE, of this operand and perhaps of others.
+        """
+        rows = metrics.filter(layer=layer, role=role).sort("step")
+
+        def column(name: str) -> Floats:
+            values: Floats = rows[name].cast(pl.Float64).fill_null(np.nan).to_numpy()
+            return values
+
+        scale = column("scale")
+        broken = np.isinf(scale) | (scale <= 0)
+        off = np.where(np.isfinite(column("scale_ratio_log2")), column("scale_ratio_log2"), np.nan)
+        amax, outlier, underflow, overflow = map(column, ("amax", "outlier_log2", "underflow_pct", "overflow_pct"))
+        nonfinite: Floats = rows.select(pl.sum_horizontal("nan", "inf").cast(pl.Float64)).to_series().to_numpy()
+        log_scale = np.log2(np.where(broken, np.nan, scale))
+        return cls(rows["step"].to_numpy(), log_scale, off, broken, amax, outlier, underflow, overflow, nonfinite)
+
+
+@dataclass(frozen=True)
+class Suspect:
+    """An operand that is out of band or beyond a limit, and its course."""
+
+    layer: str
+    role: str
+    since: int
+    #: how many times its threshold
+    excess: float
+    #: in a row that are out, and whether the run or the baseline ends before it can come back
+    samples: int
+    cut_off: bool
+    #: by what it is out: `band` of a baseline, `limits` of all healthy operands, or `history` of its own
+    by: str
+    course: Course
+    baseline: Course | None
+    #: bits above the median that are usual for its role
+    usual_outlier: float
+    #: whether many values are lost later, by metric, percent, percent in the baseline, step
+    loses_later: tuple[str, float, float, int] | None = None
+
+
+@fact
+def suspects(records: Records) -> list[Suspect]:
+    """Return operands that are out of band: strong ones by onset, then others."""
+    if records.run.quantization != QUANTIZED:
+        return []
+    return _against_baseline(records) if records.comparison is not None else _alone(records)
+
+
+@fact
+def judged_samples(records: Records) -> Ints:
+    """Return the samples at which an operand can be judged: [S] steps, none if nothing can be judged.
+
+    With a baseline, those within its steps that have errors; alone, all if there are enough to show what is usual and
+    anything to judge operands by.
+    """
+    run, baseline = records.run, records.baseline
+    if baseline is None:
+        covered = records.bands is not None and records.bands.all_covered
+        limited = run.quantization != QUANTIZED or not with_limits(quantized(run.metrics)).is_empty()
+        return (
+            run.metrics.steps
+            if (covered or limited) and not take_beginning(run.metrics).is_empty()
+            else run.metrics.steps[:0]
+        )
+    known = pl.col("relative_error").is_not_null() | IS_NONFINITE
+    columns = ["relative_error", "nan", "inf"]
+    steps: Ints = run.metrics.gathered(columns, lambda rows: rows.filter(known).unique("step"))["step"].sort().to_numpy()
+    ends = (baseline.metrics.steps[0], baseline.metrics.steps[-1]) if len(baseline.metrics.steps) else (0, -1)
+    within: Ints = steps[(steps >= ends[0]) & (steps <= ends[1])]
+    return within
+
+
+@rule(
+    "operand",
+    ("corrupted_scale", "stale_scale", "clipping", "underflow", "outlier", "nonfinite", "dead"),
+    (suspects, judged_samples),
+)
+def find_operands(facts: Facts) -> Iterator[Finding]:
+    """Name why an operand left its band: its scale, or its values.
+
+    Example: the scale of X of layers.3.fc2 stopped following the values at step 120, so 80% of them underflow.
+    """
+    found = [_explain(each, facts) for each in suspects(facts)]
+    for each, finding in zip(suspects(facts), found, strict=True):
+        rivals = [one.excess for one in suspects(facts) if each.role in GRADIENTS or one.role not in GRADIENTS]
+        weak = each.excess < thresholds.STRONG_PART * max(rivals)
+        yield replace(finding, strength="hint") if weak and finding.strength == "clear" else finding
+
+
+def _explain(suspect: Suspect, facts: Facts) -> Finding:
+    """Return the finding about a suspect, as strong as the way it was found allows."""
+    found = replace(explain_course(suspect), excess=suspect.excess)
+    by_values = found.may_follow_the_loss and found.cause not in ("nonfinite", "dead")
+    if suspect.baseline is not None and suspect.samples < IN_A_ROW and found.cause != "nonfinite":
+        if not suspect.cut_off:
+            times = "1 sample" if suspect.samples == 1 else f"{suspect.samples} samples"
+            found = replace(found, evidence=f"{found.evidence}; it lasted for {times}, a transient")
+        # A batch may have far larger gradients than others, and a scale lags behind.
+        if suspect.role in GRADIENTS and found.cause in ("clipping", "underflow"):
+            found = replace(found, strength="hint")
+    if suspect.loses_later is not None and (found.cause, found.strength) == ("outlier", "hint"):
+        metric, value, usual, step = suspect.loses_later
+        more = f"{metric} {number(value, '%')} instead of {number(usual, '%')}"
+        found = replace(found, evidence=f"{found.evidence}; from {step} on {more}", strength="clear")
+    if suspect.baseline is None and found.cause not in ("nonfinite", "dead"):
+        lags = found.cause in ("clipping", "underflow") and (
+            _grew_from_zero(suspect)
+            or (suspect.role != "input" and not found.may_follow_the_loss and _follows_late(suspect))
+        )
+        if suspect.by == "history" or lags:
+            return replace(found, strength="hint", of_kind="gradients" if suspect.role in GRADIENTS and by_values else "")
+    if suspect.by == "limits" and found.strength == "hint":
+        found = replace(found, strength="clear")
+    lost_at = facts.loss.run.lost_at
+    if found.cause == "nonfinite" and lost_at is not None and suspect.since > lost_at:
+        found = replace(found, strength="hint", may_follow_the_loss=True)
+    return replace(found, of_kind="gradients" if suspect.role in GRADIENTS and by_values else "")
+
+
+@rule("resume", ("resumed_without_scales",), (suspects, resumes))
+def find_lost_scales(facts: Facts) -> Iterator[Finding]:
+    """Name a resume at which scales went wrong: its FP8 state was not restored.
+
+    Example: the run was resumed at step 80 without its amax histories, so all scales are 1 for 16 steps.
+    """
+    interval = facts.steps[1] - facts.steps[0] if len(facts.steps) > 1 else 1
+    for step in resumes(facts):
+        after = [each for each in suspects(facts) if 0 <= each.since - step <= 2 * interval]
+        lost = [each for each in after if CAUSES[explain_course(each).cause].kind == "scale"]
+        if lost:
+            first = lost[0]
+            evidence = f"the run was resumed at {facts.unit} {step}, and scales are wrong from then on"
+            evidence += f", first that of {SHOWN_AS[first.role]} of {first.layer}"
+            name = first.layer, first.role, step
+            yield Finding("resume", "resumed_without_scales", "clear", evidence, *name, is_exact=True)
+            return
+
+
+def loses_most(suspect: Suspect) -> bool:
+    """Return True if an operand loses most of its values from the onset to the end of the run."""
+    behind = suspect.course.steps >= suspect.since
+    lost = np.fmax(suspect.course.underflow, suspect.course.overflow)[behind]
+    known = lost[np.isfinite(lost)]
+    return len(known) >= 2 * thresholds.FEW and bool(min(np.median(known), np.median(known[-2 * thresholds.FEW :])) >= 50.0)
+
+
+# Why an operand is out --------------------------------------------------------------------------------------------------
+
+
+def explain_course(suspect: Suspect) -> Finding:
+    """Return the cause that the samples around the onset show.
+
+    What is usual comes from the baseline, or else from the samples before the onset.
+    """
+    run, baseline = suspect.course, suspect.baseline
+    start = int(np.searchsorted(run.steps, suspect.since))
+    # Scales of the first samples are made up, so they show neither what is usual nor what is wrong from the start.
+    reference = run if baseline is None else baseline
+    before = slice(min(MADE_UP, max(start - 1, 0)), start) if baseline is None else slice(None)
+    first = MADE_UP if start == 0 and suspect.samples > MADE_UP else start
+    behind = slice(first, first + min(thresholds.LASTING, max(suspect.samples, 1)))
+    if not len(run.steps[behind]):
+        return _name(suspect, "unknown", "hint", f"no sample from {suspect.since} on")
+    if (run.nonfinite[behind] > 0).any() and not (reference.nonfinite[before] > 0).any():
+        return _name(
+            suspect, "nonfinite", "clear", f"up to {int(np.nanmax(run.nonfinite[behind]))} values are NaN or infinite"
+        )
+    if run.broken[behind].any():
+        return _name(suspect, "corrupted_scale", "clear", "the scale in use is zero, negative or infinite")
+    if (run.amax[behind] == 0).all() and _median(reference.amax[before], 1.0) > 0:
+        return replace(_name(suspect, "dead", "clear", "all values are zero"), may_follow_the_loss=True)
+    usual = _median(reference.off[MADE_UP:] if baseline is not None else reference.off[before])
+    error = _farthest(run.off[behind] - usual)
+    higher = _highest(run.outlier[behind]) - _usual_outlier(suspect, start)
+    # A scale lags behind an outlier that has just come up. One that is less far off than usual holds the values better.
+    by_scale = abs(error) > thresholds.SCALE_OFF and error * (error + usual) > 0
+    if by_scale and not higher > max(thresholds.OUTLIER_HIGHER, abs(error)):
+        return _explain_scale(suspect, slice(first, behind.stop), error, usual)
+    return replace(_explain_values(suspect, start, np.isfinite(error)), may_follow_the_loss=True)
+
+
+def _follows_late(suspect: Suspect) -> bool:
+    """Return True if a scale lags behind values that move fast, and comes after them: adapters grow from zero, and
+    gradients fall with the loss.
+    """
+    run = suspect.course
+    start = int(np.searchsorted(run.steps, suspect.since))
+    off, wanted = run.off[start:], (run.scale - run.off)[max(start - thresholds.LASTING, 0) :]
+    if not np.isfinite(off).any() or not np.isfinite(wanted).any():
+        return False
+    error, known = _farthest(off), wanted[np.isfinite(wanted)]
+    values_moved = float(known[0] - known.min()) if error > 0 else float(known.max() - known[0])
+    scale_moves = len(_moves(run.scale[start:])) > 0 and bool(_moves(run.scale[start:]).any())
+    return scale_moves and values_moved > abs(error) / 2 and not _has_jumped_anywhere(run, start, error)
+
+
+def _grew_from_zero(suspect: Suspect) -> bool:
+    """Return True if values were all zero before the onset, and are represented well in the end."""
+    run = suspect.course
+    start = int(np.searchsorted(run.steps, suspect.since))
+    lost = np.fmax(run.underflow, run.overflow)
+    return bool((run.amax[:start] == 0).any() and np.nan_to_num(lost[-1]) < 1.0)
+
+
+def _has_jumped_anywhere(run: Course, start: int, error: float) -> bool:
+    around = slice(max(start - thresholds.LASTING, 0), start + thresholds.LASTING)
+    return _has_jumped(_moves(run.scale[around]), _moves((run.scale - run.off)[around]), error)
+
+
+def _explain_scale(suspect: Suspect, out: slice, error: float, usual: float) -> Finding:
+    """Return why the scale is not the one that the values ask for.
+
+    Args:
+        out: samples that are out, from the onset on.
+        error: bits by which it is off, above what is usual.
+    """
+    run, start = suspect.course, out.start
+    around = slice(min(max(start - thresholds.LASTING, MADE_UP), max(start - 1, 0)), out.stop)
+    scale, wanted = _moves(run.scale[around]), _moves((run.scale - run.off)[around])
+    moved, asked, off = float(scale.sum()), float(wanted.sum()), error + usual
+    evidence = f"the scale is {abs(off):.1f} bits {'too large' if off > 0 else 'too small'}"
+    evidence += f"; {usual:+.1f} are usual" if abs(usual) >= 0.1 else ""
+    cause = "clipping" if error > 0 else "underflow"
+    known = run.scale[np.isfinite(run.scale)]
+    if len(known) > thresholds.LASTING and (known == known[0]).all() and known[0] == 0.0:
+        return _name(suspect, "stale_scale", "clear", f"{evidence}; it is exactly 1 in all {len(known)} samples")
+    if not len(scale):
+        return _name(suspect, cause, "hint", f"{evidence}; no earlier sample has it")
+    # Up to the onset, since a scale that comes back has not moved in the end; or over all samples, if it moves slowly.
+    until = slice(around.start, start + 1)
+    for moves in ((_moves(run.scale[until]), _moves((run.scale - run.off)[until])), (scale, wanted)):
+        if start > MADE_UP and _has_jumped(*moves, error):
+            by, values = float(moves[0].sum()), -float(moves[1].sum())
+            evidence += f"; around step {suspect.since} it moved by {by:+.1f} bits, and the values by {values:+.1f}"
+            return _name(suspect, "corrupted_scale", "clear", evidence)
+    stands = len(run.scale[start : around.stop]) > 1 and not _moves(run.scale[start : around.stop]).any()
+    if stands and abs(moved) < abs(asked) / 2 and asked * np.sign(error) < -thresholds.SCALE_OFF / 2:
+        evidence += f"; it stands still while the values moved by {-asked:+.1f} bits"
+        return _name(suspect, "stale_scale", "clear", evidence)
+    return _name(suspect, cause, "clear", evidence)
+
+
+def _explain_values(suspect: Suspect, start: int, has_scale: bool) -> Finding:
+    """Return what values do that their scale does not serve.
+
+    Without a baseline that is a hint only.
+
+    Args:
+        has_scale: whether the scale is known.
+    """
+    run, baseline = suspect.course, suspect.baseline
+    behind, before = slice(start, start + thresholds.LASTING), slice(None, start) if baseline is None else slice(None)
+    reference = run if baseline is None else baseline
+    under, over = (_highest(metric[behind]) for metric in (run.underflow, run.overflow))
+    more_under = under - _median(reference.underflow[before])
+    more_over = over - _median(reference.overflow[before])
+    sure = "clear" if baseline is not None else "hint"
+    losses = ", ".join(f"{name} {number(x, '%')}" for name, x in (("underflow", under), ("overflow", over)) if x == x)
+    usual, higher = _usual_outlier(suspect, start), _highest(run.outlier[behind])
+    if higher - usual > thresholds.OUTLIER_HIGHER:
+        loses = max(np.nan_to_num(more_under), np.nan_to_num(more_over)) > thresholds.LOST_MORE
+        evidence = f"its largest value stands {higher:.1f} bits above the median instead of {usual:.1f}; {losses}"
+        return _name(suspect, "outlier", sure if loses else "hint", evidence)
+    evidence = f"its scale is {'right' if has_scale else 'unknown'}; {losses}"
+    if more_over > 0.01 and over >= np.nan_to_num(under):
+        return _name(suspect, "clipping", "hint", losses)
+    if more_under > 1.0:
+        return _name(suspect, "underflow", sure, evidence)
+    return _name(suspect, "unknown", "hint", evidence)
+
+
+def _name(suspect: Suspect, cause: str, strength: str, evidence: str) -> Finding:
+
+    advice = ""
+    if cause == "nonfinite":
+        advice = advise_on_nonfinite(suspect.layer, suspect.role)
+    elif cause == "dead":
+        advice = look_at_producer(suspect.layer, suspect.role)
+    return Finding("operand", cause, strength, evidence, suspect.layer, suspect.role, suspect.since, advice)
+
+
+def _median(metric: Floats, otherwise: float = 0.0) -> float:
+    known = metric[np.isfinite(metric)]
+    return float(np.median(known)) if len(known) else otherwise
+
+
+def _farthest(bits: Floats) -> float:
+    known = bits[np.isfinite(bits)]
+    return float(known[np.abs(known).argmax()]) if len(known) else np.nan
+
+
+def _highest(metric: Floats) -> float:
+    known = metric[np.isfinite(metric)]
+    return float(known.max()) if len(known) else np.nan
+
+
+def _moves(bits: Floats) -> Floats:
+    """Return the moves from one known sample to the next."""
+    return np.diff(bits[np.isfinite(bits)])
+
+
+def _has_jumped(scale: Floats, wanted: Floats, error: float) -> bool:
+    """Return True if the scale moved at once, to where the error is, and the values did not ask for it."""
+    if not len(scale):
+        return False
+    jump = int(np.argmax(np.abs(scale)))
+    most, rest = scale[jump], scale.sum() - scale[jump]
+    asked = wanted[jump] if len(wanted) == len(scale) else np.inf
+    large = most * error > 0 and abs(most) >= thresholds.SCALE_JUMP
+    return bool(large and abs(most) > 2 * abs(rest) and abs(asked) < abs(most) / 2)
+
+
+def _usual_outlier(suspect: Suspect, start: int) -> float:
+    """Return the bits above the median that are usual: in the baseline, in earlier samples, or for the role."""
+    if suspect.baseline is not None:
+        return _median(suspect.baseline.outlier, np.nan)
+    if start > MADE_UP or np.isnan(suspect.usual_outlier):
+        return _median(suspect.course.outlier[:start], np.nan)
+    return suspect.usual_outlier
+
+
+# Which operands are out -------------------------------------------------------------------------------------------------
+
+
+def _against_baseline(records: Records) -> list[Suspect]:
+    comparison = records.comparison
+    assert comparison is not None
+    run, baseline = comparison.run, comparison.baseline
+    chosen = []
+    for layer, role, since, excess, samples in _strongest_first(_comparable(comparison), run):
+        expert = _outstanding_expert(comparison.experts_out_of_band, run, layer, role, since)
+        chosen.append((*(expert or (layer, role, since, excess)), samples, "band"))
+    named = pl.DataFrame([each[:2] for each in chosen], dict.fromkeys(_KEY, pl.String), orient="row")
+    # What no healthy operand does counts, unless the baseline does nearly as much.
+    far = split_experts(find_beyond(quantized(run.metrics)))[0].join(named, on=_KEY, how="anti")
+    if len(far):
+        theirs = find_beyond(quantized(baseline.metrics.within(far.select(_KEY))), 0.0).rename({"excess": "usual"})
+        both = far.join(theirs.select(*_KEY, "usual"), on=_KEY, how="left", maintain_order="left")
+        far = both.filter(pl.col("excess") > thresholds.TIMES_USUAL * pl.col("usual").fill_null(0.0)).drop("usual")
+    chosen += [(*each, "limits") for each in _strongest_first(far, run)]
+    return _with_courses(run, baseline, chosen, comparison.out_of_band)
+
+
+def _alone(records: Records) -> list[Suspect]:
+    """Return operands beyond limits or bands of healthy runs, then those that are not what they were in the beginning."""
+    run = records.run
+    usual, cast = take_beginning(run.metrics), quantized(run.metrics)
+    far = [find_beyond(cast).select(*_KEY, "onset", "excess")]
+    if records.bands is not None:
+        out = records.bands.beyond.join(cast.tensors, on=_KEY, how="semi", maintain_order="left")
+        far.append(out.select(*_KEY, "onset", "excess"))
+    beyond = pl.concat(far).group_by(_KEY, maintain_order=True).agg(pl.col("onset").min(), pl.col("excess").max())
+    beyond = split_experts(beyond.sort("onset", -pl.col("excess"), maintain_order=True))[0]
+    moved = split_experts(onsets(usual, cast if not usual.is_empty() else usual))[0]
+    beyond = _begin_earlier(beyond, moved, run)
+    moved = moved.join(beyond, on=_KEY, how="anti", maintain_order="left")
+    if records.bands is not None:
+        moved = moved.join(records.bands.covered, on=_KEY, how="anti", maintain_order="left")
+    chosen = [(*each, by) for rows, by in ((beyond, "limits"), (moved, "history")) for each in _strongest_first(rows, run)]
+    return _with_courses(run, None, chosen[:_LOOKED_INTO], moved)
+
+
+def _with_courses(
+    run: Run, baseline: Run | None, chosen: Sequence[tuple[str, str, int, float, int, str]], out_of_band: pl.DataFrame
+) -> list[Suspect]:
+    keys = pl.DataFrame([each[:2] for each in chosen], dict.fromkeys(_KEY, pl.String), orient="row").unique()
+    mine = run.metrics.within(keys).frame(COURSE)
+    theirs = None if baseline is None else baseline.metrics.within(keys)
+    known = set() if theirs is None else set(theirs.tensors.rows())
+    rows = None if theirs is None else theirs.frame(COURSE)
+    usual = {role: median_of(run.metrics.with_role(role), "outlier_log2") for role in {each[1] for each in chosen}}
+    end = None if baseline is None else baseline.metrics.steps[-1]
+    steps, found = run.metrics.steps, []
+    for layer, role, since, excess, samples, by in chosen:
+        last = steps[-1] if end is None else min(steps[-1], end)
+        cut_off = int(((steps >= since) & (steps <= last)).sum()) <= samples
+        other = Course.of(rows, layer, role) if rows is not None and (layer, role) in known else None
+        found.append(
+            Suspect(
+                *(layer, role, since, excess, samples, bool(cut_off), by),
+                Course.of(mine, layer, role),
+                other,
+                usual[role] + thresholds.ROLE_SPREAD,
+                _find_losses(out_of_band, layer, role),
+            )
+        )
+    return found
+
+
+def _find_losses(out_of_band: pl.DataFrame, layer: str, role: str) -> tuple[str, float, float, int] | None:
+    lost = {"underflow_pct": "underflow", "overflow_pct": "overflow"}
+    if "metric" not in out_of_band.columns:
+        return None
+    rows = out_of_band.filter(pl.col("metric").is_in(list(lost)), layer=layer, role=role).sort("onset")
+    if rows.is_empty():
+        return None
+    row = rows.row(0, named=True)
+    return lost[row["metric"]], row["value"], row["expected"], row["onset"]
+
+
+def _comparable(comparison: Comparison) -> pl.DataFrame:
+    """Return what is out of the baseline's band, without what another recipe brings about.
+
+    An operand that is cast under another recipe than in the baseline has other errors and scales. It counts if its values
+    stand out, or if it is beyond what any healthy operand does.
+    """
+    mine, theirs = (usual_casts(run.metrics) for run in (comparison.run, comparison.baseline))
+    both = mine.join(theirs, on=_KEY, suffix="_baseline")
+    alike = both.filter(pl.struct("recipe", "cast") == pl.struct(recipe="recipe_baseline", cast="cast_baseline"))
+    rows, run = comparison.out_of_band, comparison.run
+    others = rows.join(alike, on=_KEY, how="anti", maintain_order="left")
+    if others.is_empty():
+        return rows
+    far = find_beyond(quantized(run.metrics.within(others)))
+    counts = pl.concat([alike.select(_KEY), far.select(_KEY)])
+    known = counts.select(operand=pl.struct(_KEY))["operand"].implode()
+    return rows.filter(pl.col("metric").is_in(_OF_VALUES) | pl.struct(_KEY).is_in(known))
+
+
+def _begin_earlier(far: pl.DataFrame, moved: pl.DataFrame, run: Run) -> pl.DataFrame:
+    """Return operands beyond limits with the onset of their move, if that is a few samples earlier."""
+    samples = {step: i for i, step in enumerate(run.metrics.steps.tolist())}
+    before = moved.group_by(_KEY).agg(moved=pl.col("onset").min())
+    joined = far.join(before, on=_KEY, how="left", maintain_order="left")
+    places = [pl.col(name).replace_strict(samples, default=None, return_dtype=pl.Int64) for name in ("onset", "moved")]
+    soon = (places[0] - places[1]).is_between(0, thresholds.LASTING)
+    return joined.with_columns(onset=pl.when(soon).then("moved").otherwise("onset")).drop("moved").sort("onset")
+
+
+def _outstanding_expert(
+    experts: pl.DataFrame, run: Run, layer: str, role: str, since: int
+) -> tuple[str, str, int, float] | None:
+    """Return the one expert that puts all experts of a layer out of band, or None if several do.
+
+    Args:
+        experts: those that are out, each by itself.
+    """
+    if not is_aggregate(layer) or experts.is_empty():
+        return None
+    samples = run.metrics.steps
+    soon = max(samples[samples > since][:2].tolist(), default=since)
+    of_layer = pl.col("layer").map_elements(aggregate_of, pl.String) == layer
+    rows = experts.filter(pl.col("role") == role, pl.col("onset") <= soon).filter(of_layer)
+    each = rows.group_by("layer").agg(pl.col("onset").min(), pl.col("excess").max()).sort("excess", descending=True)
+    alone = len(each) == 1 or (len(each) > 1 and each["excess"][0] > thresholds.STANDS_OUT * each["excess"][1])
+    return (each["layer"][0], role, each["onset"][0], each["excess"][0]) if alone else None
+
+
+def take_beginning(metrics: Metrics) -> Metrics:
+    """Return the first samples, spread over the whole run; none if they are too few to show what is usual."""
+    n = round(len(metrics.steps) * thresholds.BEGINNING)
+    if n < 2 * thresholds.FEW:
+        return metrics.over(metrics.steps[:0])
+    first = pl.Series("step", metrics.steps[:n])
+    stretch = (metrics.steps[-1] - metrics.steps[0]) / (metrics.steps[n - 1] - metrics.steps[0])
+    spread = (pl.lit(metrics.steps[0]) + (pl.col("step") - metrics.steps[0]) * stretch).round().cast(pl.Int64)
+    return metrics.along(first.to_frame().select("step", sample=spread))
+
+
+def _strongest_first(out_of_band: pl.DataFrame, run: Run) -> list[tuple[str, str, int, float, int]]:
+    """Return layer, role, onset, excess and samples in a row: strong ones by onset, then others."""
+    lasting = pl.col("samples").max() if "samples" in out_of_band.columns else pl.lit(thresholds.LASTING)
+    groups = out_of_band.group_by(_KEY, maintain_order=True)
+    tensors = groups.agg(pl.col("onset").min(), pl.col("excess").max(), samples=lasting)
+    tensors = tensors.join(_order_of_nonfinite(run, tensors), on=[*_KEY, "onset"], how="left", maintain_order="left")
+    is_gradient = pl.col("role").is_in(GRADIENTS)
+    strongest = pl.when(is_gradient).then(pl.col("excess").max()).otherwise(pl.col("excess").filter(~is_gradient).max())
+    tensors = tensors.with_columns(weak=pl.col("excess") < thresholds.STRONG_PART * strongest)
+    ordered = tensors.sort("weak", "onset", -pl.col("excess"), "order", nulls_last=True, maintain_order=True)
+    return ordered.head(_LOOKED_INTO).select(*_KEY, "onset", "excess", "samples").rows()
+
+
+def _order_of_nonfinite(run: Run, tensors: pl.DataFrame) -> pl.DataFrame:
+    """Return layer, role, onset and order of execution of those that are NaN or infinite at the onset."""
+    metrics, column = run.metrics.within(tensors), "nonfinite_order"
+    wanted = metrics.tensors.with_row_index("tensor").join(tensors, on=_KEY).select(pl.col("tensor").cast(pl.Int64), "onset")
+
+    def choose(rows: pl.DataFrame) -> pl.DataFrame:
+        known = rows.drop_nulls(column)
+        return known.join(wanted, left_on=["tensor", "step"], right_on=["tensor", "onset"], how="semi")
+
+    return metrics.named(metrics.gathered([column], choose)).select(*_KEY, onset="step", order=column)
