@@ -26,10 +26,10 @@ os.environ |= {"OMP_NUM_THREADS": "1", "POLARS_MAX_THREADS": "1", "RAY_ACCEL_ENV
 from benchmarks.large_records import drop_from_memory, write_both
 
 from nemo_fp8_debug.analysis.comparison.compare import compare
-from nemo_fp8_debug.analysis.comparison.summary import to_json
 from nemo_fp8_debug.analysis.diagnosis.diagnose import diagnose_comparison
 from nemo_fp8_debug.analysis.runs.cluster import DASK, on_cluster
 from nemo_fp8_debug.analysis.story.story import story
+from nemo_fp8_debug.analysis.story.summary import to_json
 from nemo_fp8_debug.core.threads import at_most
 
 RESULTS = Path(__file__).with_suffix(".json")

@@ -232,14 +232,6 @@ class TestOutput:
         rest = [cut(line) for line in "\n".join(rest).splitlines()]
         check_text(find_block("text", "start.md#the-demo"), "\n".join([wrapped(verdict), *rest]))
 
-    def test_of_diagnose(self, demo_runs: Path) -> None:
-        names = ("bad", "--baseline", "baseline", "--reference", "reference")
-        words = [name if name[0] == "-" else str(demo_runs / name) for name in names]
-        told = CliRunner().invoke(app, ["diagnose", *words], env={"COLUMNS": "76"}).stdout
-        strip = told[told.index("Order of events:\n") :].splitlines()[1:]
-        strip = strip[: next(i for i, line in enumerate(strip) if "● values" in line) + 1]
-        check_text(find_block("text", "diagnose.md"), "\n".join(line.removeprefix("  ").rstrip() for line in strip))
-
     @pytest.mark.parametrize(("section", "made"), [("gate.md", GATED), ("learn.md", LEARNED)])
     def test_of_benchmark_runs(self, section: str, made: dict[str, Any], place: Path) -> None:
         write_benchmark_runs(Path("runs"), made)

@@ -96,7 +96,7 @@ FAULTS: dict[str, Callable[[nn.Module], Act | None]] = {
 RULE_OF = {
     "exploding_queries": "attention",
     "biased_router": "router",
-    "silenced_expert": "experts",
+    "silenced_expert": "router",
     "outlier_channel": "channels",
-    "rate_of_one_weight": "steps of weights",
+    "rate_of_one_weight": "weight steps",
 }

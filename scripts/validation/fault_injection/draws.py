@@ -16,7 +16,9 @@ from fault_injection.training import STEPS, Setup
 #: log2 of what a scale is off by, up and down, by role
 _UP = {"input": (4, 12), "weight": (4, 12), "grad_output": (8, 20)}
 _DOWN = {"input": (-22, -12), "weight": (-22, -12), "grad_output": (-38, -22)}
-_SLIGHT = {"input": (-4, 0.7), "weight": (-4, 0.7), "grad_output": (-8, 2)}
+SLIGHT = {"input": (-4, 0.7), "weight": (-4, 0.7), "grad_output": (-8, 2)}
+#: log2 of a channel's magnitude over that of the others
+SLIGHT_HEIGHT = (1, 3)
 #: engines whose scales can be off
 _SCALED_BY_TENSOR = ("delayed", "current", "te-delayed")
 _ROLES = ("input", "weight", "grad_output")
@@ -100,7 +102,7 @@ def _two(draw: Draw, kind: str) -> Fault:
 
 
 def _harmless(draw: Draw, kind: str) -> Fault:
-    return _wrong(draw, kind, _SLIGHT, (20, 60)) if draw.scaled_by_tensor else _outlier(draw, kind, (1, 3))
+    return _wrong(draw, kind, SLIGHT, (20, 60)) if draw.scaled_by_tensor else _outlier(draw, kind, SLIGHT_HEIGHT)
 
 
 def _margin(draw: Draw, kind: str) -> Fault:

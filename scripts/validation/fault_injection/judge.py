@@ -9,28 +9,40 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import json
 import os
 import subprocess
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import polars as pl
 from rich.console import Console
 from rich.table import Table
 from scipy.stats import binomtest
 
+from fault_injection.known import Fault as KnownFault
+from fault_injection.known import Known
 from fault_injection.other_seeds import further_seeds
-from fault_injection.records import FOLDER, StoredRun, read_run, truths
+from fault_injection.raw_losses import Losses
+from fault_injection.records import FOLDER, StoredRun, read_losses, read_run, truths
 from fault_injection.right_causes import is_sampled, right_causes
+from fault_injection.sentences import Checked, check_texts, describe_checks
 from fault_injection.sets import LEARNED_FROM
 from fault_injection.truth import HARM
 from nemo_fp8_debug.analysis.bands.bands import Bands
-from nemo_fp8_debug.analysis.diagnosis.diagnose import diagnose
+from nemo_fp8_debug.analysis.diagnosis.answer import state_harm
+from nemo_fp8_debug.analysis.diagnosis.confidence import measure_confidence
+from nemo_fp8_debug.analysis.diagnosis.diagnose import judge_facts
+from nemo_fp8_debug.analysis.diagnosis.diagnosis import Diagnosis
+from nemo_fp8_debug.analysis.diagnosis.facts import Facts, Records
+from nemo_fp8_debug.analysis.diagnosis.narrator import tell_advice, tell_headline, tell_verdict
 from nemo_fp8_debug.core.layer_names import aggregate_key
 
 #: `three`, `five`: `other` and the losses of two or four more seeds; `none`: none, with the bands of the package, of clean
@@ -57,6 +69,9 @@ class Judged:
     #: (layer, role); None: none is named
     culprit: tuple[str, str] | None
     since: int | None
+    confidence: str | None = field(default=None, kw_only=True)
+    #: what came of checking its sentences; None: nobody did
+    checked: Checked | None = field(default=None, kw_only=True)
 
     @property
     def is_clean(self) -> bool:
@@ -72,6 +87,11 @@ class Judged:
         """Whether an operand is named that it sits in; of one of several experts all of them together, too."""
         known = {tuple(culprit) for culprit in self.truth["culprits"]}
         return self.culprit is not None and self.culprit in known | {aggregate_key(*culprit) for culprit in known}
+
+    @property
+    def names_operand(self) -> bool:
+        """Whether an operand is to be named: a fault sits in one, does more than nothing, and some sample shows it."""
+        return in_an_operand(self)
 
     @property
     def cause_right(self) -> bool:
@@ -147,32 +167,84 @@ def learned_from() -> list[Truth]:
     ]
 
 
-def judged(told: Truth, baseline: str, interval: int) -> Judged | None:
-    """What is said of a run; None where it has no such baseline."""
-    baselines = list[StoredRun]()
-    if baseline not in ("none", "families"):
-        count = _FURTHER.get(baseline, 0)
-        name, further = baseline_of(told, "other" if count else baseline), list(further_seeds(told["part"], count))
-        if name is None or len(further) < count:
-            return None
-        baselines = [read_run(runs_by_part(Path(told["path"]).parent)[told["path"]][name], interval), *further]
-    bands = bands_without(told["family"]) if baseline == "families" else None
-    said = diagnose(read_run(told, interval), baselines, bands=bands)
-    found = said.culprit
+def baselines_of(told: Truth, baseline: str, interval: int) -> list[StoredRun] | None:
+    """Return the baselines of a kind; None: the run has none."""
+    if baseline in ("none", "families"):
+        return []
+    count = _FURTHER.get(baseline, 0)
+    name, further = baseline_of(told, "other" if count else baseline), list(further_seeds(told["part"], count))
+    if name is None or len(further) < count:
+        return None
+    return [read_run(runs_by_part(Path(told["path"]).parent)[told["path"]][name], interval), *further]
+
+
+def judge_one(
+    told: Truth, baseline: str, interval: int, facts: Facts, leave_out: Sequence[str] = (), sentences: bool = False
+) -> Judged:
+    """Return what is said of a run, from its facts.
+
+    Args:
+        leave_out: names of rules.
+        sentences: check those of its verdict, too.
+    """
+    _, loss, stopped_at, decision = judge_facts(facts, leave_out)
+    found, harm = decision.culprit, state_harm(loss, stopped_at, decision, facts.steps)
+    confidence = measure_confidence(decision, facts.paired)
     culprit = (found.layer, found.role) if found and found.layer and found.role else None
-    return Judged(told, baseline, interval, said.harm, said.cause, culprit, found.since if found else None)
+    since = found.since if found else None
+    checked = check_texts(tell_verdict_of(facts), know_run(told, baseline, facts)) if sentences else None
+    return Judged(told, baseline, interval, harm, decision.cause, culprit, since, confidence=confidence, checked=checked)
 
 
-def _all_of(task: tuple[Truth, Sequence[str], Sequence[int]]) -> list[Judged]:
-    told, baselines, intervals = task
-    return [one for kind in baselines for every in intervals if (one := judged(told, kind, every))]
+def tell_verdict_of(facts: Facts) -> tuple[str, str]:
+    """Return verdict and headline of a run whose record was dropped. What the baseline does not show is left out."""
+    metrics = SimpleNamespace(steps=facts.steps)
+    run: Any = SimpleNamespace(unit=facts.unit, metrics=metrics, table=lambda name: pl.DataFrame())
+    records = facts.records or Records(run, run if facts.paired else None)
+    found = Diagnosis(facts, records, *judge_facts(facts))
+    return tell_verdict(found, tell_advice(found, None)), tell_headline(found)
+
+
+def know_run(told: Truth, baseline: str, facts: Facts) -> Known:
+    """Return what is known of a run apart from its verdict: raw losses, samples and layers of its record, and the truth."""
+    theirs = facts.loss.baseline  # of several, their mean
+    gap = told["gap_pct"]
+    is_close = gap is not None and 50 * HARM < gap <= 150 * HARM
+    layers = frozenset(facts.tensors["layer"].to_list())
+    return Known(
+        Losses.of({step: loss for step, loss in read_losses(told).items() if loss is not None}),
+        None if theirs is None else Losses(theirs.steps, theirs.losses),
+        baseline == "near",
+        KnownFault.from_truth(told),
+        None if is_close else told["harmful"],
+        facts.steps.tolist(),
+        layers,
+        leaves=told["diverges_at"],
+    )
+
+
+def judged(told: Truth, baseline: str, interval: int, sentences: bool = False) -> Judged | None:
+    """Return what is said of a run; None if it has no such baseline."""
+    from fault_injection.facts_cache import read_facts
+
+    facts = read_facts(told, baseline, interval)
+    return None if facts is None else judge_one(told, baseline, interval, facts, sentences=sentences)
+
+
+def _all_of(task: tuple[Truth, Sequence[str], Sequence[int], bool]) -> list[Judged]:
+    told, baselines, intervals, sentences = task
+    return [one for kind in baselines for every in intervals if (one := judged(told, kind, every, sentences))]
 
 
 def judge(
-    runs: Iterable[Truth], baselines: Sequence[str] = BASELINES, intervals: Sequence[int] = INTERVALS, jobs: int = 1
+    runs: Iterable[Truth],
+    baselines: Sequence[str] = BASELINES,
+    intervals: Sequence[int] = INTERVALS,
+    jobs: int = 1,
+    sentences: bool = False,
 ) -> Iterator[Judged]:
     """What is said of all of them."""
-    tasks = [(told, baselines, intervals) for told in runs]
+    tasks = [(told, baselines, intervals, sentences) for told in runs]
     if jobs == 1:
         for task in tasks:
             yield from _all_of(task)
@@ -188,17 +260,17 @@ _IN_NO_ONE = ("harmless", "nan_operand", "margin", "e5m2_forward")
 _SOFTWARE = ("learning_rate", "weight_decay", "gradient_sum", "gradient_layer", "repeated_data", "no_mask", "loss_scale")
 
 
-def _in_an_operand(one: Judged) -> bool:
+def in_an_operand(one: Judged) -> bool:
     """Whether an operand is to be named: a fault sits in one, does more than nothing, and some sample shows it."""
     return bool(one.truth["culprits"]) and one.truth["kind"] not in _IN_NO_ONE and is_sampled(one.truth, one.interval)
 
 
 #: title, of which runs, what is asked of them, and whether that is to be high or low
 QUESTIONS: Sequence[tuple[str, Chosen, Chosen]] = (
-    ("culprit first", _in_an_operand, lambda one: one.located),
+    ("culprit first", in_an_operand, lambda one: one.located),
     (
         "culprit first, of those that did harm",
-        lambda one: _in_an_operand(one) and one.truth["harmful"],
+        lambda one: in_an_operand(one) and one.truth["harmful"],
         lambda one: one.located,
     ),
     ("cause", lambda one: not one.is_clean, lambda one: one.cause_right),
@@ -211,7 +283,7 @@ QUESTIONS: Sequence[tuple[str, Chosen, Chosen]] = (
     ("harm right, 0 or > 10%", lambda one: not one.is_clean and one.harm_is_beyond_seeds, lambda one: one.harm_right),
     (
         "named before the loss diverges",
-        lambda one: _in_an_operand(one) and one.could_be_named_before,
+        lambda one: in_an_operand(one) and one.could_be_named_before,
         lambda one: one.named_before,
     ),
     ("NaN named", lambda one: one.truth["kind"].startswith("nan"), lambda one: one.cause == "nonfinite"),
@@ -228,6 +300,7 @@ QUESTIONS: Sequence[tuple[str, Chosen, Chosen]] = (
     ),
     ("clean, accused", lambda one: one.is_clean, lambda one: one.accused),
     ("clean, called harmful", lambda one: one.is_clean, lambda one: one.harm in _HARM),
+    ("a sentence is false", lambda one: one.checked is not None, lambda one: bool(one.checked and one.checked.false)),
 )
 
 
@@ -290,7 +363,10 @@ def main() -> int:
     parser.add_argument("--baselines", nargs="+", choices=BASELINES, default=BASELINES)
     parser.add_argument("--intervals", nargs="+", type=int, default=INTERVALS, help="multiples of 5")
     parser.add_argument("--family", help="of the tuning set, one family alone")
+    parser.add_argument("--share", type=float, help="of all runs of the benchmark, drawn by a fixed seed, instead of a set")
+    parser.add_argument("--output", type=Path, help="file for the counts, which docs/diagnose.md shows")
     parser.add_argument("--failures", action="store_true", help="list each verdict of the tuning set that is wrong")
+    parser.add_argument("--sentences", action="store_true", help="check the sentences of verdicts against raw losses")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     options = parser.parse_args()
     runs = [told for told in truths(options.set, first=options.first) if options.family in (None, told["family"])]
@@ -300,7 +376,14 @@ def main() -> int:
         if not options.once:
             parser.error("the held-out set is judged with --once")
         note(len(runs), options.first)
-    found = list(judge(runs, options.baselines, options.intervals, options.jobs))
+    if options.share is not None:
+        from fault_injection.facts_cache import draw_runs
+
+        runs = draw_runs(options.share)
+    sentences = options.sentences or options.output is not None
+    found = list(judge(runs, options.baselines, options.intervals, options.jobs, sentences))
+    if options.output:
+        options.output.write_text(json.dumps(count_answers(found, len(runs)), indent=1) + "\n")
     out = Console(width=170, highlight=False)
     clean = sum(told["kind"] == "none" for told in runs)
     out.print(f"{len(runs) - clean} runs with a fault, {clean} without")
@@ -309,7 +392,37 @@ def main() -> int:
     for one in found if options.failures else ():
         if wrong := failure(one):
             out.print(f"{one.truth['part']}/{one.truth['name']} {one.baseline} {one.interval}: {wrong}", soft_wrap=True)
+    if options.sentences:
+        names = [f"{one.truth['part']}/{one.truth['name']} {one.baseline} {one.interval}" for one in found]
+        checks = {name: one.checked for name, one in zip(names, found, strict=True) if one.checked is not None}
+        # Of the held-out set nobody looks at single verdicts.
+        print(describe_checks(checks, 0 if options.set == "held-out" else None))
     return 0
+
+
+def count_answers(found: Sequence[Judged], runs: int) -> dict[str, Any]:
+    """Return by interval, question and baseline how often it is so, of how many; and how often each confidence is right."""
+    counts: dict[str, Any] = {"runs": runs, "verdicts": len(found)}
+    for interval in sorted({one.interval for one in found}):
+        here = [one for one in found if one.interval == interval]
+        counts[str(interval)] = {
+            title: {kind: _count([asked(one) for one in here if one.baseline == kind and chosen(one)]) for kind in BASELINES}
+            for title, chosen, asked in QUESTIONS
+        }
+    named = [one for one in found if one.confidence is not None]
+    counts["confidence"] = {
+        level: _count([is_right(one) for one in named if one.confidence == level]) for level in ("high", "medium", "low")
+    }
+    return counts
+
+
+def _count(answers: Sequence[bool]) -> list[int]:
+    return [sum(answers), len(answers)]
+
+
+def is_right(one: Judged) -> bool:
+    """Return True if a verdict names the cause rightly, and the operand if one is to be named."""
+    return not one.is_clean and one.cause_right and (one.located or not one.names_operand)
 
 
 def failure(one: Judged) -> str:

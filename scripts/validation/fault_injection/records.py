@@ -172,6 +172,12 @@ def read_run(told: Mapping[str, Any], interval: int = 5) -> StoredRun:
     )
 
 
+def read_losses(told: Mapping[str, Any]) -> dict[int, float | None]:
+    """Return the losses of a run by step, as they lie in its file."""
+    row = pq.ParquetFile(told["path"]).read_row_group(told["row"], columns=["steps_step", "steps_loss"])
+    return dict(_table(row, "steps_").select("step", "loss").rows())
+
+
 def _table(row: pa.Table, prefix: str) -> pl.DataFrame:
     names = [name for name in row.column_names if name.startswith(prefix)]
     return pl.DataFrame({name.removeprefix(prefix): pl.from_arrow(row[name].combine_chunks().flatten()) for name in names})

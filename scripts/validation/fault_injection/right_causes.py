@@ -17,7 +17,7 @@ _OF_KIND: dict[str, set[str]] = {
     "nan_gradient": {"nonfinite", "skipped"},
     "learning_rate": {"learning_rate"},
     "weight_decay": {"weight_decay", "software"},
-    "gradient_layer": {"software"},
+    "gradient_layer": {"frozen_weights", "software"},
     "repeated_data": {"software"},
     "no_mask": {"software"},
     "wrong_labels": {"software"},

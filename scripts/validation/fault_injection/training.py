@@ -19,7 +19,6 @@ from nemo_fp8_debug.plan.plan import NO_CHANGES, Plan
 STEPS, WARM_UP, INTERVAL = 300, 25, 5
 #: losses in a row that are not finite, after which a run is ended
 GIVEN_UP = 40
-#: part of the learning rate that is left in the end
 LEAST = 0.1
 WEIGHT_DECAY, CLIP = 0.01, 1.0
 #: what a host scales the loss by, where it scales it
@@ -45,6 +44,21 @@ class Setup:
     shaken: int = 0
 
 
+@dataclass(frozen=True)
+class Schedule:
+    """How long a run is, and what its learning rate is multiplied by: a warm-up, then a cosine."""
+
+    steps: int = STEPS
+    warm_up: int = WARM_UP
+    #: part of the learning rate that is left in the end
+    least: float = LEAST
+
+    def decayed(self, step: int) -> float:
+        """Return what the cosine leaves of the learning rate."""
+        done = max(0.0, (step - self.warm_up) / (self.steps - self.warm_up))
+        return self.least + (1 - self.least) * (1 + math.cos(math.pi * done)) / 2
+
+
 class Training:
     """A run that can be stepped.
 
@@ -53,12 +67,16 @@ class Training:
     The parameters and their gradients are views of one tensor each, as in Megatron's distributed optimizer.
     """
 
-    def __init__(self, setup: Setup, fault: Fault, plan: Plan = NO_CHANGES, resumed_at: int = 0) -> None:
+    def __init__(
+        self, setup: Setup, fault: Fault, plan: Plan = NO_CHANGES, resumed_at: int = 0, schedule: Schedule | None = None
+    ) -> None:
         """
         Args:
             plan: what is done about the fault.
             resumed_at: step from which the plan is carried out.
+            schedule: None: that of the benchmark.
         """
+        self.schedule = schedule or Schedule()
         self.setup, self.fault, self.family, self.plan = setup, fault, family(setup.family), NO_CHANGES
         self._planned, self._resumed_at = plan, resumed_at
         self.model = self.family.build(setup.seed, setup.depth, setup.engine)
@@ -106,9 +124,9 @@ class Training:
 
     def learning_rate(self, step: int) -> float:
         """Warm-up, then a cosine; the fault's part in it."""
-        done = max(0.0, (step - WARM_UP) / (STEPS - WARM_UP))
-        decayed = LEAST + (1 - LEAST) * (1 + math.cos(math.pi * done)) / 2
-        usual = self.family.learning_rate * self.setup.rate * min(1.0, (step + 1) / WARM_UP) * decayed
+        schedule = self.schedule
+        rising = min(1.0, (step + 1) / schedule.warm_up)
+        usual = self.family.learning_rate * self.setup.rate * rising * schedule.decayed(step)
         return usual * self.fault.learning_rate_factor(step)
 
     def step(self, i: int, monitor: Monitor) -> dict[str, Any]:
@@ -148,6 +166,8 @@ def train(
     steps: int = STEPS,
     plan: Plan = NO_CHANGES,
     resumed_at: int = 0,
+    schedule: Schedule | None = None,
+    interval: int = INTERVAL,
 ) -> list[float]:
     """Train a run, recorded; returns its losses, of which the last `GIVEN_UP` may not be finite.
 
@@ -155,9 +175,11 @@ def train(
         recorder: None: it is not recorded.
         plan: what is done about the fault.
         resumed_at: step from which the plan is carried out.
+        schedule: None: that of the benchmark.
+        interval: steps from one sample to the next.
     """
-    run = Training(setup, fault, plan, resumed_at)
-    monitor = Monitor(run.model, recorders=[recorder] if recorder else [], interval=INTERVAL, table_rows=0)
+    run = Training(setup, fault, plan, resumed_at, schedule)
+    monitor = Monitor(run.model, recorders=[recorder] if recorder else [], interval=interval, table_rows=0)
     losses = list[float]()
     for step in range(steps):
         with monitor.step(step) as report:

@@ -42,14 +42,14 @@ def truth(case: Case, losses: Sequence[float], counterpart: Sequence[float]) -> 
 
 
 def gap_of(mine: np.ndarray, other: np.ndarray) -> tuple[float, int | None]:
-    """Of the losses at the end, a part of the counterpart's, infinite where a loss there is not finite; and since when it is
-    more than HARM; None: it is not."""
+    """Of the losses at the end, a part of the magnitude of the counterpart's, infinite where a loss there is not finite; and
+    since when it is more than HARM; None: it is not."""
     other = other[: len(mine)]
     mine = np.where(np.isfinite(mine), mine, np.inf)
-    gap = float((mine[-LAST:].mean() - other[-LAST:].mean()) / other[-LAST:].mean())
+    gap = float((mine[-LAST:].mean() - other[-LAST:].mean()) / abs(other[-LAST:].mean()))
     if gap <= HARM:
         return gap, None
-    apart = np.minimum(mine, 1e9) - other - HARM * other
+    apart = np.minimum(mine, 1e9) - other - HARM * np.abs(other)
     until = np.convolve(apart, np.ones(_BACK))[: len(mine)]
     since = np.cumsum(apart[::-1])[::-1]
     left = np.flatnonzero((until > 0) & (since > 0))

@@ -17,7 +17,7 @@ import torch
 
 from nemo_fp8_debug import Monitor
 from nemo_fp8_debug.analysis.comparison.compare import compare
-from nemo_fp8_debug.analysis.comparison.summary import summarize
+from nemo_fp8_debug.analysis.story.summary import summarize
 from nemo_fp8_debug.record.reader import read_table
 
 from .dumped import Operands, compare_with_cpu

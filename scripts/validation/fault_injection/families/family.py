@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pydoc_data.topics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Protocol
 
@@ -50,6 +50,24 @@ class Family(Protocol):
 
     def prefix_of(self, layer: int) -> str:
         """How the names of a layer's parameters begin."""
+
+
+def find_site(sites: Mapping[str, str], gemm: str) -> Site:
+    """Return where the X of a GEMM comes from.
+
+    Args:
+        sites: by the reader of an X, or several with commas, its producer, each behind the name of their layer.
+        gemm: its name.
+
+    Raises:
+        KeyError: no site has it.
+    """
+    for readers, producer in sites.items():
+        for reader in readers.split(","):
+            if gemm.endswith(f".{reader}"):
+                layer = gemm.removesuffix(reader)
+                return Site(layer + producer, tuple(layer + one for one in readers.split(",")))
+    raise KeyError(gemm)
 
 
 @cache

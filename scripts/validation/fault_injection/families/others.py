@@ -17,7 +17,16 @@ import torch
 import transformers
 from torch import nn
 
-from fault_injection.families.family import BATCH, EMULATED, SEQUENCE, VOCABULARY, Family, additive_mask, text_batch
+from fault_injection.families.family import (
+    BATCH,
+    EMULATED,
+    SEQUENCE,
+    VOCABULARY,
+    Family,
+    additive_mask,
+    find_site,
+    text_batch,
+)
 from fault_injection.fault import Batch, Site
 
 HIDDEN, FFN, HEADS, EXPERTS = 64, 128, 4, 3
@@ -71,12 +80,7 @@ class Other:
         return nn.functional.cross_entropy(logits.flatten(0, 1), labels[:, : logits.shape[1]].flatten())
 
     def site_of(self, gemm: str) -> Site:
-        for readers, producer in self.sites.items():
-            for reader in readers.split(","):
-                if gemm.endswith(f".{reader}"):
-                    layer = gemm.removesuffix(reader)
-                    return Site(layer + producer, tuple(layer + one for one in readers.split(",")))
-        raise KeyError(gemm)
+        return find_site(self.sites, gemm)
 
     def prefix_of(self, layer: int) -> str:
         return self.layer.format(layer)
