@@ -144,7 +144,7 @@ A table of formulas and units is in [Metrics](metrics.md).
 | cause | why: \`stale_scale\`, \`clipping\`, \`underflow\` and others, listed in [Diagnose](diagnose.md#rules) |
 | software | the cause is not how FP8 represents operands: learning rate, data, kernels, communication |
 | harm | whether the loss is worse for it: harmful, likely, gap, harmless so far, none, unknown |
-| gap | how far the mean loss over the last part lies above the baseline's, in percent of the baseline's loss, or of that loss's range if the loss crosses zero |
+| gap | how far the mean loss over the last part lies above the baseline's, in percent of the baseline's loss, or of that loss's range if the loss crosses zero or falls to a thousandth |
 | gate | the command that accepts a run by its gap, or not |
 | transient | fewer than three samples in a row out of band, far enough to count |
 | confidence | how sure the cause is: high, medium or low. A verdict has none if we found no cause but cannot rule one out |
