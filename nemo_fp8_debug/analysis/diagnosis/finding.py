@@ -84,7 +84,7 @@ CAUSES: Mapping[str, Cause] = {
     ),
     "outlier": Cause(
         "values",
-        "few values are too large for its scale",
+        "a few values are far larger than all others",
         "Look at what makes these values so large.",
     ),
     "nonfinite": Cause("nonfinite", "its values are NaN or infinite"),

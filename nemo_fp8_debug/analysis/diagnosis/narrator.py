@@ -155,11 +155,21 @@ def _tell_no_cause(found: Answer, sure: str) -> str:
     harmed = found.harm in ("harmful", "likely")
     if found.decision.likeliest and (harmed or found.cause == "unknown"):
         told = " or ".join(_name_finding(each) for each in found.decision.likeliest)
-        return f"We cannot tell {'why' if harmed else 'whether anything is wrong'}. Likeliest: {told}."
+        return f"{'We cannot tell why' if harmed else _tell_doubt(found)}. Likeliest: {told}."
     if found.cause == "unknown":
-        return f"We cannot tell {'what is wrong' if harmed else 'whether anything is wrong'}."
+        return "We cannot tell what is wrong." if harmed else f"{_tell_doubt(found)}."
     clear = any(each.strength != "hint" for each in list_unusual(found))
     return "We found nothing that harms the loss." if clear else "We found nothing wrong."
+
+
+def _tell_doubt(found: Answer) -> str:
+    """Return why a run without a finding gets no all-clear, in a clause."""
+    if found.shared:
+        return "We cannot tell whether anything is wrong"
+    if found.loss.lies_above:
+        return "The loss lies above the baseline's, and we found no cause"
+    n = len(found.run.metrics.steps)
+    return f"We found nothing, but {n} sample{' is' if n == 1 else 's are'} too few to be sure"
 
 
 def _name_finding(found: Finding) -> str:
@@ -221,10 +231,10 @@ def tell_missed(found: Answer) -> list[str]:
         missed.append("We could have missed a fault from the first step on.")
     elif found.loss.harm != "none":
         missed.append("We could have missed a fault in data, kernels or communication.")
-    tables = {"verified products": "verification", "optimizer states": "states"}
-    absent = [shown for shown, name in tables.items() if found.run.table(name).is_empty()]
+    checks = {"`verify_rows=2` checks what GEMMs return": "verification", "`states` the optimizer": "states"}
+    absent = [shown for shown, name in checks.items() if found.run.table(name).is_empty()]
     if absent:
-        missed.append(f"The record has no {' and no '.join(absent)}.")
+        missed.append(f"Not recorded: {' and '.join(absent)}.")
     return missed
 
 
@@ -461,6 +471,8 @@ def tell_gap_end(gap: Gap, whose: str = "the baseline's", seeds: Seeds | None = 
     amount = tell_percent(abs(gap.percent), gap.of_range)
     bounds = (low, high) if gap.percent >= 0 else (-high, -low)
     interval = f"95% interval {bounds[0]:.3g} to {bounds[1]:.3g}%"
+    if low < 0 < high:
+        interval = f"95% interval {-low:.3g}% below to {high:.3g}% above"
     # A loss far from the baseline's shows nothing of its batches.
     batches = "same batches" if gap.paired else "batches not matched"
     if seeds is not None:

@@ -167,6 +167,8 @@ def _check_groups(claim: Claim) -> Iterator[str]:
     yield from _if(claim["more"] <= claim["less"], "that is no more")
     slack = 0.01 + 0.01 * abs(claim["size"])  # three digits are printed
     is_out = claim["size"] < claim["low"] - slack or claim["size"] > claim["high"] + slack
+    if claim.has("under"):
+        is_out = claim["size"] > claim["under" if claim.get("side") == "below" else "over"] + slack
     yield from _if(is_out, "the gap is not in its interval")
     if claim.sentence.startswith(_NOT_WRONG) or not claim.has("onset", "late", "start", "earlier", "by"):
         return
@@ -422,7 +424,7 @@ _SURE = r"(?= \(\w+ confidence\)|\.$)"
 _LATE = r"(?:In \S+, )?(?:[Ww]eights|Something)\b"
 _PERCENT = "#size%(?P<range> of the loss's range)?"
 _WHOSE = "(?P<whose>the baseline's|the baselines' mean|the reference run's)"
-_INTERVAL = r"\(95% interval #low to #high%"
+_INTERVAL = r"\(95% interval (?:#low to #high%|#under% below to #over% above)"
 _BATCHES = r"(?P<batches>same batches|batches not matched|mean of \d+ runs of other batches)"
 _TIMES = "(?:#times times|1/#part of)"
 Check = Callable[[Claim], Iterable[str]]
@@ -445,7 +447,7 @@ _TABLE: list[tuple[str, str, Check | None]] = [
     ("no step is taken", "optimizer takes no step from @by on", None),
     (
         "multiplied or zero from",
-        "(?:multiplied by #times|is zero|gets no token)(?: of the loss scale)? from @onset on",
+        "(?:a factor of #times on top of the loss scale|is zero|gets no token) from @onset on",
         None,
     ),
     ("norm moves", f"norm is {_TIMES} what it was from @onset on", lambda c: _check_factor(c, "gradient_sum", 0.5)),

@@ -77,7 +77,7 @@ def find_factor(facts: Facts) -> Iterator[Finding]:
     scaled = mine.filter(pl.col("loss_scale") > thresholds.FACTOR)
     if len(scaled) and not alike:
         share, scale = _median(scaled["per_scale"].abs()), _median(scaled["loss_scale"])
-        evidence = f"gradients are multiplied by {share * scale:.3g}, and a loss scale of {scale:.3g} is reported"
+        evidence = f"gradients carry a factor of {share * scale:.3g}, and a loss scale of {scale:.3g} is reported"
         since = int(scaled["step"][0])
         if share < thresholds.LEAST_SHARE:
             yield _factor("proof", evidence, since, "The reported loss scale is not applied.")
@@ -88,7 +88,7 @@ def find_factor(facts: Facts) -> Iterator[Finding]:
     yield from _moved(mine, theirs)
     if theirs is not None and not alike:
         here, there = (_median(rows["per_scale"]) for rows in (mine, theirs))
-        evidence = f"gradients are multiplied by {here:.3g} of the loss scale, and by {there:.3g} of it in the baseline"
+        evidence = f"gradients carry a factor of {here:.3g} on top of the loss scale, and {there:.3g} in the baseline"
         scale_of_both = find_common_scale(mine, theirs)
         if scale_of_both is not None and here != 0 and not _differ(here * scale_of_both, there, 1.01):
             evidence += f"; both report a loss scale of {scale_of_both:.3g}"
@@ -106,8 +106,8 @@ def _moved(mine: pl.DataFrame, theirs: pl.DataFrame | None) -> Iterator[Finding]
     first = max(place for place in places if place is not None)
     step = int(mine["step"][first])
     evidence = (
-        f"gradients are multiplied by {values[first]:.3g} of the loss scale from step {step} on, and were by "
-        f"{_usual(values):.3g}; neither the loss scale nor accumulation explains that"
+        f"gradients carry a factor of {values[first]:.3g} on top of the loss scale from step {step} on, and "
+        f"{_usual(values):.3g} before; neither the loss scale nor accumulation explains that"
     )
     yield _factor("proof", evidence, step, "Look at what divides the loss: accumulation, tokens, averaging over ranks.")
 
@@ -461,9 +461,13 @@ def find_sizes(facts: Facts) -> Iterator[Finding]:
         if off.is_empty() or len(off) == len(kinds) > 1:
             continue
         first = off.row(0, named=True)
-        what = f"2^{first['apart']:+.1f} of the baseline's"
-        evidence = f"{SHOWN_AS[role]} of {first['kind']} is {what}" + (" next to other kinds" if role in GRADIENTS else "")
-        evidence += f"; {len(off) - 1} more kinds are off" if len(off) > 1 else ""
+        times = 2.0 ** abs(first["apart"])
+        what = f"{times:,.3g} times" if first["apart"] > 0 else f"1/{times:,.3g} of"
+        evidence = f"{SHOWN_AS[role]} of {first['kind']} has {what} its size in the baseline"
+        if len(off) > 1:
+            evidence += f"; {len(off)} kinds of layers are off"
+        elif role in GRADIENTS:
+            evidence += ", and dY of other layers has not"
         cause = "multiplier" if role in GRADIENTS else "software"
         advice = "Look at what multiplies this tensor: its format, its scale and the kernel that writes it."
         name = first["layer"], role, int(facts.steps[0])

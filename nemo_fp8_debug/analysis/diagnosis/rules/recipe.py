@@ -52,7 +52,8 @@ def find_recipe_changes(facts: Facts) -> Iterator[Finding]:
             what = f"is {each.now} from {facts.unit} {each.step} on and was {each.before}"
         else:
             what = f"is {each.now} from the first sample on and {each.before} in the baseline"
-        more = f"; so is that of {len(each.keys) - 1} other operands" if len(each.keys) > 1 else ""
+        others = len(each.keys) - 1
+        more = f"; so is that of {others} other operand{'' if others == 1 else 's'}" if others else ""
         evidence = f"the recipe of {SHOWN_AS[each.role]} of {each.layer} {what}{more}"
         yield Finding("recipe", "changed_recipe", "clear", evidence, each.layer, each.role, each.step)
 
