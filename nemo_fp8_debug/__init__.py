@@ -30,17 +30,15 @@ if TYPE_CHECKING:
     from .adapters.transformers import FP8DebugTrainerCallback
     from .analysis.checkpoint.audit import audit
     from .analysis.comparison.compare import compare
-    from .analysis.diagnosis.diagnose import diagnose
-    from .analysis.diagnosis.recommend_run import recommend
+    from .analysis.diagnosis.diagnose import diagnose, recommend
     from .analysis.recommendation.options import Budget
     from .analysis.replay.replay import replay
     from .analysis.runs.cluster import on_cluster
     from .analysis.story.story import story
     from .capture.backends.transformer_engine import inspection
     from .coverage.observer import observe_coverage
-    from .interventions.apply import apply_plan
+    from .interventions.apply import apply_plan, name_modules
     from .interventions.emulate import Emulation
-    from .interventions.names import name_modules
     from .monitor.monitor import Monitor
     from .options.config import Config
     from .plan.plan import Change, Plan

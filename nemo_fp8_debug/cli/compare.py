@@ -12,8 +12,7 @@ import polars as pl
 import typer
 from rich.console import Console
 
-from ..analysis.comparison.compare import compare
-from ..analysis.comparison.comparison import Comparison
+from ..analysis.comparison.compare import Comparison, compare
 from ..analysis.diagnosis.diagnose import diagnose_comparison
 from ..analysis.diagnosis.ranking import by_harm
 from ..analysis.formatting import number

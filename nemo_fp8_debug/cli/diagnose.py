@@ -13,9 +13,8 @@ from ..analysis.diagnosis.diagnose import diagnose
 from ..analysis.diagnosis.diagnosis import Diagnosis
 from ..analysis.loss.outcome import MAX_GAP
 from ..analysis.runs.cluster import on_cluster
-from ..analysis.story.markdown import story_markdown
-from ..analysis.story.story import story
-from ..analysis.story.strip import strip_text
+from ..analysis.story.story import story, strip_text
+from ..analysis.story.summary import story_markdown
 from .cluster import Cluster
 from .console import console, print_json, say, working
 from .listing import Column, print_rows

@@ -8,9 +8,8 @@ from typing import Annotated
 import typer
 
 from ..analysis.formatting import number
-from ..analysis.loss.acceptance import TRAINING, Acceptance, accept
 from ..analysis.loss.gap import CHECK_DATA
-from ..analysis.loss.gate import CANNOT_TELL, ERROR, FAIL, PASS, PUBLISHED, THIS_PAIR, Gate
+from ..analysis.loss.gate import CANNOT_TELL, ERROR, FAIL, PASS, PUBLISHED, THIS_PAIR, TRAINING, Acceptance, Gate, accept
 from ..analysis.runs.run import Run
 from ..errors import ConfigError, RecordError
 from .console import console, print_json, say

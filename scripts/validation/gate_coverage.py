@@ -21,9 +21,8 @@ from fault_injection.judge import baseline_of
 from fault_injection.records import read_run, truths
 from scipy.special import stdtrit
 
-from nemo_fp8_debug.analysis.loss.curve import LossCurve
+from nemo_fp8_debug.analysis.loss.curve import LossCurve, running_median
 from nemo_fp8_debug.analysis.loss.gate import CANNOT_TELL, ERROR, FAIL, PASS, Gate, gate
-from nemo_fp8_debug.analysis.loss.smoothing import running_median
 
 Floats = npt.NDArray[np.float64]
 

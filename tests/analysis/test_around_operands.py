@@ -10,9 +10,8 @@ import polars as pl
 import pytest
 from diagnosed_runs import CULPRIT, ONSET, N, corrupted, falling, write
 
-from nemo_fp8_debug.analysis.diagnosis.diagnose import diagnose
+from nemo_fp8_debug.analysis.diagnosis.diagnose import diagnose, recommend
 from nemo_fp8_debug.analysis.diagnosis.diagnosis import Diagnosis
-from nemo_fp8_debug.analysis.diagnosis.recommend_run import recommend
 from nemo_fp8_debug.analysis.runs.metrics import Metrics
 from nemo_fp8_debug.analysis.runs.run import Run
 

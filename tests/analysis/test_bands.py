@@ -15,8 +15,7 @@ from diagnosed_runs import CULPRIT, LAYERS, ONSET, N, trending, write
 from fault_injection.judge import bands_without, learned_from
 from typer.testing import CliRunner
 
-from nemo_fp8_debug.analysis.bands.bands import FEWEST, SHIPPED, Bands, bands_for, shipped
-from nemo_fp8_debug.analysis.bands.judge import judge
+from nemo_fp8_debug.analysis.bands.bands import FEWEST, SHIPPED, Bands, bands_for, judge, shipped
 from nemo_fp8_debug.analysis.diagnosis.diagnose import diagnose
 from nemo_fp8_debug.analysis.runs.run import Run
 from nemo_fp8_debug.cli import app

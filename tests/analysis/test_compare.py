@@ -27,9 +27,8 @@ from compared_runs import (
 )
 from samples import FINGERPRINT, sample
 
-from nemo_fp8_debug.analysis.comparison.compare import compare
-from nemo_fp8_debug.analysis.comparison.comparison import Comparison
-from nemo_fp8_debug.analysis.loss.divergence import above
+from nemo_fp8_debug.analysis.comparison.compare import Comparison, compare
+from nemo_fp8_debug.analysis.loss.gap import above
 from nemo_fp8_debug.analysis.story.summary import summarize, to_json
 from nemo_fp8_debug.errors import RecordError
 from nemo_fp8_debug.numerics.metric_names import METRICS

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nemo_fp8_debug.analysis import thresholds
-from nemo_fp8_debug.analysis.diagnosis.confidence import measure_confidence
+from nemo_fp8_debug.analysis.diagnosis.answer import measure_confidence
 from nemo_fp8_debug.analysis.diagnosis.decide import Decision, Evidence, decide
 from nemo_fp8_debug.analysis.diagnosis.events import KINDS, list_events
 from nemo_fp8_debug.analysis.diagnosis.facts import Fact

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import false_discovery_control
 
-from nemo_fp8_debug.analysis.comparison.discoveries import CHANCE, FALLS, RATE, discoveries, highest_chance
+from nemo_fp8_debug.analysis.comparison.onset import CHANCE, FALLS, RATE, discoveries, highest_chance
 
 
 def rows(excess: list[float], metric: str = "underflow_pct") -> pl.DataFrame:
@@ -51,7 +51,7 @@ def test_nonfinite_is_no_chance() -> None:
     assert len(discoveries(rows([1.0], "nonfinite"), 133_000)) == 1 and discoveries(rows([]), 5).is_empty()
 
 
-# Long tests rest on nemo_fp8_debug/analysis/comparison/discoveries.py.
+# Long tests rest on nemo_fp8_debug/analysis/comparison/onset.py.
 @pytest.mark.long
 def test_what_is_assumed_of_chance_holds_in_clean_runs_of_other_seeds() -> None:
     values = np.concatenate(list(of_pairs(truths("tune"))))

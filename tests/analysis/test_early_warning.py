@@ -10,7 +10,7 @@ from fault_injection.early_warning import Scored
 from fault_injection.records import read_run, truths
 
 from nemo_fp8_debug.analysis.diagnosis.diagnose import diagnose
-from nemo_fp8_debug.analysis.diagnosis.early_warning import early_warning
+from nemo_fp8_debug.analysis.diagnosis.limits import early_warning
 from nemo_fp8_debug.analysis.runs.run import Run
 
 

@@ -11,12 +11,10 @@ import pytest
 import scipy.signal
 
 from nemo_fp8_debug.analysis.diagnosis.narrator import tell_loss
-from nemo_fp8_debug.analysis.loss.alignment import align
-from nemo_fp8_debug.analysis.loss.curve import LossCurve
-from nemo_fp8_debug.analysis.loss.gap import gap
+from nemo_fp8_debug.analysis.loss.curve import LossCurve, standard_error
+from nemo_fp8_debug.analysis.loss.gap import align, gap
 from nemo_fp8_debug.analysis.loss.outcome import LossOutcome
 from nemo_fp8_debug.analysis.loss.seeds import beside
-from nemo_fp8_debug.analysis.loss.smoothing import standard_error
 from nemo_fp8_debug.analysis.loss.step_change import jumps_at, rises_at
 
 Floats = npt.NDArray[np.float64]

@@ -16,8 +16,7 @@ from test_gap import SIGNS, curve, pair, signed
 from typer.testing import CliRunner, Result
 
 from nemo_fp8_debug.analysis.diagnosis.diagnose import diagnose
-from nemo_fp8_debug.analysis.loss.acceptance import accept
-from nemo_fp8_debug.analysis.loss.gate import CANNOT_TELL, FAIL, PASS, gate
+from nemo_fp8_debug.analysis.loss.gate import CANNOT_TELL, FAIL, PASS, accept, gate
 from nemo_fp8_debug.analysis.runs.run import Run
 from nemo_fp8_debug.cli import app
 from nemo_fp8_debug.cli.gate import told

@@ -16,13 +16,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from polars.testing import assert_frame_equal
 
-from nemo_fp8_debug.analysis.bands.bands import Bands
-from nemo_fp8_debug.analysis.bands.judge import judge
+from nemo_fp8_debug.analysis.bands.bands import Bands, judge
 from nemo_fp8_debug.analysis.diagnosis.diagnose import diagnose
 from nemo_fp8_debug.analysis.recommendation.flops import flops_of
 from nemo_fp8_debug.analysis.runs import blocks, cluster, grid, metrics
+from nemo_fp8_debug.analysis.runs.blocks import median_of
 from nemo_fp8_debug.analysis.runs.cluster import on_cluster
-from nemo_fp8_debug.analysis.runs.median_of import median_of
 from nemo_fp8_debug.analysis.runs.metrics import Metrics
 from nemo_fp8_debug.analysis.runs.run import Run
 from nemo_fp8_debug.analysis.story.story import story

@@ -11,7 +11,7 @@ import pytest
 from compared_runs import Losses, falling, rising
 
 from nemo_fp8_debug.analysis.loss.curve import LossCurve
-from nemo_fp8_debug.analysis.loss.divergence import above
+from nemo_fp8_debug.analysis.loss.gap import above
 
 
 def curve(losses: npt.ArrayLike) -> LossCurve:

@@ -10,7 +10,7 @@ from samples import FINGERPRINT, sample
 from unlike_runs import CULPRIT, FOREIGN, first_out, foreign, megatron, rows, run_cli, write
 
 from nemo_fp8_debug.analysis.comparison.compare import compare
-from nemo_fp8_debug.analysis.diagnosis.recommend_run import recommend
+from nemo_fp8_debug.analysis.diagnosis.diagnose import recommend
 from nemo_fp8_debug.errors import RecordError
 from nemo_fp8_debug.record.writer import RunRecord
 

@@ -14,8 +14,7 @@ from torch import nn
 
 from nemo_fp8_debug import Emulation, Monitor
 from nemo_fp8_debug.analysis.comparison import onset
-from nemo_fp8_debug.analysis.comparison.evidence import EVIDENCE
-from nemo_fp8_debug.analysis.comparison.onset import IN_A_ROW
+from nemo_fp8_debug.analysis.comparison.onset import EVIDENCE, IN_A_ROW
 from nemo_fp8_debug.analysis.diagnosis.diagnose import diagnose
 from nemo_fp8_debug.analysis.runs.metrics import Metrics
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from polars.testing import assert_frame_equal
 
 from nemo_fp8_debug.analysis.comparison import onset
-from nemo_fp8_debug.analysis.comparison.evidence import EVIDENCE
+from nemo_fp8_debug.analysis.comparison.onset import EVIDENCE
 from nemo_fp8_debug.analysis.runs.metrics import Metrics
 
 TENSORS, SAMPLES = 6, 30

@@ -9,7 +9,7 @@ import pytest
 from runs_of_depth import of_depth, write_of_depth
 
 from nemo_fp8_debug.analysis.comparison.compare import compare
-from nemo_fp8_debug.analysis.comparison.other_depth import as_far_from_the_output
+from nemo_fp8_debug.analysis.comparison.layer_matching import as_far_from_the_output
 from nemo_fp8_debug.analysis.diagnosis.diagnose import diagnose
 
 

@@ -19,9 +19,8 @@ from diagnosed_runs import CULPRIT, EVERY, FIRST, ONSET, N, corrupted, falling, 
 from nemo_fp8_debug.analysis.diagnosis.diagnose import diagnose
 from nemo_fp8_debug.analysis.diagnosis.events import KINDS
 from nemo_fp8_debug.analysis.diagnosis.ranking import harm_ranks
-from nemo_fp8_debug.analysis.story.markdown import story_markdown
-from nemo_fp8_debug.analysis.story.story import story
-from nemo_fp8_debug.analysis.story.strip import ROWS, strip_text
+from nemo_fp8_debug.analysis.story.story import ROWS, story, strip_text
+from nemo_fp8_debug.analysis.story.summary import story_markdown
 
 DIVERGES = ONSET + 8
 

@@ -12,8 +12,8 @@ from playwright.sync_api import Page, expect
 
 import nemo_fp8_debug
 from nemo_fp8_debug.analysis.diagnosis.diagnose import diagnose
-from nemo_fp8_debug.analysis.story.markdown import story_markdown
 from nemo_fp8_debug.analysis.story.story import story
+from nemo_fp8_debug.analysis.story.summary import story_markdown
 from nemo_fp8_debug.numerics.metric_names import LABELS
 from nemo_fp8_debug.tensorboard_plugin.records.metadata import metrics_of
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from samples import sample
 from tab import FC1, FC2, Tab, expected_frames, start
 
-from nemo_fp8_debug.analysis.comparison.groups import placed
+from nemo_fp8_debug.analysis.comparison.drift import placed
 from nemo_fp8_debug.core.keys import SHOWN_AS
 from nemo_fp8_debug.numerics.formats import FORMATS
 from nemo_fp8_debug.record.reader import read_table

@@ -15,10 +15,8 @@ from runs_of_depth import of_depth, write_of_depth
 from tab import Tab
 
 from nemo_fp8_debug import Monitor
-from nemo_fp8_debug.analysis.comparison.compare import compare
-from nemo_fp8_debug.analysis.comparison.comparison import Comparison
-from nemo_fp8_debug.analysis.comparison.evidence import EVIDENCE
-from nemo_fp8_debug.analysis.comparison.onset import Pair, limits
+from nemo_fp8_debug.analysis.comparison.compare import Comparison, compare
+from nemo_fp8_debug.analysis.comparison.onset import EVIDENCE, Pair, limits
 from nemo_fp8_debug.analysis.runs.metrics import Metrics, in_common
 from nemo_fp8_debug.record.dump_names import dumped_files
 from nemo_fp8_debug.tensorboard_plugin.records import bands

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
@@ -16,17 +18,56 @@ import polars as pl
 import pyarrow.parquet as pq
 
 from ...core.keys import ROLES
+from ...core.layer_names import aggregate_of, is_aggregate
 from ...errors import RecordError
-from ..comparison.evidence import EVIDENCE, Evidence
-from ..comparison.groups import placed
+from ..comparison.drift import placed
 from ..comparison.layer_matching import sizes_of_weights
-from ..comparison.onset import IN_A_ROW
+from ..comparison.onset import EVIDENCE, IN_A_ROW, OF_GRADIENTS, Evidence
 from ..runs.blocks import Result, in_parts, over_blocks
-from ..runs.casts import usual_casts
 from ..runs.grid import Floats, Grid
 from ..runs.metrics import Metrics
 from ..runs.run import Run
-from .purpose import purpose_of
+from ..runs.settings import usual_casts
+
+#: by purpose, names of GEMMs; those that both attention and MLP have are told apart by what they lie in
+_NAMES = {
+    "attention in": r"(linear_)?(qkv|q|k|v|query|key|value|query_key_value)(_proj)?|c_attn|in_proj|wqkv|w[qkv]",
+    "attention out": r"(linear_)?(o|out)_proj|linear_proj|wo",
+    "mlp in": r"(linear_)?fc1|(gate|up|gate_up)_proj|w1|w3|c_fc|dense_h_to_4h",
+    "mlp out": r"(linear_)?fc2|down_proj|w2|dense_4h_to_h",
+    "router": r"gate|router",
+    "output": r"lm_head|output_layer|classifier|score|output",
+}
+_ATTENTION, _MLP = (
+    re.compile(r"attn|attention", re.IGNORECASE),
+    re.compile(r"mlp|feed_forward|ffn|intermediate", re.IGNORECASE),
+)
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def purpose_of(layer: str) -> str | None:
+    """What a GEMM is for; None where its name does not tell.
+
+    >>> purpose_of("decoder.layers.3.self_attention.linear_qkv"), purpose_of("model.layers.0.mlp.experts.5.w2")
+    ('attention in', 'expert mlp out')
+    >>> purpose_of("encoder.layer.0.attention.output.dense"), purpose_of("encoder.layer.0.intermediate.dense")
+    ('attention out', 'mlp in')
+    >>> purpose_of("adapter.7") is None
+    True
+    """
+    parts = [part for part in layer.split(".") if not part.isdigit() and part != "*"]
+    if not parts:
+        return None
+    last, before = parts[-1].lower(), ".".join(parts[:-1])
+    found = next((purpose for purpose, names in _NAMES.items() if re.fullmatch(names, last)), None)
+    if last in ("dense", "c_proj", "proj"):
+        found = (
+            "mlp in" if before.endswith("intermediate") else "mlp out" if not _ATTENTION.search(before) else "attention out"
+        )
+        found = "attention out" if found == "mlp out" and last == "proj" and not _MLP.search(before) else found
+    expert = is_aggregate(layer) or aggregate_of(layer) is not None
+    return f"expert {found}" if found and expert else found
+
 
 VERSION = 1
 SHIPPED = Path(__file__).with_name("healthy.parquet")
@@ -277,3 +318,98 @@ def _courses(kinds: OfKinds) -> list[pl.DataFrame]:
             rows = kinds.tensors.with_columns(phase=pl.lit(phase), **{name: pl.Series(of) for name, of in columns.items()})
             tables.append(rows.filter(pl.Series(known)).with_columns(metric=pl.lit(evidence.metric), sign=evidence.sign))
     return tables
+
+
+Bools = npt.NDArray[np.bool_]
+_KEY = ["layer", "role"]
+#: percent of values that underflow or overflow because of an outlier, at least
+_COSTS = 0.5
+#: how many times the least rise above all that healthy runs did counts
+_BEYOND = 1.5
+
+
+@dataclass(frozen=True)
+class Judged:
+    """A run against bands."""
+
+    #: operands beyond them: layer, role, onset (step), excess (how many times the least rise that counts), earliest first
+    beyond: pl.DataFrame
+    #: layer, role of those that have a band
+    covered: pl.DataFrame
+    #: operands in all
+    operands: int
+    #: runs that the bands were learned from
+    runs: int
+
+    @property
+    def all_covered(self) -> bool:
+        """Whether nine of ten have a band."""
+        return len(self.covered) >= 0.9 * self.operands > 0
+
+
+def told(judged: Judged | None) -> str:
+    """What a run without a baseline was judged by, in a sentence."""
+    if judged is None:
+        known = "no bands of healthy runs were learned from models of its class"
+    elif not len(judged.covered):
+        known = "the bands of healthy runs know no operands of such recipes and sizes"
+    else:
+        return (
+            f"Bands of {judged.runs} healthy runs stand for a baseline of {len(judged.covered)} of {judged.operands} "
+            "operands; they give medium confidence at most."
+        )
+    return (
+        f"Operands in FP8 are judged by fixed limits, and others by nothing: {known}. `nemo-fp8-debug learn` makes bands of "
+        "runs of your own."
+    )
+
+
+def judge(run: Run, bands: Bands) -> Judged:
+    """Lay a run's operands against bands.
+
+    Beyond is what lasts for three samples above all that lasted in healthy runs, by as much again as that rose above their
+    median. A single sample is judged by fixed limits: a spike of one run is no measure for that of another.
+    """
+    parts = Kinds.of(run).parts(partial(_judge, bands))
+    beyond, covered = (pl.concat(each) for each in zip(*parts, strict=True))
+    beyond = beyond.sort("onset", -pl.col("excess"), maintain_order=True)
+    return Judged(beyond, covered, len(run.metrics.tensors), bands.runs)
+
+
+def _judge(bands: Bands, kinds: OfKinds) -> tuple[pl.DataFrame, pl.DataFrame]:
+    """Of some operands, those beyond the bands and those that have any; columns as of `Judged`."""
+    covered = np.zeros(len(kinds.tensors), dtype=bool)
+    onset, excess = np.full(len(covered), np.iinfo(np.int64).max), np.zeros(len(covered))
+    least = np.where(kinds.tensors["role"].to_numpy() == "grad_output", OF_GRADIENTS, 1.0)
+    for evidence in JUDGED:
+        values = kinds.values(evidence)
+        if evidence.metric == "outlier_log2":  # one that costs no values is no loss
+            values = np.where(kinds.lost() > _COSTS, values, np.nan)
+        for phase, samples in kinds.phases():
+            band = bands.of(kinds.tensors, evidence, phase)
+            known = band["lasting"].is_not_null().to_numpy()
+            covered |= known & (phase == "later")
+            if not samples.any():
+                continue
+            rise = least * evidence.least_of(band["median"].to_numpy())
+            for i, at, times in _out(rise, values[:, samples], band, known):
+                step = int(kinds.grid.steps[samples][at])
+                onset[i], excess[i] = min(onset[i], step), max(excess[i], times)
+    out = np.flatnonzero(excess > 0)
+    columns = {"onset": onset[out].astype(np.int64), "excess": excess[out].astype(np.float64)}
+    beyond = kinds.tensors.select(_KEY)[out.tolist()].with_columns(pl.Series(name, of) for name, of in columns.items())
+    return beyond, kinds.tensors.select(_KEY).filter(pl.Series(covered, dtype=pl.Boolean))
+
+
+def _out(least: Floats, values: Floats, band: pl.DataFrame, known: Bools) -> Iterator[tuple[int, int, float]]:
+    """Tensor, sample and excess of those that are out.
+
+    Args:
+        least: [T], the rise that counts.
+    """
+    median, most = (band[name].to_numpy()[:, None] for name in ("median", "lasting"))
+    with np.errstate(invalid="ignore"):
+        strength = np.nan_to_num((lasting(values) - most) / np.fmax(least[:, None], most - median), nan=0.0)
+    for i in np.flatnonzero(known & (strength > _BEYOND).any(axis=1)):
+        at = int(np.argmax(strength[i] > _BEYOND))
+        yield int(i), at, float(strength[i, at])

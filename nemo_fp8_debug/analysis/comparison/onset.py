@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property, reduce
 
 import numpy as np
@@ -17,12 +18,113 @@ import polars as pl
 
 from ...core.keys import SHOWN_AS
 from ...core.threads import ahead
+from ...numerics.limits import LEAST_VALUES
 from ..runs.blocks import over_blocks
 from ..runs.grid import Floats, Grid, Ints, lower_median
 from ..runs.metrics import Metrics, in_common
 from ..runs.source import Bools
-from .discoveries import discoveries
-from .evidence import EVIDENCE, Evidence
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """A metric by which a tensor can be out of the band."""
+
+    metric: str
+    #: the least rise that counts, however steady the baseline is; on a log2 scale where `log2`
+    least: float
+    #: whether it is what a loss of precision looks like, and counts only where more is lost, or above `anyway`
+    of_error: bool = False
+    #: how many times the least rise counts even if no more is lost
+    anyway: float = np.inf
+    #: whether equal ratios mean the same, and not equal differences
+    log2: bool = False
+    #: what is less is rounding, on a log2 scale
+    floor: float = 0.01
+    #: scaled values below this count as this: they are all equally good
+    good: float = -np.inf
+    #: 1: a rise counts; -1: a fall
+    sign: int = 1
+    #: how many times the least rise a sample must show, to be told as a transient if fewer than three in a row do
+    transient: float = 6.0
+    #: values of a tensor that must be affected at least, where `least` is in percent of them
+    least_values: int = 0
+    #: part of what is usual that a rise must be at least: FP4 loses so much that its noise is points
+    least_part: float = 0.0
+
+    def least_of(self, usual: Floats) -> Floats:
+        """The least rise that counts, above what is usual (scaled)."""
+        least: Floats = np.fmax(self.least, self.least_part * usual)
+        return least
+
+    def scaled(self, x: Floats) -> Floats:
+        """To a scale on which equal steps mean the same."""
+        return np.maximum(self.sign * (np.log2(np.maximum(x, self.floor)) if self.log2 else x), self.good)
+
+    def unscaled(self, x: Floats) -> Floats:
+        """Back from it."""
+        return np.exp2(self.sign * x) if self.log2 else self.sign * x
+
+
+#: how many times the least rise counts against healthy operands of another model; of gradients more, which differ from task
+#: to task
+OF_OTHER_MODELS, OF_GRADIENTS = 2.0, 4.0
+#: in the order in which one explains the next: a stale scale clips, and clipping is an error
+EVIDENCE = (
+    Evidence("nonfinite", 0.5),
+    Evidence("scale_ratio_log2", 1.0, good=0.0),  # no value is clipped
+    Evidence("scale_ratio_log2", 6.0, sign=-1, transient=2.0),
+    Evidence("overflow_pct", 0.05, of_error=True, least_values=LEAST_VALUES, least_part=0.5),
+    Evidence("underflow_pct", 1.0, of_error=True, least_part=0.5),
+    Evidence("relative_error", 0.585, of_error=True, log2=True),  # half as much again
+    Evidence("outlier_log2", 3.0, of_error=True, transient=3.0, anyway=2.5),
+)
+
+
+#: share of the tensors that are told to be out, which may be so by chance
+RATE = 0.01
+#: chance that a tensor of a run that goes well is out at all, and by how much its logarithm falls with the excess: no less
+#: than in pairs of the benchmark's clean runs (`scripts/validation/fault_injection/false_discoveries.py`)
+CHANCE, FALLS = 4e-4, 6.0
+
+
+def discoveries(rows: pl.DataFrame, tensors: int) -> pl.DataFrame:
+    """The rows of tensors that are out by more than chance lets one of so many be (Benjamini and Hochberg, JRSS B 57, 1995).
+
+    NaN and infinity are no chance.
+
+    Args:
+        rows: layer, role, metric and excess of what is out.
+        tensors: that were looked at, the others included.
+
+    Example:
+        >>> rows = pl.DataFrame({"layer": ["fc1"], "role": ["input"], "metric": ["underflow_pct"], "excess": [1.6]})
+        >>> len(discoveries(rows, 60)), len(discoveries(rows, 6000))
+        (1, 0)
+    """
+    if rows.is_empty():
+        return rows
+    each = rows.group_by("layer", "role", maintain_order=True).agg(
+        pl.col("excess").max(), sure=(pl.col("metric") == "nonfinite").any()
+    )
+    chances = np.minimum(CHANCE * np.exp(-FALLS * (each["excess"].to_numpy() - 1)), 1.0)
+    chances[each["sure"].to_numpy()] = 0.0
+    kept = each.filter(pl.Series(chances <= highest_chance(chances, max(tensors, len(each))))).select("layer", "role")
+    return rows.join(kept, on=["layer", "role"], how="semi", maintain_order="left")
+
+
+def highest_chance(chances: npt.NDArray[np.float64], of: int) -> float:
+    """The highest of some chances that is still a discovery; -1 if none is.
+
+    `scipy.stats.false_discovery_control` would do the same, but importing `scipy.stats` takes half a second.
+
+    Args:
+        chances: those that are below 1.
+        of: how many there are with the others.
+    """
+    ascending = np.sort(chances)
+    found = np.flatnonzero(ascending <= RATE * np.arange(1, len(ascending) + 1) / of)
+    return float(ascending[found[-1]]) if len(found) else -1.0
+
 
 #: of a tensor that is out; columns as of `_SCHEMA`
 Row = tuple[str | int | float, ...]

@@ -8,9 +8,7 @@ import numpy as np
 import polars as pl
 
 from ..runs.grid import Floats, Grid, Ints
-from .discoveries import discoveries
-from .evidence import EVIDENCE, Evidence
-from .onset import Pair, all_onsets, least_rise_of, limits, measured
+from .onset import EVIDENCE, Evidence, Pair, all_onsets, discoveries, least_rise_of, limits, measured
 
 
 @dataclass(frozen=True)

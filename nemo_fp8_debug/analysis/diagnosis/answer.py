@@ -1,28 +1,61 @@
-"""What is wrong with a run, as data. The narrator puts it in words."""
+"""What is wrong with a run, and how sure that is, as data. The narrator puts it in words.
+
+`confidence.json` counts, by cause and with or without a baseline, how many verdicts of the benchmark were right.
+`scripts/validation/fault_injection/fit_confidence.py` makes it.
+"""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
+from importlib.resources import files
 
 import polars as pl
 
 from ...core.features import load_modules
 from ...core.scale_sources import QUANTIZED, notice
-from ..comparison.comparison import Comparison
+from .. import thresholds
+from ..comparison.compare import Comparison
 from ..comparison.onset import IN_A_ROW
 from ..loss.outcome import LossOutcome
 from ..loss.step_change import higher_in_the_end
 from ..runs.grid import Ints, interval_of
 from ..runs.run import Run
 from ..runs.settings import coverage_notes
-from .confidence import measure_confidence
 from .decide import Decision
-from .early_warning import early_warning
 from .events import Event, list_events
 from .facts import Facts, Records
 from .finding import NOT_FP8, Finding
+from .limits import early_warning
+
+#: confidence of a cause that the benchmark has too few verdicts of
+_UNMEASURED = "medium"
+_FEWEST = 20
+
+
+def measure_confidence(decision: Decision, paired: bool) -> str | None:
+    """Return `high`, `medium` or `low`, or None if nothing was found: absence of evidence gets no confidence.
+
+    Args:
+        paired: whether there is a baseline.
+    """
+    if decision.cause in ("none", "unknown"):
+        return None
+    if decision.finding is not None and decision.finding.strength != "clear":
+        return "high" if decision.finding.strength == "proof" else "low"
+    right, count = _read_counts().get(f"{decision.cause}, {'paired' if paired else 'alone'}", (0, 0))
+    if count < _FEWEST:
+        return _UNMEASURED
+    share = right / count
+    return "high" if share >= thresholds.HIGH else "medium" if share >= thresholds.MEDIUM else "low"
+
+
+@cache
+def _read_counts() -> dict[str, tuple[int, int]]:
+    counts = json.loads(files(__package__).joinpath("confidence.json").read_text(encoding="utf-8"))
+    return {name: (each["right"], each["verdicts"]) for name, each in counts.items()}
 
 
 @dataclass(frozen=True)

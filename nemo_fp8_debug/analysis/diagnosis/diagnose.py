@@ -1,4 +1,4 @@
-"""`diagnose`: what is wrong with a run. "Cannot tell" is an answer."""
+"""Diagnose a run, and recommend changes to it. "Cannot tell" is an answer."""
 
 from __future__ import annotations
 
@@ -7,16 +7,17 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
+from ...core.keys import Key
 from ...errors import RecordError
 from ...numerics.limits import MADE_UP
 from .. import thresholds
-from ..bands.bands import Bands, bands_for
-from ..bands.judge import judge, told
-from ..comparison.compare import compare
-from ..comparison.comparison import Comparison
+from ..bands.bands import Bands, bands_for, judge, told
+from ..comparison.compare import Comparison, compare
 from ..comparison.onset import IN_A_ROW
 from ..loss.outcome import MAX_GAP, LossOutcome
 from ..loss.step_change import rises_with
+from ..recommendation.options import Budget
+from ..recommendation.recommend import Recommendation
 from ..runs.grid import interval_of
 from ..runs.run import Run
 from .decide import Decision, Evidence, decide
@@ -250,3 +251,34 @@ def _list_not_compared(run: Run, baseline: Run | None) -> list[str]:
     if len(mine - theirs) > thresholds.UNSEEN * len(mine):
         missed.append(f"{len(mine - theirs)} of {len(mine)} tensors, which the baseline does not have")
     return missed
+
+
+def recommend(
+    run: Source,
+    baseline: Source | Sequence[Source] | None = None,
+    operands: Sequence[Key] | None = None,
+    budget: Budget | None = None,
+) -> Recommendation:
+    """Return the cheapest change for each operand that loses too much.
+
+    Args:
+        run: the record of the run to fix, or a folder above it; a path or any fsspec address.
+        baseline: the record of a run that went well, or of several, as of `diagnose`. With it, only operands that
+            left its band before the loss diverged are changed; without it, all that exceed the budget. None are changed
+            if something other than FP8 is to blame.
+        operands: operands to look at instead, a list of (layer, role); a role is `input`, `weight` or `grad_output`.
+        budget: what an operand may lose; None: `Budget()`.
+
+    Returns:
+        What to change: `.plan` is what `apply_plan` and `FP8PlanCallback` take, `.findings` has each operand's errors before
+        and after, `.to_json()` everything as plain values.
+
+    Raises:
+        RecordError: a record is missing or unreadable, has no sampled step, or has no such operand.
+
+    Example:
+        >>> found = recommend("runs/bad", operands=[("layers.0.fc2", "input")])
+        >>> [(change.layer, change.recipe) for change in found.plan.changes]
+        [('layers.0.fc2', 'current-e5m2')]
+    """
+    return diagnose(run, baseline).recommend(budget, operands)

@@ -9,8 +9,8 @@ from typing import Any, Generic, TypeVar
 
 import polars as pl
 
-from ..bands.judge import Judged
-from ..comparison.comparison import Comparison
+from ..bands.bands import Judged
+from ..comparison.compare import Comparison
 from ..loss.outcome import LossOutcome
 from ..runs.grid import Ints
 from ..runs.run import Run

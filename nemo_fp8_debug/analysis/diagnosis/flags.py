@@ -11,9 +11,9 @@ from ...core.keys import GRADIENTS, ROLES, Key
 from ...core.scale_sources import QUANTIZED
 from ..formatting import number
 from ..recommendation.flags import Flag, Undo
-from ..runs.casts import usual_casts
 from ..runs.grid import interval_of
 from ..runs.run import Run
+from ..runs.settings import usual_casts
 from .answer import Answer
 from .finding import CAUSES, NO_RECIPE, NOT_FP8, OF_FP8, Finding
 from .ranking import harm_ranks

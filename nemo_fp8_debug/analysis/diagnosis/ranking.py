@@ -10,8 +10,7 @@ import numpy as np
 import polars as pl
 
 from ...core.keys import Key
-from ..comparison.compare import split_experts
-from ..comparison.comparison import Comparison
+from ..comparison.compare import Comparison, split_experts
 from ..comparison.drift import SHOWN, TAIL
 from ..runs.blocks import by_tensor, over_blocks
 from ..runs.grid import Floats, Grid, median

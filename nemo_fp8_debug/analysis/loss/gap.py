@@ -1,16 +1,115 @@
-"""How far a run's loss lies above a baseline's, how sure that is, and the smallest gap that could have been seen."""
+"""Lay two losses side by side: whether both saw the same batches, how far apart they end, and since when."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 from scipy.special import stdtrit
 
-from .alignment import Aligned, Floats, align
-from .curve import LossCurve
-from .smoothing import standard_error
+from .. import thresholds
+from .curve import LossCurve, persistence, running_median, standard_error, stays
+
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
+
+#: part of the steps of the run with fewer that both must have, or else means over stretches of steps are compared
+_SHARED = 0.9
+#: correlation of what the losses move by from step to step that shows the same batches: the least, and in standard errors
+_ALIKE, _ERRORS = 0.1, 4.0
+
+
+@dataclass(frozen=True)
+class Aligned:
+    """Losses of a run and of a baseline at the same places; non-finite ones are infinite."""
+
+    #: steps, or the first step of each stretch
+    steps: Ints
+    run: Floats
+    baseline: Floats
+    #: steps from one place to the next
+    spacing: int
+    #: of what either loss moves by from one place to the next; NaN if there are too few
+    correlation: float
+    #: what 100% of a gap are; None: the baseline's level
+    range: float | None = None
+
+    @property
+    def paired(self) -> bool:
+        """Whether the noise of the two is the same in part, as of runs that see the same batches in the same order."""
+        least = max(_ALIKE, _ERRORS / max(len(self.steps), 1) ** 0.5)
+        return bool(self.correlation > least)
+
+    def last(self, part: float, after: int | None, least: int) -> Aligned:
+        """The last part of the places, or those after a step; at least so many, if there are as many."""
+        if after is None:
+            n = max(round(part * len(self.steps)), min(least, len(self.steps)))
+            kept = slice(len(self.steps) - n, None)
+        else:
+            kept = slice(int(np.searchsorted(self.steps, after, side="right")), None)
+        return replace(self, steps=self.steps[kept], run=self.run[kept], baseline=self.baseline[kept])
+
+
+def align(run: LossCurve, baseline: LossCurve) -> Aligned:
+    """Where both have losses: at the steps of both, or, if they share few, as means over stretches that both cover.
+
+    Example:
+        >>> import polars as pl
+        >>> coarse = LossCurve.of(pl.DataFrame({"step": [0, 10, 20, 30], "loss": [4.0, 3.0, 2.0, 1.0]}))
+        >>> fine = LossCurve.of(pl.DataFrame({"step": range(40), "loss": [2.0] * 40}))
+        >>> align(coarse, fine).steps.tolist()
+        [0, 10, 20, 30]
+    """
+    shared, mine, theirs = np.intersect1d(run.steps, baseline.steps, return_indices=True)
+    first = max(run.steps[0], baseline.steps[0]) if len(run.steps) and len(baseline.steps) else 0
+    last = min(run.steps[-1], baseline.steps[-1]) if len(run.steps) and len(baseline.steps) else -1
+    fewest = min(int(((c.steps >= first) & (c.steps <= last)).sum()) for c in (run, baseline))
+    spacing = max(_spacing(run.steps), _spacing(baseline.steps))
+    if len(shared) >= _SHARED * fewest:
+        steps, losses = shared.astype(np.int64), (run.losses[mine], baseline.losses[theirs])
+    else:
+        edges = np.arange(first, last + 1, spacing)
+        means = [_means(curve, edges, spacing) for curve in (run, baseline)]
+        both = ~np.isnan(means[0]) & ~np.isnan(means[1])
+        steps, losses = edges[both].astype(np.int64), (means[0][both], means[1][both])
+    return Aligned(steps, *losses, spacing, _correlation(*losses), baseline.range)
+
+
+def _spacing(steps: Ints) -> int:
+    return max(1, round(float(np.median(np.diff(steps))))) if len(steps) > 1 else 1
+
+
+def _means(curve: LossCurve, edges: Ints, width: int) -> Floats:
+    """Mean loss of each stretch of `width` steps; NaN where it has none."""
+    at = (curve.steps - edges[0]) // width
+    kept = (curve.steps >= edges[0]) & (at < len(edges))
+    sums = np.bincount(at[kept], curve.losses[kept], len(edges))
+    counts = np.bincount(at[kept], minlength=len(edges))
+    with np.errstate(invalid="ignore"):
+        means: Floats = np.where(counts > 0, sums / np.maximum(counts, 1), np.nan)
+    return means
+
+
+def _correlation(run: Floats, baseline: Floats) -> float:
+    """Of the moves from place to place, less what they are around there: a loss that falls steeply moves as any other does.
+    Large ones, as of spikes, count as much as others (ranks)."""
+    finite = np.isfinite(run) & np.isfinite(baseline)
+    moves = [np.diff(losses[finite]) for losses in (run, baseline)]
+    if len(moves[0]) < 8:
+        return float("nan")
+    mine, theirs = (_ranks(each - running_median(each, 5)) for each in moves)
+    with np.errstate(invalid="ignore"):  # of losses that do not move
+        return float(np.corrcoef(mine, theirs)[0, 1])
+
+
+def _ranks(values: Floats) -> Floats:
+    """Of equal ones the same: their order says nothing."""
+    _, which, counts = np.unique(values, return_inverse=True, return_counts=True)
+    ranks: Floats = (np.cumsum(counts) - (counts - 1) / 2)[which]
+    return ranks
+
 
 #: part of the steps in common, from the end, whose mean is compared, and the least number of losses in it
 PART, FEWEST = 0.2, 20
@@ -123,3 +222,60 @@ def relative(run: Floats, baseline: Floats, whole: float | None = None) -> tuple
 def _gone(losses: Floats) -> bool:
     """Whether the losses end in NaN or infinity, more than one."""
     return bool(len(losses) > 1 and not np.isfinite(losses[-2:]).any())
+
+
+def above(run: LossCurve, baseline: LossCurve) -> int | None:
+    """First step from which a run's loss stays above a baseline's for good; None: it does not, or that cannot be seen.
+
+    The run is compared with the baseline batch by batch or with the baseline's running median, whichever leaves less noise:
+    runs of the same batches have most of it in common.
+
+    Example:
+        >>> import polars as pl
+        >>> def losses(rise): return LossCurve.of(pl.DataFrame({"step": range(100), "loss": [2.0] * 60 + [2 + rise] * 40}))
+        >>> above(losses(0.1), losses(0.0))
+        60
+    """
+    if not len(run.losses) or not len(baseline.losses):
+        return None
+    aligned = align(run, baseline)
+    n = len(aligned.steps)
+    if n < 2:
+        return None
+    half = max(2, n // 12)
+    apart, smooth, noise = min((_apart(aligned, each, half) for each in (True, False)), key=lambda found: found[2])
+    first = stays(smooth > thresholds.DEPARTS_SIGMAS * noise, apart, half)
+    if first is None:
+        return None
+    plain = float(np.median(smooth[first:])) > thresholds.DEPARTS_PLAINLY * noise
+    return int(aligned.steps[first]) if plain or _is_sure(aligned, first) else None
+
+
+def _apart(aligned: Aligned, by_batch: bool, half: int) -> tuple[Floats, Floats, float]:
+    """How far the run lies above the baseline, its running median, and the noise of that."""
+    reference = aligned.baseline if by_batch else running_median(aligned.baseline, half)
+    with np.errstate(invalid="ignore"):
+        # Where neither is a number, neither is above the other.
+        apart = np.nan_to_num(aligned.run - reference, nan=0.0, posinf=np.inf, neginf=-np.inf)
+        smooth = running_median(apart, half)
+        noise = _noise(apart - smooth, half)
+        if not by_batch:
+            noise = float(np.hypot(noise, _noise(aligned.baseline - reference, half)))
+    return apart, smooth, noise
+
+
+def _noise(apart: Floats, half: int) -> float:
+    """Standard deviation of a running median of noise like this."""
+    finite = apart[np.isfinite(apart)]
+    if not len(finite):
+        return 0.0
+    scatter = float(np.median(np.abs(finite))) / 0.6745
+    return float(np.sqrt(np.pi / 2) * scatter * persistence(finite) / np.sqrt(2 * half + 1))
+
+
+def _is_sure(aligned: Aligned, first: int) -> bool:
+    """Whether the mean over the last part, and not before `first`, is above the baseline's; of few losses, yes."""
+    n = len(aligned.steps)
+    start = max(min(max(first, round((1 - PART) * n)), n - TOO_FEW), 0)
+    found = gap_of(aligned, after=int(aligned.steps[start]) - 1)
+    return found is None or found.infinite or found.interval(thresholds.DEPARTS_SURE)[0] > 0

@@ -10,8 +10,7 @@ import numpy as np
 from .. import thresholds
 from ..formatting import number
 from .curve import LossCurve
-from .divergence import above
-from .gap import Gap, gap
+from .gap import Gap, above, gap
 from .seeds import Seeds
 from .step_change import jumps_at, rises_at
 

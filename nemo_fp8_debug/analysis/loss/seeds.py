@@ -9,9 +9,8 @@ import numpy as np
 import polars as pl
 from scipy.special import stdtrit
 
-from .alignment import Floats, Ints, align
 from .curve import LossCurve
-from .gap import FEWEST, PART
+from .gap import FEWEST, PART, Floats, Ints, align
 
 #: losses in common from which on it shows whether two runs saw the same batches
 _TELL = 40

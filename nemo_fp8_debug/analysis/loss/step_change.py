@@ -8,10 +8,8 @@ import numpy as np
 from scipy.special import ndtri, stdtr
 
 from .. import thresholds
-from .alignment import Aligned, Floats, Ints, align
-from .curve import LossCurve
-from .gap import PART
-from .smoothing import persistence, running_median, standard_error
+from .curve import LossCurve, persistence, running_median, standard_error
+from .gap import PART, Aligned, Floats, Ints, align
 
 #: losses on either side of the step, at most as a part of all, and at least
 _PART, _FEWEST = 6, 10

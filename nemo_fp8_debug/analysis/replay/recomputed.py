@@ -1,26 +1,132 @@
-"""Operands measured again: from histograms in one go, from tensors one by one."""
+"""Measure operands again: from histograms in one go, from dumped tensors one by one."""
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+import polars as pl
 import torch
 
 from ...core.keys import Key
 from ...core.layer_names import aggregate_key
+from ...errors import warn
 from ...numerics import metrics
+from ...numerics.block_scaling import BlockRule
 from ...numerics.expert_groups import ExpertAggregates
-from ...numerics.formats import FloatFormat
+from ...numerics.formats import FORMATS, FloatFormat
 from ...numerics.histogram import DTYPES, Histogram, HistogramBatch
 from ...numerics.metric_columns import rows
 from ...numerics.metrics import Moments, QuantizationSums
+from ...numerics.recipe import BF16_RECIPE, Recipe, find_recipe
 from ...numerics.tensor_scaling import CurrentScaling
-from .job import Job, Part
-from .sources import in_blocks
+from ...record.dump import dumped_files, read_dump
+from ...record.reader import read_table
+from ...record.storage import Storage
+
+#: columns that say which operand a row is about
+OPERAND = ["layer", "role"]
+
+
+@dataclass(frozen=True)
+class Job:
+    """One step, with all that a process elsewhere needs to recompute it."""
+
+    run: str
+    source: str
+    #: None: the recorded scales
+    recipe: Recipe | None
+    step: int
+    #: the step's recorded rows
+    about: pl.DataFrame
+    scales: Mapping[Key, torch.Tensor | CurrentScaling | BlockRule]
+    #: of dY in that step
+    multiplier: float | None
+    #: operands to recompute; None: all
+    only: Collection[Key] | None
+
+    def wants(self, key: Key) -> bool:
+        """Whether an operand is to be recomputed."""
+        return self.only is None or key in self.only or aggregate_key(*key) in self.only
+
+
+@dataclass(frozen=True)
+class Part:
+    """Calls of an operand that were cast with one scale: their histogram, or the tensor itself where a histogram is not
+    enough."""
+
+    key: Key
+    values: Histogram | torch.Tensor
+    recipe: str
+    format: FloatFormat
+    #: NaN where blocks had scales of their own
+    scale: float
+
+
+def recorded_histograms(run: Storage, job: Job) -> list[Part]:
+    """Return the histograms that were recorded of the step; under BF16 only those of values that were not rounded to it."""
+    exact = {"rounded": False} if job.recipe == BF16_RECIPE else {}
+    table = read_table(run, "histograms", where={"step": job.step, **exact})
+    names = ("layer", "role", "dtype", "rounded", "bins", "counts", "recipe", "format", "scale")
+    table = table.join(job.about.select(OPERAND), on=OPERAND, how="semi", maintain_order="left")
+    parts = []
+    for layer, role, dtype, rounded, bins, counts, *rest in table.select(names).iter_rows():
+        histogram = Histogram(getattr(torch, dtype), rounded=bool(rounded))
+        histogram.counts[torch.tensor(bins, dtype=torch.int64)] = torch.tensor(counts, dtype=torch.int64)
+        parts.append(Part((layer, role), histogram, rest[0], FORMATS[rest[1]], math.nan if rest[2] is None else rest[2]))
+    return parts
+
+
+def dumped_tensors(run: Storage, job: Job) -> list[Part]:
+    """The tensors that the first rank dumped, counted into histograms if these are enough."""
+    from ...kernels import histogram_of  # compiles on import, which histograms do not need
+
+    parts: dict[tuple[Key, int], Part] = {}
+    under_blocks = in_blocks(job)
+    recorded = {
+        (layer, role): math.nan if s is None else s for layer, role, s in job.about.select(*OPERAND, "scale").iter_rows()
+    }
+    for attempt, step, rank, name in dumped_files(run):
+        if (attempt, step, rank) != (job.about["attempt"][0], job.step, 0):
+            continue
+        try:
+            about, tensors = read_dump(run, name)
+        except (OSError, ValueError) as error:
+            warn(f"{run.path(name)} is left out, it cannot be read: {error}")
+            continue
+        key, x, scale = (about.layer, about.role), tensors["value"], float(tensors["scale"])
+        if not job.wants(key):
+            continue
+        if recipe := under_blocks.get(key):
+            part = Part(key, x, recipe.name, recipe.format_of(about.role), math.nan)
+        else:
+            part = Part(key, histogram_of(x) if x.dtype in DTYPES else x, about.recipe, about.format, scale)
+        if about.scale_source != "engine" and isinstance(part.values, Histogram):
+            part = replace(part, scale=recorded.get(key, scale))
+        # Calls under one scale are one histogram, as in the record.
+        apart = about.scale_source == "engine" and about.recipe.startswith("current")
+        group = key, about.call if apart or isinstance(part.values, torch.Tensor) else -1
+        parts[group] = _together(parts[group], part) if group in parts else part
+    return list(parts.values())
+
+
+def in_blocks(job: Job) -> dict[Key, Recipe]:
+    """The block recipes that operands are to be measured under."""
+    found = {}
+    for layer, role, name in job.about.select(*OPERAND, "recipe").iter_rows():
+        recipe = job.recipe or find_recipe(name)
+        if recipe and recipe.in_blocks:
+            found[layer, role] = recipe
+    return found
+
+
+def _together(first: Part, second: Part) -> Part:
+    assert isinstance(first.values, Histogram) and isinstance(second.values, Histogram)
+    return replace(first, values=first.values + second.values)
 
 
 @dataclass(frozen=True)

@@ -7,15 +7,16 @@ machine or on a cluster; delayed scales, which follow from step to step, come fr
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Mapping
-from typing import Any
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, TypeVar
 
+import joblib
 import polars as pl
 import torch
 
 from ...core.keys import Key
 from ...core.layer_names import aggregate_key, is_aggregate
-from ...errors import RecordError
+from ...errors import ConfigError, RecordError
 from ...numerics.block_scaling import BlockRule
 from ...numerics.delayed_state import EmulatedScales
 from ...numerics.histogram import Histogram
@@ -27,10 +28,61 @@ from ...record.reader import find_run, read_table
 from ...record.schema import SCHEMAS
 from ...record.storage import Storage
 from ...record.writer import add_rows
-from .job import OPERAND, Job
-from .parallel import map_in_parallel
-from .recomputed import Recomputed, by_key, of_histograms, of_tensors
-from .sources import dumped_tensors, recorded_histograms
+from .recomputed import OPERAND, Job, Recomputed, by_key, dumped_tensors, of_histograms, of_tensors, recorded_histograms
+
+_J = TypeVar("_J")
+_R = TypeVar("_R")
+
+#: fewer jobs than this take longer to hand out than to do
+_FEW = 16
+
+
+def map_in_parallel(call: Callable[[_J], _R], jobs: Sequence[_J], cluster: str | None = None) -> list[_R]:
+    """Results of `call` for each job, in their order.
+
+    Args:
+        cluster: None: processes on this machine, where there are many jobs; `ray`: the Ray cluster that this machine belongs
+            to; `ray://HOST:PORT`: another; `tcp://HOST:PORT`: the scheduler of a Dask cluster.
+
+    Raises:
+        ConfigError: the cluster cannot be reached, or its package is not installed.
+    """
+    if cluster is None:
+        if len(jobs) < _FEW:
+            return [call(job) for job in jobs]
+        return _run(call, jobs)
+    try:
+        if cluster.partition(":")[0] == "ray":
+            return _on_ray(call, jobs, cluster)
+        if "://" in cluster:
+            return _on_dask(call, jobs, cluster)
+    except (ImportError, OSError, ConnectionError, RuntimeError) as error:
+        raise ConfigError(f"the cluster {cluster} cannot be used: {type(error).__name__}: {error}") from None
+    raise ConfigError(f"cluster is {cluster!r}; use ray, ray://HOST:PORT, or tcp://HOST:PORT for Dask")
+
+
+def _run(call: Callable[[_J], _R], jobs: Sequence[_J]) -> list[_R]:
+    results: list[_R] = joblib.Parallel(n_jobs=-1)(joblib.delayed(call)(job) for job in jobs)
+    return results
+
+
+def _on_ray(call: Callable[[_J], _R], jobs: Sequence[_J], cluster: str) -> list[_R]:
+    import ray
+    from ray.util.joblib import register_ray
+
+    if not ray.is_initialized():
+        ray.init(cluster if cluster != "ray" else None, log_to_driver=False)
+    register_ray()
+    with joblib.parallel_config("ray"):
+        return _run(call, jobs)
+
+
+def _on_dask(call: Callable[[_J], _R], jobs: Sequence[_J], cluster: str) -> list[_R]:
+    from distributed import Client
+
+    with Client(cluster) as client, joblib.parallel_config("dask", client=client):
+        return _run(call, jobs)
+
 
 #: what the metrics of a step are recomputed from
 SOURCES = ("histograms", "dumps")

@@ -6,16 +6,15 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from ...analysis.comparison.comparison import Comparison
+from ...analysis.comparison.compare import Comparison
 from ...analysis.comparison.layer_matching import named_alike
 from ...analysis.diagnosis.diagnose import comparison_of, diagnose, diagnose_comparison
 from ...analysis.diagnosis.diagnosis import Diagnosis
 from ...analysis.diagnosis.ranking import by_harm
 from ...analysis.loss.outcome import LossOutcome
 from ...analysis.runs.run import Run
-from ...analysis.story.markdown import story_markdown
 from ...analysis.story.story import make_loss_headline, story
-from ...analysis.story.summary import to_json
+from ...analysis.story.summary import story_markdown, to_json
 from ...errors import hearing
 from .telling import Tell, to_nobody
 

@@ -9,9 +9,8 @@ import numpy as np
 import polars as pl
 import pyarrow as pa
 
-from ...analysis.comparison.evidence import EVIDENCE
-from ...analysis.comparison.onset import all_onsets
-from ...analysis.comparison.other_depth import as_far_from_the_output, differ_in_depth, that_count
+from ...analysis.comparison.layer_matching import as_far_from_the_output, differ_in_depth, that_count
+from ...analysis.comparison.onset import EVIDENCE, all_onsets
 from ...analysis.comparison.tensor_band import MetricBand, TensorBand, tensor_band
 from ...analysis.loss.curve import LossCurve
 from ...analysis.loss.outcome import LossOutcome

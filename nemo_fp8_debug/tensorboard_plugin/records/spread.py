@@ -8,8 +8,7 @@ from functools import partial
 
 import numpy as np
 
-from ...analysis.comparison.evidence import EVIDENCE, Evidence
-from ...analysis.comparison.onset import least_of_values, least_rise, running_median
+from ...analysis.comparison.onset import EVIDENCE, Evidence, least_of_values, least_rise, running_median
 from ...core.threads import ahead
 from ...record.schema import Part
 from ...record.storage import Storage

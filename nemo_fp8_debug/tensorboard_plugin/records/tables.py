@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import polars as pl
 
-from ...analysis.comparison.groups import depth_of, kind_of
+from ...analysis.comparison.drift import depth_of, kind_of
 from ...errors import hearing
 from ...record.parts import KEYS, may_have, read_columns, read_whole_rows
 from ...record.reader import read_table

@@ -27,7 +27,7 @@ from held_out.scores import Verdict
 from fault_injection.facts_cache import draw_runs, read_all
 from fault_injection.judge import Judged, Truth, judge_one
 from nemo_fp8_debug.analysis import thresholds
-from nemo_fp8_debug.analysis.diagnosis.confidence import measure_confidence
+from nemo_fp8_debug.analysis.diagnosis.answer import measure_confidence
 from nemo_fp8_debug.analysis.diagnosis.diagnose import judge_facts, measure_facts
 from nemo_fp8_debug.analysis.diagnosis.facts import Facts
 from nemo_fp8_debug.analysis.diagnosis.rule import list_needed_facts, load_rules

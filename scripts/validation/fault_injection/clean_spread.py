@@ -20,7 +20,7 @@ from fault_injection.facts_cache import draw_runs, read_all
 from nemo_fp8_debug.analysis import thresholds
 from nemo_fp8_debug.analysis.diagnosis.facts import Facts
 from nemo_fp8_debug.analysis.diagnosis.rules.gradients import gradient_norms, name_kind, sizes_against_baseline
-from nemo_fp8_debug.analysis.loss.smoothing import running_median
+from nemo_fp8_debug.analysis.loss.curve import running_median
 
 
 def measure_pair(facts: Facts) -> Iterator[tuple[str, float]]:

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from scipy.stats import rankdata
 
 from fault_injection.records import read_run, truths
-from nemo_fp8_debug.analysis.diagnosis.early_warning import early_warning
+from nemo_fp8_debug.analysis.diagnosis.limits import early_warning
 from nemo_fp8_debug.analysis.runs.grid import Grid
 from nemo_fp8_debug.analysis.runs.run import Run
 

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from fault_injection.judge import baseline_of
 from fault_injection.records import read_run, truths
 from nemo_fp8_debug.analysis.comparison import onset
-from nemo_fp8_debug.analysis.comparison.discoveries import CHANCE, FALLS
+from nemo_fp8_debug.analysis.comparison.onset import CHANCE, FALLS
 from nemo_fp8_debug.analysis.runs.metrics import Metrics, in_common
 
 Floats = npt.NDArray[np.float64]

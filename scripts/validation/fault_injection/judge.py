@@ -37,8 +37,7 @@ from fault_injection.sentences import Checked, check_texts, describe_checks
 from fault_injection.sets import LEARNED_FROM
 from fault_injection.truth import HARM
 from nemo_fp8_debug.analysis.bands.bands import Bands
-from nemo_fp8_debug.analysis.diagnosis.answer import state_harm
-from nemo_fp8_debug.analysis.diagnosis.confidence import measure_confidence
+from nemo_fp8_debug.analysis.diagnosis.answer import measure_confidence, state_harm
 from nemo_fp8_debug.analysis.diagnosis.diagnose import judge_facts
 from nemo_fp8_debug.analysis.diagnosis.diagnosis import Diagnosis
 from nemo_fp8_debug.analysis.diagnosis.facts import Facts, Records

@@ -27,8 +27,7 @@ from fault_injection.records import FOLDER, read_run, truths
 from fault_injection.run_part import surroundings
 from fault_injection.training import INTERVAL, train
 from fault_injection.truth import HARM, gap_of
-from nemo_fp8_debug.analysis.diagnosis.diagnose import diagnose
-from nemo_fp8_debug.analysis.diagnosis.recommend_run import recommend
+from nemo_fp8_debug.analysis.diagnosis.diagnose import diagnose, recommend
 from nemo_fp8_debug.analysis.runs.run import Run
 from nemo_fp8_debug.plan.plan import Plan
 from nemo_fp8_debug.record.writer import RunRecord

@@ -16,8 +16,7 @@ from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScalin
 
 from nemo_fp8_debug import ConfigError, FP8DebugWarning
 from nemo_fp8_debug.capture.gemms import find_gemms
-from nemo_fp8_debug.interventions.te_recipes import te_recipe
-from nemo_fp8_debug.interventions.transformer_engine import EngineChanges
+from nemo_fp8_debug.interventions.transformer_engine import EngineChanges, te_recipe
 from nemo_fp8_debug.numerics.recipe import parse_recipe
 from nemo_fp8_debug.plan.plan import Change, Plan
 from nemo_fp8_debug.record.reader import read_table

@@ -13,8 +13,7 @@ from ....core.keys import GRADIENTS, SHOWN_AS
 from ....numerics.limits import MADE_UP
 from ... import thresholds
 from ...formatting import number
-from ...loss.onset import stays
-from ...loss.smoothing import running_median
+from ...loss.curve import running_median, stays
 from ...loss.step_change import rises_at
 from ...runs.grid import Floats, Ints
 from ...runs.metrics import Metrics

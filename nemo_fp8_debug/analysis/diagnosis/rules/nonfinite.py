@@ -13,8 +13,7 @@ from ....core.keys import ROLES, SHOWN_AS
 from ...runs.metrics import IS_NONFINITE
 from ...runs.run import Run
 from ..facts import Facts, Records, fact
-from ..finding import Finding
-from ..producers import advise_on_nonfinite
+from ..finding import Finding, advise_on_nonfinite
 from ..rule import rule
 
 #: order within a step: the forward pass, the loss, the backward pass, weight gradients, the gradient norm, the optimizer

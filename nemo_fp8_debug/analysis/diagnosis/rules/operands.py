@@ -14,19 +14,17 @@ from ....core.layer_names import aggregate_of, is_aggregate
 from ....core.scale_sources import QUANTIZED
 from ....numerics.limits import MADE_UP
 from ... import thresholds
-from ...comparison.compare import quantized, split_experts
-from ...comparison.comparison import Comparison
+from ...comparison.compare import Comparison, quantized, split_experts
 from ...comparison.onset import IN_A_ROW, onsets
 from ...formatting import number
-from ...runs.casts import usual_casts
+from ...runs.blocks import median_of
 from ...runs.grid import Floats, Ints
-from ...runs.median_of import median_of
 from ...runs.metrics import IS_NONFINITE, Metrics
 from ...runs.run import Run
+from ...runs.settings import usual_casts
 from ..facts import Facts, Records, fact
-from ..finding import CAUSES, Finding
+from ..finding import CAUSES, Finding, advise_on_nonfinite, look_at_producer
 from ..limits import find_beyond, with_limits
-from ..producers import advise_on_nonfinite, look_at_producer
 from ..rule import rule
 from .losses import resumes
 

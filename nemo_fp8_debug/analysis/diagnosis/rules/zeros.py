@@ -17,8 +17,7 @@ from ...runs.grid import Grid, Ints
 from ...runs.metrics import Metrics
 from ...runs.source import Bools
 from ..facts import Facts, Records, fact
-from ..finding import Finding
-from ..producers import look_at_producer
+from ..finding import Finding, look_at_producer
 from ..rule import rule
 
 #: layers that a sentence lists
