@@ -138,13 +138,18 @@ def _tell_trouble(found: Answer, confidence: str | None = None) -> str:
     if chosen is None:
         return _tell_no_cause(found, sure)
     means, since = CAUSES[chosen.cause].means, _tell_since(found, chosen)
-    if chosen.cause == "software" or (chosen.cause in ("nonfinite", "dead") and chosen.operand is None):
+    if _is_told_by_evidence(chosen):
         return tell_sentence(f"{chosen.evidence.partition('; ')[0]}{sure}")
     if chosen.operand is None or "{tensor}" in means:
         layer = f"layer {chosen.layer}" if (chosen.layer or "").isdigit() else chosen.layer
         where = f"in {layer}, " if layer and chosen.operand is None else ""
         return tell_sentence(f"{where}{means.format(tensor=chosen.operand)} {since}{sure}")
     return f"{chosen.operand} went wrong {since}{sure}: {means}."
+
+
+def _is_told_by_evidence(chosen: Finding) -> bool:
+    """Return True if the first clause of the evidence says what is wrong, in place of the cause's own words."""
+    return chosen.cause == "software" or (chosen.cause in ("nonfinite", "dead") and chosen.operand is None)
 
 
 def _tell_no_cause(found: Answer, sure: str) -> str:
@@ -211,7 +216,7 @@ def _tell_evidence(found: Answer) -> str:
     chosen = found.decision.finding
     if chosen is None:
         return ""
-    if chosen.cause in ("software", "nonfinite", "dead") and chosen.operand is None:
+    if _is_told_by_evidence(chosen):
         return tell_sentence(chosen.evidence.partition("; ")[2])
     also = ", ".join(filter(None, (each.operand for each in found.decision.also[:2])))
     return tell_sentence(chosen.evidence) + (f" Also wrong by then: {also}." if also else "")
@@ -231,10 +236,11 @@ def tell_missed(found: Answer) -> list[str]:
         missed.append("We could have missed a fault from the first step on.")
     elif found.loss.harm != "none":
         missed.append("We could have missed a fault in data, kernels or communication.")
-    checks = {"`verify_rows=2` checks what GEMMs return": "verification", "`states` the optimizer": "states"}
-    absent = [shown for shown, name in checks.items() if found.run.table(name).is_empty()]
+    options = {"verification": ("GEMM results", "`verify_rows`"), "states": ("optimizer states", "`states`")}
+    absent = [shown for name, shown in options.items() if found.run.table(name).is_empty()]
     if absent:
-        missed.append(f"Not recorded: {' and '.join(absent)}.")
+        what, how = (" and ".join(words) for words in zip(*absent, strict=True))
+        missed.append(f"To check {what} too, record with {how}.")
     return missed
 
 
