@@ -115,6 +115,9 @@ DEPARTS_SIGMAS = _threshold(
 DEPARTS_PLAINLY = _threshold("DEPARTS_PLAINLY", 12.0, "standard deviations", "Three times as far needs no second test.")
 DEPARTS_SURE = _threshold("DEPARTS_SURE", 0.999, "confidence", "One false departure in a thousand runs.")
 NEAR_ZERO = _threshold("NEAR_ZERO", 1e-3, "of the loss", "Of a loss that fell to a thousandth, nothing is left to lose.")
+LEVEL_NEAR_ZERO = _threshold(
+    "LEVEL_NEAR_ZERO", 0.1, "of the range", "Nearer to zero, the level of a loss that crosses zero is an accident."
+)
 RISE_PART = _threshold("RISE_PART", 0.02, "of the loss", "As MAX_GAP, of a run without a baseline.")
 RISE_SIGMAS = _threshold(
     "RISE_SIGMAS", 8.0, "standard deviations", "The minimum of a noisy curve lies 3 to 4 below it by chance; twice that."

@@ -171,7 +171,9 @@ def judge_facts(facts: Facts, leave_out: Collection[str] = ()) -> Judgment:
     harmed_since = min((step for step in (loss.harmful_since, stopped_at) if step is not None), default=None)
     interval = int(interval_of(facts.steps))
     out = any(f.rule == "operand" and f.strength != "hint" for f in findings)
-    judged = _is_judged(facts, harmed_since, interval, out) and not (harmed_since is None and loss.lies_above)
+    # If a baseline cannot exclude harm, the loss gives no all-clear.
+    in_doubt = harmed_since is None and facts.paired and loss.harm == "unknown"
+    judged = _is_judged(facts, harmed_since, interval, out) and not in_doubt
     settled = int(facts.steps[min(MADE_UP, len(facts.steps) - 1)]) if len(facts.steps) else 0
     by_precision = loss.differs_from_reference is not False
     evidence = Evidence(

@@ -160,7 +160,7 @@ def _tell_no_cause(found: Answer, sure: str) -> str:
     harmed = found.harm in ("harmful", "likely")
     if found.decision.likeliest and (harmed or found.cause == "unknown"):
         told = " or ".join(_name_finding(each) for each in found.decision.likeliest)
-        return f"{'We cannot tell why' if harmed else _tell_doubt(found)}. Likeliest: {told}."
+        return f"{'We cannot tell why. Likeliest' if harmed else f'{_tell_doubt(found)}. Likeliest, if anything'}: {told}."
     if found.cause == "unknown":
         return "We cannot tell what is wrong." if harmed else f"{_tell_doubt(found)}."
     clear = any(each.strength != "hint" for each in list_unusual(found))
@@ -173,6 +173,8 @@ def _tell_doubt(found: Answer) -> str:
         return "We cannot tell whether anything is wrong"
     if found.loss.lies_above:
         return "The loss lies above the baseline's, and we found no cause"
+    if found.facts.paired and found.loss.harm == "unknown":
+        return "We found nothing wrong"
     n = len(found.run.metrics.steps)
     return f"We found nothing, but {n} sample{' is' if n == 1 else 's are'} too few to be sure"
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -140,22 +141,38 @@ def _exactly(apart: Floats, first: int, half: int) -> int:
 _TAIL = 0.01
 
 
-def range_of(losses: Floats) -> float | None:
-    """Return what 100% of a rise or gap are if losses cross zero or come very near it: their range. None: it is their level.
+class Scale(NamedTuple):
+    """What 100% of a rise or gap are, of a loss whose level cannot serve at every step."""
 
-    A loss that crosses zero ends near zero by chance, so percents of its level have any size and either sign. Of a loss that
-    fell to a thousandth nothing is left to lose. A constant that is added to a loss that crosses zero does not change its
-    range. If a loss falls from zero, its range is its level.
+    value: float
+    #: whether it is the range of the losses, and not the level they end at
+    is_range: bool
+
+    @staticmethod
+    def choose(scale: Scale | None, level: float) -> float:
+        """Return what 100% are: the scale, or without one the level."""
+        return abs(level) if scale is None else scale.value
+
+
+def measure_scale(losses: Floats) -> Scale | None:
+    """Return the scale of losses that cross zero or come very near it. None: their level serves at every step.
+
+    A loss that crosses zero passes levels of which percents have any size, so one scale serves all steps: the level that
+    it ends at. If that level is near zero too, or if the loss fell to a thousandth, the scale is the range of the losses.
 
     Example:
-        >>> range_of(np.linspace(3, 1, 500)), range_of(np.linspace(-1, -3, 500))
+        >>> measure_scale(np.linspace(3, 1, 500)), measure_scale(np.linspace(-1, -3, 500))
         (None, None)
-        >>> round(range_of(np.linspace(2, -3, 500)), 1), round(range_of(np.geomspace(2, 1e-5, 500)), 1)
-        (4.9, 1.8)
+        >>> both = measure_scale(np.linspace(2, -3, 500)), measure_scale(np.geomspace(2, 1e-5, 500))
+        >>> [(round(scale.value, 1), scale.is_range) for scale in both]
+        [(2.8, False), (1.8, True)]
     """
     finite = losses[np.isfinite(losses)]
     low, high = np.quantile(finite, (_TAIL, 1 - _TAIL)) if len(finite) else (0.0, 0.0)
-    return float(high - low) if high > 0 and low < thresholds.NEAR_ZERO * high else None
+    if high <= 0 or low >= thresholds.NEAR_ZERO * high:
+        return None
+    level, whole = abs(float(finite[-max(len(finite) // 10, 1) :].mean())), float(high - low)
+    return Scale(level, False) if low < 0 and level > thresholds.LEVEL_NEAR_ZERO * whole else Scale(whole, True)
 
 
 @dataclass(frozen=True)
@@ -178,9 +195,9 @@ class LossCurve:
         return cls(table["step"].to_numpy(), losses, running_median(losses, half), half)
 
     @cached_property
-    def range(self) -> float | None:
-        """The loss that counts as 100% of a rise above this one; None: its level. See `range_of`."""
-        return range_of(self.losses)
+    def scale(self) -> Scale | None:
+        """What 100% of a rise above this loss are; None: its level. See `measure_scale`."""
+        return measure_scale(self.losses)
 
     @property
     def begins_at_zero(self) -> bool:
@@ -189,16 +206,16 @@ class LossCurve:
         if not len(finite) or np.median(finite) >= 0:
             return False
         first = float(np.median(finite[: max(3, len(finite) // 30)]))
-        return abs(first) < 0.1 * float(np.ptp(finite))
+        return abs(first) < thresholds.LEVEL_NEAR_ZERO * float(np.ptp(finite))
 
-    def range_before(self, step: int) -> float | None:
+    def scale_before(self, step: int) -> Scale | None:
         """Return the same for the losses before a step."""
-        return range_of(self.losses[self.steps < step])
+        return measure_scale(self.losses[self.steps < step])
 
     def raised(self, percent: float) -> LossCurve:
         """Return the curve with all losses higher by a percentage."""
         part, both = percent / 100, (self.losses, self.smooth)
-        losses, smooth = (each + part * (np.abs(each) if self.range is None else self.range) for each in both)
+        losses, smooth = (each + part * (np.abs(each) if self.scale is None else self.scale.value) for each in both)
         return LossCurve(self.steps, losses, smooth, self.half)
 
     def same_as(self, other: LossCurve) -> bool:
@@ -248,12 +265,12 @@ class LossCurve:
         return int(self.steps[numbers[-1] + 1 if len(numbers) else 0])
 
     @cached_property
-    def range_to_lowest(self) -> float | None:
+    def scale_to_lowest(self) -> Scale | None:
         """What 100% of a rise above the smoothed minimum are: how far it rises later does not count; None: the minimum."""
-        return range_of(self.losses[: int(np.argmin(self.smooth)) + self.half + 1]) if len(self.smooth) else None
+        return measure_scale(self.losses[: int(np.argmin(self.smooth)) + self.half + 1]) if len(self.smooth) else None
 
     def _whole(self, floor: float) -> float:
-        return self.range_to_lowest or abs(floor)
+        return Scale.choose(self.scale_to_lowest, floor)
 
     def _least_rise(self, floor: float) -> float:
         return max(thresholds.RISE_PART * self._whole(floor), thresholds.RISE_SIGMAS * self.noise)
@@ -279,7 +296,7 @@ class LossCurve:
             rise = after - before
         at = int(np.argmax(np.where(np.isfinite(rise), rise, -np.inf)))
         step = int(self.steps[at + self.half])
-        whole = self.range_before(step) or abs(float(before[at]))
+        whole = Scale.choose(self.scale_before(step), float(before[at]))
         if not rise[at] > max(thresholds.LEVEL_SIGMAS * noise, thresholds.LEVEL_PART * whole):
             return None
         return step, 100 * float(rise[at]) / whole

@@ -10,7 +10,7 @@ import numpy.typing as npt
 from scipy.special import stdtrit
 
 from .. import thresholds
-from .curve import LossCurve, persistence, running_median, standard_error, stays
+from .curve import LossCurve, Scale, persistence, running_median, standard_error, stays
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
@@ -34,7 +34,7 @@ class Aligned:
     #: of what either loss moves by from one place to the next; NaN if there are too few
     correlation: float
     #: what 100% of a gap are; None: the baseline's level
-    range: float | None = None
+    scale: Scale | None = None
 
     @property
     def paired(self) -> bool:
@@ -74,7 +74,7 @@ def align(run: LossCurve, baseline: LossCurve) -> Aligned:
         means = [_means(curve, edges, spacing) for curve in (run, baseline)]
         both = ~np.isnan(means[0]) & ~np.isnan(means[1])
         steps, losses = edges[both].astype(np.int64), (means[0][both], means[1][both])
-    return Aligned(steps, *losses, spacing, _correlation(*losses), baseline.range)
+    return Aligned(steps, *losses, spacing, _correlation(*losses), baseline.scale)
 
 
 def _spacing(steps: Ints) -> int:
@@ -194,13 +194,13 @@ def gap_of(aligned: Aligned, part: float = PART, after: int | None = None, fewes
     aligned = aligned.last(part, after, fewest)
     known = np.isfinite(aligned.baseline)
     finite = known & np.isfinite(aligned.run)
-    if known.sum() < TOO_FEW or not (aligned.range or float(np.mean(aligned.baseline[known]))):
+    if known.sum() < TOO_FEW or (aligned.scale is None and not float(np.mean(aligned.baseline[known]))):
         return None
     ends = int(aligned.steps[0]), int(aligned.steps[-1])
     measured = np.inf, 0.0, 1
     if not _gone(aligned.run) and finite.sum() >= TOO_FEW:
-        measured = relative(aligned.run[finite], aligned.baseline[finite], aligned.range)
-    left_out, of_range = int((~finite).sum()), aligned.range is not None
+        measured = relative(aligned.run[finite], aligned.baseline[finite], aligned.scale and aligned.scale.value)
+    left_out, of_range = int((~finite).sum()), aligned.scale is not None and aligned.scale.is_range
     return Gap(*measured, *ends, int(finite.sum()), aligned.paired, aligned.correlation, left_out, of_range)
 
 

@@ -219,6 +219,6 @@ class LossOutcome:
         Args:
             step: at which the loss rises; None: it is about a gap, or about a rise above its minimum.
         """
-        alone = self.run.range_to_lowest if step is None else self.run.range_before(step)
-        of = alone if self.baseline is None else self.baseline.range
-        return f"{number(value)}%{'' if of is None else OF_RANGE}"
+        alone = self.run.scale_to_lowest if step is None else self.run.scale_before(step)
+        scale = alone if self.baseline is None else self.baseline.scale
+        return f"{number(value)}%{OF_RANGE if scale is not None and scale.is_range else ''}"

@@ -9,7 +9,7 @@ import numpy as np
 import polars as pl
 from scipy.special import stdtrit
 
-from .curve import LossCurve
+from .curve import LossCurve, Scale
 from .gap import FEWEST, PART, Floats, Ints, align
 
 #: losses in common from which on it shows whether two runs saw the same batches
@@ -104,7 +104,7 @@ def _why_not(run: LossCurve, baseline: LossCurve, most: int) -> str:
     """
     if not baseline.has_enough:
         return "it has too few losses"
-    if not (baseline.range or baseline.smooth[-1]):
+    if baseline.scale is None and not baseline.smooth[-1]:
         return "its losses end at zero"
     lost = baseline.lost_at if baseline.lost_at is not None else baseline.diverged_at
     if lost is not None:
@@ -164,7 +164,7 @@ def seeds_of(curves: Sequence[LossCurve], mean: LossCurve) -> Seeds:
     n = len(mean.steps)
     last = mean.steps[n - max(round(PART * n), min(FEWEST, n)) :]
     ends = _at(curves, last).mean(axis=1)
-    return Seeds(len(curves), 100 * float(ends.std(ddof=1) / (mean.range or abs(ends.mean()))))
+    return Seeds(len(curves), 100 * float(ends.std(ddof=1) / Scale.choose(mean.scale, float(ends.mean()))))
 
 
 def _at(curves: Sequence[LossCurve], steps: Ints) -> Floats:

@@ -8,7 +8,7 @@ import numpy as np
 from scipy.special import ndtri, stdtr
 
 from .. import thresholds
-from .curve import LossCurve, persistence, running_median, standard_error
+from .curve import LossCurve, Scale, persistence, running_median, standard_error
 from .gap import PART, Aligned, Floats, Ints, align
 
 #: losses on either side of the step, at most as a part of all, and at least
@@ -105,7 +105,8 @@ def _may_have_begun(step: int, sampled: Ints) -> int:
 
 def _rise_at(run: LossCurve, baseline: LossCurve | None, step: int) -> Rise | None:
     """What is measured at a step, see `rises_at`; None: nothing is."""
-    steps, losses, whole = run.steps, run.losses, run.range_before(step)
+    steps, losses, scale = run.steps, run.losses, run.scale_before(step)
+    whole: float | None = None if scale is None else scale.value
     if baseline is not None and baseline.has_enough:
         aligned = align(run, baseline)
         steps, losses, whole = aligned.steps, *_of_its_own(aligned)
@@ -201,7 +202,7 @@ def _of_its_own(aligned: Aligned) -> tuple[Floats, float | None]:
     if (aligned.baseline > 0).all():
         return aligned.run / expected, None
     last = aligned.baseline[known][-max(round(PART * len(aligned.steps)), 1) :]
-    return aligned.run - expected, aligned.range or (abs(float(last.mean())) if len(last) else 0.0)
+    return aligned.run - expected, Scale.choose(aligned.scale, float(last.mean()) if len(last) else 0.0)
 
 
 def _jumps(series: Floats, behind: int) -> tuple[Floats, float]:

@@ -21,6 +21,8 @@ SURE = 3.0
 ENDS = (0.2, 0.1)
 #: share of losses that may lie on the other side of zero before percents are of the range of losses
 _TAIL = 0.01
+#: part of its range, within which a loss ends near zero
+_NEAR = 0.1
 
 
 @dataclass(frozen=True)
@@ -81,10 +83,11 @@ class Losses:
 
     @property
     def whole(self) -> float | None:
-        """Return what 100% are if losses lie on both sides of zero: their range. None: they do not."""
+        """Return what 100% are if losses lie on both sides of zero and end near it: their range. None: they do not."""
         finite = self.values[np.isfinite(self.values)]
         low, high = np.quantile(finite, (_TAIL, 1 - _TAIL)) if len(finite) else (0.0, 0.0)
-        return float(high - low) if low < 0 < high else None
+        ends_near = abs(float(self.last(0.1).mean())) <= _NEAR * (high - low) if len(finite) else False
+        return float(high - low) if low < 0 < high and ends_near else None
 
 
 @dataclass(frozen=True)

@@ -45,7 +45,8 @@ def find_level(facts: Facts) -> Iterator[Finding]:
     step, percent = loss.stepped_up
     if not _is_abrupt(loss, step):
         return
-    unit = "" if loss.range_before(step) is None else OF_RANGE
+    scale = loss.scale_before(step)
+    unit = OF_RANGE if scale is not None and scale.is_range else ""
     evidence = f"the loss goes up by {number(percent)}%{unit} at {facts.unit} {step} and stays there"
     advice = "Look at what changed at that step: data, labels, masks, the loss function, the batch size, a resumed state."
     yield Finding("level", "software", "clear", evidence, since=step, advice=advice, slack=loss.half)
