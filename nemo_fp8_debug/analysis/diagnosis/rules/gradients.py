@@ -88,13 +88,15 @@ def find_factor(facts: Facts) -> Iterator[Finding]:
     if theirs is not None and not alike:
         here, there = (_median(rows["per_scale"]) for rows in (mine, theirs))
         evidence = f"gradients carry a factor of {here:.3g} on top of the loss scale, and {there:.3g} in the baseline"
+        off = (int(step) for step, value in mine["step", "per_scale"].iter_rows() if _differ(value, there))
+        since = next(off, int(mine["step"][0]))
         scale_of_both = find_common_scale(mine, theirs)
         if scale_of_both is not None and here != 0 and not _differ(here * scale_of_both, there, 1.01):
             evidence += f"; both report a loss scale of {scale_of_both:.3g}"
-            yield _factor("proof", evidence, int(mine["step"][0]), "The reported loss scale is not applied.")
+            yield _factor("proof", evidence, since, "The reported loss scale is not applied.")
         else:
             advice = "Other numbers of ranks or tokens explain that; otherwise the loss is divided twice, or not at all."
-            yield _factor("hint", evidence, int(mine["step"][0]), advice)
+            yield _factor("hint", evidence, since, advice)
 
 
 def _moved(mine: pl.DataFrame, theirs: pl.DataFrame | None) -> Iterator[Finding]:
