@@ -71,7 +71,7 @@ _FROM = {
     "on_cluster": "analysis.runs.cluster",
     "read_dump": "record.dump",
     "read_record": "record.reader",
-    "recommend": "analysis.diagnosis.recommend_run",
+    "recommend": "analysis.diagnosis.diagnose",
     "replay": "analysis.replay.replay",
     "sql_views": "record.views",
     "story": "analysis.story.story",
