@@ -11,13 +11,11 @@ import torch
 
 from ..kernels import count_into, histogram_of, moments, nonfinite, quantization_sums
 from ..numerics import metrics
-from ..numerics.block_scale_counts import count_block_scales
-from ..numerics.block_scaling import BlockRule, matrix
+from ..numerics.block_scaling import BlockRule, count_block_scales, matrix
 from ..numerics.histogram import DTYPES, Histogram
-from ..numerics.metrics import MomentsFound, QuantizationSums, SumsFound
+from ..numerics.metrics import MomentsFound, QuantizationSums, SumsFound, quantization_sums_of_codes
 from ..numerics.nvfp4_scaling import NVFP4Scaling
 from ..numerics.recipe import Recipe
-from ..numerics.stored_codes import quantization_sums_of_codes
 from ..numerics.tensor_scaling import CurrentScaling, Unscaled
 from .backends.base import Backend, ScaleInUse
 from .dtensor import local
@@ -61,7 +59,7 @@ class Operand:
     measures_copies: bool = False
     copy_casts: list[ScaleInUse] = field(default_factory=list)
     copy_sums: list[SumsFound] = field(default_factory=list)
-    #: whether the scales of blocks are counted, and how many there were of each, as `numerics.block_scale_counts` has them
+    #: whether the scales of blocks are counted, and how many there were of each, as `count_block_scales` has them
     counts_block_scales: bool = False
     block_scales: torch.Tensor | None = None
     #: float64, sums of all calls that a histogram cannot tell, as features have them; None: there are none

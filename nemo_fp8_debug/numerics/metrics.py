@@ -14,7 +14,7 @@ from typing import Generic, TypeVar
 
 import torch
 
-from .formats import FloatFormat, decoded, saturating_cast
+from .formats import Decoded, FloatFormat, decoded, saturating_cast
 from .histogram import LANES, Histogram, HistogramBatch, infinity_bin, lanes_of, magnitudes_of
 from .metric_names import METRICS as METRICS
 from .metric_names import WORSE as WORSE
@@ -289,6 +289,23 @@ def quantization_sums_of_float32(x: torch.Tensor, scale: torch.Tensor, fmt: Floa
         return sums_of_values(x, beyond(scaled, fmt), q, 1.0, lambda v: v.sum()[None])
 
     return QuantizationSums.concat([of(chunk) for chunk in _chunks(x)]).total()
+
+
+def quantization_sums_of_codes(x: torch.Tensor, stored: Decoded) -> QuantizationSums:
+    """Sums (one row, on x's device) of values and the codes that stand for them; no host synchronization.
+
+    Args:
+        x: float32, of as many values as there are codes.
+    """
+    values, codes, limits = (part.reshape(-1).split(_CHUNK) for part in (x, stored.values, stored.at_limit))
+
+    def of(x: torch.Tensor, q: torch.Tensor, at_limit: torch.Tensor) -> QuantizationSums:
+        finite = x.isfinite() & q.isfinite()
+        x, q = (torch.where(finite, part, 0.0) for part in (x, q))
+        beyond = at_limit & (x.abs() > q.abs() * SCALE_ROUNDING)
+        return sums_of_values(x, beyond, q.double(), 1.0, lambda v: v.sum()[None])
+
+    return QuantizationSums.concat([of(*parts) for parts in zip(values, codes, limits, strict=True)]).total()
 
 
 def metrics_of(

@@ -11,9 +11,8 @@ import torch
 from torch import nn
 
 from ...numerics.block_scaling import BlockRule
-from ...numerics.formats import FloatFormat
+from ...numerics.formats import Decoded, FloatFormat
 from ...numerics.recipe import Recipe
-from ...numerics.stored_codes import Decoded
 from ...numerics.tensor_scaling import CurrentScaling, amax_of, finite_amax_of
 from ..dtensor import is_dtensor
 from . import parallel

@@ -13,11 +13,10 @@ import torch
 from ...capture.operand_stats import OperandStats, added_up
 from ...core.layer_names import aggregate_of, is_aggregate
 from ...kernels.cpu.histograms import Histograms
-from ...numerics.block_scale_counts import distributions
 from ...numerics.delayed_state import EmulatedScales
 from ...numerics.expert_groups import ExpertAggregates
 from ...numerics.formats import FORMATS, FloatFormat
-from ...numerics.metric_columns import rows
+from ...numerics.metric_columns import distributions, rows
 from ...numerics.metrics import Moments, QuantizationSums
 from ...numerics.recipe import parse_recipe
 from ...numerics.tensor_scaling import CurrentScaling

@@ -15,7 +15,7 @@ from ...core.keys import Key
 from ...core.observation import Arrays, Lanes, Plan
 from ...core.plain_arrays import Array
 from ...distributed import Ranks
-from ...numerics.block_scale_counts import CODES
+from ...numerics.block_scaling import CODES
 from ...numerics.histogram import BINS, Histogram
 from ...numerics.metrics import Moments, QuantizationSums
 

@@ -20,7 +20,7 @@ from ...capture.dtensor import is_dtensor, local
 from ...capture.gemms import Gemm
 from ...capture.masters import Masters
 from ...capture.stepped import is_split_by_zero, stepped_by
-from ...numerics.stored_codes import is_cast_of
+from ...numerics.formats import is_cast_of
 from .comparison import Checksums
 
 _COMPARING = "while comparing copies over ranks"

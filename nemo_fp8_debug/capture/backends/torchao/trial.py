@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
+from ....numerics.block_scaling import RowwiseScaling
 from ....numerics.formats import FloatFormat, saturating_cast
-from ....numerics.row_scaling import RowwiseScaling
 from ....numerics.tensor_scaling import CurrentScaling, amax_of
 
 #: rows of large, small and usual values, of one that rounds to a power of two, and of zeros
