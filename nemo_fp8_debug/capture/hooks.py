@@ -22,7 +22,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from .amax_reductions import AmaxReductions, Reduced, wait_for_backward, wait_for_node, with_shared_amax
+from ..core.error_guard import Fault, OperandGuard
 from .backends.base import (
     Args,
     Backend,
@@ -37,8 +37,8 @@ from .backends.base import (
 from .backends.transformer_engine import inspection
 from .dispatcher import Dispatcher, Guard, Mode, Pass
 from .gemms import Gemm
-from .masters import Masters, beside_master
-from .operand_guard import Fault, OperandGuard
+from .operator_mode import AmaxReductions, Reduced, wait_for_backward, wait_for_node, with_shared_amax
+from .optimizer_weights import Masters, beside_master
 from .overrides import emulated
 
 _NOTHING: Mapping[str, Any] = {}

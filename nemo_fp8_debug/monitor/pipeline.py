@@ -25,7 +25,7 @@ from ..errors import warn
 from ..numerics.delayed_state import EmulatedScales
 from ..numerics.recipe import Recipe
 from ..record.schema import TABLES
-from .rank_parts import RunSetup
+from .open_step import RunSetup
 
 #: rows by table
 Tables = Mapping[str, Columns]

@@ -19,8 +19,7 @@ from ...core.observation import SampledTables
 from ...core.table import Columns
 from ...coverage.modules import find_scores
 from ...monitor.model_scan import FoundModules
-from ...monitor.open_step import OpenStep, StepObserver
-from ...monitor.rank_parts import RunSetup
+from ...monitor.open_step import OpenStep, RunSetup, StepObserver
 from ...options.config import Config
 from ..operands.tensors import TensorObservation, join_rows, put_in_use_first
 from .capture import ActivationCapture

@@ -9,15 +9,14 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from ...capture.device_to_host import Move
 from ...capture.dtensor import local
-from ...capture.packed_transfer import Move
 from ...capture.weight_gradients import WatchedWeight, WeightGradient
 from ...core.keys import Key
 from ...core.observation import Arrays, Lanes, Observation, Plan, SampledTables
 from ...core.table import Columns
-from ...monitor.open_step import OpenStep, StepObserver
+from ...monitor.open_step import OpenStep, RunSetup, StepObserver
 from ...monitor.pipeline import Sampled
-from ...monitor.rank_parts import RunSetup
 from .sizes import GradientSize, GradientSizes
 from .table import TABLES
 

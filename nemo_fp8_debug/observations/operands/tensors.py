@@ -7,8 +7,7 @@ from typing import Any
 
 import torch
 
-from ...capture.collect import collect
-from ...capture.operand_stats import OperandStats
+from ...capture.operand_stats import OperandStats, collect
 from ...core.keys import Key
 from ...core.observation import Arrays, Lanes, Observation, Plan, SampledTables
 from ...core.table import Columns

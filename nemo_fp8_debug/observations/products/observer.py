@@ -9,13 +9,12 @@ from functools import partial
 import numpy as np
 import torch
 
-from ...capture.packed_transfer import Move
+from ...capture.device_to_host import Move
 from ...core.keys import Key
 from ...core.observation import Arrays, Lanes, Observation, Plan, SampledTables
 from ...core.table import Columns
-from ...monitor.open_step import OpenStep, StepObserver
+from ...monitor.open_step import OpenStep, RunSetup, StepObserver, counts_weight
 from ...monitor.pipeline import Sampled
-from ...monitor.rank_parts import RunSetup, counts_weight
 from ...numerics.gemm_error import PRODUCTS, SUMS
 from .checks import CheckQueue
 from .gradient_parts import GradientParts, GradientSums

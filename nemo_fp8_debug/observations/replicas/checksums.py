@@ -18,8 +18,7 @@ from ...capture.backends.transformer_engine.casts import is_quantized
 from ...capture.dispatcher import Dispatcher
 from ...capture.dtensor import is_dtensor, local
 from ...capture.gemms import Gemm
-from ...capture.masters import Masters
-from ...capture.stepped import is_split_by_zero, stepped_by
+from ...capture.optimizer_weights import Masters, is_split_by_zero, stepped_by
 from ...numerics.formats import is_cast_of
 from .comparison import Checksums
 

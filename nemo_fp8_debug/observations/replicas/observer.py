@@ -6,14 +6,13 @@ from collections.abc import Collection, Mapping
 
 import torch
 
+from ...capture.device_to_host import Move
 from ...capture.gemms import seen_in_forward
-from ...capture.packed_transfer import Move
 from ...core.keys import Key
 from ...core.observation import Arrays, Lanes, Observation, Plan, SampledTables
 from ...core.table import Columns
-from ...monitor.open_step import OpenStep, StepObserver
+from ...monitor.open_step import OpenStep, RunSetup, StepObserver
 from ...monitor.pipeline import Sampled
-from ...monitor.rank_parts import RunSetup
 from .checksums import ReplicaChecks
 from .comparison import Checksums, Compared, ReplicaComparison, replica_columns
 from .table import TABLES
