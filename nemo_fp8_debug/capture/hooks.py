@@ -23,23 +23,14 @@ import torch
 from torch import nn
 
 from ..core.error_guard import Fault, OperandGuard
-from .backends.base import (
-    Args,
-    Backend,
-    Kwargs,
-    ScaleInUse,
-    StoredCodes,
-    UnknownCast,
-    as_multiplied,
-    is_prepared_later,
-    unknown_cast,
-)
+from .backends.base import Args, Backend, Kwargs, ScaleInUse, StoredCodes, UnknownCast, is_prepared_later, unknown_cast
 from .backends.transformer_engine import inspection
 from .dispatcher import Dispatcher, Guard, Mode, Pass
 from .gemms import Gemm
 from .operator_mode import AmaxReductions, Reduced, wait_for_backward, wait_for_node, with_shared_amax
 from .optimizer_weights import Masters, beside_master
 from .overrides import emulated
+from .tensors import as_multiplied
 
 _NOTHING: Mapping[str, Any] = {}
 

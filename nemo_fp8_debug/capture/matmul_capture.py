@@ -18,13 +18,13 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from ..core.error_guard import Fault, OperandGuard
-from .backends.base import Args, Kwargs, ScaleInUse, UnknownCast, as_multiplied, raw_weight, unknown_cast
+from .backends.base import Args, Kwargs, ScaleInUse, UnknownCast, raw_weight, unknown_cast
 from .backends.in_forward import is_computed, parameter_name, parameter_names, parameter_of
 from .dispatcher import Dispatcher, Pass
-from .dtensor import is_dtensor
 from .gemms import Gemm
 from .hooks import OperandSink, ProductSink
 from .matmuls import Matmul, Matmuls
+from .tensors import as_multiplied, is_dtensor
 
 _COMPUTED = "its module computes it by other operators than those that are known not to quantize"
 

@@ -25,9 +25,9 @@ from torch.utils._pytree import tree_leaves
 from ..core.error_guard import enter_again, leave_modes
 from .backends.in_forward import parameter_of
 from .dispatcher import EventHook
-from .dtensor import is_dtensor
 from .operator_mode import over_dtensors
 from .scan import scan_modules
+from .tensors import is_dtensor
 
 #: where each product has its two operands
 _OPERANDS = {"mm": 0, "bmm": 0, "_grouped_mm": 0, "addmm": 1, "baddbmm": 1, "_addmm_activation": 1}

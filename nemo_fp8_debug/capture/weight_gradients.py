@@ -28,11 +28,11 @@ from .backends.in_forward import parameter_name
 from .backends.parallel import copied_part, gradient_ranks, groups
 from .data_parallel import Sharded, active_ddp
 from .dispatcher import Dispatcher
-from .dtensor import is_dtensor
 from .gemms import Gemm
 from .optimizer_weights import is_split_by_zero
 from .patching import patched
 from .scan import ScannedModule
+from .tensors import is_dtensor
 
 _LOOKING = "while looking at gradients of weights"
 #: lists of Megatron's gradient buffers, in its DDP

@@ -12,13 +12,13 @@ from ..capture.backends.parallel import copied_part
 from ..capture.backends.transformer_engine import inspection
 from ..capture.device_to_host import Move
 from ..capture.dispatcher import Dispatcher
-from ..capture.dtensor import is_counted
 from ..capture.gemms import Gemm, matching
 from ..capture.hooks import CopySink, OperandSink, ProductSink
 from ..capture.operands import Operand
 from ..capture.optimizer_weights import is_split_by_zero, weight_of
 from ..capture.scales import Scales
 from ..capture.scan import ScannedModule
+from ..capture.tensors import is_counted
 from ..capture.weight_gradients import WeightGradients
 from ..core.error_guard import ErrorGuard, Fault
 from ..core.keys import ROLES, Key, roles_of

@@ -11,19 +11,19 @@ import torch
 from ..capture.backends.base import UnknownCast, raw_weight
 from ..capture.device_to_host import DeviceToHostCopy, Holder
 from ..capture.dispatcher import Dispatcher, Transformed
-from ..capture.dtensor import is_dtensor
 from ..capture.gemms import matching
 from ..capture.grad_scale import GradScale
 from ..capture.operands import Operand
 from ..capture.optimizer_weights import find_buffers
 from ..capture.scan import ScannedModule, scan_modules
+from ..capture.tensors import is_dtensor
 from ..capture.tracing import compiled_by_now
 from ..capture.weight_gradients import WeightGradients
 from ..core.error_guard import ErrorGuard
 from ..core.keys import SHOWN_AS, Key
 from ..core.layer_names import compile_patterns
 from ..core.observation import Plan
-from ..kernels.empty_histograms import forget_empty_histograms
+from ..kernels.memory import forget_empty_histograms
 from ..options.config import Config
 from .open_step import OpenStep, StepObserver, Watched, compiled_parts, counted_parts, counts_weight
 from .pipeline import Sampled, Steps

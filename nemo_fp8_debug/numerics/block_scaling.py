@@ -70,6 +70,10 @@ class BlockRule(ABC):
         """Whether scales depend on more than the amax of a block and that of the tensor."""
         return False
 
+    def casts_columnwise(self, m: torch.Tensor) -> bool:
+        """Whether an engine casts a column-wise copy of a matrix."""
+        return True
+
     def columnwise(self, m: torch.Tensor) -> torch.Tensor:
         """What the column-wise copy of a matrix is cast from, transposed: its blocks run along the columns of `m`."""
         return m.t()

@@ -21,7 +21,8 @@ import torch
 
 from .block_scaling import BlockRule, BlockScales
 from .formats import FloatFormat, saturating_cast
-from .tensor_scaling import CurrentScaling, amax_of
+from .metrics import amax_of
+from .tensor_scaling import CurrentScaling
 
 #: an operand by its role, and whether its columns are taken instead of its rows
 Side = tuple[str, bool]

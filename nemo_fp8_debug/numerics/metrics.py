@@ -15,7 +15,7 @@ from typing import Generic, TypeVar
 import torch
 
 from .formats import Decoded, FloatFormat, decoded, saturating_cast
-from .histogram import LANES, Histogram, HistogramBatch, infinity_bin, lanes_of, magnitudes_of
+from .histogram import LANES, Histogram, HistogramBatch, lanes_of, magnitudes_of
 from .metric_names import METRICS as METRICS
 from .metric_names import WORSE as WORSE
 
@@ -218,7 +218,7 @@ def sums_of_values(
 def quantization_sums_of_counts(histogram: Histogram, scale: torch.Tensor, fmt: FloatFormat) -> QuantizationSums:
     """Sums (one row, on the histogram's device) of a histogram under a scale, a float32 scalar; without host
     synchronization."""
-    counts, end = histogram.counts, infinity_bin(histogram.dtype)
+    counts, end = histogram.counts, histogram.infinity
     x = magnitudes_of(histogram.dtype, counts.device)[:end]
     scaled = x * scale.to(x.device)
     q = saturating_cast(scaled, fmt).double() / scale.to(x.device).double()
@@ -276,6 +276,18 @@ def merge(parts: Moments) -> Moments:
         sum_x2=parts.sum_x2.sum()[None],
         sum_x4=parts.sum_x4.sum()[None],
     )
+
+
+def amax_of(x: torch.Tensor) -> torch.Tensor:
+    """Largest magnitude of `x` as a float32 scalar tensor, NaN ignored, 0 for an empty tensor; no host synchronization."""
+    if x.numel() == 0:
+        return torch.zeros((), dtype=torch.float32, device=x.device)
+    return x.detach().abs().nan_to_num(0.0, torch.inf).amax().float()
+
+
+def finite_amax_of(x: torch.Tensor) -> torch.Tensor:
+    """As `amax_of`, infinity ignored too."""
+    return amax_of(torch.where(x.detach().isfinite(), x.detach(), 0))
 
 
 def quantization_sums_of_float32(x: torch.Tensor, scale: torch.Tensor, fmt: FloatFormat) -> QuantizationSums:

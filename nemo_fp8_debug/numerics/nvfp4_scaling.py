@@ -70,6 +70,10 @@ class NVFP4Scaling(BlockRule):
         """Whether scales depend on more than the amax of a block and that of the tensor."""
         return self.row_scaled or bool(self.four_over_six)
 
+    def casts_columnwise(self, m: torch.Tensor) -> bool:
+        """Whether rows are of whole groups, which the transform takes."""
+        return not self.hadamard or m.shape[0] % _HADAMARD == 0
+
     def columnwise(self, m: torch.Tensor) -> torch.Tensor:
         """Transformed in groups of 16 of a row, and rounded to the dtype.
 

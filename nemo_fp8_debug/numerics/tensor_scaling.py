@@ -124,18 +124,6 @@ class Unscaled:
     formats: ClassVar[tuple[str, ...]] = (BF16.name,)
 
 
-def amax_of(x: torch.Tensor) -> torch.Tensor:
-    """Largest magnitude of `x` as a float32 scalar tensor, NaN ignored, 0 for an empty tensor; no host synchronization."""
-    if x.numel() == 0:
-        return torch.zeros((), dtype=torch.float32, device=x.device)
-    return x.detach().abs().nan_to_num(0.0, torch.inf).amax().float()
-
-
-def finite_amax_of(x: torch.Tensor) -> torch.Tensor:
-    """As `amax_of`, infinity ignored too."""
-    return amax_of(torch.where(x.detach().isfinite(), x.detach(), 0))
-
-
 def quantize(x: torch.Tensor, scale: torch.Tensor, fmt: FloatFormat) -> torch.Tensor:
     """The codes of `x`: cast(x * scale), the product in float32.
 

@@ -20,12 +20,11 @@ from ...numerics.histogram import BINS, Histogram, infinity_bin, magnitudes_of
 from ...numerics.metrics import QuantizationSums
 from ..memory import address_of
 from .binary_blocks import add_shortened, sums_of_small
-from .block_loops import sums_of_blocks
+from .block_loops import sums_of_blocks, sums_of_rows
 from .block_scales import Tables, bounds, tables_of, tables_of_one_level
 from .casts import digits
 from .jit import JOB, Work
 from .panels import MANY, RESULTS, TOLD, Layout, PanelJob, add_up
-from .row_loops import sums_of_rows
 from .simd import PANEL
 from .threads import Zeros, share_out
 
@@ -78,16 +77,14 @@ def _operand(x: torch.Tensor, block: Block) -> _Operand:
     return _Operand(kept, (1, rows * columns, rows * columns) if whole else (rows, columns, stride), block)
 
 
-def quantization_sums_in_blocks(
-    x: torch.Tensor, rule: BlockRule, role: str, fmt: FloatFormat, histogram: Histogram
-) -> QuantizationSums:
-    """As `numerics.blocks.quantization_sums_in_blocks`, in another order of adding up.
+def block_sums(x: torch.Tensor, rule: BlockRule, role: str, fmt: FloatFormat, counted: Histogram) -> QuantizationSums:
+    """As `numerics.block_scaling.quantization_sums_in_blocks`, in another order of adding up.
 
     Args:
         x: bfloat16 or float16, not empty, in CPU memory.
-        histogram: of `x`.
+        counted: the histogram of `x`.
     """
-    operand, counts = _operand(x, rule.block(role)), histogram.counts.data_ptr()
+    operand, counts = _operand(x, rule.block(role)), counted.counts.data_ptr()
     if rule.two_level:
         tables = tables_of(rule, fmt, x.dtype, *bounds(counts, operand.infinity))
     else:

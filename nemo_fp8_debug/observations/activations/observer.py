@@ -8,9 +8,9 @@ from functools import partial
 import torch
 
 from ...capture.backends.base import not_quantized
-from ...capture.dtensor import is_counted
 from ...capture.operands import Operand, UncastOperand
 from ...capture.scan import ScannedModule, scan_modules
+from ...capture.tensors import is_counted
 from ...capture.tracing import compiled_by_now
 from ...core.error_guard import ErrorGuard
 from ...core.keys import ACTIVATIONS, Key

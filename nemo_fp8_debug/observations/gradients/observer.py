@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from ...capture.device_to_host import Move
-from ...capture.dtensor import local
+from ...capture.tensors import local
 from ...capture.weight_gradients import WatchedWeight, WeightGradient
 from ...core.keys import Key
 from ...core.observation import Arrays, Lanes, Observation, Plan, SampledTables

@@ -9,12 +9,12 @@ import torch
 
 from ...capture.attention import AttentionCapture
 from ...capture.backends.base import ScaleInUse, unknown_cast
-from ...capture.dtensor import is_counted, local
 from ...capture.gemms import Gemm, matching, seen_in_forward
 from ...capture.hooks import Capture, OperandSink
 from ...capture.matmul_capture import MatmulCapture
 from ...capture.operands import Operand
 from ...capture.scales import SHADOW
+from ...capture.tensors import is_counted, local
 from ...core.error_guard import ErrorGuard
 from ...core.keys import ATTENTION, ATTENTION_BACKWARD, ATTENTION_FORWARD, ROLES, Key, roles_of
 from ...core.observation import Arrays, Lanes, Plan, SampledTables

@@ -15,13 +15,13 @@ from typing import Any
 
 import torch
 
-from ...capture.backends.base import Args, Kwargs, ScaleInUse, as_multiplied
+from ...capture.backends.base import Args, Kwargs, ScaleInUse
 from ...capture.backends.parallel import adds_up
 from ...capture.dispatcher import Dispatcher
-from ...capture.dtensor import local
 from ...capture.gemms import Gemm
 from ...capture.operands import Operand
 from ...capture.overrides import emulated
+from ...capture.tensors import as_multiplied, local
 from ...kernels import quantize_dequantize
 from ...numerics.block_scaling import BlockRule, matrix
 from ...numerics.gemm_error import PRODUCTS, Rows, Side, Terms, scale_of, spread, take_rows

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from ...capture.dtensor import is_dtensor
 from ...capture.operand_stats import OperandStats
+from ...capture.tensors import is_dtensor
 from ...numerics.adam import UPDATE_SUMS, Adam, Held, update_sums
 from ...numerics.gemm_error import spread
 from .table import UPDATE_METRICS

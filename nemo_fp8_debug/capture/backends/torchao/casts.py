@@ -25,7 +25,7 @@ from ....numerics.block_scaling import BlockRule, MXFP8Scaling, RowwiseScaling
 from ....numerics.formats import FORMATS, FloatFormat
 from ....numerics.recipe import Recipe
 from ....numerics.tensor_scaling import TORCHAO_EPSILON, CurrentScaling
-from ...dtensor import is_dtensor
+from ...tensors import is_dtensor
 from ..base import ScaleInUse, UnknownCast, not_quantized, raw_weight
 from .layers import FLOAT8_LINEAR, MXFP8_LINEAR, NVFP4_LINEAR, check_attributes, class_of, layer_class, other_forward
 from .nvfp4 import nvfp4_cast
