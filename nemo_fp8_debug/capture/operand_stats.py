@@ -9,9 +9,8 @@ import torch
 
 from ..core.keys import MIXED, Key
 from ..kernels.cpu.histograms import Histograms
-from ..numerics import metrics
 from ..numerics.histogram import Histogram
-from ..numerics.metrics import Moments, QuantizationSums, SumsFound, merge
+from ..numerics.metrics import Moments, QuantizationSums, merge, total_sums
 from ..numerics.tensor_scaling import CurrentScaling, scales_of
 from .backends.base import ScaleInUse
 from .operands import Operand
@@ -109,10 +108,8 @@ def collect(operands: Sequence[Operand]) -> list[OperandStats]:
 
 
 def _shard(operand: Operand, known: _UnderScales) -> OperandStats:
-    total = operand.total
-    moments = metrics.merge(Moments.concat([m.whole for m in operand.moments]).cpu()) if operand.moments else None
-    cast = cast_of(operand.casts[0], operand)
-    mine = known.of.get(operand.key)
+    moments, mine = operand.whole_moments, known.of.get(operand.key)
+    total, cast = operand.total, cast_of(operand.casts[0], operand)
     return OperandStats(
         key=operand.key,
         kind=operand.gemm.kind,
@@ -120,9 +117,9 @@ def _shard(operand: Operand, known: _UnderScales) -> OperandStats:
         histogram=total,
         amax=float(moments.amax) if moments else total.amax,
         moments=moments,
-        sums=_total(operand.sums) if operand.sums else mine and mine[0],
-        what_if={name: _total(rows) for name, rows in operand.what_if_sums.items()},
-        copy=_total(operand.copy_sums) if _copy_is_known(operand) else None,
+        sums=total_sums(operand.sums) if operand.sums else mine and mine[0],
+        what_if={name: total_sums(rows) for name, rows in operand.what_if_sums.items()},
+        copy=total_sums(operand.copy_sums) if _copy_is_known(operand) else None,
         scales=mine and mine[1],
         parts=mine[2] if mine else [(cast, None, total)],
         block_scales=operand.block_scales if all(use == operand.casts[0] for use in operand.casts) else None,
@@ -146,10 +143,6 @@ def _copy_is_known(operand: Operand) -> bool:
     return 0 < len(operand.copy_casts) == operand.calls and all(c == operand.copy_casts[0] for c in operand.copy_casts)
 
 
-def _total(parts: Sequence[SumsFound]) -> QuantizationSums:
-    return QuantizationSums.concat([part.whole.cpu() for part in parts]).total()
-
-
 Parts = list[tuple[Cast, float | None, Histogram]]
 
 
@@ -159,26 +152,28 @@ class _UnderScales:
     def __init__(self, operands: Sequence[Operand]) -> None:
         parts = [(i, o, u, s) for i, o in enumerate(operands) for u, s in zip(o.casts, o.histograms, strict=True)]
         uses = [use for _, _, use, _ in parts]
+        casts = [cast_of(use, operand) for _, operand, use, _ in parts]
         histograms = Histograms([histogram for *_, histogram in parts])
         owner = torch.tensor([i for i, *_ in parts], dtype=torch.int64)
         held = [use.scale if isinstance(use.scale, (torch.Tensor, CurrentScaling)) else None for use in uses]
         formats = [use.format for use in uses]
-        scales = scales_of(held, formats, _amax(operands, histograms, uses))
+        amax = _amax(operands, histograms, uses)
+        scales = scales_of(held, formats, amax)
         counted = [row for row, (_, operand, *_) in enumerate(parts) if not operand.sums]
         of_counted = histograms.select(counted).quantization_sums(scales[counted], [formats[row] for row in counted])
         sums = of_counted.sum_by_owner(owner[counted], len(operands)).each()
         #: by key: sums, smallest and largest scale, and the histograms with their scales
         self.of: dict[tuple[str, str], tuple[QuantizationSums, tuple[float, float] | None, Parts]] = {}
         found: list[Parts] = [[] for _ in operands]
-        for (i, operand, use, histogram), scale in zip(parts, scales.double().tolist(), strict=True):
-            found[i].append((cast_of(use, operand), None if scale != scale else scale, histogram))
+        for (i, _, _, histogram), cast, scale in zip(parts, casts, scales.double().tolist(), strict=True):
+            found[i].append((cast, None if scale != scale else scale, histogram))
         for i, operand in enumerate(operands):
             used = [scale for _, scale, _ in found[i] if scale is not None]
             mine = sums[i]
             if operand.rest_casts:
                 used += [float(use.scale) for use in operand.rest_casts if isinstance(use.scale, torch.Tensor)]
-                mine = _total([mine, *operand.rest_sums])
-                found[i] = [(cast_of(operand.casts[0], operand), None, operand.total)]
+                mine = total_sums([mine, *operand.rest_sums])
+                found[i] = [(found[i][0][0], None, operand.total)]
             self.of[operand.key] = mine, (min(used), max(used)) if used else None, found[i]
 
 

@@ -12,7 +12,7 @@ import torch
 from ..kernels import Asked, ValueStats, count_into, histogram_of, measure_values, nonfinite
 from ..numerics.block_scaling import BlockRule
 from ..numerics.histogram import DTYPES, Histogram
-from ..numerics.metrics import MomentsFound, QuantizationSums, SumsFound
+from ..numerics.metrics import Moments, MomentsFound, QuantizationSums, SumsFound, merge
 from ..numerics.recipe import Recipe
 from ..numerics.tensor_scaling import CurrentScaling
 from .backends.base import Backend, ScaleInUse
@@ -179,6 +179,11 @@ class Operand:
         self.moments = [m.whole for m in self.moments]
         self.sums, self.copy_sums = [s.whole for s in self.sums], [s.whole for s in self.copy_sums]
         self.what_if_sums = {name: [s.whole for s in sums] for name, sums in self.what_if_sums.items()}
+
+    @property
+    def whole_moments(self) -> Moments | None:
+        """What was measured directly of all calls together (one row), in host memory."""
+        return merge(Moments.concat([m.whole for m in self.moments]).cpu()) if self.moments else None
 
     @property
     def device(self) -> torch.device | None:

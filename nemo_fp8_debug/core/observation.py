@@ -51,8 +51,13 @@ class Observation:
         """Return what looks at a sampled step that opens, as `monitor.open_step` has both."""
         raise NotImplementedError
 
-    def collect(self, step: Any) -> Any:
-        """Return what this rank found in a sampled step, once that is in host memory."""
+    def collect(self, mine: Any, operands: Sequence[Any]) -> Any:
+        """Return what this rank found in a sampled step, once that is in host memory.
+
+        Args:
+            mine: what looked at the step, as `observe` returned it; None: that broke off.
+            operands: tensors of all features that were counted.
+        """
         raise NotImplementedError
 
     def pack(self, plan: Plan, found: Any, expected: Collection[Key]) -> Arrays:

@@ -168,7 +168,7 @@ class Pipeline:
     def _collect(self, sampled: Sampled) -> dict[str, Any]:
         """What this rank found, by observation."""
         sampled.device_to_host.wait()
-        return {one.name: one.collect(sampled) for one in self.observations}
+        return {one.name: one.collect(sampled.observers.get(one.name), sampled.operands) for one in self.observations}
 
     def _alone(self, sampled: Sampled) -> Tables:
         found = self._reduction.alone(self._collect(sampled))
@@ -240,9 +240,10 @@ class Pipeline:
         if self._shard_group.group is None:
             whole: dict[str, Any] | None = self._reduction.alone(found)
         else:
-            packed = self._reduction.pack(plan, {}, sampled.expected)  # this rank takes part, whatever it has
+            pack = functools.partial(self._reduction.pack, plan, expected=sampled.expected)
+            packed = pack({})  # this rank takes part, whatever it has
             with self._errors.guard("while packing a sample"):
-                packed = self._reduction.pack(plan, found, sampled.expected)
+                packed = pack(found)
             # Histograms of whole tensors take their place.
             sampled.operands.clear()
             found.clear()

@@ -128,6 +128,11 @@ MomentsFound = Moments | InParts[Moments]
 SumsFound = QuantizationSums | InParts[QuantizationSums]
 
 
+def total_sums(parts: Sequence[SumsFound]) -> QuantizationSums:
+    """Return the sums of all calls of a tensor (one row), in host memory."""
+    return QuantizationSums.concat([part.whole.cpu() for part in parts]).total()
+
+
 def moments(batch: HistogramBatch) -> Moments:
     """Moments of B histograms."""
     x, weights = batch.values.double(), batch.weights

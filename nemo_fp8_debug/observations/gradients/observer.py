@@ -10,13 +10,13 @@ import numpy as np
 import torch
 
 from ...capture.device_to_host import Move
+from ...capture.operands import Operand
 from ...capture.tensors import local
 from ...capture.weight_gradients import WatchedWeight, WeightGradient
 from ...core.keys import Key
 from ...core.observation import Arrays, Lanes, Observation, Plan, SampledTables
 from ...core.table import Columns
 from ...monitor.open_step import OpenStep, RunSetup, StepObserver
-from ...monitor.pipeline import Sampled
 from .sizes import GradientSize, GradientSizes
 from .table import TABLES
 
@@ -78,9 +78,8 @@ class GradientObservation(Observation):
         """See `Observation`."""
         return GradientStep(step)
 
-    def collect(self, step: Sampled) -> GradientsOfRank:
+    def collect(self, mine: GradientStep | None, operands: Sequence[Operand]) -> GradientsOfRank:
         """See `Observation`."""
-        mine: GradientStep | None = step.observers.get(self.name)
         return mine.found() if mine else GradientsOfRank()
 
     def pack(self, plan: Plan, found: GradientsOfRank | None, expected: Collection[Key]) -> Arrays:

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 
 from ...capture.operand_stats import OperandStats, collect
+from ...capture.operands import Operand
 from ...core.keys import Key
 from ...core.observation import Arrays, Lanes, Observation, Plan, SampledTables
 from ...core.table import Columns
 from ...distributed import Ranks
-from ...monitor.pipeline import Sampled
 from .measure import Measured, measure
 from .sums import TensorSums
 
@@ -38,9 +38,9 @@ class TensorObservation(Observation):
         """Tensors of the last sample that ranks have in different dtypes."""
         return self._sums.mixed
 
-    def collect(self, step: Sampled) -> Stats:
+    def collect(self, mine: object, operands: Sequence[Operand]) -> Stats:
         """See `Observation`."""
-        return collect([operand for operand in step.operands if operand.role in self.roles])
+        return collect([operand for operand in operands if operand.role in self.roles])
 
     def pack(self, plan: Plan, found: Stats | None, expected: Collection[Key]) -> Arrays:
         """See `Observation`."""

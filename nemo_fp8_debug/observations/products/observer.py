@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -10,11 +10,11 @@ import numpy as np
 import torch
 
 from ...capture.device_to_host import Move
+from ...capture.operands import Operand
 from ...core.keys import Key
 from ...core.observation import Arrays, Lanes, Observation, Plan, SampledTables
 from ...core.table import Columns
 from ...monitor.open_step import OpenStep, RunSetup, StepObserver, counts_weight
-from ...monitor.pipeline import Sampled
 from ...numerics.gemm_error import PRODUCTS, SUMS
 from .checks import CheckQueue
 from .gradient_parts import GradientParts, GradientSums
@@ -98,9 +98,8 @@ class ProductObservation(Observation):
         """See `Observation`."""
         return ProductStep(step)
 
-    def collect(self, step: Sampled) -> ProductsOfRank:
+    def collect(self, mine: ProductStep | None, operands: Sequence[Operand]) -> ProductsOfRank:
         """See `Observation`."""
-        mine: ProductStep | None = step.observers.get(self.name)
         if mine is None:
             return ProductsOfRank()
         outputs = {key: sums for one in mine.products.values() for key, sums in one.sums().items()}

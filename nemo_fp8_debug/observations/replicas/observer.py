@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 
 from ...capture.device_to_host import Move
 from ...capture.gemms import seen_in_forward
+from ...capture.operands import Operand
 from ...core.keys import Key
 from ...core.observation import Arrays, Lanes, Observation, Plan, SampledTables
 from ...core.table import Columns
 from ...monitor.open_step import OpenStep, RunSetup, StepObserver
-from ...monitor.pipeline import Sampled
 from .checksums import ReplicaChecks
 from .comparison import Checksums, Compared, ReplicaComparison, replica_columns
 from .table import TABLES
@@ -56,9 +56,8 @@ class ReplicaObservation(Observation):
         """See `Observation`."""
         return ReplicaStep(step)
 
-    def collect(self, step: Sampled) -> Checksums:
+    def collect(self, mine: ReplicaStep | None, operands: Sequence[Operand]) -> Checksums:
         """See `Observation`."""
-        mine: ReplicaStep | None = step.observers.get(self.name)
         return mine.checks.found() if mine else {}
 
     def pack(self, plan: Plan, found: Checksums | None, expected: Collection[Key]) -> Arrays:
