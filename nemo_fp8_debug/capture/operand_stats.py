@@ -11,6 +11,7 @@ from ..core.keys import MIXED, Key
 from ..kernels.cpu.histograms import Histograms
 from ..numerics.histogram import Histogram
 from ..numerics.metrics import Moments, QuantizationSums, merge, total_sums
+from ..numerics.recipe import Scaling, parse_recipe
 from ..numerics.tensor_scaling import CurrentScaling, scales_of
 from .backends.base import ScaleInUse
 from .operands import Operand
@@ -30,6 +31,11 @@ class Cast:
     copy_recipe: str = ""
     copy_format: str = ""
     copy_source: str = ""
+
+    @property
+    def scaling(self) -> Scaling:
+        """The rule of its scale."""
+        return parse_recipe(self.recipe).scaling
 
 
 @dataclass

@@ -53,6 +53,11 @@ def is_counted(x: torch.Tensor, rank: int, first: int | None) -> bool:
     return local(x).numel() > 0
 
 
+def is_never_counted(x: torch.Tensor) -> bool:
+    """Return False: another rank counts all that this one has of an operand."""
+    return False
+
+
 def as_multiplied(x: torch.Tensor) -> torch.Tensor:
     """The operand in the dtype that autocast gives it on the way into the GEMM; autocast leaves float64 alone."""
     kind = x.device.type

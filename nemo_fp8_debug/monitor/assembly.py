@@ -40,7 +40,7 @@ from .schedule import Schedule, Triggers
 
 
 @dataclass(frozen=True)
-class Parts:
+class MonitorParts:
     """What a monitor works with once all ranks have started."""
 
     #: the ranks that hold parts of the same tensors
@@ -91,7 +91,7 @@ def assemble(
     place: Place,
     errors: ErrorGuard,
     waits: Waits,
-) -> Parts:
+) -> MonitorParts:
     """The parts of a monitor.
 
     Args:
@@ -130,7 +130,7 @@ def assemble(
     delivery = Delivery(ranks, recording, pipeline, live_control, dump, errors, config.layers)
     delivery.report(None)
     watched = Watched(model, shard_group, ranks.rank, ranks.world, place.attempt, dump, errors, pipeline.observations)
-    return Parts(shard_group, schedule, live_control, pipeline, delivery, watched)
+    return MonitorParts(shard_group, schedule, live_control, pipeline, delivery, watched)
 
 
 def chosen_recorders(own: Iterable[Recorder] | None, config: Config) -> Iterator[Recorder]:

@@ -18,7 +18,7 @@ from ..capture.operands import Operand
 from ..capture.optimizer_weights import is_split_by_zero, weight_of
 from ..capture.scales import Scales
 from ..capture.scan import ScannedModule
-from ..capture.tensors import is_counted
+from ..capture.tensors import is_counted, is_never_counted
 from ..capture.weight_gradients import WeightGradients
 from ..core.error_guard import ErrorGuard, Fault
 from ..core.keys import ROLES, Key, roles_of
@@ -118,23 +118,23 @@ class OpenStep:
         return self.watched.errors.guard
 
 
-def counted_parts(gemms: Sequence[Gemm], plan: Config, dumped: Sequence[str], group: ShardGroup, rank: int) -> set[Key]:
+def counted_parts(gemms: Sequence[Gemm], config: Config, dumped: Sequence[str], group: ShardGroup, rank: int) -> set[Key]:
     """Operands of which this rank counts a part.
 
     Args:
-        dumped: patterns of layers that are looked at beside those of the plan.
+        dumped: patterns of layers that are looked at beside those of the options.
     """
-    chosen = matching(gemms, None if plan.layers is None else [*plan.layers, *dumped])
-    copied = {(g.name, role): copied_elsewhere(g, role) for g in chosen for role in plan.roles if is_shown(g, role)}
+    chosen = matching(gemms, None if config.layers is None else [*config.layers, *dumped])
+    copied = {(g.name, role): copied_elsewhere(g, role) for g in chosen for role in config.roles if is_shown(g, role)}
     return {key for key, of in copied.items() if (group.first[key[0]] == rank if of is None else not of)}
 
 
-def compiled_parts(compiled: Sequence[Gemm], plan: Config, group: ShardGroup) -> set[Key]:
+def compiled_parts(compiled: Sequence[Gemm], config: Config, group: ShardGroup) -> set[Key]:
     """What is compiled here and is seen on another rank lacks this one's part."""
     return {
         (gemm.name, role)
-        for gemm in matching(compiled, plan.layers)
-        for role in plan.roles
+        for gemm in matching(compiled, config.layers)
+        for role in config.roles
         if role != "weight" and gemm.name in group.kinds and not gemm.backend.copied(gemm.module, role)
     }
 
@@ -160,6 +160,6 @@ def counts_weight(shard_group: ShardGroup, rank: int, gemm: Gemm) -> Callable[[t
     copied = gemm.backend.copied(gemm.module, "weight")
     first = shard_group.first[gemm.name] if copied is None else None
     if copied:
-        return lambda x: False
+        return is_never_counted
     # An engine may split states only after the monitor was made.
     return lambda x: not is_copy if is_split_by_zero(weight_of(gemm)) else is_counted(x, rank, first)

@@ -16,7 +16,7 @@ from ..capture.operands import Operand
 from ..core.error_guard import ErrorGuard
 from ..core.features import load_modules
 from ..core.keys import ROLES, SHOWN_AS, Key
-from ..core.observation import Observation, Plan, SampledTables
+from ..core.observation import Observation, SampledTables, SamplePlan
 from ..core.table import Columns, concat_columns
 from ..core.waits import SAMPLE_OF_RANKS
 from ..core.worker import Worker
@@ -37,7 +37,7 @@ class Sampled:
     """A sampled step as this rank saw it."""
 
     #: what ranks agree on before they add up
-    plan: Plan
+    plan: SamplePlan
     operands: list[Operand]
     #: what else looked at the step, by feature
     observers: Mapping[str, Any]

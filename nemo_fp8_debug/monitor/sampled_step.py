@@ -22,7 +22,7 @@ from ..capture.weight_gradients import WeightGradients
 from ..core.error_guard import ErrorGuard
 from ..core.keys import SHOWN_AS, Key
 from ..core.layer_names import compile_patterns
-from ..core.observation import Plan
+from ..core.observation import SamplePlan
 from ..kernels.memory import forget_empty_histograms
 from ..options.config import Config
 from .open_step import OpenStep, StepObserver, Watched, compiled_parts, counted_parts, counts_weight
@@ -58,7 +58,7 @@ class SampledStep:
         self.is_looked_at = False
 
     @property
-    def _plan(self) -> Config:
+    def _config(self) -> Config:
         return self._schedule.config
 
     @property
@@ -73,16 +73,16 @@ class SampledStep:
         compiled = self._leave_out_compiled(scanned)
         names = {gemm.name for gemm in self._known}
         self._expected = {key for key in self._expected if key[0] in names}
-        self._expected |= compiled_parts(self._compiled, self._plan, self._watched.shard_group)
+        self._expected |= compiled_parts(self._compiled, self._config, self._watched.shard_group)
         known, patterns = self._known, self._dumped
         dumped = {gemm.name for gemm in matching(known, patterns)} if patterns else set()
-        chosen = {gemm.name for gemm in matching(known, self._plan.layers)}
+        chosen = {gemm.name for gemm in matching(known, self._config.layers)}
         own, guard = self._watched.shard_group, self._watched.errors.guard
         counts = partial(counts_weight, own, self._watched.rank)
         weighed = [gemm for gemm in known if gemm.name in chosen]
         gradients = WeightGradients(weighed, scanned, len(own.ranks), counts, guard, self._dispatcher)
         step = OpenStep(
-            *(self.step, self._plan, self._watched, known, chosen, dumped, scanned, compiled),
+            *(self.step, self._config, self._watched, known, chosen, dumped, scanned, compiled),
             *(self._dispatcher, self._lose, gradients),
         )
         self._operands, self._observers = step.operands, step.observers
@@ -92,12 +92,12 @@ class SampledStep:
             self._subscribe(step)
 
     def _counted_here(self) -> set[Key]:
-        return counted_parts(self._known, self._plan, self._dumped, self._watched.shard_group, self._watched.rank)
+        return counted_parts(self._known, self._config, self._dumped, self._watched.shard_group, self._watched.rank)
 
     def _leave_out_compiled(self, scanned: Sequence[ScannedModule]) -> Collection[int]:
         """Layers that torch.compile has been called on since the monitor was attached; all modules that run inside of it."""
         ids = compiled_by_now(scanned)
-        if self._plan.eager:
+        if self._config.eager:
             return ids
         known = self._watched.model.known
         late = [gemm for gemm in known if id(gemm.module) in ids]
@@ -110,7 +110,7 @@ class SampledStep:
     def _subscribe(self, step: OpenStep) -> None:
         model, dispatcher = self._watched.model, self._dispatcher
         model.masters.buffers = find_buffers(step.scanned)
-        if self._plan.eager:
+        if self._config.eager:
             dispatcher.at_close(partial(torch.compiler.set_stance("force_eager").__exit__, None, None, None))
         self._multiplier = GradScale(model.roots, step.compiled, partial(step.guard, _MULTIPLIER), dispatcher)
         self._multiplier.subscribe()
@@ -141,7 +141,7 @@ class SampledStep:
         with self._watched.errors.guard("while looking for compiled layers"):
             self._leave_out_compiled(scan_modules(self._watched.model.roots))
         if self._watched.world == 1:  # else another rank may see them
-            self._expected -= {(gemm.name, role) for gemm in self._compiled for role in self._plan.roles}
+            self._expected -= {(gemm.name, role) for gemm in self._compiled for role in self._config.roles}
         lost, self._lost = self._lost, {}
         _warn_of_lost(self._watched.errors, self.step, lost)
 
@@ -174,13 +174,13 @@ class SampledStep:
         Args:
             steps: reads the scalars of this and earlier steps.
         """
-        sampled, dumped = compile_patterns(self._plan.layers), compile_patterns(self._dumped)
-        operands, observers, what_if = list(self._operands.values()), dict(self._observers), self._plan.what_if_recipes
+        sampled, dumped = compile_patterns(self._config.layers), compile_patterns(self._dumped)
+        operands, observers, what_if = list(self._operands.values()), dict(self._observers), self._config.what_if_recipes
         expected = self._expected - {operand.key for operand in operands if operand.copies and not operand.calls}
         holders: list[Holder] = [*operands, *observers.values()]
         home = DeviceToHostCopy(holders, {device for operand in operands if (device := operand.device)})
         of_sample: Callable[[str], bool] = lambda name: sampled(name) or dumped(name)  # noqa: E731
-        plan = Plan(self.step, [recipe.name for recipe in what_if], self._plan.copies, self._plan.block_scales)
+        plan = SamplePlan(self.step, [recipe.name for recipe in what_if], self._config.copies, self._config.block_scales)
         return Sampled(plan, operands, observers, expected, what_if, of_sample, steps, home)
 
 

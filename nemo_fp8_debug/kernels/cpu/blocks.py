@@ -26,11 +26,11 @@ from .casts import digits
 from .jit import JOB, Work
 from .panels import MANY, RESULTS, TOLD, Layout, PanelJob, add_up
 from .simd import PANEL
-from .threads import Zeros, share_out
+from .threads import ZeroedArrays, share_out
 
 #: values one thread gets at the least
 GRAIN = 1 << 18
-_small = Zeros((BINS,), np.int64)
+_small = ZeroedArrays((BINS,), np.int64)
 
 
 class _Operand(NamedTuple):

@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 
-import torch
-
 from ...capture.backends.base import not_quantized
 from ...capture.operands import Operand, UncastOperand
 from ...capture.scan import ScannedModule, scan_modules
-from ...capture.tensors import is_counted
+from ...capture.tensors import is_counted, is_never_counted
 from ...capture.tracing import compiled_by_now
 from ...core.error_guard import ErrorGuard
 from ...core.keys import ACTIVATIONS, Key
@@ -62,7 +60,7 @@ class ActivationStep(StepObserver):
         counts, what_if = partial(is_counted, rank=step.watched.rank, first=None), step.config.what_if_recipes
         self._operands: dict[Key, Operand] = {
             (site.gemm.name, role): UncastOperand(
-                site.gemm, role, not_quantized(role), what_if, _never if site.is_copied else counts
+                site.gemm, role, not_quantized(role), what_if, is_never_counted if site.is_copied else counts
             )
             for site in self._sites
             for role in site.roles
@@ -77,11 +75,6 @@ class ActivationStep(StepObserver):
 
 def _compiled(found: Sequence[Site]) -> Collection[int]:
     return compiled_by_now(scan_modules(site.gemm.module for site in found))
-
-
-def _never(x: torch.Tensor) -> bool:
-    """Another rank counts it."""
-    return False
 
 
 class ActivationObservation(TensorObservation):

@@ -14,7 +14,7 @@ from ...capture.operands import Operand
 from ...capture.tensors import local
 from ...capture.weight_gradients import WatchedWeight, WeightGradient
 from ...core.keys import Key
-from ...core.observation import Arrays, Lanes, Observation, Plan, SampledTables
+from ...core.observation import Arrays, Lanes, Observation, SampledTables, SamplePlan
 from ...core.table import Columns
 from ...monitor.open_step import OpenStep, RunSetup, StepObserver
 from .sizes import GradientSize, GradientSizes
@@ -82,7 +82,7 @@ class GradientObservation(Observation):
         """See `Observation`."""
         return mine.found() if mine else GradientsOfRank()
 
-    def pack(self, plan: Plan, found: GradientsOfRank | None, expected: Collection[Key]) -> Arrays:
+    def pack(self, plan: SamplePlan, found: GradientsOfRank | None, expected: Collection[Key]) -> Arrays:
         """See `Observation`."""
         found = found or GradientsOfRank()
         rows = np.zeros((len(self._names), len(_COLUMNS)))
@@ -92,11 +92,11 @@ class GradientObservation(Observation):
                 row[1:] = 1, size.squares, size.zeros, size.nonfinite, size.elements
         return {"rows": rows}
 
-    def sums(self, plan: Plan, packed: Arrays, extremes: torch.Tensor) -> Lanes:
+    def sums(self, plan: SamplePlan, packed: Arrays, extremes: torch.Tensor) -> Lanes:
         """See `Observation`."""
         return {_LANE: torch.tensor(packed["rows"]).flatten()}
 
-    def whole(self, plan: Plan, sums: Lanes, extremes: torch.Tensor) -> Mapping[str, tuple[float, ...]]:
+    def whole(self, plan: SamplePlan, sums: Lanes, extremes: torch.Tensor) -> Mapping[str, tuple[float, ...]]:
         """Return the sums of each gradient that no part is missing of."""
         rows = zip(self._names, sums[_LANE].view(-1, len(_COLUMNS)).tolist(), strict=True)
         return {name: tuple(row[1:]) for name, row in rows if row[1] and row[1] == row[0]}

@@ -14,10 +14,10 @@ from ...capture.hooks import Capture, OperandSink
 from ...capture.matmul_capture import MatmulCapture
 from ...capture.operands import Operand
 from ...capture.scales import SHADOW
-from ...capture.tensors import is_counted, local
+from ...capture.tensors import is_counted, is_never_counted, local
 from ...core.error_guard import ErrorGuard
 from ...core.keys import ATTENTION, ATTENTION_BACKWARD, ATTENTION_FORWARD, ROLES, Key, roles_of
-from ...core.observation import Arrays, Lanes, Plan, SampledTables
+from ...core.observation import Arrays, Lanes, SampledTables, SamplePlan
 from ...core.table import Columns
 from ...monitor.open_step import OpenStep, RunSetup, StepObserver, copied_elsewhere, is_shown
 from ...numerics.block_scaling import BlockRule
@@ -95,7 +95,7 @@ def _add_operand(step: OpenStep, gemm: Gemm, role: str) -> None:
         return
     # All ranks have the same, or those of a mesh have it between them, as its tensors will tell.
     first = watched.shard_group.first[gemm.name] if copied is None else None
-    counts = _never if copied else partial(is_counted, rank=watched.rank, first=first)
+    counts = is_never_counted if copied else partial(is_counted, rank=watched.rank, first=first)
     operand = Operand(gemm, role, watched.model.scales.in_use(gemm, role), config.what_if_recipes, counts)
     operand.measures_copies, operand.counts_block_scales = config.copies, config.block_scales
     step.seen.setdefault(gemm.name, {})[role] = operand
@@ -104,11 +104,6 @@ def _add_operand(step: OpenStep, gemm: Gemm, role: str) -> None:
     step.sinks[key] = operand
     if watched.dump and gemm.name in step.dumped:
         step.sinks[key] = DumpedOperand(operand, watched.dump, watched.attempt, step.number, watched.rank)
-
-
-def _never(x: torch.Tensor) -> bool:
-    """Another rank counts it."""
-    return False
 
 
 def _warn_of_unseen_attention(errors: ErrorGuard, names: Sequence[str]) -> None:
@@ -143,7 +138,7 @@ class OperandObservation(TensorObservation):
         self._observe({stat.key: stat.amax for stat in found})
         return found
 
-    def sums(self, plan: Plan, packed: Arrays, extremes: torch.Tensor) -> Lanes:
+    def sums(self, plan: SamplePlan, packed: Arrays, extremes: torch.Tensor) -> Lanes:
         """See `Observation`."""
         self._observe(self._sums.amax(extremes))
         return super().sums(plan, packed, extremes)

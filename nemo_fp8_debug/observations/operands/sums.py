@@ -12,7 +12,7 @@ import torch
 
 from ...capture.operand_stats import Cast, OperandStats
 from ...core.keys import Key
-from ...core.observation import Arrays, Lanes, Plan
+from ...core.observation import Arrays, Lanes, SamplePlan
 from ...core.plain_arrays import Array
 from ...distributed import Ranks
 from ...numerics.block_scaling import CODES
@@ -35,7 +35,7 @@ _IN_USE, _COPY, _TRIED = "in use", "copy", "tried"
 _Group = tuple[str, str]
 
 
-def _groups(plan: Plan) -> list[_Group]:
+def _groups(plan: SamplePlan) -> list[_Group]:
     copies = [(_COPY, "")] if plan.copies else []
     return [(_IN_USE, ""), *((_TRIED, recipe) for recipe in plan.what_if), *copies]
 
@@ -45,7 +45,7 @@ def _sums_of(stat: OperandStats, group: _Group) -> QuantizationSums | None:
     return stat.sums if kind == _IN_USE else stat.copy if kind == _COPY else stat.what_if.get(recipe)
 
 
-def _columns(plan: Plan) -> list[tuple[_Group | None, str | int]]:
+def _columns(plan: SamplePlan) -> list[tuple[_Group | None, str | int]]:
     """What is added up of each tensor beside its counts: a group and a name, or the number of a scale."""
     scales: list[str | int] = [*range(CODES + 1), "scales"] if plan.block_scales else []
     of_groups = [(group, name) for group in _groups(plan) for name in ("measured", *_SUMS)]
@@ -68,7 +68,7 @@ class TensorSums:
         #: tensors of the last sample that were left out, since ranks have them in different dtypes
         self.mixed: list[Key] = []
 
-    def pack(self, plan: Plan, stats: Sequence[OperandStats], expected: Collection[Key]) -> Arrays:
+    def pack(self, plan: SamplePlan, stats: Sequence[OperandStats], expected: Collection[Key]) -> Arrays:
         """Return what this rank adds as plain arrays.
 
         Args:
@@ -128,7 +128,7 @@ class TensorSums:
         seen, column, _ = self._seen(extremes)
         return {self._keys[i]: value for i, value in zip(seen.tolist(), _floats(column["amax"]).tolist(), strict=True)}
 
-    def sums(self, plan: Plan, packed: Arrays, extremes: torch.Tensor) -> Lanes:
+    def sums(self, plan: SamplePlan, packed: Arrays, extremes: torch.Tensor) -> Lanes:
         """Return a row of numbers for each of S tensors, further sums of some, and the occupied binades of all."""
         seen, column, occupied = self._seen(extremes)
         numbers = np.zeros((len(self._keys), len(_columns(plan))))
@@ -145,7 +145,7 @@ class TensorSums:
         parts = numbers[seen].reshape(-1), further, counts.reshape(-1)
         return {lane: torch.from_numpy(part) for lane, part in enumerate(parts)}
 
-    def whole(self, plan: Plan, sums: Lanes, extremes: torch.Tensor) -> list[OperandStats]:
+    def whole(self, plan: SamplePlan, sums: Lanes, extremes: torch.Tensor) -> list[OperandStats]:
         """Return the statistics of whole tensors."""
         seen, column, occupied = self._seen(extremes)
         names = _columns(plan)
@@ -156,7 +156,7 @@ class TensorSums:
 
     def _whole(
         self,
-        plan: Plan,
+        plan: SamplePlan,
         keys: Sequence[Key],
         column: Mapping[str, Array],
         numbers: Mapping[tuple[_Group | None, str | int], torch.Tensor],
@@ -216,7 +216,7 @@ class TensorSums:
         return self._casts[number]
 
 
-def _numbers(stats: Sequence[OperandStats], plan: Plan) -> Array:
+def _numbers(stats: Sequence[OperandStats], plan: SamplePlan) -> Array:
     """float64 [M, columns]"""
     columns = {name: np.zeros(len(stats)) for name in _columns(plan)}
     columns[None, "expected"] += 1

@@ -10,7 +10,7 @@ import torch
 from ...capture.operand_stats import OperandStats, collect
 from ...capture.operands import Operand
 from ...core.keys import Key
-from ...core.observation import Arrays, Lanes, Observation, Plan, SampledTables
+from ...core.observation import Arrays, Lanes, Observation, SampledTables, SamplePlan
 from ...core.table import Columns
 from ...distributed import Ranks
 from .measure import Measured, measure
@@ -42,7 +42,7 @@ class TensorObservation(Observation):
         """See `Observation`."""
         return collect([operand for operand in operands if operand.role in self.roles])
 
-    def pack(self, plan: Plan, found: Stats | None, expected: Collection[Key]) -> Arrays:
+    def pack(self, plan: SamplePlan, found: Stats | None, expected: Collection[Key]) -> Arrays:
         """See `Observation`."""
         return self._sums.pack(plan, found or [], expected)
 
@@ -50,11 +50,11 @@ class TensorObservation(Observation):
         """See `Observation`."""
         return self._sums.extremes(packed)
 
-    def sums(self, plan: Plan, packed: Arrays, extremes: torch.Tensor) -> Lanes:
+    def sums(self, plan: SamplePlan, packed: Arrays, extremes: torch.Tensor) -> Lanes:
         """See `Observation`."""
         return self._sums.sums(plan, packed, extremes)
 
-    def whole(self, plan: Plan, sums: Lanes, extremes: torch.Tensor) -> Stats:
+    def whole(self, plan: SamplePlan, sums: Lanes, extremes: torch.Tensor) -> Stats:
         """See `Observation`."""
         return self._sums.whole(plan, sums, extremes)
 

@@ -10,7 +10,7 @@ from ...capture.device_to_host import Move
 from ...capture.gemms import seen_in_forward
 from ...capture.operands import Operand
 from ...core.keys import Key
-from ...core.observation import Arrays, Lanes, Observation, Plan, SampledTables
+from ...core.observation import Arrays, Lanes, Observation, SampledTables, SamplePlan
 from ...core.table import Columns
 from ...monitor.open_step import OpenStep, RunSetup, StepObserver
 from .checksums import ReplicaChecks
@@ -60,7 +60,7 @@ class ReplicaObservation(Observation):
         """See `Observation`."""
         return mine.checks.found() if mine else {}
 
-    def pack(self, plan: Plan, found: Checksums | None, expected: Collection[Key]) -> Arrays:
+    def pack(self, plan: SamplePlan, found: Checksums | None, expected: Collection[Key]) -> Arrays:
         """See `Observation`."""
         return {"slots": self._copies.slots(found or {})}
 
@@ -68,11 +68,11 @@ class ReplicaObservation(Observation):
         """See `Observation`."""
         return self._copies.extremes(packed["slots"])
 
-    def sums(self, plan: Plan, packed: Arrays, extremes: torch.Tensor) -> Lanes:
+    def sums(self, plan: SamplePlan, packed: Arrays, extremes: torch.Tensor) -> Lanes:
         """See `Observation`."""
         return {5: self._copies.rows(packed["slots"], extremes).flatten()}
 
-    def whole(self, plan: Plan, sums: Lanes, extremes: torch.Tensor) -> _Compared:
+    def whole(self, plan: SamplePlan, sums: Lanes, extremes: torch.Tensor) -> _Compared:
         """See `Observation`."""
         return self._copies.of_all(sums[5], extremes)
 
