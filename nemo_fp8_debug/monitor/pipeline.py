@@ -18,8 +18,8 @@ from ..core.features import load_modules
 from ..core.keys import ROLES, SHOWN_AS, Key
 from ..core.observation import Observation, SampledTables, SamplePlan
 from ..core.table import Columns, concat_columns
+from ..core.threads import Worker
 from ..core.waits import SAMPLE_OF_RANKS
-from ..core.worker import Worker
 from ..distributed import Ranks, Reduction, ShardGroup
 from ..errors import warn
 from ..numerics.delayed_state import EmulatedScales
