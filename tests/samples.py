@@ -10,8 +10,8 @@ from torch import nn
 
 from nemo_fp8_debug.capture.backends import torch_linear
 from nemo_fp8_debug.capture.backends.base import ScaleInUse
-from nemo_fp8_debug.capture.collect import collect
 from nemo_fp8_debug.capture.gemms import Gemm
+from nemo_fp8_debug.capture.operand_stats import collect
 from nemo_fp8_debug.capture.operands import Operand
 from nemo_fp8_debug.core.sample import Sample
 from nemo_fp8_debug.numerics.formats import E4M3

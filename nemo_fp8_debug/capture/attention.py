@@ -21,15 +21,16 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode, _get_current_function_mode
 
+from ..core.error_guard import Fault, OperandGuard
 from ..numerics.block_scaling import BlockRule
-from ..numerics.tensor_scaling import CurrentScaling, amax_of
+from ..numerics.metrics import amax_of
+from ..numerics.tensor_scaling import CurrentScaling
 from .backends.base import Args, Backend, Kwargs, ScaleInUse, UnknownCast, unknown_cast
 from .backends.transformer_engine.quantizers import cast_by
 from .backends.transformer_engine.release import unread_release
 from .dispatcher import Dispatcher, Pass
 from .gemms import Gemm
 from .hooks import OperandSink
-from .operand_guard import Fault, OperandGuard
 from .scan import ScannedModule
 
 #: the roles of each node, by the name that Transformer Engine gives its quantizer

@@ -22,24 +22,15 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from .amax_reductions import AmaxReductions, Reduced, wait_for_backward, wait_for_node, with_shared_amax
-from .backends.base import (
-    Args,
-    Backend,
-    Kwargs,
-    ScaleInUse,
-    StoredCodes,
-    UnknownCast,
-    as_multiplied,
-    is_prepared_later,
-    unknown_cast,
-)
+from ..core.error_guard import Fault, OperandGuard
+from .backends.base import Args, Backend, Kwargs, ScaleInUse, StoredCodes, UnknownCast, is_prepared_later, unknown_cast
 from .backends.transformer_engine import inspection
 from .dispatcher import Dispatcher, Guard, Mode, Pass
 from .gemms import Gemm
-from .masters import Masters, beside_master
-from .operand_guard import Fault, OperandGuard
+from .operator_mode import AmaxReductions, Reduced, wait_for_backward, wait_for_node, with_shared_amax
+from .optimizer_weights import Masters, beside_master
 from .overrides import emulated
+from .tensors import as_multiplied
 
 _NOTHING: Mapping[str, Any] = {}
 
@@ -103,7 +94,7 @@ class CopySink(Protocol):
 
 
 @dataclass(eq=False, slots=True)
-class _Plan:
+class _WatchedGemm:
     """The plan for one GEMM in this step."""
 
     gemm: Gemm
@@ -127,12 +118,12 @@ class _Plan:
 
 
 @dataclass(eq=False, slots=True)
-class _ModulePlan:
+class _WatchedModule:
     """The plan for one module, which we make as the step opens."""
 
     module: nn.Module
     backend: Backend
-    gemms: list[_Plan]
+    gemms: list[_WatchedGemm]
     #: X is looked at once the forward is over: X itself, or how its engine casts it, is not known before
     takes_inputs_later: bool
     #: ranks may share the amaxes of its casts
@@ -144,7 +135,7 @@ class _ModulePlan:
 
 
 @dataclass(eq=False, slots=True)
-class _Kept:
+class _KeptOfCall:
     """Values that a call leaves for its end and its recompute."""
 
     #: what is known of the call before it runs
@@ -183,16 +174,16 @@ class Capture:
         self._on_fault, self._dispatcher, self._read_casts = on_fault, dispatcher, read_casts
         self._products, self._masters, self._copies = products or {}, masters, copies
         self._untold: dict[Callable[[], str], str] = {}  # by what tells it: why casts cannot be told in this step
-        self._plans: dict[tuple[nn.Module, str], _Plan] = {}
-        self._modules = {module: self._make_plan(module, of) for module, of in _by_module(sinks).items()}
+        self._watched: dict[tuple[nn.Module, str], _WatchedGemm] = {}
+        self._modules = {module: self._watch(module, of) for module, of in _by_module(sinks).items()}
 
-    def _make_plan(self, module: nn.Module, sinks: Mapping[str, Mapping[str, OperandSink]]) -> _ModulePlan:
+    def _watch(self, module: nn.Module, sinks: Mapping[str, Mapping[str, OperandSink]]) -> _WatchedModule:
         """Decide once what hooks on a module do at each call.
 
         Args:
             sinks: by GEMM and role.
         """
-        gemms, acted_on = list[_Plan](), emulated(module) is not None
+        gemms, acted_on = list[_WatchedGemm](), emulated(module) is not None
         for name, of_roles in sinks.items():
             gemm = next(iter(of_roles.values())).gemm
             seen = {role: sink for role, sink in of_roles.items() if role not in gemm.unseen}
@@ -200,24 +191,26 @@ class Capture:
             told = self._read_casts and not acted_on and gemm.backend.cast is not None and not gemm.backend.foreign(module)
             cast = gemm.backend.cast if told else None
             guard = partial(OperandGuard, self._on_fault, name, "grad_output", True)
-            self._plans[module, gemm.part] = plan = _Plan(gemm, seen, inside, self._products.get(name), cast, guard)
-            gemms.append(plan)
+            self._watched[module, gemm.part] = watched = _WatchedGemm(
+                gemm, seen, inside, self._products.get(name), cast, guard
+            )
+            gemms.append(watched)
         backend = gemms[0].gemm.backend
         later = backend.cast is not None and not acted_on
         shared = self._read_casts and backend.shares_amax(module)
-        return _ModulePlan(module, backend, gemms, later, shared)
+        return _WatchedModule(module, backend, gemms, later, shared)
 
     def subscribe(self) -> None:
         """Look at calls from now on."""
         dispatcher, inside = self._dispatcher, list[tuple[Gemm, str]]()
-        for plan in self._modules.values():
-            guard = partial(OperandGuard, self._on_fault, plan.gemms[0].name, "input", True)
-            dispatcher.watch_calls(plan.module, guard, partial(self._enter, plan), partial(self._leave, plan))
-            for one in plan.gemms:
+        for watched in self._modules.values():
+            guard = partial(OperandGuard, self._on_fault, watched.gemms[0].name, "input", True)
+            dispatcher.watch_calls(watched.module, guard, partial(self._enter, watched), partial(self._leave, watched))
+            for one in watched.gemms:
                 inside += [(one.gemm, role) for role in one.inside]
                 if one.products and one.products.sees_sums:
-                    dispatcher.watch_ready(plan.module, guard, partial(self._watch_sums, plan, one.products))
-        if self._masters and any(p.gemm.backend.stored(p.gemm.module, p.gemm.part) for p in self._plans.values()):
+                    dispatcher.watch_ready(watched.module, guard, partial(self._watch_sums, watched, one.products))
+        if self._masters and any(p.gemm.backend.stored(p.gemm.module, p.gemm.part) for p in self._watched.values()):
             dispatcher.watch_optimizer(partial(self._guarded, "", "weight"), self._masters.note)
         if inside:
             dispatcher.at_close(inspection.unwatch)
@@ -227,80 +220,82 @@ class Capture:
     def _guarded(self, name: str, role: str, lost: bool = True) -> OperandGuard:
         return OperandGuard(self._on_fault, name, role, lost)
 
-    def _enter(self, plan: _ModulePlan, call: Pass, args: Args, kwargs: Kwargs) -> None:
-        plan.running = call if call.counts else None
-        kept = call.kept = call.kept or _Kept(_NOTHING, _NOTHING)
-        kept.arguments = plan.backend.arguments(plan.module, args, kwargs)
-        if plan.shares_amax:
+    def _enter(self, watched: _WatchedModule, call: Pass, args: Args, kwargs: Kwargs) -> None:
+        watched.running = call if call.counts else None
+        kept = call.kept = call.kept or _KeptOfCall(_NOTHING, _NOTHING)
+        kept.arguments = watched.backend.arguments(watched.module, args, kwargs)
+        if watched.shares_amax:
             kept.reductions = AmaxReductions()
             call.watch(kept.reductions)
         if not call.counts:
             return
-        for one in plan.gemms:
+        for one in watched.gemms:
             if one.products:
                 one.products.begin_call(args, kwargs)
-        kept.weights = self._find_weights(plan, args, kwargs)
-        if not plan.is_sharded and any(is_prepared_later(plan.module, weight) for weight in kept.weights.values()):
-            plan.is_sharded = plan.takes_inputs_later = True
-        if not plan.takes_inputs_later:
-            self._take_inputs(plan, call, args, kwargs)
+        kept.weights = self._find_weights(watched, args, kwargs)
+        if not watched.is_sharded and any(is_prepared_later(watched.module, weight) for weight in kept.weights.values()):
+            watched.is_sharded = watched.takes_inputs_later = True
+        if not watched.takes_inputs_later:
+            self._take_inputs(watched, call, args, kwargs)
 
-    def _watch_sums(self, plan: _ModulePlan, products: ProductSink, args: Args, kwargs: Kwargs) -> None:
+    def _watch_sums(self, watched: _WatchedModule, products: ProductSink, args: Args, kwargs: Kwargs) -> None:
         mode = products.watch_sums()
-        if mode is not None and plan.running is not None:
-            plan.running.watch(mode)
+        if mode is not None and watched.running is not None:
+            watched.running.watch(mode)
 
-    def _find_weights(self, plan: _ModulePlan, args: Args, kwargs: Kwargs) -> dict[str, torch.Tensor | None]:
+    def _find_weights(self, watched: _WatchedModule, args: Args, kwargs: Kwargs) -> dict[str, torch.Tensor | None]:
         found: dict[str, torch.Tensor | None] = {}
-        for one in plan.gemms:
+        for one in watched.gemms:
             with self._guarded(one.name, "weight"):
-                found[one.name] = one.gemm.backend.weight(plan.module, args, kwargs, one.gemm.part)
+                found[one.name] = one.gemm.backend.weight(watched.module, args, kwargs, one.gemm.part)
         return found
 
-    def _take_inputs(self, plan: _ModulePlan, call: Pass, args: Args, kwargs: Kwargs) -> None:
-        for one in plan.gemms:
+    def _take_inputs(self, watched: _WatchedModule, call: Pass, args: Args, kwargs: Kwargs) -> None:
+        for one in watched.gemms:
             if "input" in one.sinks:
                 with self._guarded(one.name, "input"):
-                    self._take(one, "input", one.gemm.backend.input(plan.module, args, kwargs, one.gemm.part), call)
+                    self._take(one, "input", one.gemm.backend.input(watched.module, args, kwargs, one.gemm.part), call)
 
-    def _take(self, plan: _Plan, role: str, x: torch.Tensor | None, call: Pass) -> None:
-        if (sink := plan.sinks.get(role)) and x is not None:
-            x = x if plan.gemm.backend.has_own_fp8 else as_multiplied(x)
-            use = (call.kept.casts or {}).get((plan.name, role))
+    def _take(self, watched: _WatchedGemm, role: str, x: torch.Tensor | None, call: Pass) -> None:
+        if (sink := watched.sinks.get(role)) and x is not None:
+            x = x if watched.gemm.backend.has_own_fp8 else as_multiplied(x)
+            use = (call.kept.casts or {}).get((watched.name, role))
             sink.add(x, call.order + (role == "weight"), use)
             if self._copies:
-                self._copies.see(plan.name, role, x)
-            _multiply(plan, role, x, call, use)
+                self._copies.see(watched.name, role, x)
+            _multiply(watched, role, x, call, use)
 
-    def _note_casts(self, plan: _ModulePlan, out: Any, kept: _Kept) -> None:
+    def _note_casts(self, watched: _WatchedModule, out: Any, kept: _KeptOfCall) -> None:
         """How a call that has just returned casts X and W: its engine's scales may move before a recompute.
 
         W is reported once a step, as its first call casts it; whether later ones cast it anew is not asked.
         """
         if kept.casts is not None:
             return
-        kept.casts = {(one.name, "weight"): one.weight_cast for one in plan.gemms if one.weight_cast}
+        kept.casts = {(one.name, "weight"): one.weight_cast for one in watched.gemms if one.weight_cast}
         reduced = kept.reductions.seen if kept.reductions else ()
-        for one in plan.gemms if any(one.cast for one in plan.gemms) else ():
+        for one in watched.gemms if any(one.cast for one in watched.gemms) else ():
             for role in ("input", "weight"):
-                if role == "weight" and one.gemm.backend.stored(plan.module, one.gemm.part):
+                if role == "weight" and one.gemm.backend.stored(watched.module, one.gemm.part):
                     continue  # it is not cast in the call
                 if (one.name, role) not in kept.casts and (read := self._cast_reader(one, kept.arguments, role, out)):
                     kept.casts[one.name, role] = use = read(reduced)
                     if role == "weight":
                         one.weight_cast = use
 
-    def _cast_reader(self, plan: _Plan, kwargs: Kwargs, role: str, out: Any) -> Callable[[Reduced], ScaleInUse] | None:
+    def _cast_reader(
+        self, watched: _WatchedGemm, kwargs: Kwargs, role: str, out: Any
+    ) -> Callable[[Reduced], ScaleInUse] | None:
         """What tells how a role is cast in a call, or that it is unknown; None: the backend never quantizes."""
-        if plan.cast is None or role not in plan.sinks:
+        if watched.cast is None or role not in watched.sinks:
             return None
-        gemm = plan.gemm
+        gemm = watched.gemm
         with self._guarded(gemm.name, role, lost=False):
             if gemm.backend.untold not in self._untold:
                 self._untold[gemm.backend.untold] = gemm.backend.untold()
             if why := self._untold[gemm.backend.untold]:
                 raise UnknownCast(why)
-            read = plan.cast(gemm.module, kwargs, gemm.part, role, gemm.backend.output(out))
+            read = watched.cast(gemm.module, kwargs, gemm.part, role, gemm.backend.output(out))
             return partial(self._known_cast, gemm.name, role, read)
         return lambda reduced: unknown_cast(role)
 
@@ -312,48 +307,50 @@ class Capture:
     def _take_inside(self, gemm: Gemm, role: str, x: torch.Tensor, cast: Callable[[], ScaleInUse]) -> None:
         """An operand from inside of a module, in its forward, in a recompute of that, or in its backward."""
         with self._guarded(gemm.name, role):
-            plan, call = self._plans[gemm.module, gemm.part], self._modules[gemm.module].running
-            if (sink := plan.inside.get(role)) and (call or role == "grad_output"):
-                use = self._known_cast(gemm.name, role, cast) if plan.cast else None
+            watched, call = self._watched[gemm.module, gemm.part], self._modules[gemm.module].running
+            if (sink := watched.inside.get(role)) and (call or role == "grad_output"):
+                use = self._known_cast(gemm.name, role, cast) if watched.cast else None
                 sink.add(x, call.order + 2 if call else next(self._dispatcher.order), use)
                 if call:  # which call a gradient from inside belongs to, nobody says
-                    _multiply(plan, role, x, call, use)
+                    _multiply(watched, role, x, call, use)
 
-    def _leave(self, plan: _ModulePlan, call: Pass, args: Args, kwargs: Kwargs, out: Any) -> None:
-        plan.running, kept = None, call.kept
+    def _leave(self, watched: _WatchedModule, call: Pass, args: Args, kwargs: Kwargs, out: Any) -> None:
+        watched.running, kept = None, call.kept
         weights, kept.weights = kept.weights, _NOTHING
-        self._note_casts(plan, out, kept)
+        self._note_casts(watched, out, kept)
         if not call.counts:
             return
-        if plan.takes_inputs_later:
-            self._take_inputs(plan, call, args, kwargs)
-        if plan.is_sharded:
-            weights = self._find_weights(plan, args, kwargs)
-        for one in plan.gemms:
+        if watched.takes_inputs_later:
+            self._take_inputs(watched, call, args, kwargs)
+        if watched.is_sharded:
+            weights = self._find_weights(watched, args, kwargs)
+        for one in watched.gemms:
             with self._guarded(one.name, "weight"):
-                if stored := one.gemm.backend.stored(plan.module, one.gemm.part):
+                if stored := one.gemm.backend.stored(watched.module, one.gemm.part):
                     self._take_stored(one, stored, call)
                 else:
                     self._take(one, "weight", weights.get(one.name), call)
             if "grad_output" in one.sinks:
                 with self._guarded(one.name, "grad_output"):
-                    self._watch_gradient(plan, one, call, args, kwargs, out)
+                    self._watch_gradient(watched, one, call, args, kwargs, out)
             if one.products:
                 with self._guarded(one.name, "input"):
                     one.products.end_call(call.order, (args, kwargs), weights.get(one.name), out)
 
-    def _take_stored(self, plan: _Plan, stored: StoredCodes, call: Pass) -> None:
-        if plan.stored_seen or not (sink := plan.sinks.get("weight")):
+    def _take_stored(self, watched: _WatchedGemm, stored: StoredCodes, call: Pass) -> None:
+        if watched.stored_seen or not (sink := watched.sinks.get("weight")):
             return
-        plan.stored_seen = True
+        watched.stored_seen = True
         x, use, multiplied = beside_master(stored, self._masters)
         sink.add(x, call.order + 1, use)
         if self._copies:
-            self._copies.see_stored(plan.name, stored)
-        _multiply(plan, "weight", x if multiplied is use else stored.decoded().values, call, multiplied)
+            self._copies.see_stored(watched.name, stored)
+        _multiply(watched, "weight", x if multiplied is use else stored.decoded().values, call, multiplied)
 
-    def _watch_gradient(self, plan: _ModulePlan, one: _Plan, call: Pass, args: Args, kwargs: Kwargs, out: Any) -> None:
-        backend = plan.backend
+    def _watch_gradient(
+        self, watched: _WatchedModule, one: _WatchedGemm, call: Pass, args: Args, kwargs: Kwargs, out: Any
+    ) -> None:
+        backend = watched.backend
         y = backend.output(out)
         if not y.requires_grad:
             return
@@ -361,13 +358,13 @@ class Capture:
         small = tuple(None if torch.is_tensor(a) and a.requires_grad else a for a in args)
         read = self._cast_reader(one, call.kept.arguments, "grad_output", out)
         node = backend.node(y) if read else None
-        waits = wait_for_backward if backend.shares_amax(plan.module) else wait_for_node
+        waits = wait_for_backward if backend.shares_amax(watched.module) else wait_for_node
         wait = waits(self._dispatcher, node) if node else None
         self._dispatcher.watch_gradient(y, one.guard, partial(self._see_gradient, one, call, small, kwargs, read, wait))
 
     def _see_gradient(
         self,
-        plan: _Plan,
+        watched: _WatchedGemm,
         call: Pass,
         args: Args,
         kwargs: Kwargs,
@@ -375,25 +372,30 @@ class Capture:
         wait: Callable[[Callable[[Reduced], None]], None] | None,
         grad: torch.Tensor,
     ) -> None:
-        dy = plan.gemm.backend.grad(grad, plan.gemm.module, args, kwargs, plan.gemm.part)
+        dy = watched.gemm.backend.grad(grad, watched.gemm.module, args, kwargs, watched.gemm.part)
         if dy is not None and wait:
-            wait(partial(self._take_gradient, plan, dy, call, read))
+            wait(partial(self._take_gradient, watched, dy, call, read))
         elif dy is not None:
-            self._take_gradient(plan, dy, call, read, ())
+            self._take_gradient(watched, dy, call, read, ())
 
     def _take_gradient(
-        self, plan: _Plan, dy: torch.Tensor, call: Pass, read: Callable[[Reduced], ScaleInUse] | None, reduced: Reduced
+        self,
+        watched: _WatchedGemm,
+        dy: torch.Tensor,
+        call: Pass,
+        read: Callable[[Reduced], ScaleInUse] | None,
+        reduced: Reduced,
     ) -> None:
         """dY, when it is known how it is cast: at once, or after the backward in which ranks share its amax."""
-        with self._guarded(plan.name, "grad_output"):
+        with self._guarded(watched.name, "grad_output"):
             use = read(reduced) if read else None
-            plan.sinks["grad_output"].add(dy, next(self._dispatcher.order), use)
-            _multiply(plan, "grad_output", dy, call, use)
+            watched.sinks["grad_output"].add(dy, next(self._dispatcher.order), use)
+            _multiply(watched, "grad_output", dy, call, use)
 
 
-def _multiply(plan: _Plan, role: str, x: torch.Tensor, call: Pass, use: ScaleInUse | None) -> None:
-    if plan.products:
-        plan.products.add(role, x, call.order, use)
+def _multiply(watched: _WatchedGemm, role: str, x: torch.Tensor, call: Pass, use: ScaleInUse | None) -> None:
+    if watched.products:
+        watched.products.add(role, x, call.order, use)
 
 
 def _by_module(

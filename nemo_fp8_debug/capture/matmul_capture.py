@@ -17,20 +17,20 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from .backends.base import Args, Kwargs, ScaleInUse, UnknownCast, as_multiplied, raw_weight, unknown_cast
+from ..core.error_guard import Fault, OperandGuard
+from .backends.base import Args, Kwargs, ScaleInUse, UnknownCast, raw_weight, unknown_cast
 from .backends.in_forward import is_computed, parameter_name, parameter_names, parameter_of
 from .dispatcher import Dispatcher, Pass
-from .dtensor import is_dtensor
 from .gemms import Gemm
 from .hooks import OperandSink, ProductSink
 from .matmuls import Matmul, Matmuls
-from .operand_guard import Fault, OperandGuard
+from .tensors import as_multiplied, is_dtensor
 
 _COMPUTED = "its module computes it by other operators than those that are known not to quantize"
 
 
 @dataclass
-class _Call:
+class _SeenCall:
     """A forward call that counts."""
 
     counted: Pass
@@ -75,7 +75,7 @@ class MatmulCapture:
 
     def _enter(self, module: nn.Module, gemms: Mapping[str, Gemm], counted: Pass, args: Args, kwargs: Kwargs) -> None:
         if counted.counts:
-            call = counted.kept = _Call(counted)
+            call = counted.kept = _SeenCall(counted)
             call.mode = Matmuls(module, gemms, (args, kwargs), partial(self._take_product, gemms, call))
             counted.watch(call.mode)
 
@@ -96,7 +96,7 @@ class MatmulCapture:
                     self._take_arguments(gemm, call, args, kwargs, out)
 
     def _take_product(
-        self, gemms: Mapping[str, Gemm], call: _Call, found: Matmul
+        self, gemms: Mapping[str, Gemm], call: _SeenCall, found: Matmul
     ) -> Callable[[torch.Tensor, bool], None] | None:
         gemm = gemms[found.parameter]
         has_arguments = not gemm.backend.in_forward and not is_computed(gemm.module)
@@ -115,7 +115,7 @@ class MatmulCapture:
                 self._add(gemm, "weight", weight, place, "" if found.weight_is_told else _COMPUTED)
         return partial(self._hook_gradient, gemm, call, place, found.turned)
 
-    def _place(self, call: _Call) -> int:
+    def _place(self, call: _SeenCall) -> int:
         """In the order of execution; products of a recompute have that of its first pass."""
         again = torch._C._current_graph_task_id() != -1
         return call.counted.order if again or not call.seen else next(self._dispatcher.order)
@@ -140,7 +140,7 @@ class MatmulCapture:
         if products := self._products.get(gemm.name):
             products.add(role, x, place, use)
 
-    def _hook_gradient(self, gemm: Gemm, call: _Call, place: int, turned: bool, out: torch.Tensor, hooked: bool) -> None:
+    def _hook_gradient(self, gemm: Gemm, call: _SeenCall, place: int, turned: bool, out: torch.Tensor, hooked: bool) -> None:
         sink = self._sinks.get((gemm.name, "grad_output"))
 
         def take(grad: torch.Tensor) -> None:
@@ -155,7 +155,7 @@ class MatmulCapture:
         if sink is not None and out.requires_grad:
             self._dispatcher.watch_gradient(out, partial(self._guarded, gemm, "grad_output"), take, is_inside=True)
 
-    def _take_arguments(self, gemm: Gemm, call: _Call, args: Args, kwargs: Kwargs, out: Any) -> None:
+    def _take_arguments(self, gemm: Gemm, call: _SeenCall, args: Args, kwargs: Kwargs, out: Any) -> None:
         """What a Linear was given, since what it multiplied cannot be told."""
         why = gemm.backend.foreign(gemm.module) or _COMPUTED
         with self._guarded(gemm, "input"):

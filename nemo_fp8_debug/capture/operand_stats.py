@@ -8,8 +8,13 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from ..core.keys import MIXED, Key
+from ..kernels.cpu.histograms import Histograms
 from ..numerics.histogram import Histogram
-from ..numerics.metrics import Moments, QuantizationSums, merge
+from ..numerics.metrics import Moments, QuantizationSums, merge, total_sums
+from ..numerics.recipe import Scaling, parse_recipe
+from ..numerics.tensor_scaling import CurrentScaling, scales_of
+from .backends.base import ScaleInUse
+from .operands import Operand
 
 
 @dataclass(frozen=True)
@@ -26,6 +31,11 @@ class Cast:
     copy_recipe: str = ""
     copy_format: str = ""
     copy_source: str = ""
+
+    @property
+    def scaling(self) -> Scaling:
+        """The rule of its scale."""
+        return parse_recipe(self.recipe).scaling
 
 
 @dataclass
@@ -92,3 +102,97 @@ def added_up(key: Key, stats: Sequence[OperandStats]) -> OperandStats:
         ranks=sum(s.ranks for s in stats),
         missing=sum(s.missing for s in stats),
     )
+
+
+def collect(operands: Sequence[Operand]) -> list[OperandStats]:
+    """What is known of each operand that was seen at least once."""
+    seen = [o for o in operands if o.calls]
+    for operand in seen:
+        operand.add_up()
+    known = _UnderScales([o for o in seen if not o.deferred])
+    return [_shard(operand, known) for operand in seen]
+
+
+def _shard(operand: Operand, known: _UnderScales) -> OperandStats:
+    moments, mine = operand.whole_moments, known.of.get(operand.key)
+    total, cast = operand.total, cast_of(operand.casts[0], operand)
+    return OperandStats(
+        key=operand.key,
+        kind=operand.gemm.kind,
+        cast=cast,
+        histogram=total,
+        amax=float(moments.amax) if moments else total.amax,
+        moments=moments,
+        sums=total_sums(operand.sums) if operand.sums else mine and mine[0],
+        what_if={name: total_sums(rows) for name, rows in operand.what_if_sums.items()},
+        copy=total_sums(operand.copy_sums) if _copy_is_known(operand) else None,
+        scales=mine and mine[1],
+        parts=mine[2] if mine else [(cast, None, total)],
+        block_scales=operand.block_scales if all(use == operand.casts[0] for use in operand.casts) else None,
+        further=operand.further,
+        calls=operand.calls,
+        nonfinite_order=operand.nonfinite_order,
+    )
+
+
+def cast_of(use: ScaleInUse, operand: Operand) -> Cast:
+    """How an operand was cast, in words."""
+    words = use.recipe, use.format.name, use.source, str(operand.dtype).removeprefix("torch.")
+    if not _copy_is_known(operand):
+        return Cast(*words)
+    copy = operand.copy_casts[0]
+    return Cast(*words, copy.recipe, copy.format.name, copy.source)
+
+
+def _copy_is_known(operand: Operand) -> bool:
+    """Whether all calls have a copy that is cast alike."""
+    return 0 < len(operand.copy_casts) == operand.calls and all(c == operand.copy_casts[0] for c in operand.copy_casts)
+
+
+Parts = list[tuple[Cast, float | None, Histogram]]
+
+
+class _UnderScales:
+    """Operands whose scales are known on this rank: each of their histograms under the scale that it was cast with."""
+
+    def __init__(self, operands: Sequence[Operand]) -> None:
+        parts = [(i, o, u, s) for i, o in enumerate(operands) for u, s in zip(o.casts, o.histograms, strict=True)]
+        uses = [use for _, _, use, _ in parts]
+        casts = [cast_of(use, operand) for _, operand, use, _ in parts]
+        histograms = Histograms([histogram for *_, histogram in parts])
+        owner = torch.tensor([i for i, *_ in parts], dtype=torch.int64)
+        held = [use.scale if isinstance(use.scale, (torch.Tensor, CurrentScaling)) else None for use in uses]
+        formats = [use.format for use in uses]
+        amax = _amax(operands, histograms, uses)
+        scales = scales_of(held, formats, amax)
+        counted = [row for row, (_, operand, *_) in enumerate(parts) if not operand.sums]
+        of_counted = histograms.select(counted).quantization_sums(scales[counted], [formats[row] for row in counted])
+        sums = of_counted.sum_by_owner(owner[counted], len(operands)).each()
+        #: by key: sums, smallest and largest scale, and the histograms with their scales
+        self.of: dict[tuple[str, str], tuple[QuantizationSums, tuple[float, float] | None, Parts]] = {}
+        found: list[Parts] = [[] for _ in operands]
+        for (i, _, _, histogram), cast, scale in zip(parts, casts, scales.double().tolist(), strict=True):
+            found[i].append((cast, None if scale != scale else scale, histogram))
+        for i, operand in enumerate(operands):
+            used = [scale for _, scale, _ in found[i] if scale is not None]
+            mine = sums[i]
+            if operand.rest_casts:
+                used += [float(use.scale) for use in operand.rest_casts if isinstance(use.scale, torch.Tensor)]
+                mine = total_sums([mine, *operand.rest_sums])
+                found[i] = [(found[i][0][0], None, operand.total)]
+            self.of[operand.key] = mine, (min(used), max(used)) if used else None, found[i]
+
+
+def _amax(operands: Sequence[Operand], histograms: Histograms, uses: Sequence[ScaleInUse]) -> torch.Tensor:
+    """float32 [P], that the cast of each histogram of each operand goes by; exact for float32 operands, whose histograms
+    are rounded."""
+    amax, inf, i = histograms.amax(), histograms.moments.inf.clone(), 0
+    for operand in operands:
+        if len(operand.moments) == len(operand.histograms):
+            for direct in (m.whole for m in operand.moments):
+                amax[i], inf[i] = direct.amax.float(), direct.inf
+                i += 1
+        else:
+            i += len(operand.histograms)
+    seen = torch.tensor([use.sees_infinity for use in uses], dtype=torch.bool)
+    return torch.where(seen & (inf > 0), torch.inf, amax)

@@ -5,23 +5,19 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import ClassVar
 
 import torch
 
-from ..kernels import count_into, histogram_of, moments, nonfinite, quantization_sums
-from ..numerics import metrics
-from ..numerics.block_scale_counts import count_block_scales
-from ..numerics.block_scaling import BlockRule, matrix
+from ..kernels import Asked, ValueStats, count_into, histogram_of, measure_values, nonfinite
+from ..numerics.block_scaling import BlockRule
 from ..numerics.histogram import DTYPES, Histogram
-from ..numerics.metrics import MomentsFound, QuantizationSums, SumsFound
-from ..numerics.nvfp4_scaling import NVFP4Scaling
+from ..numerics.metrics import Moments, MomentsFound, QuantizationSums, SumsFound, merge
 from ..numerics.recipe import Recipe
-from ..numerics.stored_codes import quantization_sums_of_codes
-from ..numerics.tensor_scaling import CurrentScaling, Unscaled
+from ..numerics.tensor_scaling import CurrentScaling
 from .backends.base import Backend, ScaleInUse
-from .dtensor import local
 from .gemms import Gemm
+from .tensors import local
 
 #: histograms of an operand that are kept apart, because each may have been cast with another scale; what comes after is
 #: measured as it passes, so that many micro-batches take no more of a device's memory
@@ -61,7 +57,7 @@ class Operand:
     measures_copies: bool = False
     copy_casts: list[ScaleInUse] = field(default_factory=list)
     copy_sums: list[SumsFound] = field(default_factory=list)
-    #: whether the scales of blocks are counted, and how many there were of each, as `numerics.block_scale_counts` has them
+    #: whether the scales of blocks are counted, and how many there were of each, as `count_block_scales` has them
     counts_block_scales: bool = False
     block_scales: torch.Tensor | None = None
     #: float64, sums of all calls that a histogram cannot tell, as features have them; None: there are none
@@ -69,6 +65,8 @@ class Operand:
     calls: int = 0
     #: calls with a copy of what another rank counts
     copies: int = 0
+    #: whether float32 values are measured under what-if recipes whose scale follows the tensor
+    tries_current: ClassVar[bool] = False
     #: of each call its place in the order of execution, and how many values that were not finite it brought, or all so far;
     #: None: that is what its moments say, or the histogram of the only call
     _nonfinite: list[tuple[int, torch.Tensor | int | None]] = field(default_factory=list)
@@ -95,14 +93,15 @@ class Operand:
             raise TypeError(f"it is {x.dtype}, which FP8 does not stand in for; bfloat16, float16 and float32 are measured")
         if self.dtype not in (None, x.dtype):
             raise TypeError(f"it is {self.dtype} in one call and {x.dtype} in another of the same step")
-        x = local(x)
-        use = use or self.in_use
+        x, use = local(x).detach(), use or self.in_use
+        copy = use.columnwise if self.measures_copies and use.decoded is None else None
         self._count_nonfinite()
-        x = x.detach()
-        counted = self._count(x, use if use.decoded is None else replace(use, decoded=None))
-        self._measure_directly(x, use, counted)
-        if self.measures_copies and use.columnwise is not None and use.decoded is None:
-            self._measure_copy(x, use.columnwise)
+        counted = self._count(x, use)
+        joins_rest = self.rest is not None
+        if self.what_if or copy or joins_rest or use.decoded or x.dtype not in DTYPES or isinstance(use.scale, BlockRule):
+            tried, copied = (self.what_if, self.tries_current), None if copy is None else copy.rule
+            asked = Asked(self.role, use.rule, use.decoded, *tried, copied, self.counts_block_scales, joins_rest)
+            self._keep(measure_values(x, counted, asked), use, copy)
         self._nonfinite.append((order, nonfinite(counted) if self.calls and not self.moments else None))
         self.dtype = x.dtype
         self.calls += 1
@@ -120,21 +119,33 @@ class Operand:
         mine = histogram_of(x)
         if joins:
             self.histograms[-1].counts += mine.counts
-            return mine
-        if len(self.histograms) < KEPT_APART or x.dtype not in DTYPES:
+        elif len(self.histograms) < KEPT_APART or x.dtype not in DTYPES:
             self.histograms.append(mine)
-            self.casts.append(use)
-            return mine
-        if isinstance(use.scale, CurrentScaling):
-            use = replace(use, scale=use.scale_of(x))
-        self.rest_casts.append(use)
-        if isinstance(use.scale, torch.Tensor):
-            self.rest_sums.append(metrics.quantization_sums_of_counts(mine, use.scale, use.format))
-        if self.rest:
-            self.rest.counts += mine.counts
-        else:
+            self.casts.append(_without_codes(use))
+        elif self.rest is None:
             self.rest = mine
+        else:
+            self.rest.counts += mine.counts
         return mine
+
+    def _keep(self, found: ValueStats, use: ScaleInUse, copy: ScaleInUse | None) -> None:
+        """Keep what was measured of the values of a call."""
+        if found.moments is not None:
+            self.moments.append(found.moments)
+        if found.sums is not None:
+            self.sums.append(found.sums)
+        if found.scale is not None:
+            self.rest_casts.append(use if found.scale is use.scale else replace(use, scale=found.scale))
+        if found.sums_of_counts is not None:
+            self.rest_sums.append(found.sums_of_counts)
+        if found.block_scales is not None:
+            known = self.block_scales
+            self.block_scales = found.block_scales if known is None else known + found.block_scales
+        for name, sums in found.what_if.items():
+            self.what_if_sums.setdefault(name, []).append(sums)
+        if found.copy is not None and copy is not None:
+            self.copy_casts.append(copy)
+            self.copy_sums.append(found.copy)
 
     def _count_nonfinite(self) -> None:
         """What the first call's histogram says of it, before others may be counted into that one; without host
@@ -149,41 +160,6 @@ class Operand:
         direct = [m.whole for m in self.moments]
         counts = [(order, direct[i].nan + direct[i].inf if n is None else n) for i, (order, n) in enumerate(self._nonfinite)]
         return min((order for order, count in counts if count > 0), default=None)
-
-    def _measure_directly(self, x: torch.Tensor, use: ScaleInUse, counted: Histogram) -> None:
-        """What histograms cannot answer: anything of float32, and block recipes."""
-        is_float32 = x.dtype not in DTYPES
-        if is_float32:
-            self.moments.append(moments(x))
-        if use.decoded is not None:
-            self.sums.append(quantization_sums_of_codes(x, use.decoded))
-        elif is_float32 or isinstance(use.scale, BlockRule):
-            self.sums.append(quantization_sums(x, self._scale_of(x, use), self.role, use.format, counted))
-        if self.counts_block_scales and use.decoded is None and isinstance(use.scale, BlockRule):
-            found = count_block_scales(x, use.scale, self.role, use.format)
-            self.block_scales = found if self.block_scales is None else self.block_scales + found
-        is_part = use.decoded is not None and x.dim() < 2  # whose rows and blocks are not known
-        for recipe in () if is_part else self.what_if:
-            rule = recipe.scaling
-            if isinstance(rule, BlockRule) or (is_float32 and isinstance(rule, Unscaled)):
-                sums = quantization_sums(x, rule, self.role, recipe.format_of(self.role), counted)
-                self.what_if_sums.setdefault(recipe.name, []).append(sums)
-
-    def _scale_of(self, x: torch.Tensor, use: ScaleInUse) -> torch.Tensor | BlockRule:
-        """As `use.scale_of`; the amax of finite values has been found already where moments were."""
-        if self.moments and isinstance(use.scale, CurrentScaling) and not use.sees_infinity:
-            return use.scale.scale(self.moments[-1].whole.amax[0].float(), use.format.max)
-        return use.scale_of(x)
-
-    def _measure_copy(self, x: torch.Tensor, use: ScaleInUse) -> None:
-        """The copy whose blocks run along the columns of `x`, or that is cast otherwise."""
-        m = matrix(x)
-        if isinstance(use.scale, BlockRule):
-            if isinstance(use.scale, NVFP4Scaling) and use.scale.hadamard and m.shape[0] % 16:
-                return  # the engine casts no such copy
-            m = use.scale.columnwise(m).contiguous()
-        self.copy_casts.append(use)
-        self.copy_sums.append(quantization_sums(m, use.scale_of(m), self.role, use.format))
 
     def move(self, to: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Replace each tensor that was collected by what `to` gives for it."""
@@ -203,6 +179,11 @@ class Operand:
         self.moments = [m.whole for m in self.moments]
         self.sums, self.copy_sums = [s.whole for s in self.sums], [s.whole for s in self.copy_sums]
         self.what_if_sums = {name: [s.whole for s in sums] for name, sums in self.what_if_sums.items()}
+
+    @property
+    def whole_moments(self) -> Moments | None:
+        """What was measured directly of all calls together (one row), in host memory."""
+        return merge(Moments.concat([m.whole for m in self.moments]).cpu()) if self.moments else None
 
     @property
     def device(self) -> torch.device | None:
@@ -228,6 +209,10 @@ def _moved(use: ScaleInUse, to: Callable[[torch.Tensor], torch.Tensor]) -> Scale
     return replace(use, scale=to(use.scale)) if isinstance(use.scale, torch.Tensor) else use
 
 
+def _without_codes(use: ScaleInUse) -> ScaleInUse:
+    return use if use.decoded is None else replace(use, decoded=None)
+
+
 def _follows_the_whole(use: ScaleInUse) -> bool:
     """Whether nothing casts with it: one scale for the whole operand is the same however it is split over ranks."""
     return use.source != "engine" and isinstance(use.scale, CurrentScaling)
@@ -251,11 +236,4 @@ NO_GEMM = Backend("no GEMM", lambda module: False, lambda *_: None, lambda *_: N
 class UncastOperand(Operand):
     """One of those, in one step. Float32 ones are measured under what-if recipes whose scale follows the tensor."""
 
-    def _measure_directly(self, x: torch.Tensor, use: ScaleInUse, counted: Any) -> None:
-        super()._measure_directly(x, use, counted)
-        for recipe in self.what_if if x.dtype == torch.float32 else ():
-            if isinstance(recipe.scaling, CurrentScaling):
-                fmt = recipe.format_of(self.role)
-                scale = recipe.scaling.scale(self.moments[-1].whole.amax[0].float(), fmt.max)
-                sums = quantization_sums(x, scale, self.role, fmt, counted)
-                self.what_if_sums.setdefault(recipe.name, []).append(sums)
+    tries_current = True

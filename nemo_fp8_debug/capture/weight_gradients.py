@@ -22,17 +22,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from ..core.error_guard import enter_again, leave_modes
 from .backends.base import raw_weight
 from .backends.in_forward import parameter_name
 from .backends.parallel import copied_part, gradient_ranks, groups
 from .data_parallel import Sharded, active_ddp
 from .dispatcher import Dispatcher
-from .dtensor import is_dtensor
 from .gemms import Gemm
-from .operand_guard import enter_again, leave_modes
+from .optimizer_weights import is_split_by_zero
 from .patching import patched
 from .scan import ScannedModule
-from .stepped import is_split_by_zero
+from .tensors import is_dtensor
 
 _LOOKING = "while looking at gradients of weights"
 #: lists of Megatron's gradient buffers, in its DDP

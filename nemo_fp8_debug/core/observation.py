@@ -25,7 +25,7 @@ Lanes = Mapping[int, torch.Tensor]
 
 
 @dataclass(frozen=True)
-class Plan:
+class SamplePlan:
     """What all ranks have to agree on before they add up a sample."""
 
     step: int
@@ -51,11 +51,16 @@ class Observation:
         """Return what looks at a sampled step that opens, as `monitor.open_step` has both."""
         raise NotImplementedError
 
-    def collect(self, step: Any) -> Any:
-        """Return what this rank found in a sampled step, once that is in host memory."""
+    def collect(self, mine: Any, operands: Sequence[Any]) -> Any:
+        """Return what this rank found in a sampled step, once that is in host memory.
+
+        Args:
+            mine: what looked at the step, as `observe` returned it; None: that broke off.
+            operands: tensors of all features that were counted.
+        """
         raise NotImplementedError
 
-    def pack(self, plan: Plan, found: Any, expected: Collection[Key]) -> Arrays:
+    def pack(self, plan: SamplePlan, found: Any, expected: Collection[Key]) -> Arrays:
         """Return what this rank found as plain arrays; of one that found nothing too.
 
         Args:
@@ -68,7 +73,7 @@ class Observation:
         """Return int32 [n], whose maximum over ranks is taken; n is the same on all. By default there are none."""
         return torch.zeros(0, dtype=torch.int32)
 
-    def sums(self, plan: Plan, packed: Arrays, extremes: torch.Tensor) -> Lanes:
+    def sums(self, plan: SamplePlan, packed: Arrays, extremes: torch.Tensor) -> Lanes:
         """Return what is added up over ranks, float64 [m] by lane; each m follows from the extremes.
 
         Args:
@@ -76,7 +81,7 @@ class Observation:
         """
         raise NotImplementedError
 
-    def whole(self, plan: Plan, sums: Lanes, extremes: torch.Tensor) -> Any:
+    def whole(self, plan: SamplePlan, sums: Lanes, extremes: torch.Tensor) -> Any:
         """Return what all ranks have found together; asked on the first of them."""
         raise NotImplementedError
 

@@ -1,13 +1,15 @@
-"""Work on several cores at once, in order and with no more than a few results waiting."""
+"""Work off the training thread in order, and on several cores at once with no more than a few results waiting."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import queue
+import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TypeVar
+from typing import Any, TypeVar
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -55,3 +57,34 @@ def ahead(do: Callable[[Item], Result], items: Sequence[Item]) -> Iterator[Resul
         finally:
             for future in waiting:
                 future.cancel()
+
+
+class Worker:
+    """A thread that does jobs one after the other.
+
+    A daemon: a job that hangs for ever must not keep the process from ending.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._jobs: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._work, name=name, daemon=True)
+        self._thread.start()
+
+    def submit(self, job: Callable[[], Any]) -> Future[Any]:
+        """Do `job` after all that was submitted before."""
+        future: Future[Any] = Future()
+        self._jobs.put((job, future))
+        return future
+
+    def close(self, seconds: float) -> None:
+        """End when all is done; wait for that so long at the most."""
+        self._jobs.put(None)
+        self._thread.join(seconds)
+
+    def _work(self) -> None:
+        while entry := self._jobs.get():
+            job, future = entry
+            try:
+                future.set_result(job())
+            except BaseException as error:  # whoever asks for the result gets it
+                future.set_exception(error)

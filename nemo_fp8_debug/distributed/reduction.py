@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from ..core.keys import Key
-from ..core.observation import Arrays, Observation, Plan
+from ..core.observation import Arrays, Observation, SamplePlan
 from ..core.plain_arrays import decode_arrays, encode_arrays
 from .rank_store import Ranks
 from .shard_group import ShardGroup
@@ -38,7 +38,7 @@ class Reduction:
         """
         self._ranks, self._shard_group, self._observations = ranks, shard_group, list(observations)
 
-    def pack(self, plan: Plan, found: Mapping[str, Any], expected: Collection[Key]) -> bytes:
+    def pack(self, plan: SamplePlan, found: Mapping[str, Any], expected: Collection[Key]) -> bytes:
         """Return what this rank has to add as plain bytes; keeps nothing of what it found.
 
         Args:
@@ -52,7 +52,7 @@ class Reduction:
         """Return what is known of each observation where no other rank has parts of it."""
         return {one.name: one.alone(found[one.name]) for one in self._observations if one.name in found}
 
-    def reduce(self, plan: Plan, packed: bytes) -> dict[str, Any] | None:
+    def reduce(self, plan: SamplePlan, packed: bytes) -> dict[str, Any] | None:
         """Return what all ranks have together, by observation; None on all ranks but the first of the group.
 
         Raises:

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from ..core.worker import Worker
+from ..core.threads import Worker
 
 T = TypeVar("T")
 _TCPStore: Any = getattr(dist, "TCPStore", None)

@@ -3,30 +3,63 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
 
 from ..errors import warn
 from ..numerics import tensor_scaling
-from ..numerics.block_scaling import CHUNK, WHOLE_ROW, BlockRule, quantization_sums_in_blocks
-from ..numerics.formats import FloatFormat
-from ..numerics.histogram import BINS, DTYPES, Histogram, infinity_bin
-from ..numerics.metrics import MomentsFound, SumsFound, moments_of_float32, quantization_sums_of_float32
-from ..numerics.tensor_scaling import CurrentScaling, Unscaled, amax_of, finite_amax_of
+from ..numerics.block_scaling import (
+    WHOLE_ROW,
+    BlockRule,
+    count_block_scales,
+    matrix,
+)
+from ..numerics.formats import Decoded, FloatFormat
+from ..numerics.histogram import BINS, DTYPES, Histogram
+from ..numerics.metrics import (
+    MomentsFound,
+    QuantizationSums,
+    SumsFound,
+    amax_of,
+    finite_amax_of,
+    moments_of_float32,
+    quantization_sums_of_codes,
+    quantization_sums_of_counts,
+    quantization_sums_of_float32,
+)
+from ..numerics.recipe import Recipe
+from ..numerics.tensor_scaling import CurrentScaling, Unscaled
 from . import torch_fallback
 from .cpu import blocks, quantize
 from .cpu import histogram as cpu_histogram
-from .empty_histograms import empty_histogram
-from .memory import bits_of
+from .memory import bits_of, empty_histogram
 
 #: what each kernel of a CUDA device does with tensors
 _DONE = {"histogram": "counted", "blocks": "measured in blocks", "float32": "measured in float32"}
 #: columns below which a copy without gaps costs less than counting row by row
 SHORT = 64
-#: values in rows that are measured at once, in float64: few launches on a device, and at most some 200 MiB of its memory
-_CHUNK_OF_ROWS = 1 << 22
+
+
+class CudaKernel(Protocol):
+    """A kernel of our own for CUDA devices."""
+
+    def try_out(self, device: torch.device) -> None:
+        """Do something on a device; raises where Numba cannot use it."""
+
+
+class BlockKernel(Protocol):
+    """A kernel that measures an operand in blocks."""
+
+    def block_sums(self, x: torch.Tensor, rule: BlockRule, role: str, fmt: FloatFormat, counted: Any) -> SumsFound:
+        """As `quantization_sums_in_blocks`, perhaps in another order of adding up.
+
+        Args:
+            counted: the histogram of `x`; a kernel of plain torch operations needs none.
+        """
 
 
 def histogram_of(x: torch.Tensor) -> Histogram:
@@ -63,14 +96,14 @@ def count_into(histogram: Histogram, x: torch.Tensor) -> None:
 
 def _count_on_device(values: torch.Tensor, histogram: Histogram) -> None:
     if kernel := _kernel_on(values.device, "histogram"):
-        kernel.count_patterns(values, histogram.counts, infinity_bin(histogram.dtype))
+        kernel.count_patterns(values, histogram.counts, histogram.infinity)
     else:
         torch_fallback.count_patterns(values.reshape(-1).view(torch.int16), histogram.counts)
 
 
 def nonfinite(histogram: Histogram) -> torch.Tensor | int:
     """How many values that are not finite were counted so far; on a device a tensor, without host synchronization."""
-    end = infinity_bin(histogram.dtype)
+    end = histogram.infinity
     if histogram.counts.device.type == "cpu":
         return int(cpu_histogram.last_counts(histogram.counts.data_ptr(), end))
     return histogram.counts[end:].sum()
@@ -82,7 +115,7 @@ def _kernel_on(device: torch.device, module: str) -> Any:
     if device.type != "cuda" or not torch.version.cuda:
         return None
     try:
-        kernel = _cuda_kernel(module)
+        kernel: CudaKernel = _cuda_kernel(module)
         kernel.try_out(device)
     except Exception as error:
         why = f"{type(error).__name__}: {error}".splitlines()[0]
@@ -111,7 +144,7 @@ def moments(x: torch.Tensor) -> MomentsFound:
 
 def quantization_sums(
     x: torch.Tensor,
-    scale: torch.Tensor | CurrentScaling | Unscaled | BlockRule,
+    scale: torch.Tensor | Unscaled | BlockRule,
     role: str,
     fmt: FloatFormat,
     counted: Histogram | None = None,
@@ -120,28 +153,130 @@ def quantization_sums(
 
     Args:
         x: [..., features], any floating dtype.
-        scale: float32 scalar, or the rule that finds scales.
+        scale: float32 scalar, or the rule that finds those of blocks.
         role: of the operand, which blocks depend on.
         fmt: format of the codes.
         counted: the histogram of `x`, where there is one; the kernels of block sums take it, and `x` would be counted first.
     """
     if isinstance(scale, BlockRule):
-        if scale.rounds_by_chance or scale.by_values:
-            return quantization_sums_in_blocks(x, scale, role, fmt)
-        in_rows = scale.block(role)[1] == WHOLE_ROW  # for which there is no kernel on devices
-        if x.dtype in DTYPES and not in_rows and (kernel := _kernel_on(x.device, "blocks")):
-            return kernel.block_sums(x, scale, role, fmt, counted or histogram_of(x))  # type: ignore[no-any-return]
-        if x.device.type == "cpu" and x.dtype in DTYPES and x.numel():
-            return blocks.quantization_sums_in_blocks(x, scale, role, fmt, counted or histogram_of(x))
-        return quantization_sums_in_blocks(x, scale, role, fmt, _CHUNK_OF_ROWS if in_rows else CHUNK)
+        kernel: BlockKernel = _block_kernel(x, scale, role)
+        if counted is None and kernel is not torch_fallback:
+            counted = histogram_of(x)
+        return kernel.block_sums(x, scale, role, fmt, counted)
     if isinstance(scale, Unscaled):
         scale = torch.ones((), device=x.device)
-    if isinstance(scale, CurrentScaling):
-        scale = scale.scale(finite_amax_of(x), fmt.max)
-    kernel = _kernel_on(x.device, "float32")
-    sums_of = kernel.quantization_sums if kernel else quantization_sums_of_float32
+    of_device = _kernel_on(x.device, "float32")
+    sums_of = of_device.quantization_sums if of_device else quantization_sums_of_float32
     found: SumsFound = sums_of(x.float(), scale.to(x.device), fmt)
     return found
+
+
+class CastRule(NamedTuple):
+    """What an operand is cast with: a float32 scalar or the rule that finds scales, and the format of the codes."""
+
+    scale: torch.Tensor | CurrentScaling | BlockRule
+    format: FloatFormat
+    #: whether an infinity is the amax
+    sees_infinity: bool = False
+
+    def scale_of(self, x: torch.Tensor, found: MomentsFound | None = None) -> torch.Tensor | BlockRule:
+        """Return the scale of a tensor, float32 scalar; a block rule has none. No host synchronization.
+
+        Args:
+            found: moments of `x`, which have the largest of its finite values; None: they are not known.
+        """
+        if not isinstance(self.scale, CurrentScaling):
+            return self.scale
+        if self.sees_infinity:
+            return self.scale.scale(amax_of(x), self.format.max)
+        return self.scale.scale(found.whole.amax[0].float() if found else finite_amax_of(x), self.format.max)
+
+
+class Asked(NamedTuple):
+    """What is to be measured of a tensor beside its histogram."""
+
+    role: str
+    cast: CastRule
+    #: what the codes stand for, if they are stored; None: they are made in each step
+    decoded: Decoded | None
+    #: recipes that are tried, and whether float32 values are measured under those whose scale follows the tensor
+    what_if: Sequence[Recipe]
+    tries_current: bool
+    #: how the copy is cast that another product multiplies; None: it is not measured
+    copy: CastRule | None
+    counts_block_scales: bool
+    #: whether its histogram is added to those of other calls, and is measured before that
+    joins_rest: bool
+
+
+@dataclass(slots=True)
+class ValueStats:
+    """What was measured of a tensor beside its histogram; None: it was not asked for, or histograms answer it."""
+
+    moments: MomentsFound | None = None
+    sums: SumsFound | None = None
+    #: of a tensor that joins others: its scale, and the sums of its histogram under it
+    scale: torch.Tensor | BlockRule | None = None
+    sums_of_counts: QuantizationSums | None = None
+    #: int64 [257]
+    block_scales: torch.Tensor | None = None
+    #: by name of the recipe
+    what_if: dict[str, SumsFound] = field(default_factory=dict)
+    copy: SumsFound | None = None
+
+
+def measure_values(x: torch.Tensor, counted: Histogram, asked: Asked) -> ValueStats:
+    """Measure what histograms cannot answer: anything of float32, block recipes, and codes that are stored.
+
+    Args:
+        x: [..., features], bfloat16, float16 or float32.
+        counted: its histogram.
+    """
+    found, cast, is_float32 = ValueStats(), asked.cast, x.dtype not in DTYPES
+    rule = cast.scale if asked.decoded is None and isinstance(cast.scale, BlockRule) else None
+    if is_float32:
+        found.moments = moments(x)
+    measured = asked.decoded is None and (is_float32 or rule is not None)
+    scale = cast.scale_of(x, found.moments) if measured or asked.joins_rest else None
+    if asked.decoded is not None:
+        found.sums = quantization_sums_of_codes(x, asked.decoded)
+    if asked.joins_rest:
+        found.scale = scale
+        if isinstance(scale, torch.Tensor):
+            found.sums_of_counts = quantization_sums_of_counts(counted, scale, cast.format)
+    if asked.counts_block_scales and rule is not None:
+        found.block_scales = count_block_scales(x, rule, asked.role, cast.format)
+    if measured and scale is not None:
+        found.sums = quantization_sums(x, scale, asked.role, cast.format, counted)
+    is_part = asked.decoded is not None and x.dim() < 2  # whose rows and blocks are not known
+    for recipe in () if is_part else asked.what_if:
+        by, fmt = recipe.scaling, recipe.format_of(asked.role)
+        if is_float32 and asked.tries_current and isinstance(by, CurrentScaling):
+            found.what_if[recipe.name] = quantization_sums(
+                x, CastRule(by, fmt).scale_of(x, found.moments), asked.role, fmt, counted
+            )
+        elif isinstance(by, BlockRule) or (is_float32 and isinstance(by, Unscaled)):
+            found.what_if[recipe.name] = quantization_sums(x, by, asked.role, fmt, counted)
+    if asked.copy is not None and (m := _columnwise(x, asked.copy.scale)) is not None:
+        found.copy = quantization_sums(m, asked.copy.scale_of(m), asked.role, asked.copy.format)
+    return found
+
+
+def _columnwise(x: torch.Tensor, rule: torch.Tensor | CurrentScaling | BlockRule) -> torch.Tensor | None:
+    """The copy whose blocks run along the columns of `x`, or that is cast otherwise; None: the engine casts no such copy."""
+    m = matrix(x)
+    if not isinstance(rule, BlockRule):
+        return m
+    return rule.columnwise(m).contiguous() if rule.casts_columnwise(m) else None
+
+
+def _block_kernel(x: torch.Tensor, rule: BlockRule, role: str) -> BlockKernel:
+    """The module that measures a tensor in blocks where it is; on devices ours has none for rows."""
+    if rule.rounds_by_chance or rule.by_values or x.dtype not in DTYPES or not x.numel():
+        return torch_fallback
+    if x.device.type == "cpu":
+        return blocks
+    return torch_fallback if rule.block(role)[1] == WHOLE_ROW else _kernel_on(x.device, "blocks") or torch_fallback
 
 
 def quantize_dequantize(x: torch.Tensor, scale: torch.Tensor, fmt: FloatFormat) -> torch.Tensor:
@@ -157,7 +292,7 @@ def quantize_dequantize(x: torch.Tensor, scale: torch.Tensor, fmt: FloatFormat) 
 
 
 def amax(x: torch.Tensor) -> torch.Tensor:
-    """`numerics.tensor_scaling.amax_of`; on a CPU in one read of `x` where it has no gaps."""
+    """`numerics.metrics.amax_of`; on a CPU in one read of `x` where it has no gaps."""
     return quantize.amax(x, torch.get_num_threads()) if _has_cpu_loop(x) else amax_of(x)
 
 

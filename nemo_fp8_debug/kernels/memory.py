@@ -1,12 +1,24 @@
-"""The memory of a tensor as numpy sees it, and Numba on a CUDA device."""
+"""The memory of a tensor as numpy sees it, and Numba on a CUDA device; histograms that are cleared there in advance."""
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
+
+from ..numerics.histogram import BINS
+
+#: histograms that are cleared at once, 8 MiB
+AT_ONCE = 32
+
+#: by device and stream, which has cleared them and which they have to be counted in
+_empty: dict[tuple[torch.device, int], list[torch.Tensor]] = defaultdict(list)
+#: gives torch's current stream in a tenth of the time that torch takes to make an object of it
+_raw: Callable[[int], int] | None = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 
 
 class _Memory:
@@ -76,3 +88,28 @@ def bits_of(x: torch.Tensor) -> npt.NDArray[Any]:
         return np.zeros(x.shape, f"u{x.element_size()}")
     address_of(x)
     return np.asarray(_Memory(x))
+
+
+def current_stream(device: torch.device) -> int:
+    """Return the handle of torch's current stream on a CUDA device."""
+    handle: int = _raw(device.index) if _raw else torch.cuda.current_stream(device).cuda_stream
+    return handle
+
+
+def empty_histogram(device: torch.device) -> torch.Tensor:
+    """Zeros, int64 [32768], for torch's current stream."""
+    if device.type != "cuda":
+        return torch.zeros(BINS, dtype=torch.int64, device=device)
+    empty = _empty[device, current_stream(device)]
+    try:
+        return empty.pop()
+    except IndexError:
+        with torch.inference_mode(False):  # others of them may be counted into outside of one
+            first, *others = torch.zeros(AT_ONCE, BINS, dtype=torch.int64, device=device).unbind()
+        empty += others
+        return first
+
+
+def forget_empty_histograms() -> None:
+    """Give the memory of those back that nothing was counted into."""
+    _empty.clear()

@@ -1,13 +1,20 @@
-"""Counts magnitude patterns with plain torch operations: any device that torch has, the same counts, more slowly."""
+"""Counts magnitude patterns and measures blocks with plain torch operations: on any device that torch has, more slowly."""
 
 from __future__ import annotations
 
 import torch
 
+from ..numerics.block_scaling import CHUNK as CHUNK_OF_BLOCKS
+from ..numerics.block_scaling import WHOLE_ROW, BlockRule, quantization_sums_in_blocks
+from ..numerics.formats import FloatFormat
+from ..numerics.metrics import QuantizationSums
+
 #: values handled at once; bounds the indices that torch needs to 64 MiB
 CHUNK = 1 << 22
 #: histograms that neighboring values are counted into in turn: additions to one address wait for one another on a device
 LANES = 64
+#: values in rows that are measured at once, in float64: few launches on a device, and at most some 200 MiB of its memory
+CHUNK_OF_ROWS = 1 << 22
 
 
 def count_patterns(values: torch.Tensor, counts: torch.Tensor) -> None:
@@ -24,3 +31,14 @@ def count_patterns(values: torch.Tensor, counts: torch.Tensor) -> None:
         index = chunk.to(torch.int64).bitwise_and_(0x7FFF).add_(first[: len(chunk)])
         lanes.scatter_add_(0, index, one.expand_as(index))
     counts += lanes.view(LANES, -1).sum(0)
+
+
+def block_sums(x: torch.Tensor, rule: BlockRule, role: str, fmt: FloatFormat, counted: object = None) -> QuantizationSums:
+    """Return the sums of an operand under a block rule.
+
+    Args:
+        x: [..., features], any floating dtype.
+        counted: not needed.
+    """
+    in_rows = rule.block(role)[1] == WHOLE_ROW and not (rule.rounds_by_chance or rule.by_values)
+    return quantization_sums_in_blocks(x, rule, role, fmt, CHUNK_OF_ROWS if in_rows else CHUNK_OF_BLOCKS)

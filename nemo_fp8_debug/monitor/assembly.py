@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 
 from ..capture.backends.parallel import parts_of
 from ..capture.gemms import select
 from ..core.error_guard import ErrorGuard
 from ..core.keys import ROLES
+from ..core.sample import Recorder
 from ..core.waits import Waits
 from ..distributed import Ranks, ShardGroup
 from ..errors import ConfigError
@@ -15,23 +18,29 @@ from ..numerics.delayed_state import check_histories
 from ..options.config import Config
 from ..options.control_file import Control
 from ..options.trigger_rules import parse_rule
+from ..record.console_table import TableRecorder
 from ..record.dump import TensorDump
+from ..record.event_file import EventFile
+from ..record.histogram_budget import HistogramBudget
+from ..record.loggers.choose import chosen_sinks
+from ..record.loggers.page import ComparisonPage
+from ..record.loggers.recorder import LoggerRecorder
+from ..record.scalars import ScalarRecorder
 from ..record.storage import Storage
+from ..record.tensorboard import TensorBoardRecorder
 from ..record.writer import RunRecord
 from .delivery import Delivery
 from .live_control import LiveControl
 from .model_scan import ModelScan
-from .open_step import Watched
+from .open_step import RunSetup, Watched
 from .pipeline import Pipeline, meet
-from .rank_parts import RunSetup
 from .recorder_queue import Recording
 from .run_summary import Summary
-from .schedule import Schedule
-from .triggers import Triggers
+from .schedule import Schedule, Triggers
 
 
 @dataclass(frozen=True)
-class Parts:
+class MonitorParts:
     """What a monitor works with once all ranks have started."""
 
     #: the ranks that hold parts of the same tensors
@@ -82,7 +91,7 @@ def assemble(
     place: Place,
     errors: ErrorGuard,
     waits: Waits,
-) -> Parts:
+) -> MonitorParts:
     """The parts of a monitor.
 
     Args:
@@ -121,4 +130,37 @@ def assemble(
     delivery = Delivery(ranks, recording, pipeline, live_control, dump, errors, config.layers)
     delivery.report(None)
     watched = Watched(model, shard_group, ranks.rank, ranks.world, place.attempt, dump, errors, pipeline.observations)
-    return Parts(shard_group, schedule, live_control, pipeline, delivery, watched)
+    return MonitorParts(shard_group, schedule, live_control, pipeline, delivery, watched)
+
+
+def chosen_recorders(own: Iterable[Recorder] | None, config: Config) -> Iterator[Recorder]:
+    """The caller's recorders, or those by default; then what serves loggers.
+
+    Raises:
+        ConfigError: as for `default_recorders`, or the package of a logger is missing.
+    """
+    sinks = chosen_sinks(config.logger_choices)
+    yield from default_recorders(config) if own is None else own
+    if sinks:
+        record = None if config.output is None else str(Storage(config.output))
+        every_tensor = partial(ScalarRecorder, _not_written, config.max_tags) if config.log_every_tensor else None
+        yield LoggerRecorder(sinks, ComparisonPage(config.report_baseline, record), every_tensor)
+
+
+def _not_written(tags: object, step: int) -> None:
+    """Scalars are asked for, and written by others."""
+
+
+def default_recorders(config: Config) -> Iterator[Recorder]:
+    """A run record, TensorBoard events and a table.
+
+    Raises:
+        ConfigError: there is no folder for them, or it cannot be written.
+    """
+    if config.output is None:
+        raise ConfigError('Monitor needs the folder of the record: Monitor(model, "runs/a")')
+    record = RunRecord(config.output, HistogramBudget(config.histogram_interval, config.expert_histograms))
+    yield record
+    yield TensorBoardRecorder(EventFile(record.storage), config.max_tags, log_losses=True)
+    if config.table_rows:
+        yield TableRecorder(config.table_rows)

@@ -12,7 +12,7 @@ from torch import nn
 from ..capture.attention import find_attentions
 from ..capture.backends.transformer_engine import inspection
 from ..capture.gemms import Gemm, find_unknown_gemms, list_gemms, matching, seen_in_forward, select
-from ..capture.masters import Masters
+from ..capture.optimizer_weights import Masters
 from ..capture.overrides import emulated
 from ..capture.scales import Scales
 from ..capture.scan import ScannedModule, scan_modules

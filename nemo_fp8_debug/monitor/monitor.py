@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,24 +15,23 @@ from torch import nn
 
 from ..capture.gemms import Gemm
 from ..core.arguments import checks_arguments
-from ..core.error_guard import ErrorGuard
+from ..core.error_guard import ErrorGuard, all_of, entry
 from ..core.sample import Recorder
 from ..core.waits import Waits
 from ..distributed import Ranks, ShardGroup
 from ..errors import run_failed
 from ..options.config import SAME_ON_ALL_RANKS, Config
-from . import open_monitors
-from .assembly import Place, assemble
-from .default_recorders import chosen_recorders
-from .entries import all_of, entry
+from .assembly import Place, assemble, chosen_recorders
+from .delivery import usable
 from .model_scan import scan
 from .recorder_queue import Recording
 from .run_summary import Summary
 from .sampled_step import SampledStep
 from .step_order import StepOrder
-from .step_scalars import usable
 
 _INVALID = -1  # stands for a step whose number is not valid
+#: the last monitor of this process that records to each folder
+_of_folder: weakref.WeakValueDictionary[str, Monitor] = weakref.WeakValueDictionary()
 
 
 @checks_arguments(options_of=Config)
@@ -99,8 +101,8 @@ class Monitor:
         with self._errors.guard("while recording that the run goes on"):
             if self._live_control.ended_before:  # which no longer holds, long before the first sample says so
                 self._delivery.report(None)
-        open_monitors.replace(place.record, self, self._errors.warn)
-        self._closed_by_hand = open_monitors.close_at_exit(self, self._ranks.world > 1)
+        _note_folder(place.record, self, self._errors.warn)
+        self._closed_by_hand = _close_at_exit(self, self._ranks.world > 1)
 
     @property
     def gemms(self) -> Sequence[Gemm]:
@@ -327,3 +329,30 @@ class Monitor:
         """Wait until every sample so far is recorded."""
         if not self.closed:
             self._delivery.flush()
+
+
+def _note_folder(folder: str | None, monitor: Monitor, warn: Callable[[str], object]) -> None:
+    """Note which monitor records to a folder, if to any; `warn` of one that is still open and did so before."""
+    if folder is None:
+        return
+    earlier = _of_folder.get(folder)
+    _of_folder[folder] = monitor
+    if earlier is not None and not earlier.closed:
+        warn(f"another monitor of this process records to {folder} too, as another attempt; close that one")
+
+
+def _close_at_exit(monitor: Monitor, keep: bool) -> Callable[[], object]:
+    """Let a process that ends without closing its monitor lose nothing; returns what calls that off.
+
+    Args:
+        keep: whether it is held until then: threads of one that was dropped could still wait for other ranks at the end of
+            the interpreter, and would end the process with an error.
+    """
+    close = monitor.close if keep else partial(_close, weakref.ref(monitor))
+    atexit.register(close)
+    return partial(atexit.unregister, close)
+
+
+def _close(monitor: weakref.ref[Monitor]) -> None:
+    if found := monitor():
+        found.close()

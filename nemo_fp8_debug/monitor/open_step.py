@@ -1,26 +1,49 @@
-"""A sampled step as observers get it: what it looks at, and where they leave what they have to say of it."""
+"""A run and a sampled step as observers get them, and which tensors this rank counts."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
+import torch
+
+from ..capture.backends.parallel import copied_part
+from ..capture.backends.transformer_engine import inspection
+from ..capture.device_to_host import Move
 from ..capture.dispatcher import Dispatcher
-from ..capture.gemms import Gemm
+from ..capture.gemms import Gemm, matching
 from ..capture.hooks import CopySink, OperandSink, ProductSink
-from ..capture.operand_guard import Fault
 from ..capture.operands import Operand
-from ..capture.packed_transfer import Move
+from ..capture.optimizer_weights import is_split_by_zero, weight_of
+from ..capture.scales import Scales
 from ..capture.scan import ScannedModule
+from ..capture.tensors import is_counted, is_never_counted
 from ..capture.weight_gradients import WeightGradients
-from ..core.error_guard import ErrorGuard
-from ..core.keys import Key
+from ..core.error_guard import ErrorGuard, Fault
+from ..core.keys import ROLES, Key, roles_of
 from ..core.observation import Observation
-from ..distributed import ShardGroup
+from ..distributed import Ranks, ShardGroup
 from ..options.config import Config
 from ..record.dump import TensorDump
 from .model_scan import ModelScan
+
+
+@dataclass(frozen=True)
+class RunSetup:
+    """What is the same for all sampled steps of a run."""
+
+    config: Config
+    ranks: Ranks
+    shard_group: ShardGroup
+    scales: Scales
+    #: into how many parts ranks may split a tensor, by what it is
+    parts: Mapping[str, int]
+
+    @property
+    def gemms(self) -> list[str]:
+        """Names of the GEMMs of all ranks that reduce together."""
+        return [name for name, kind in self.shard_group.kinds.items() if roles_of(kind) == ROLES]
 
 
 @dataclass(frozen=True)
@@ -93,3 +116,50 @@ class OpenStep:
     def guard(self) -> Callable[[str], AbstractContextManager[None]]:
         """A context that keeps an exception out of the training loop, named by what it guards."""
         return self.watched.errors.guard
+
+
+def counted_parts(gemms: Sequence[Gemm], config: Config, dumped: Sequence[str], group: ShardGroup, rank: int) -> set[Key]:
+    """Operands of which this rank counts a part.
+
+    Args:
+        dumped: patterns of layers that are looked at beside those of the options.
+    """
+    chosen = matching(gemms, None if config.layers is None else [*config.layers, *dumped])
+    copied = {(g.name, role): copied_elsewhere(g, role) for g in chosen for role in config.roles if is_shown(g, role)}
+    return {key for key, of in copied.items() if (group.first[key[0]] == rank if of is None else not of)}
+
+
+def compiled_parts(compiled: Sequence[Gemm], config: Config, group: ShardGroup) -> set[Key]:
+    """What is compiled here and is seen on another rank lacks this one's part."""
+    return {
+        (gemm.name, role)
+        for gemm in matching(compiled, config.layers)
+        for role in config.roles
+        if role != "weight" and gemm.name in group.kinds and not gemm.backend.copied(gemm.module, role)
+    }
+
+
+def copied_elsewhere(gemm: Gemm, role: str) -> bool | None:
+    """Whether another rank counts it; None: the first rank that has it does."""
+    stored = gemm.backend.stored(gemm.module, gemm.part) if role == "weight" else None
+    if stored is not None and getattr(stored.parameter, "main_param_sharded", False):
+        return copied_part(gemm.module)
+    return gemm.backend.copied(gemm.module, role)
+
+
+def is_shown(gemm: Gemm, role: str) -> bool:
+    """Whether anything shows an operand to hooks."""
+    return role not in gemm.unseen or inspection.sees(gemm, role)
+
+
+def counts_weight(shard_group: ShardGroup, rank: int, gemm: Gemm) -> Callable[[torch.Tensor], bool]:
+    """Whether this rank counts a tensor that lies as a weight does: a part that no other has, or the first of copies."""
+    is_copy, weight = copied_part(gemm.module), weight_of(gemm)
+    if getattr(weight, "main_param_sharded", False):
+        return lambda x: not is_copy
+    copied = gemm.backend.copied(gemm.module, "weight")
+    first = shard_group.first[gemm.name] if copied is None else None
+    if copied:
+        return is_never_counted
+    # An engine may split states only after the monitor was made.
+    return lambda x: not is_copy if is_split_by_zero(weight_of(gemm)) else is_counted(x, rank, first)

@@ -16,16 +16,16 @@ from ..capture.operands import Operand
 from ..core.error_guard import ErrorGuard
 from ..core.features import load_modules
 from ..core.keys import ROLES, SHOWN_AS, Key
-from ..core.observation import Observation, Plan, SampledTables
+from ..core.observation import Observation, SampledTables, SamplePlan
 from ..core.table import Columns, concat_columns
+from ..core.threads import Worker
 from ..core.waits import SAMPLE_OF_RANKS
-from ..core.worker import Worker
 from ..distributed import Ranks, Reduction, ShardGroup
 from ..errors import warn
 from ..numerics.delayed_state import EmulatedScales
 from ..numerics.recipe import Recipe
 from ..record.schema import TABLES
-from .rank_parts import RunSetup
+from .open_step import RunSetup
 
 #: rows by table
 Tables = Mapping[str, Columns]
@@ -37,7 +37,7 @@ class Sampled:
     """A sampled step as this rank saw it."""
 
     #: what ranks agree on before they add up
-    plan: Plan
+    plan: SamplePlan
     operands: list[Operand]
     #: what else looked at the step, by feature
     observers: Mapping[str, Any]
@@ -168,7 +168,7 @@ class Pipeline:
     def _collect(self, sampled: Sampled) -> dict[str, Any]:
         """What this rank found, by observation."""
         sampled.device_to_host.wait()
-        return {one.name: one.collect(sampled) for one in self.observations}
+        return {one.name: one.collect(sampled.observers.get(one.name), sampled.operands) for one in self.observations}
 
     def _alone(self, sampled: Sampled) -> Tables:
         found = self._reduction.alone(self._collect(sampled))
@@ -240,9 +240,10 @@ class Pipeline:
         if self._shard_group.group is None:
             whole: dict[str, Any] | None = self._reduction.alone(found)
         else:
-            packed = self._reduction.pack(plan, {}, sampled.expected)  # this rank takes part, whatever it has
+            pack = functools.partial(self._reduction.pack, plan, expected=sampled.expected)
+            packed = pack({})  # this rank takes part, whatever it has
             with self._errors.guard("while packing a sample"):
-                packed = self._reduction.pack(plan, found, sampled.expected)
+                packed = pack(found)
             # Histograms of whole tensors take their place.
             sampled.operands.clear()
             found.clear()

@@ -10,8 +10,8 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from ..core.sample import Recorder, Sample
+from ..core.threads import Worker
 from ..core.waits import LOGGERS, RECORDING, Waits
-from ..core.worker import Worker
 from ..errors import run_failed, warn
 from ..record.loggers.recorder import LoggerRecorder
 

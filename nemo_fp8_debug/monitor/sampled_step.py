@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -11,32 +11,27 @@ import torch
 from ..capture.backends.base import UnknownCast, raw_weight
 from ..capture.device_to_host import DeviceToHostCopy, Holder
 from ..capture.dispatcher import Dispatcher, Transformed
-from ..capture.dtensor import is_dtensor
 from ..capture.gemms import matching
 from ..capture.grad_scale import GradScale
-from ..capture.masters import find_buffers
 from ..capture.operands import Operand
+from ..capture.optimizer_weights import find_buffers
 from ..capture.scan import ScannedModule, scan_modules
+from ..capture.tensors import is_dtensor
 from ..capture.tracing import compiled_by_now
 from ..capture.weight_gradients import WeightGradients
-from ..core.keys import Key
+from ..core.error_guard import ErrorGuard
+from ..core.keys import SHOWN_AS, Key
 from ..core.layer_names import compile_patterns
-from ..core.observation import Plan
-from ..kernels.empty_histograms import forget_empty_histograms
+from ..core.observation import SamplePlan
+from ..kernels.memory import forget_empty_histograms
 from ..options.config import Config
-from .open_step import OpenStep, StepObserver, Watched
+from .open_step import OpenStep, StepObserver, Watched, compiled_parts, counted_parts, counts_weight
 from .pipeline import Sampled, Steps
-from .rank_parts import compiled_parts, counted_parts, counts_weight
-from .sample_warnings import (
-    warn_of_late_compiling,
-    warn_of_lost,
-    warn_of_transformed,
-    warn_of_unknown_cast,
-    warn_of_unread_cast,
-)
 from .schedule import Schedule
 
 _MULTIPLIER = "while measuring what dY is multiplied by"
+#: operands that a warning names, at the most
+_NAMED = 4
 
 
 class SampledStep:
@@ -63,7 +58,7 @@ class SampledStep:
         self.is_looked_at = False
 
     @property
-    def _plan(self) -> Config:
+    def _config(self) -> Config:
         return self._schedule.config
 
     @property
@@ -78,16 +73,16 @@ class SampledStep:
         compiled = self._leave_out_compiled(scanned)
         names = {gemm.name for gemm in self._known}
         self._expected = {key for key in self._expected if key[0] in names}
-        self._expected |= compiled_parts(self._compiled, self._plan, self._watched.shard_group)
+        self._expected |= compiled_parts(self._compiled, self._config, self._watched.shard_group)
         known, patterns = self._known, self._dumped
         dumped = {gemm.name for gemm in matching(known, patterns)} if patterns else set()
-        chosen = {gemm.name for gemm in matching(known, self._plan.layers)}
+        chosen = {gemm.name for gemm in matching(known, self._config.layers)}
         own, guard = self._watched.shard_group, self._watched.errors.guard
         counts = partial(counts_weight, own, self._watched.rank)
         weighed = [gemm for gemm in known if gemm.name in chosen]
         gradients = WeightGradients(weighed, scanned, len(own.ranks), counts, guard, self._dispatcher)
         step = OpenStep(
-            *(self.step, self._plan, self._watched, known, chosen, dumped, scanned, compiled),
+            *(self.step, self._config, self._watched, known, chosen, dumped, scanned, compiled),
             *(self._dispatcher, self._lose, gradients),
         )
         self._operands, self._observers = step.operands, step.observers
@@ -97,25 +92,25 @@ class SampledStep:
             self._subscribe(step)
 
     def _counted_here(self) -> set[Key]:
-        return counted_parts(self._known, self._plan, self._dumped, self._watched.shard_group, self._watched.rank)
+        return counted_parts(self._known, self._config, self._dumped, self._watched.shard_group, self._watched.rank)
 
     def _leave_out_compiled(self, scanned: Sequence[ScannedModule]) -> Collection[int]:
         """Layers that torch.compile has been called on since the monitor was attached; all modules that run inside of it."""
         ids = compiled_by_now(scanned)
-        if self._plan.eager:
+        if self._config.eager:
             return ids
         known = self._watched.model.known
         late = [gemm for gemm in known if id(gemm.module) in ids]
         self._known = [gemm for gemm in known if id(gemm.module) not in ids]
         self._compiled = [*self._watched.model.compiled, *late]
         if late:
-            warn_of_late_compiling(self._watched.errors, [gemm.name for gemm in late])
+            _warn_of_late_compiling(self._watched.errors, [gemm.name for gemm in late])
         return ids
 
     def _subscribe(self, step: OpenStep) -> None:
         model, dispatcher = self._watched.model, self._dispatcher
         model.masters.buffers = find_buffers(step.scanned)
-        if self._plan.eager:
+        if self._config.eager:
             dispatcher.at_close(partial(torch.compiler.set_stance("force_eager").__exit__, None, None, None))
         self._multiplier = GradScale(model.roots, step.compiled, partial(step.guard, _MULTIPLIER), dispatcher)
         self._multiplier.subscribe()
@@ -146,21 +141,21 @@ class SampledStep:
         with self._watched.errors.guard("while looking for compiled layers"):
             self._leave_out_compiled(scan_modules(self._watched.model.roots))
         if self._watched.world == 1:  # else another rank may see them
-            self._expected -= {(gemm.name, role) for gemm in self._compiled for role in self._plan.roles}
+            self._expected -= {(gemm.name, role) for gemm in self._compiled for role in self._config.roles}
         lost, self._lost = self._lost, {}
-        warn_of_lost(self._watched.errors, self.step, lost)
+        _warn_of_lost(self._watched.errors, self.step, lost)
 
     def _lose(self, layer: str, role: str, error: Exception, lost: bool) -> None:
         """A hook has failed, which costs an operand, or what it is cast with."""
         errors = self._watched.errors
         if isinstance(error, UnknownCast):
-            warn_of_unknown_cast(errors, layer, role, error)
+            _warn_of_unknown_cast(errors, layer, role, error)
         elif isinstance(error, Transformed):
-            warn_of_transformed(errors, layer)
+            _warn_of_transformed(errors, layer)
         elif errors.raises:
             raise error
         elif not lost:
-            warn_of_unread_cast(errors, layer, role, error)
+            _warn_of_unread_cast(errors, layer, role, error)
         else:
             counted = self._operands.pop((layer, role), None)
             if self._watched.world == 1:
@@ -179,11 +174,58 @@ class SampledStep:
         Args:
             steps: reads the scalars of this and earlier steps.
         """
-        sampled, dumped = compile_patterns(self._plan.layers), compile_patterns(self._dumped)
-        operands, observers, what_if = list(self._operands.values()), dict(self._observers), self._plan.what_if_recipes
+        sampled, dumped = compile_patterns(self._config.layers), compile_patterns(self._dumped)
+        operands, observers, what_if = list(self._operands.values()), dict(self._observers), self._config.what_if_recipes
         expected = self._expected - {operand.key for operand in operands if operand.copies and not operand.calls}
         holders: list[Holder] = [*operands, *observers.values()]
         home = DeviceToHostCopy(holders, {device for operand in operands if (device := operand.device)})
         of_sample: Callable[[str], bool] = lambda name: sampled(name) or dumped(name)  # noqa: E731
-        plan = Plan(self.step, [recipe.name for recipe in what_if], self._plan.copies, self._plan.block_scales)
+        plan = SamplePlan(self.step, [recipe.name for recipe in what_if], self._config.copies, self._config.block_scales)
         return Sampled(plan, operands, observers, expected, what_if, of_sample, steps, home)
+
+
+def _warn_of_lost(errors: ErrorGuard, step: int, lost: Mapping[str, Sequence[Key]]) -> None:
+    """Operands whose hooks failed.
+
+    Args:
+        lost: by why.
+    """
+    for why, keys in lost.items():
+        named = ", ".join(f"{SHOWN_AS[role]} of {layer}" for layer, role in keys[:_NAMED])
+        more = f" and {len(keys) - _NAMED} more operands" if len(keys) > _NAMED else ""
+        those = f"{named}{more} {'is' if len(keys) == 1 else 'are'}"
+        message = f"{those} missing from the sample of step {step}: {why}"
+        kinds = [f"{layer} {role} {why.partition(':')[0]}" for layer, role in keys]
+        errors.warn(message, kind=kinds)
+
+
+def _warn_of_late_compiling(errors: ErrorGuard, names: Sequence[str]) -> None:
+    """Layers that torch.compile was called on since the monitor was attached."""
+    errors.warn(
+        f"torch.compile was called after the monitor was attached: {len(names)} layers (first {names[0]}) "
+        "run inside it, where a hook would change the graph, and are left out; to have them measured, run with "
+        "nemo_fp8_debug without compiling them, or compile other parts of the model only",
+        kind="compiled",
+    )
+
+
+def _warn_of_transformed(errors: ErrorGuard, layer: str) -> None:
+    """A layer that was called under a transform of torch.func."""
+    errors.warn(
+        f"{layer} is called under a transform of torch.func (vmap, grad, jvp); its calls there are not measured, "
+        "and the same holds for other layers",
+        kind="torch.func",
+    )
+
+
+def _warn_of_unknown_cast(errors: ErrorGuard, layer: str, role: str, error: Exception) -> None:
+    """An operand that its engine casts in a way that is not known."""
+    reason = f"{error}. It is measured as if it were not quantized, with scale_source 'unknown'"
+    what = f"{SHOWN_AS[role]} of {layer}"
+    errors.warn(f"how the engine casts {what} is unknown: {reason}, and so are others like it", kind=str(error))
+
+
+def _warn_of_unread_cast(errors: ErrorGuard, layer: str, role: str, error: Exception) -> None:
+    """An operand whose cast could not be read."""
+    message = f"could not read how the engine casts {SHOWN_AS[role]} of {layer}; its scale_source is 'unknown'"
+    errors.warn(f"{message}: {type(error).__name__}: {error}", kind=f"{layer} {role} {type(error)}")

@@ -1,12 +1,28 @@
-"""Which steps are sampled and dumped, and why: the same answer on all ranks."""
+"""Which steps are sampled and dumped, and why, the same answer on all ranks: turns, control files, and triggers."""
 
 from __future__ import annotations
 
+import statistics
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
+import torch
+
+from ..core.sample import Sample
+from ..distributed import Ranks
+from ..numerics.limits import MADE_UP
 from ..options.config import Config
 from ..options.control_file import Control
+from ..options.trigger_rules import EarlyWarning, LossSpike, NonFinite, Rule
+
+#: losses that a spike is judged by, and how many there must be
+_WINDOW, _FEWEST = 128, 16
+#: robust standard deviations above the median that make a spike
+_SIGMAS = 6.0
+#: of the median, the least that a standard deviation is taken to be: a flat loss does not spike by a rounding
+_LEAST_DEVIATION = 0.01
 
 
 @dataclass(frozen=True)
@@ -60,3 +76,95 @@ class Schedule:
         self.config = replace(self._configured, **changes)
         self._windows.append(window)
         return window
+
+
+class Triggers:
+    """Watches losses and samples, and says on all ranks alike when the next steps are to be sampled.
+
+    A rule fires when what it is about begins; it fires again only after it has ended.
+    """
+
+    def __init__(self, rules: Sequence[Rule], ranks: Ranks) -> None:
+        self._rules, self._ranks = list(rules), ranks
+        self._losses: deque[float] = deque(maxlen=_WINDOW)
+        self._holds = [False] * len(rules)
+        self._samples = 0
+        self._before: Sample | None = None
+        #: what which rule found in samples, not yet known to all ranks; filled in the background
+        self._found: deque[tuple[int, str]] = deque()
+        self._pending: deque[tuple[int, torch.Tensor]] = deque()
+        self._words: dict[int, str] = {}
+
+    def see_sample(self, sample: Sample) -> None:
+        """Take a sample in; called in the background, on the rank that measures."""
+        self._samples += 1
+        before, self._before = self._before, sample if self._samples > MADE_UP else None
+        for i, rule in enumerate(self._rules):
+            if isinstance(rule, LossSpike) or (isinstance(rule, EarlyWarning) and self._samples <= MADE_UP):
+                continue
+            found = rule.warned_by(sample, before) if isinstance(rule, EarlyWarning) else rule.passed_by(sample)
+            if found and not self._holds[i]:
+                self._found.append((i, f"{found} at step {sample.step}"))
+            self._holds[i] = found is not None
+
+    def see_step(self, step: int, loss: Any, grad_norm: Any = None) -> None:
+        """Take the loss and the gradient norm of a step in, and let all ranks know them and what samples told; called on all
+        ranks at every step."""
+        if not self._rules:
+            return
+        words = dict(self._found.popleft() for _ in range(len(self._found)))
+        self._words |= words
+        value = _scalar(loss).to(self._ranks.device) if self._ranks.world > 1 else _scalar(loss)
+        finite = value.isfinite()
+        # Pipeline stages that have no loss report nothing, or 0.
+        known = finite & (value != 0) if loss is not None else torch.zeros_like(finite)
+        flags = [torch.tensor(float(i in words), device=value.device) for i in range(len(self._rules))]
+        bad = ~finite if loss is not None else torch.zeros_like(finite)
+        bad_norm = torch.zeros_like(finite) if grad_norm is None else ~_scalar(grad_norm).to(value.device).isfinite()
+        self._pending.append((step, self._ranks.total([torch.where(finite, value, 0.0), known, bad, bad_norm, *flags])))
+
+    def fired(self) -> str | None:
+        """Why the step that begins is to be sampled, in words, the same decision on all ranks; None: it is not.
+
+        What a device has computed is looked at a step later, when waiting for it costs nothing.
+        """
+        reasons = []
+        while self._pending and (self._pending[0][1].device.type == "cpu" or len(self._pending) > 1):
+            step, sums = self._pending.popleft()
+            total, known, bad, bad_norm, *flags = sums.tolist()
+            reasons += [self._words.pop(i, "a metric on another rank") for i, flag in enumerate(flags) if flag]
+            lost = [what for what, ranks in (("loss", bad), ("gradient norm", bad_norm)) if ranks > 0]
+            reasons += self._of_step(step, total / known if known else None, " and the ".join(lost))
+        return "; ".join(reasons) or None
+
+    def _of_step(self, step: int, loss: float | None, lost: str) -> list[str]:
+        """
+        Args:
+            lost: what of the step is NaN or infinite; empty: nothing.
+        """
+        reasons = []
+        for i, rule in enumerate(self._rules):
+            if isinstance(rule, NonFinite) and lost:
+                reasons.append(f"the {lost} of step {step} {'are' if ' and ' in lost else 'is'} not finite")
+            elif isinstance(rule, LossSpike):
+                spikes = loss is not None and self._is_spike(loss)
+                if spikes and not self._holds[i]:
+                    reasons.append(f"loss spike at step {step}: {loss:.4g}, median {statistics.median(self._losses):.4g}")
+                self._holds[i] = spikes
+        if loss is not None:
+            self._losses.append(loss)
+        return reasons
+
+    def _is_spike(self, loss: float) -> bool:
+        if len(self._losses) < _FEWEST:
+            return False
+        median = statistics.median(self._losses)
+        spread = 1.4826 * statistics.median(abs(x - median) for x in self._losses)
+        return loss - median > _SIGMAS * max(spread, _LEAST_DEVIATION * abs(median))
+
+
+def _scalar(loss: Any) -> torch.Tensor:
+    """A loss or a gradient norm as a float64 scalar tensor of its own; 0 where there is none."""
+    if torch.is_tensor(loss) and loss.numel() == 1:
+        return loss.detach().reshape(()).double().clone()
+    return torch.tensor(float(loss) if isinstance(loss, (int, float)) else 0.0, dtype=torch.float64)

@@ -61,7 +61,7 @@ class Adam:
 
 
 @dataclass(frozen=True)
-class Held:
+class AdamValues:
     """Some values of a weight, of its gradient and moments, float64 of one shape."""
 
     weight: torch.Tensor
@@ -71,8 +71,8 @@ class Held:
 
 def update_sums(
     adam: Adam,
-    before: Held,
-    after: Held,
+    before: AdamValues,
+    after: AdamValues,
     gradient: torch.Tensor,
     products: tuple[torch.Tensor, torch.Tensor] | None,
     adds_exactly: bool,

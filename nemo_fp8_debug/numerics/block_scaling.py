@@ -22,11 +22,10 @@ import torch
 from torch.nn.functional import pad
 
 from ..errors import ConfigError
-from .formats import FloatFormat, e8m0_at_least, e8m0_value, saturating_cast
+from .formats import E2M1, FloatFormat, e8m0_at_least, e8m0_value, saturating_cast
 from .histogram import magnitudes_of
 from .metrics import QuantizationSums, beyond, sums_of_values
-from .rounding_by_chance import expected_sums
-from .scale_from_amax import scale_of_amax
+from .tensor_scaling import scale_of_amax, torchao_scale
 
 #: rows and columns of a block
 Block = tuple[int, int]
@@ -34,6 +33,11 @@ Block = tuple[int, int]
 WHOLE_ROW = sys.maxsize
 #: values handled at once
 CHUNK = 1 << 20
+#: codes of scales, and behind them a place for blocks of zeros, which need none
+CODES = 256
+EMPTY = CODES
+#: magnitudes of E2M1, ascending
+_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 class BlockScales(NamedTuple):
@@ -65,6 +69,10 @@ class BlockRule(ABC):
     def by_values(self) -> bool:
         """Whether scales depend on more than the amax of a block and that of the tensor."""
         return False
+
+    def casts_columnwise(self, m: torch.Tensor) -> bool:
+        """Whether an engine casts a column-wise copy of a matrix."""
+        return True
 
     def columnwise(self, m: torch.Tensor) -> torch.Tensor:
         """What the column-wise copy of a matrix is cast from, transposed: its blocks run along the columns of `m`."""
@@ -199,6 +207,30 @@ def mxfp8_scales_by_logarithm(amax: torch.Tensor, fmt: FloatFormat) -> BlockScal
     return BlockScales(stored, scale, e8m0_value(stored))
 
 
+@dataclass(frozen=True)
+class RowwiseScaling(BlockRule):
+    """torchao's `ScalingGranularity.AXISWISE`: blocks of 1 x K. E4M3, unless asked otherwise, for dY too.
+
+    A row of X and dY is a token, a row of W an output feature. In the GEMMs that take an operand by columns, a column has a
+    scale of its own. A row that holds infinity is lost: its scale is 0, and torchao divides by that.
+    Source: `float8/float8_utils.py` and `float8/float8_training_tensor.py`, release 0.18.
+    """
+
+    #: round scales down to powers of two
+    power_of_two: bool = True
+
+    formats: ClassVar[tuple[str, ...]] = ("e4m3", "hybrid", "e5m2")
+
+    def block(self, role: str) -> Block:
+        """1 x K."""
+        return (1, WHOLE_ROW)
+
+    def scales(self, amax: torch.Tensor, whole: torch.Tensor, fmt: FloatFormat, dtype: torch.dtype) -> BlockScales:
+        """Format limit / amax, in float64, rounded to float32."""
+        scale = torchao_scale(amax, fmt.max, self.power_of_two)
+        return BlockScales(scale, scale, torch.where(scale > 0, 1 / scale.double(), 0.0))
+
+
 def scales_of_amax(rule: BlockRule, whole: torch.Tensor, fmt: FloatFormat, dtype: torch.dtype) -> BlockScales:
     """The scales that each amax leads to, [32768] on the device of `whole`: a block's amax is a magnitude of its dtype.
 
@@ -288,3 +320,69 @@ def quantization_sums_in_blocks(
     chance = rule.rounds_by_chance
     parts = [block_sums(c, rule.scales_in(c, block, whole, fmt), block, fmt, chance) for c in chunks]
     return QuantizationSums.concat(parts).total()
+
+
+def expected_sums(x: torch.Tensor, scaled: torch.Tensor, scale_inv: torch.Tensor, fmt: FloatFormat) -> QuantizationSums:
+    """The expected values of the sums (one row), counts rounded; their spread is not told.
+
+    A value at a share p of the way from one neighbor to the next is rounded up with probability p, so that its mean is
+    itself. What lies beyond the range saturates.
+
+    Args:
+        x: finite values, float32.
+        scaled: the same as they are cast, float32.
+        scale_inv: float64, multiplies a code to give what it stands for; of a shape that goes with x.
+        fmt: E2M1, the one format that Transformer Engine rounds so.
+    """
+    if fmt != E2M1:
+        raise ValueError(f"stochastic rounding is known of E2M1, not of {fmt.name}")
+    steps = torch.tensor(_MAGNITUDES, dtype=torch.float32, device=x.device)
+    size = scaled.abs().clamp_max(fmt.max)
+    at = (torch.searchsorted(steps, size, right=True) - 1).clamp_max(len(steps) - 2)
+    low, high = steps[at].double(), steps[at + 1].double()
+    size = size.double()
+    up, sign = (size - low) / (high - low), torch.sign(scaled).double()
+    mean, variance = sign * size * scale_inv, (size - low) * (high - size) * scale_inv**2
+    zero, lost = torch.where(low == 0, 1 - up, 0.0), scale_inv == 0
+    of_zero = torch.where(lost.expand_as(zero), 1.0, zero)
+    values = x.double()
+    return QuantizationSums(
+        underflows=(of_zero * (x != 0)).sum().round().long()[None],
+        overflows=(beyond(scaled, fmt) & ~lost).sum()[None],
+        sum_error2=((values - mean).square() + variance).sum()[None],
+        sum_xq=(values * mean).sum()[None],
+        sum_q2=(mean.square() + variance).sum()[None],
+    )
+
+
+def count_block_scales(x: torch.Tensor, rule: BlockRule, role: str, fmt: FloatFormat) -> torch.Tensor:
+    """How often each scale occurs among the blocks of an operand; no host synchronization.
+
+    Args:
+        x: [..., features], any floating dtype.
+        fmt: format of the codes.
+
+    Returns:
+        int64 [257] on x's device, by what is kept beside the codes: the byte of an E8M0 or E4M3 scale, the exponent's byte
+        of a float32 one, which is scale_inv. The last place counts blocks of zeros.
+    """
+    rows = matrix(x) if x.numel() else x.new_zeros(0, 1)
+    counts = torch.zeros(CODES + 1, dtype=torch.int64, device=x.device)
+    if not rows.numel():
+        return counts
+    block = rule.block_in(rows, role)
+    chunks = rows.split(max(1, CHUNK // rows.shape[1] // block[0]) * block[0])
+    whole = torch.stack([block_amax(c, block).amax() for c in chunks]).amax()
+    for chunk in chunks:
+        scales = rule.scales_in(chunk, block, whole, fmt)
+        codes = _codes(scales.stored, scales.scale_inv)
+        empty = block_amax(chunk, block) == 0
+        found = torch.where(empty, EMPTY, codes.long()).flatten()
+        counts += torch.zeros_like(counts).scatter_add_(0, found, torch.ones_like(found))
+    return counts
+
+
+def _codes(stored: torch.Tensor, scale_inv: torch.Tensor) -> torch.Tensor:
+    if stored.element_size() == 1:
+        return stored.view(torch.uint8)
+    return scale_inv.float().abs().view(torch.int32) >> 23

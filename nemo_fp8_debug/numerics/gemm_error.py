@@ -21,7 +21,8 @@ import torch
 
 from .block_scaling import BlockRule, BlockScales
 from .formats import FloatFormat, saturating_cast
-from .tensor_scaling import CurrentScaling, amax_of
+from .metrics import amax_of
+from .tensor_scaling import CurrentScaling
 
 #: an operand by its role, and whether its columns are taken instead of its rows
 Side = tuple[str, bool]
@@ -42,7 +43,7 @@ _DIGITS = ((59, 36), (53, 33))
 
 
 @dataclass(frozen=True)
-class Rows:
+class RowSample:
     """Some rows of a matrix, [k, c], each."""
 
     #: in the matrix's dtype
@@ -83,8 +84,8 @@ def _phase(step: int, columns: bool) -> float:
     return phase
 
 
-def take_rows(m: torch.Tensor, at: torch.Tensor, scale: torch.Tensor | BlockRule, role: str, fmt: FloatFormat) -> Rows:
-    """Rows of a matrix as copies, quantized as the whole of it is; without host synchronization.
+def take_rows(m: torch.Tensor, at: torch.Tensor, scale: torch.Tensor | BlockRule, role: str, fmt: FloatFormat) -> RowSample:
+    """RowSample of a matrix as copies, quantized as the whole of it is; without host synchronization.
 
     Args:
         m: [n, c], not empty, any floating dtype.
@@ -95,9 +96,9 @@ def take_rows(m: torch.Tensor, at: torch.Tensor, scale: torch.Tensor | BlockRule
     """
     kept = m.index_select(0, at)
     if isinstance(scale, BlockRule):
-        return Rows(kept, _in_blocks(m, kept, at, scale, role, fmt))
+        return RowSample(kept, _in_blocks(m, kept, at, scale, role, fmt))
     codes = saturating_cast(kept.float() * scale, fmt)
-    return Rows(kept, (codes.double() / scale.double()).float())
+    return RowSample(kept, (codes.double() / scale.double()).float())
 
 
 def scale_of(m: torch.Tensor, rule: CurrentScaling, fmt: FloatFormat) -> torch.Tensor:
@@ -136,7 +137,7 @@ class Terms:
     joint: torch.Tensor
 
     @classmethod
-    def product(cls, a: Rows, b: Rows) -> Terms:
+    def product(cls, a: RowSample, b: RowSample) -> Terms:
         """Of rows of both, in float64, which neither TF32 nor autocast touches.
 
         Args:

@@ -42,10 +42,15 @@ class Histogram:
         return bins, counts[bins]
 
     @property
+    def infinity(self) -> int:
+        """The bin of infinity; finite magnitudes lie below it, NaNs above."""
+        return infinity_bin(self.dtype)
+
+    @property
     def amax(self) -> float:
         """The largest finite magnitude; 0 where there is none."""
         bins, _ = self.occupied
-        finite = bins[: bins.searchsorted(infinity_bin(self.dtype))]
+        finite = bins[: bins.searchsorted(self.infinity)]
         return float(_of_host(self.dtype)[finite[-1]]) if len(finite) else 0.0
 
     def __add__(self, other: Histogram) -> Histogram:
@@ -113,7 +118,7 @@ class HistogramBatch:
     @classmethod
     def of(cls, histograms: Sequence[Histogram]) -> HistogramBatch:
         """Pack histograms in host memory, in their order."""
-        ends = [infinity_bin(histogram.dtype) for histogram in histograms]
+        ends = [histogram.infinity for histogram in histograms]
         borders = [np.searchsorted(s.occupied[0], (end, end + 1)) for s, end in zip(histograms, ends, strict=True)]
         lengths = [int(finite) for finite, _ in borders]
         index, counts = (np.zeros(LANES * sum(map(lanes_of, lengths)), np.int64) for _ in range(2))

@@ -8,12 +8,17 @@ from typing import Any
 import torch
 
 from ..core.keys import GRADIENTS
+from .block_scaling import CODES, EMPTY, BlockRule
 from .formats import FloatFormat
-from .metric_names import METRICS, UNITS
+from .metric_names import BLOCK_SCALES, METRICS, UNITS
 from .metrics import Moments, QuantizationSums, metrics_of
 from .tensor_scaling import CurrentScaling
 
 _CURRENT = CurrentScaling()
+#: E8M0 and the exponents of float32: codes of the smallest scale and of the largest
+_POWERS = (0, 254)
+#: E4M3: from zero, which loses its block, to the least subnormal; and 448
+_E4M3 = (1, 0x7E)
 
 
 def rows(
@@ -59,3 +64,43 @@ def unscaled(columns: Mapping[str, Sequence[Any]], multiplier: float | None) -> 
 
 def _absent_as_none(column: torch.Tensor) -> list[float | None]:
     return [None if value != value else value for value in column.tolist()]
+
+
+def distributions(counts: torch.Tensor, rules: Sequence[BlockRule]) -> dict[str, list[float | int | None]]:
+    """Columns of B operands, as `BLOCK_SCALES`; None where no block has values.
+
+    Scales are those that are kept, by which codes are multiplied; of float32 ones the power of two at or below. Of NVFP4
+    they are those of the first level.
+
+    Args:
+        counts: int64 [B, 257], as `count_block_scales` gives them.
+        rules: B of them.
+    """
+    columns: dict[str, list[float | int | None]] = {name: [] for name in BLOCK_SCALES}
+    for row, rule in zip(counts.tolist(), rules, strict=True):
+        for name, value in zip(BLOCK_SCALES, _distribution(row, rule), strict=True):
+            columns[name].append(value)
+    return columns
+
+
+def _distribution(row: Sequence[int], rule: BlockRule) -> tuple[float | int | None, ...]:
+    counts, total = row[:CODES], sum(row[:CODES])
+    if not total:
+        return 0, row[EMPTY], None, None, None, None, None
+    values = _values(rule.two_level)
+    low, high = _E4M3 if rule.two_level else _POWERS
+    codes = [code for code, count in enumerate(counts) if count]
+    reached, middle = 0, codes[0]
+    for middle in codes:  # the lower of two in the middle
+        reached += counts[middle]
+        if 2 * reached >= total:
+            break
+    smallest, largest = sum(counts[: low + 1]), sum(counts[high:])
+    share = 100 / total
+    return total, row[EMPTY], values[codes[0]], values[middle], values[codes[-1]], share * smallest, share * largest
+
+
+def _values(is_e4m3: bool) -> list[float]:
+    if is_e4m3:
+        return torch.arange(CODES, dtype=torch.uint8).view(torch.float8_e4m3fn).double().tolist()
+    return torch.exp2(torch.arange(CODES, dtype=torch.float64) - 127).tolist()

@@ -14,8 +14,8 @@ from typing import Generic, TypeVar
 
 import torch
 
-from .formats import FloatFormat, decoded, saturating_cast
-from .histogram import LANES, Histogram, HistogramBatch, infinity_bin, lanes_of, magnitudes_of
+from .formats import Decoded, FloatFormat, decoded, saturating_cast
+from .histogram import LANES, Histogram, HistogramBatch, lanes_of, magnitudes_of
 from .metric_names import METRICS as METRICS
 from .metric_names import WORSE as WORSE
 
@@ -128,6 +128,11 @@ MomentsFound = Moments | InParts[Moments]
 SumsFound = QuantizationSums | InParts[QuantizationSums]
 
 
+def total_sums(parts: Sequence[SumsFound]) -> QuantizationSums:
+    """Return the sums of all calls of a tensor (one row), in host memory."""
+    return QuantizationSums.concat([part.whole.cpu() for part in parts]).total()
+
+
 def moments(batch: HistogramBatch) -> Moments:
     """Moments of B histograms."""
     x, weights = batch.values.double(), batch.weights
@@ -218,7 +223,7 @@ def sums_of_values(
 def quantization_sums_of_counts(histogram: Histogram, scale: torch.Tensor, fmt: FloatFormat) -> QuantizationSums:
     """Sums (one row, on the histogram's device) of a histogram under a scale, a float32 scalar; without host
     synchronization."""
-    counts, end = histogram.counts, infinity_bin(histogram.dtype)
+    counts, end = histogram.counts, histogram.infinity
     x = magnitudes_of(histogram.dtype, counts.device)[:end]
     scaled = x * scale.to(x.device)
     q = saturating_cast(scaled, fmt).double() / scale.to(x.device).double()
@@ -278,6 +283,18 @@ def merge(parts: Moments) -> Moments:
     )
 
 
+def amax_of(x: torch.Tensor) -> torch.Tensor:
+    """Largest magnitude of `x` as a float32 scalar tensor, NaN ignored, 0 for an empty tensor; no host synchronization."""
+    if x.numel() == 0:
+        return torch.zeros((), dtype=torch.float32, device=x.device)
+    return x.detach().abs().nan_to_num(0.0, torch.inf).amax().float()
+
+
+def finite_amax_of(x: torch.Tensor) -> torch.Tensor:
+    """As `amax_of`, infinity ignored too."""
+    return amax_of(torch.where(x.detach().isfinite(), x.detach(), 0))
+
+
 def quantization_sums_of_float32(x: torch.Tensor, scale: torch.Tensor, fmt: FloatFormat) -> QuantizationSums:
     """Sums (one row, on x's device) of a float32 tensor under a scale (float32 scalar tensor); no host synchronization."""
 
@@ -289,6 +306,23 @@ def quantization_sums_of_float32(x: torch.Tensor, scale: torch.Tensor, fmt: Floa
         return sums_of_values(x, beyond(scaled, fmt), q, 1.0, lambda v: v.sum()[None])
 
     return QuantizationSums.concat([of(chunk) for chunk in _chunks(x)]).total()
+
+
+def quantization_sums_of_codes(x: torch.Tensor, stored: Decoded) -> QuantizationSums:
+    """Sums (one row, on x's device) of values and the codes that stand for them; no host synchronization.
+
+    Args:
+        x: float32, of as many values as there are codes.
+    """
+    values, codes, limits = (part.reshape(-1).split(_CHUNK) for part in (x, stored.values, stored.at_limit))
+
+    def of(x: torch.Tensor, q: torch.Tensor, at_limit: torch.Tensor) -> QuantizationSums:
+        finite = x.isfinite() & q.isfinite()
+        x, q = (torch.where(finite, part, 0.0) for part in (x, q))
+        beyond = at_limit & (x.abs() > q.abs() * SCALE_ROUNDING)
+        return sums_of_values(x, beyond, q.double(), 1.0, lambda v: v.sum()[None])
+
+    return QuantizationSums.concat([of(*parts) for parts in zip(values, codes, limits, strict=True)]).total()
 
 
 def metrics_of(

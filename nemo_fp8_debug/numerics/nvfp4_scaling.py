@@ -11,7 +11,7 @@ import torch
 from ..errors import ConfigError
 from .block_scaling import Block, BlockRule, BlockScales, block_amax, tiles
 from .formats import E2M1, E4M3, FloatFormat, decoded, saturating_cast
-from .scale_from_amax import FLT_MAX
+from .tensor_scaling import FLT_MAX
 
 #: values that are transformed together, and the signs of Transformer Engine's transform
 _HADAMARD = 16
@@ -69,6 +69,10 @@ class NVFP4Scaling(BlockRule):
     def by_values(self) -> bool:
         """Whether scales depend on more than the amax of a block and that of the tensor."""
         return self.row_scaled or bool(self.four_over_six)
+
+    def casts_columnwise(self, m: torch.Tensor) -> bool:
+        """Whether rows are of whole groups, which the transform takes."""
+        return not self.hadamard or m.shape[0] % _HADAMARD == 0
 
     def columnwise(self, m: torch.Tensor) -> torch.Tensor:
         """Transformed in groups of 16 of a row, and rounded to the dtype.
@@ -178,3 +182,25 @@ def hadamard_matrix(signs: bool, device: torch.device) -> torch.Tensor:
         matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
     flipped = matrix * torch.tensor(_SIGNS)[:, None] if signs else matrix
     return (flipped / 4).to(device)
+
+
+@dataclass(frozen=True)
+class TorchaoNVFP4Scaling(NVFP4Scaling):
+    """Scales of torchao's `NVFP4Linear`: 1x16, 16x16 for W, as Transformer Engine's, but never below E4M3's least normal.
+
+    So a block of small values underflows, where Transformer Engine's keeps a scale for it. A Triton kernel may round a
+    quotient otherwise than IEEE 754 does, in its last place.
+    Source: `prototype/moe_training/nvfp4_training/hadamard_utils.py` and `quantize_2d_triton.py`, release 0.18.
+    """
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.stochastic or self.hadamard or self.by_values or self.largest_scale != E4M3.max:
+            raise ConfigError("nvfp4_torchao has the option square_weights only; the others are Transformer Engine's")
+
+    def scales(self, amax: torch.Tensor, whole: torch.Tensor, fmt: FloatFormat, dtype: torch.dtype) -> BlockScales:
+        """Step by step in float32, as `_nvfp4_quantize`; GEMMs take amax / 2688 as the scale of the tensor."""
+        encode = self.tensor_scale(whole, fmt)
+        stored = saturating_cast((amax / fmt.max * encode).clamp(E4M3.min_normal, E4M3.max), E4M3)
+        scale = (stored.float() * encode.reciprocal()).reciprocal().clamp_max(FLT_MAX)
+        return BlockScales(stored, scale, stored.double() * (whole / (E4M3.max * fmt.max)).double())

@@ -10,12 +10,10 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from ..errors import ConfigError
-from .block_scaling import BlockRule, BlockScaling, MXFP8Scaling
+from .block_scaling import BlockRule, BlockScaling, MXFP8Scaling, RowwiseScaling
 from .formats import E4M3, E5M2, FORMATS, FloatFormat
-from .nvfp4_scaling import NVFP4Scaling
-from .row_scaling import RowwiseScaling
+from .nvfp4_scaling import NVFP4Scaling, TorchaoNVFP4Scaling
 from .tensor_scaling import CurrentScaling, DelayedScaling, Unscaled
-from .torchao_nvfp4 import TorchaoNVFP4Scaling
 
 Scaling = CurrentScaling | DelayedScaling | Unscaled | BlockRule
 

@@ -1,4 +1,4 @@
-"""Per-tensor scaling rules, and the recipes made of them and of block rules.
+"""Per-tensor scaling rules, and the way from the largest magnitude of values to their scale.
 
 `scale` multiplies a tensor before the cast (Transformer Engine's convention). All arithmetic is float32, as in
 Transformer Engine's kernels `recipe/delayed_scaling.cu` and `recipe/recipe_common.cuh`.
@@ -15,8 +15,10 @@ import torch
 
 from ..errors import ConfigError
 from .formats import BF16, FloatFormat, decoded, saturating_cast
-from .scale_from_amax import FLT_MAX, scale_of_amax
 
+FLT_MAX = torch.finfo(torch.float32).max
+#: amax below this counts as this in torchao, its `EPS`
+TORCHAO_EPSILON = 1e-12
 #: steps; a float of each tensor is held for each
 _LONGEST_HISTORY = 1_000_000
 _PER_TENSOR_FORMATS = ("hybrid", "e4m3", "e5m2")
@@ -122,18 +124,6 @@ class Unscaled:
     formats: ClassVar[tuple[str, ...]] = (BF16.name,)
 
 
-def amax_of(x: torch.Tensor) -> torch.Tensor:
-    """Largest magnitude of `x` as a float32 scalar tensor, NaN ignored, 0 for an empty tensor; no host synchronization."""
-    if x.numel() == 0:
-        return torch.zeros((), dtype=torch.float32, device=x.device)
-    return x.detach().abs().nan_to_num(0.0, torch.inf).amax().float()
-
-
-def finite_amax_of(x: torch.Tensor) -> torch.Tensor:
-    """As `amax_of`, infinity ignored too."""
-    return amax_of(torch.where(x.detach().isfinite(), x.detach(), 0))
-
-
 def quantize(x: torch.Tensor, scale: torch.Tensor, fmt: FloatFormat) -> torch.Tensor:
     """The codes of `x`: cast(x * scale), the product in float32.
 
@@ -150,3 +140,61 @@ def quantize(x: torch.Tensor, scale: torch.Tensor, fmt: FloatFormat) -> torch.Te
 def quantize_dequantize(x: torch.Tensor, scale: torch.Tensor, fmt: FloatFormat) -> torch.Tensor:
     """`x` as a low-precision GEMM sees it: its codes times the float32 reciprocal of the scale, in x's dtype."""
     return (decoded(quantize(x, scale, fmt), fmt) * (1.0 / scale)).to(x.dtype)
+
+
+def scale_of_amax(
+    amax: torch.Tensor,
+    limit: torch.Tensor | float,
+    epsilon: float = 0.0,
+    power_of_two: bool = False,
+    largest: float = FLT_MAX,
+    by_logarithm: bool = False,
+) -> torch.Tensor:
+    """limit / amax; 1 where amax is zero or not finite.
+
+    Source: `compute_scale_from_amax` of Transformer Engine's `recipe/recipe_common.cuh`.
+
+    Args:
+        amax: float32, any shape.
+        limit: largest finite value of the format (or of each tensor's format, float32 of amax's shape).
+        epsilon: amax below this counts as this.
+        power_of_two: round down to a power of two.
+        largest: what stands in for a quotient beyond float32.
+        by_logarithm: find the power of two as torchao does, by `power_of_two_below`.
+
+    Returns:
+        float32 of amax's shape, to multiply values with before the cast.
+    """
+    amax = amax.clamp_min(epsilon)
+    # A tensor, since torch computes `number / tensor` as number * reciprocal, which rounds twice. Made where it is used:
+    # to copy a number to a device waits for the device.
+    if not isinstance(limit, torch.Tensor):
+        limit = torch.full((), limit, dtype=torch.float32, device=amax.device)
+    usable = (amax > 0) & amax.isfinite()
+    scale = torch.where(usable, limit / torch.where(usable, amax, 1.0), 1.0)
+    scale = torch.where(scale.isinf(), largest, scale)
+    if power_of_two and by_logarithm:
+        return power_of_two_below(scale)
+    return (scale.view(torch.int32) & -(1 << 23)).view(torch.float32) if power_of_two else scale
+
+
+def power_of_two_below(scale: torch.Tensor) -> torch.Tensor:
+    """As torchao's `_round_scale_down_to_power_of_2`.
+
+    The logarithm rounds, so that a float32 scale just below a power of two may give that one.
+    """
+    return torch.exp2(torch.floor(torch.log2(scale)))
+
+
+def torchao_scale(amax: torch.Tensor, limit: float, power_of_two: bool) -> torch.Tensor:
+    """limit / amax in float64, rounded to float32; 0 where amax is infinite.
+
+    Source: `amax_to_scale` of torchao's `float8/float8_utils.py`, release 0.18.
+
+    Args:
+        amax: any shape and floating dtype.
+        limit: largest finite value of the format.
+        power_of_two: round down to a power of two.
+    """
+    scale = (limit / amax.double().clamp_min(TORCHAO_EPSILON)).float()
+    return power_of_two_below(scale) if power_of_two else scale

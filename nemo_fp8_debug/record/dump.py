@@ -27,7 +27,8 @@ from ..core.waits import DUMPS, Waits
 from ..errors import RecordError
 from ..numerics.formats import FORMATS, FloatFormat
 from ..numerics.histogram import DTYPES
-from ..numerics.tensor_scaling import CurrentScaling, amax_of, finite_amax_of, quantize
+from ..numerics.metrics import amax_of, finite_amax_of
+from ..numerics.tensor_scaling import CurrentScaling, quantize
 from .dump_names import FOLDER, tensor_in_name
 from .dump_names import dumped_files as dumped_files
 from .reader import find_run

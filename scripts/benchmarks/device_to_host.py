@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nemo_fp8_debug.capture.packed_transfer import copied_to_host
+from nemo_fp8_debug.capture.device_to_host import copied_to_host
 from nemo_fp8_debug.kernels import histogram_of
 from nemo_fp8_debug.kernels.cpu.histograms import Histograms
 from nemo_fp8_debug.numerics.formats import E4M3

@@ -23,7 +23,7 @@ from many_ranks.processes import forked, free_port, prepare, statuses, temporary
 
 from nemo_fp8_debug.capture.operand_stats import Cast, OperandStats
 from nemo_fp8_debug.core.keys import ROLES
-from nemo_fp8_debug.core.observation import Plan
+from nemo_fp8_debug.core.observation import SamplePlan
 from nemo_fp8_debug.distributed import Ranks, Reduction, ShardGroup
 from nemo_fp8_debug.kernels import histogram_of
 from nemo_fp8_debug.numerics.histogram import BINS
@@ -114,10 +114,10 @@ def work(rank: int, world: int, port: int, n: int, rounds: int, alone: bool) -> 
     before, peaks = memory("VmRSS"), []
     for step in range(rounds):
         forget_peak()
-        mine, plan, Counted.asked = stats(rank, names, n), Plan(step), []
+        mine, plan, Counted.asked = stats(rank, names, n), SamplePlan(step), []
         found: list[Any] = []
 
-        def pack(plan: Plan = plan, mine: list[OperandStats] = mine, found: list[Any] = found) -> None:
+        def pack(plan: SamplePlan = plan, mine: list[OperandStats] = mine, found: list[Any] = found) -> None:
             found.append(reduction.pack(plan, {"operands": mine}, [s.key for s in mine]))
             mine.clear()
 

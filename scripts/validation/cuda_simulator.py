@@ -56,7 +56,7 @@ def block_sums(x: torch.Tensor, rule: BlockRule, role: str, fmt: FloatFormat, gr
     """The sums of a matrix of 16-bit values under the scales of its blocks."""
     patterns, out = bits(x), np.full(grid[0] * sums.SUMS, np.nan)
     words = patterns.view(np.uint64) if blocks.whole_words(x.data_ptr(), x.shape[1]) else np.zeros(0, np.uint64)
-    whole = blocks.amax_of(histogram_of(x)) if rule.two_level else torch.zeros(())
+    whole = blocks.amax_of_histogram(histogram_of(x)) if rule.two_level else torch.zeros(())
     _, scale, scale_inv = scales_of_amax(rule, whole, fmt, x.dtype)
     known = blocks.arguments(x.shape, rule.block(role), x.dtype, fmt)
     blocks.launch(patterns, words, known, (scale.numpy(), scale_inv.numpy()), out, grid)

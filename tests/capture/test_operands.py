@@ -9,8 +9,8 @@ from torch import nn
 
 from nemo_fp8_debug.capture.backends import torch_linear
 from nemo_fp8_debug.capture.backends.base import ScaleInUse, not_quantized
-from nemo_fp8_debug.capture.collect import collect
 from nemo_fp8_debug.capture.gemms import Gemm
+from nemo_fp8_debug.capture.operand_stats import collect
 from nemo_fp8_debug.capture.operands import KEPT_APART, Operand
 from nemo_fp8_debug.kernels import histogram_of
 from nemo_fp8_debug.numerics.block_scaling import quantization_sums_in_blocks

@@ -17,10 +17,10 @@ from torch import nn
 
 from nemo_fp8_debug.capture.backends import torch_linear
 from nemo_fp8_debug.capture.backends.base import ScaleInUse
-from nemo_fp8_debug.capture.collect import collect
+from nemo_fp8_debug.capture.device_to_host import GROUP, copied_to_host, packed, unpacked
 from nemo_fp8_debug.capture.gemms import Gemm
+from nemo_fp8_debug.capture.operand_stats import collect
 from nemo_fp8_debug.capture.operands import Operand
-from nemo_fp8_debug.capture.packed_transfer import GROUP, copied_to_host, packed, unpacked
 from nemo_fp8_debug.kernels import histogram_of
 from nemo_fp8_debug.numerics.block_scaling import MXFP8Scaling
 from nemo_fp8_debug.numerics.delayed_state import EmulatedScales

@@ -15,7 +15,7 @@ from nemo_fp8_debug.analysis.diagnosis.facts import Records
 from nemo_fp8_debug.analysis.diagnosis.finding import Finding
 from nemo_fp8_debug.analysis.runs.run import Run
 from nemo_fp8_debug.core.keys import STATES
-from nemo_fp8_debug.numerics.adam import Adam, Held, update_sums
+from nemo_fp8_debug.numerics.adam import Adam, AdamValues, update_sums
 from nemo_fp8_debug.numerics.gemm_error import spread
 from nemo_fp8_debug.observations.states import table
 from nemo_fp8_debug.observations.states.rule import describe_culprit
@@ -149,8 +149,8 @@ def test_a_step_that_is_not_that_of_its_moments_is_not_adam_s() -> None:
     zero = torch.zeros_like(weight)
     first, second = adam.moments(zero, zero, gradient, weight)
     for part, known in ((1.0, True), (0.25, False)):
-        after = Held(weight + part * adam.change(first, second, weight), first, second)
-        sums = update_sums(adam, Held(weight, zero, zero), after, gradient, None, True)
+        after = AdamValues(weight + part * adam.change(first, second, weight), first, second)
+        sums = update_sums(adam, AdamValues(weight, zero, zero), after, gradient, None, True)
         assert bool(sums[0] == 64) is known
 
 

@@ -118,8 +118,11 @@ def amax_of_any_tensor() -> None:
     """NaN counts for nothing, infinity does."""
     for dtype in DTYPES:
         for value, expected in ((3.0, 3.0), (-3.0, 3.0), (torch.nan, 1.0), (-torch.inf, torch.inf)):
-            assert blocks.amax_of(histogram_of(torch.tensor([1.0, value, 0.5], dtype=dtype))) == expected, (dtype, value)
-        assert blocks.amax_of(histogram_of(torch.zeros(0, dtype=dtype))) == 0
+            assert blocks.amax_of_histogram(histogram_of(torch.tensor([1.0, value, 0.5], dtype=dtype))) == expected, (
+                dtype,
+                value,
+            )
+        assert blocks.amax_of_histogram(histogram_of(torch.zeros(0, dtype=dtype))) == 0
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from tensors import all_patterns
 from nemo_fp8_debug import kernels
 from nemo_fp8_debug.kernels.cpu import quantize
 from nemo_fp8_debug.numerics.formats import E2M1, E4M3, E5M2, FloatFormat
-from nemo_fp8_debug.numerics.tensor_scaling import amax_of
+from nemo_fp8_debug.numerics.metrics import amax_of
 
 NUMPY = {
     "e4m3": ml_dtypes.float8_e4m3fn,

@@ -20,7 +20,7 @@ from nemo_fp8_debug import Monitor
 
 PACKAGE = str(Path(nemo_fp8_debug.__file__).parent)
 #: what catches exceptions cannot catch its own
-GUARDS = ("core/error_guard.py", "capture/operand_guard.py", "capture/unseen_operators.py", "monitor/entries.py")
+GUARDS = ("core/error_guard.py",)
 #: hooks that torch calls, up to the guard that each begins with
 BEFORE_A_GUARD = {
     "capture/dispatcher.py:Dispatcher._enter",

@@ -18,7 +18,7 @@ from torch import nn
 
 from nemo_fp8_debug import ConfigError, Monitor
 from nemo_fp8_debug.distributed import Ranks
-from nemo_fp8_debug.monitor.triggers import Triggers
+from nemo_fp8_debug.monitor.schedule import Triggers
 from nemo_fp8_debug.options.trigger_rules import LossSpike, NonFinite, Threshold, parse_rule
 from nemo_fp8_debug.record.reader import read_table
 

@@ -8,9 +8,9 @@ import statistics
 import pytest
 import torch
 
-from nemo_fp8_debug.numerics.block_scale_counts import count_block_scales, distributions
-from nemo_fp8_debug.numerics.block_scaling import BlockRule
+from nemo_fp8_debug.numerics.block_scaling import BlockRule, count_block_scales
 from nemo_fp8_debug.numerics.formats import E2M1, E4M3
+from nemo_fp8_debug.numerics.metric_columns import distributions
 from nemo_fp8_debug.numerics.metric_names import BLOCK_SCALES
 from nemo_fp8_debug.numerics.recipe import parse_recipe
 

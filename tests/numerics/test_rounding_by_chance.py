@@ -7,9 +7,9 @@ import torch
 
 from nemo_fp8_debug.errors import ConfigError
 from nemo_fp8_debug.kernels import quantization_sums
+from nemo_fp8_debug.numerics.block_scaling import expected_sums
 from nemo_fp8_debug.numerics.formats import E2M1, E4M3
 from nemo_fp8_debug.numerics.nvfp4_scaling import NVFP4Scaling, hadamard_matrix
-from nemo_fp8_debug.numerics.rounding_by_chance import expected_sums
 
 STEPS = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
 

@@ -15,13 +15,8 @@ from hypothesis import strategies as st
 from tensors import KINDS, SIXTEEN_BIT, all_patterns
 
 from nemo_fp8_debug.numerics.formats import E4M3, E5M2, FloatFormat
-from nemo_fp8_debug.numerics.tensor_scaling import (
-    CurrentScaling,
-    DelayedScaling,
-    amax_of,
-    quantize,
-    quantize_dequantize,
-)
+from nemo_fp8_debug.numerics.metrics import amax_of
+from nemo_fp8_debug.numerics.tensor_scaling import CurrentScaling, DelayedScaling, quantize, quantize_dequantize
 
 FLT_MAX = np.finfo(np.float32).max
 AMAX = st.floats(0, width=32) | st.just(float("nan"))

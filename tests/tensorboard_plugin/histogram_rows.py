@@ -11,7 +11,7 @@ import torch
 from nemo_fp8_debug.numerics.formats import FloatFormat
 from nemo_fp8_debug.numerics.histogram import Histogram, HistogramBatch
 from nemo_fp8_debug.numerics.metrics import Moments, QuantizationSums, merge, metrics_of, moments, quantization_sums
-from nemo_fp8_debug.numerics.scale_from_amax import scale_of_amax
+from nemo_fp8_debug.numerics.tensor_scaling import scale_of_amax
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 #: metrics that the page shows

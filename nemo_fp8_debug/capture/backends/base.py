@@ -10,12 +10,12 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from ...kernels import CastRule
 from ...numerics.block_scaling import BlockRule
-from ...numerics.formats import FloatFormat
+from ...numerics.formats import Decoded, FloatFormat
 from ...numerics.recipe import Recipe
-from ...numerics.stored_codes import Decoded
-from ...numerics.tensor_scaling import CurrentScaling, amax_of, finite_amax_of
-from ..dtensor import is_dtensor
+from ...numerics.tensor_scaling import CurrentScaling
+from ..tensors import is_dtensor
 from . import parallel
 
 Args = tuple[Any, ...]
@@ -51,11 +51,10 @@ class ScaleInUse:
         """How it is cast for one GEMM; None: it is not."""
         return self.products.get(product, self)
 
-    def scale_of(self, x: torch.Tensor) -> torch.Tensor | BlockRule:
-        """The scale of a tensor, float32 scalar; a block rule has none. No host synchronization."""
-        if isinstance(self.scale, CurrentScaling):
-            return self.scale.scale(amax_of(x) if self.sees_infinity else finite_amax_of(x), self.format.max)
-        return self.scale
+    @functools.cached_property
+    def rule(self) -> CastRule:
+        """What measures a tensor under it."""
+        return CastRule(self.scale, self.format, self.sees_infinity)
 
     @property
     def sees_infinity(self) -> bool:
@@ -190,11 +189,3 @@ def is_prepared_later(module: nn.Module, weight: torch.Tensor | None) -> bool:
     if hasattr(module, "unshard"):  # wrapped by FSDP2, which may have gathered W ahead of time
         return True
     return weight is not None and (is_dtensor(weight) or weight.numel() == 0)
-
-
-def as_multiplied(x: torch.Tensor) -> torch.Tensor:
-    """The operand in the dtype that autocast gives it on the way into the GEMM; autocast leaves float64 alone."""
-    kind = x.device.type
-    if torch.is_autocast_enabled(kind) and x.is_floating_point() and x.dtype != torch.float64:
-        return x.to(torch.get_autocast_dtype(kind))
-    return x

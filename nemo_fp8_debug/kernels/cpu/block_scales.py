@@ -15,7 +15,7 @@ from ...numerics.formats import E4M3, FloatFormat
 from ...numerics.histogram import BINS, infinity_bin, magnitudes_of
 from ...numerics.metrics import SCALE_ROUNDING
 from ...numerics.nvfp4_scaling import NVFP4Scaling
-from ...numerics.scale_from_amax import FLT_MAX
+from ...numerics.tensor_scaling import FLT_MAX
 from .casts import rounded, spacing
 from .histogram import occupied
 from .jit import doubles_at, floats_at, jit, values_at

@@ -10,7 +10,7 @@ from numba.np.numpy_support import carray
 from numpy.lib.stride_tricks import as_strided
 
 from .jit import AHEAD, JOB, Work, add_to, counters_at, counts_at, jit, job_at, next_share, prefetch, values_at, work
-from .threads import Zeros, share_out
+from .threads import ZeroedArrays, share_out
 
 Counts = npt.NDArray[np.int64]
 Counters = npt.NDArray[np.uint32]
@@ -22,7 +22,7 @@ SMALL = 1 << 20
 GRAIN = 1 << 19
 #: values of a row that are counted before it is asked whether private 32-bit counters have room for more
 RUN = 1 << 30
-_private = Zeros((4, 32768), np.uint32)
+_private = ZeroedArrays((4, 32768), np.uint32)
 
 
 @jit

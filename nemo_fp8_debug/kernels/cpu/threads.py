@@ -41,7 +41,7 @@ def share_out(work: Work, numbers: tuple[int, ...], shares: int, results: int = 
     return job
 
 
-class Zeros:
+class ZeroedArrays:
     """Zeros for each share of a job, which leaves them so; kept, since to get memory from the system takes long."""
 
     def __init__(self, shape: tuple[int, ...], dtype: type[np.generic]) -> None:

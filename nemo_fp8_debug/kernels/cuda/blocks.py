@@ -52,7 +52,7 @@ def launch(values: Any, words: Any, known: tuple[Any, ...], scales: tuple[Any, A
     sums_of(kind, grid[1]).start(grid, values, words, shape, block, *scales, codes, out)
 
 
-def amax_of(histogram: Histogram) -> torch.Tensor:
+def amax_of_histogram(histogram: Histogram) -> torch.Tensor:
     """The amax of what a histogram has counted, NaN ignored: float32 scalar on its device, for which the host does not
     wait."""
     end = infinity_bin(histogram.dtype) + 1
@@ -60,7 +60,7 @@ def amax_of(histogram: Histogram) -> torch.Tensor:
 
 
 def block_sums(x: torch.Tensor, rule: BlockRule, role: str, fmt: FloatFormat, counted: Histogram) -> SumsFound:
-    """As `numerics.blocks.quantization_sums_in_blocks`, in torch's current stream; sums are added up in another order.
+    """As `torch_fallback.block_sums`, in torch's current stream; sums are added up in another order.
 
     The first call on a device compiles.
 
@@ -87,7 +87,7 @@ def block_sums(x: torch.Tensor, rule: BlockRule, role: str, fmt: FloatFormat, co
     words = DeviceMemory(rows, "u8", n // 4 if whole_words(rows.data_ptr(), rows.shape[1]) else 0)
     parts = torch.empty(blocks, SUMS, dtype=torch.float64, device=device)
     torch.cuda.current_stream(device).wait_event(_kept(rule, fmt, x.dtype, device))
-    whole = amax_of(counted) if rule.two_level else _no_amax(device)
+    whole = amax_of_histogram(counted) if rule.two_level else _no_amax(device)
     _, scale, scale_inv = scales_of_amax(rule, whole, fmt, x.dtype)
     scales = DeviceMemory(scale, "f4", len(scale)), DeviceMemory(scale_inv, "f8", len(scale_inv))
     grid = blocks, THREADS, Stream.current(device)

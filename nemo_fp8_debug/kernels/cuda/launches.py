@@ -20,8 +20,7 @@ import numba.cuda
 import torch
 
 from ...errors import warn
-from ..memory import DeviceMemory
-from ..streams import current_stream
+from ..memory import DeviceMemory, current_stream
 
 cuda: Any = numba.cuda
 

@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 from ...capture.backends.base import Args, Kwargs
-from ...capture.operand_guard import enter_again, leave_modes
 from ...capture.operator_mode import OperatorMode, over_dtensors
+from ...core.error_guard import enter_again, leave_modes
 
 #: rows of each head, spread over the sequence; the last one, which sees the most keys, among them
 ROWS = 16

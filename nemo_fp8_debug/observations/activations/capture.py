@@ -12,8 +12,8 @@ from torch import nn
 from ...capture.attention import is_attention
 from ...capture.backends.base import Args, Kwargs
 from ...capture.dispatcher import Dispatcher, Pass
-from ...capture.operand_guard import Fault, OperandGuard
 from ...capture.operands import MEASURED, Operand
+from ...core.error_guard import Fault, OperandGuard
 from ...core.keys import Key
 from .attention_logits import Scores, attention_sums, of_module, seen_logits
 from .norms import channel_sums, input_of, output_of

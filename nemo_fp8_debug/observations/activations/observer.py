@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 
-import torch
-
 from ...capture.backends.base import not_quantized
-from ...capture.dtensor import is_counted
 from ...capture.operands import Operand, UncastOperand
 from ...capture.scan import ScannedModule, scan_modules
+from ...capture.tensors import is_counted, is_never_counted
 from ...capture.tracing import compiled_by_now
 from ...core.error_guard import ErrorGuard
 from ...core.keys import ACTIVATIONS, Key
@@ -19,8 +17,7 @@ from ...core.observation import SampledTables
 from ...core.table import Columns
 from ...coverage.modules import find_scores
 from ...monitor.model_scan import FoundModules
-from ...monitor.open_step import OpenStep, StepObserver
-from ...monitor.rank_parts import RunSetup
+from ...monitor.open_step import OpenStep, RunSetup, StepObserver
 from ...options.config import Config
 from ..operands.tensors import TensorObservation, join_rows, put_in_use_first
 from .capture import ActivationCapture
@@ -63,7 +60,7 @@ class ActivationStep(StepObserver):
         counts, what_if = partial(is_counted, rank=step.watched.rank, first=None), step.config.what_if_recipes
         self._operands: dict[Key, Operand] = {
             (site.gemm.name, role): UncastOperand(
-                site.gemm, role, not_quantized(role), what_if, _never if site.is_copied else counts
+                site.gemm, role, not_quantized(role), what_if, is_never_counted if site.is_copied else counts
             )
             for site in self._sites
             for role in site.roles
@@ -78,11 +75,6 @@ class ActivationStep(StepObserver):
 
 def _compiled(found: Sequence[Site]) -> Collection[int]:
     return compiled_by_now(scan_modules(site.gemm.module for site in found))
-
-
-def _never(x: torch.Tensor) -> bool:
-    """Another rank counts it."""
-    return False
 
 
 class ActivationObservation(TensorObservation):

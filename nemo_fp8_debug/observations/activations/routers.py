@@ -17,9 +17,9 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from ...capture.operand_guard import enter_again, leave_modes
 from ...capture.operator_mode import OperatorMode, over_dtensors
 from ...capture.scan import ScannedModule, find_inside
+from ...core.error_guard import enter_again, leave_modes
 
 _ROUTER = re.compile(r"(Router|MoE\w*Gate|TopKGate)\Z")
 #: names of how many experts there are, of a module or its configuration

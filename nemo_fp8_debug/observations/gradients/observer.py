@@ -9,15 +9,14 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from ...capture.dtensor import local
-from ...capture.packed_transfer import Move
+from ...capture.device_to_host import Move
+from ...capture.operands import Operand
+from ...capture.tensors import local
 from ...capture.weight_gradients import WatchedWeight, WeightGradient
 from ...core.keys import Key
-from ...core.observation import Arrays, Lanes, Observation, Plan, SampledTables
+from ...core.observation import Arrays, Lanes, Observation, SampledTables, SamplePlan
 from ...core.table import Columns
-from ...monitor.open_step import OpenStep, StepObserver
-from ...monitor.pipeline import Sampled
-from ...monitor.rank_parts import RunSetup
+from ...monitor.open_step import OpenStep, RunSetup, StepObserver
 from .sizes import GradientSize, GradientSizes
 from .table import TABLES
 
@@ -79,12 +78,11 @@ class GradientObservation(Observation):
         """See `Observation`."""
         return GradientStep(step)
 
-    def collect(self, step: Sampled) -> GradientsOfRank:
+    def collect(self, mine: GradientStep | None, operands: Sequence[Operand]) -> GradientsOfRank:
         """See `Observation`."""
-        mine: GradientStep | None = step.observers.get(self.name)
         return mine.found() if mine else GradientsOfRank()
 
-    def pack(self, plan: Plan, found: GradientsOfRank | None, expected: Collection[Key]) -> Arrays:
+    def pack(self, plan: SamplePlan, found: GradientsOfRank | None, expected: Collection[Key]) -> Arrays:
         """See `Observation`."""
         found = found or GradientsOfRank()
         rows = np.zeros((len(self._names), len(_COLUMNS)))
@@ -94,11 +92,11 @@ class GradientObservation(Observation):
                 row[1:] = 1, size.squares, size.zeros, size.nonfinite, size.elements
         return {"rows": rows}
 
-    def sums(self, plan: Plan, packed: Arrays, extremes: torch.Tensor) -> Lanes:
+    def sums(self, plan: SamplePlan, packed: Arrays, extremes: torch.Tensor) -> Lanes:
         """See `Observation`."""
         return {_LANE: torch.tensor(packed["rows"]).flatten()}
 
-    def whole(self, plan: Plan, sums: Lanes, extremes: torch.Tensor) -> Mapping[str, tuple[float, ...]]:
+    def whole(self, plan: SamplePlan, sums: Lanes, extremes: torch.Tensor) -> Mapping[str, tuple[float, ...]]:
         """Return the sums of each gradient that no part is missing of."""
         rows = zip(self._names, sums[_LANE].view(-1, len(_COLUMNS)).tolist(), strict=True)
         return {name: tuple(row[1:]) for name, row in rows if row[1] and row[1] == row[0]}

@@ -13,13 +13,11 @@ import torch
 from ...capture.operand_stats import OperandStats, added_up
 from ...core.layer_names import aggregate_of, is_aggregate
 from ...kernels.cpu.histograms import Histograms
-from ...numerics.block_scale_counts import distributions
 from ...numerics.delayed_state import EmulatedScales
 from ...numerics.expert_groups import ExpertAggregates
 from ...numerics.formats import FORMATS, FloatFormat
-from ...numerics.metric_columns import rows
+from ...numerics.metric_columns import distributions, rows
 from ...numerics.metrics import Moments, QuantizationSums
-from ...numerics.recipe import parse_recipe
 from ...numerics.tensor_scaling import CurrentScaling
 
 Rows = dict[str, list[Any]]
@@ -115,7 +113,7 @@ def _block_scales(operands: _Operands) -> Rows:
     counted = [s for s in operands.rows if s.block_scales is not None]
     if not counted:
         return {}
-    rules: list[Any] = [parse_recipe(s.cast.recipe).scaling for s in counted]
+    rules: list[Any] = [s.cast.scaling for s in counted]
     found = distributions(torch.stack([s.block_scales for s in counted if s.block_scales is not None]), rules)
     return operands.about(counted) | {
         "recipe": [s.cast.recipe for s in counted],
@@ -196,7 +194,7 @@ def _order(places: Sequence[int]) -> torch.Tensor:
 
 def _rule(stat: OperandStats) -> CurrentScaling | None:
     """The rule that finds a scale from the amax of the whole tensor."""
-    rule = parse_recipe(stat.cast.recipe).scaling
+    rule = stat.cast.scaling
     if isinstance(rule, CurrentScaling):
         return rule
     return CurrentScaling() if stat.sums is None else None  # delayed scaling without a history yet

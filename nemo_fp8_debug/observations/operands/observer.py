@@ -8,20 +8,22 @@ from functools import partial
 import torch
 
 from ...capture.attention import AttentionCapture
-from ...capture.backends.base import unknown_cast
-from ...capture.dtensor import is_counted
+from ...capture.backends.base import ScaleInUse, unknown_cast
 from ...capture.gemms import Gemm, matching, seen_in_forward
 from ...capture.hooks import Capture, OperandSink
 from ...capture.matmul_capture import MatmulCapture
 from ...capture.operands import Operand
+from ...capture.scales import SHADOW
+from ...capture.tensors import is_counted, is_never_counted, local
 from ...core.error_guard import ErrorGuard
 from ...core.keys import ATTENTION, ATTENTION_BACKWARD, ATTENTION_FORWARD, ROLES, Key, roles_of
-from ...core.observation import Arrays, Lanes, Plan, SampledTables
+from ...core.observation import Arrays, Lanes, SampledTables, SamplePlan
 from ...core.table import Columns
-from ...monitor.dump_tap import Dumping
-from ...monitor.open_step import OpenStep, StepObserver
-from ...monitor.rank_parts import RunSetup, copied_elsewhere, is_shown
+from ...monitor.open_step import OpenStep, RunSetup, StepObserver, copied_elsewhere, is_shown
+from ...numerics.block_scaling import BlockRule
 from ...numerics.metric_columns import unscaled
+from ...numerics.tensor_scaling import CurrentScaling
+from ...record.dump import Dumped, TensorDump
 from .measure import measure
 from .table import METRICS_TABLE
 from .tensors import Stats, TensorObservation
@@ -93,7 +95,7 @@ def _add_operand(step: OpenStep, gemm: Gemm, role: str) -> None:
         return
     # All ranks have the same, or those of a mesh have it between them, as its tensors will tell.
     first = watched.shard_group.first[gemm.name] if copied is None else None
-    counts = _never if copied else partial(is_counted, rank=watched.rank, first=first)
+    counts = is_never_counted if copied else partial(is_counted, rank=watched.rank, first=first)
     operand = Operand(gemm, role, watched.model.scales.in_use(gemm, role), config.what_if_recipes, counts)
     operand.measures_copies, operand.counts_block_scales = config.copies, config.block_scales
     step.seen.setdefault(gemm.name, {})[role] = operand
@@ -101,12 +103,7 @@ def _add_operand(step: OpenStep, gemm: Gemm, role: str) -> None:
         step.operands[key] = operand
     step.sinks[key] = operand
     if watched.dump and gemm.name in step.dumped:
-        step.sinks[key] = Dumping(operand, watched.dump, watched.attempt, step.number, watched.rank)
-
-
-def _never(x: torch.Tensor) -> bool:
-    """Another rank counts it."""
-    return False
+        step.sinks[key] = DumpedOperand(operand, watched.dump, watched.attempt, step.number, watched.rank)
 
 
 def _warn_of_unseen_attention(errors: ErrorGuard, names: Sequence[str]) -> None:
@@ -141,7 +138,7 @@ class OperandObservation(TensorObservation):
         self._observe({stat.key: stat.amax for stat in found})
         return found
 
-    def sums(self, plan: Plan, packed: Arrays, extremes: torch.Tensor) -> Lanes:
+    def sums(self, plan: SamplePlan, packed: Arrays, extremes: torch.Tensor) -> Lanes:
         """See `Observation`."""
         self._observe(self._sums.amax(extremes))
         return super().sums(plan, packed, extremes)
@@ -166,3 +163,24 @@ class OperandObservation(TensorObservation):
         known = tables if "metrics" in tables else {"metrics": measure([]).metrics, **tables}
         multiplier = scalars.get("grad_scale")
         return {name: {**columns, **unscaled(columns, multiplier)} for name in _UNSCALED if (columns := known.get(name))}
+
+
+class DumpedOperand:
+    """Takes the place of an operand in a step that dumps it."""
+
+    def __init__(self, operand: Operand, dump: TensorDump, attempt: int, step: int, rank: int) -> None:
+        self.gemm: Gemm = operand.gemm
+        self._operand, self._dump = operand, dump
+        self._where = attempt, step, rank
+
+    def add(self, x: torch.Tensor, order: int, use: ScaleInUse | None = None) -> None:
+        """Count the tensor in, and dump it if it counts."""
+        call = self._operand.calls + self._operand.copies
+        self._operand.add(x, order, use)
+        if self._operand.calls + self._operand.copies > call:
+            use = use or self._operand.in_use
+            scale = use.scale
+            key, about = (*self._operand.key, call), (use.recipe, use.format, use.source)
+            if isinstance(scale, BlockRule):  # a dump has one scale: its codes are those of current scaling
+                scale, about = CurrentScaling(), (SHADOW.name, SHADOW.format_of(self._operand.role), "current")
+            self._dump.add(Dumped(*self._where, *key, *about), local(x.detach()), scale)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ...capture.dtensor import local
+from ...capture.tensors import local
 from ...numerics.block_scaling import matrix
 from ...numerics.gemm_error import spread
 from ...numerics.product_check import CHECKED, Accumulation, Block, Exact, check_blocks

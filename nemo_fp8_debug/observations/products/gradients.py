@@ -19,11 +19,10 @@ import torch
 from ...capture.backends.parallel import part_of
 from ...capture.data_parallel import Sharded
 from ...capture.dispatcher import Dispatcher
-from ...capture.dtensor import is_dtensor, local
 from ...capture.gemms import Gemm
-from ...capture.masters import find_buffers
+from ...capture.optimizer_weights import find_buffers, is_split_by_zero, weight_of
 from ...capture.scan import ScannedModule
-from ...capture.stepped import is_split_by_zero, weight_of
+from ...capture.tensors import is_dtensor, local
 from ...numerics.gemm_error import spread
 from .gradient_parts import GradientParts, bound_of_sum
 from .reducers import ALONE, OTHER, Reducer, is_alone, of_ddp, of_fsdp, of_megatron

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
 import numpy as np
 import torch
 
-from ...capture.packed_transfer import Move
+from ...capture.device_to_host import Move
+from ...capture.operands import Operand
 from ...core.keys import Key
-from ...core.observation import Arrays, Lanes, Observation, Plan, SampledTables
+from ...core.observation import Arrays, Lanes, Observation, SampledTables, SamplePlan
 from ...core.table import Columns
-from ...monitor.open_step import OpenStep, StepObserver
-from ...monitor.pipeline import Sampled
-from ...monitor.rank_parts import RunSetup, counts_weight
+from ...monitor.open_step import OpenStep, RunSetup, StepObserver, counts_weight
 from ...numerics.gemm_error import PRODUCTS, SUMS
 from .checks import CheckQueue
 from .gradient_parts import GradientParts, GradientSums
@@ -99,16 +98,15 @@ class ProductObservation(Observation):
         """See `Observation`."""
         return ProductStep(step)
 
-    def collect(self, step: Sampled) -> ProductsOfRank:
+    def collect(self, mine: ProductStep | None, operands: Sequence[Operand]) -> ProductsOfRank:
         """See `Observation`."""
-        mine: ProductStep | None = step.observers.get(self.name)
         if mine is None:
             return ProductsOfRank()
         outputs = {key: sums for one in mine.products.values() for key, sums in one.sums().items()}
         products = {key: checked for one in mine.products.values() for key, checked in one.checks().items()}
         return ProductsOfRank(outputs, products, mine.gradients.found() if mine.gradients else {})
 
-    def pack(self, plan: Plan, found: ProductsOfRank | None, expected: Collection[Key]) -> Arrays:
+    def pack(self, plan: SamplePlan, found: ProductsOfRank | None, expected: Collection[Key]) -> Arrays:
         """See `Observation`."""
         found = found or ProductsOfRank()
         outputs = np.zeros((len(self._outputs), len(SUMS) + 1))
@@ -130,13 +128,13 @@ class ProductObservation(Observation):
         """See `Observation`."""
         return self._verified.severities(self._found(packed))
 
-    def sums(self, plan: Plan, packed: Arrays, extremes: torch.Tensor) -> Lanes:
+    def sums(self, plan: SamplePlan, packed: Arrays, extremes: torch.Tensor) -> Lanes:
         """See `Observation`."""
         rows = self._verified.rows(self._found(packed), extremes)
         parts = {3: torch.tensor(packed["outputs"]), 4: rows, 6: torch.tensor(packed["gradients"])}
         return {lane: part.flatten() for lane, part in parts.items()}
 
-    def whole(self, plan: Plan, sums: Lanes, extremes: torch.Tensor) -> ProductsOfRanks:
+    def whole(self, plan: SamplePlan, sums: Lanes, extremes: torch.Tensor) -> ProductsOfRanks:
         """See `Observation`."""
         rows = zip(self._outputs, sums[3].view(-1, len(SUMS) + 1), strict=True)
         verified = self._verified.of_all(sums[4]) | self._gradients.of_all(sums[6])

@@ -15,7 +15,7 @@ from torch import nn
 
 from ...capture.backends.parallel import gradient_ranks
 from ...capture.data_parallel import Sharded, active_ddp
-from ...capture.masters import begin_of_part
+from ...capture.optimizer_weights import begin_of_part
 from .verification import NOT_REDUCED, OTHER_REDUCTION
 
 

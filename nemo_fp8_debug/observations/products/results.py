@@ -13,14 +13,14 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-from ...capture.backends.base import Args, Kwargs, as_multiplied, raw_weight
+from ...capture.backends.base import Args, Kwargs, raw_weight
 from ...capture.backends.parallel import adds_up, sequence_part
 from ...capture.backends.transformer_engine.casts import call_of, is_quantized
 from ...capture.dispatcher import Dispatcher
-from ...capture.dtensor import is_dtensor, local
 from ...capture.gemms import Gemm
 from ...capture.operator_mode import Collectives
 from ...capture.overrides import emulated
+from ...capture.tensors import as_multiplied, is_dtensor, local
 from ...numerics.block_scaling import matrix
 from .checks import ProductChecks
 from .nodes import bias_of, product_node, watch

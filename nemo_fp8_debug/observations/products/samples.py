@@ -15,16 +15,16 @@ from typing import Any
 
 import torch
 
-from ...capture.backends.base import Args, Kwargs, ScaleInUse, as_multiplied
+from ...capture.backends.base import Args, Kwargs, ScaleInUse
 from ...capture.backends.parallel import adds_up
 from ...capture.dispatcher import Dispatcher
-from ...capture.dtensor import local
 from ...capture.gemms import Gemm
 from ...capture.operands import Operand
 from ...capture.overrides import emulated
+from ...capture.tensors import as_multiplied, local
 from ...kernels import quantize_dequantize
 from ...numerics.block_scaling import BlockRule, matrix
-from ...numerics.gemm_error import PRODUCTS, Rows, Side, Terms, scale_of, spread, take_rows
+from ...numerics.gemm_error import PRODUCTS, RowSample, Side, Terms, scale_of, spread, take_rows
 from ...numerics.tensor_scaling import CurrentScaling
 from .checks import CheckQueue, ProductChecks, Used
 from .results import BeforeSums, Results
@@ -57,10 +57,10 @@ class Chosen:
 
 @dataclass(frozen=True)
 class _Kept:
-    """Rows of an operand until those of the other one are there."""
+    """RowSample of an operand until those of the other one are there."""
 
     #: beside what quantization makes of them; None: that is not asked for, or not known
-    rows: Rows | None
+    rows: RowSample | None
     used: Used
 
 
@@ -170,12 +170,12 @@ class Products:
         side: Side,
         of: torch.Tensor,
         at: torch.Tensor,
-        rows: Rows | None,
+        rows: RowSample | None,
         scale: torch.Tensor | BlockRule | None,
         use: ScaleInUse,
         cast: ScaleInUse | None,
     ) -> Used:
-        """Rows as the GEMM multiplies them."""
+        """RowSample as the GEMM multiplies them."""
         if not self._checks:
             return Used(None, len(of))
         if reason := _untold(side, use, cast):
@@ -233,7 +233,7 @@ def _exact(a: _Kept, b: _Kept, terms: Terms | None) -> torch.Tensor | None:
 
 
 def _emulated(
-    side: Side, of: torch.Tensor, at: torch.Tensor, rows: Rows, scale: torch.Tensor | BlockRule, cast: ScaleInUse
+    side: Side, of: torch.Tensor, at: torch.Tensor, rows: RowSample, scale: torch.Tensor | BlockRule, cast: ScaleInUse
 ) -> torch.Tensor:
     """As the emulation casts, which rounds once more to the operand's dtype, and has one copy for both products."""
     if isinstance(scale, torch.Tensor):

@@ -16,11 +16,10 @@ from ...capture.backends.base import StoredCodes, raw_weight
 from ...capture.backends.parallel import part_of
 from ...capture.backends.transformer_engine.casts import is_quantized
 from ...capture.dispatcher import Dispatcher
-from ...capture.dtensor import is_dtensor, local
 from ...capture.gemms import Gemm
-from ...capture.masters import Masters
-from ...capture.stepped import is_split_by_zero, stepped_by
-from ...numerics.stored_codes import is_cast_of
+from ...capture.optimizer_weights import Masters, is_split_by_zero, stepped_by
+from ...capture.tensors import is_dtensor, local
+from ...numerics.formats import is_cast_of
 from .comparison import Checksums
 
 _COMPARING = "while comparing copies over ranks"

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from ...core.plain_arrays import Array
-from ..operands.sums import NONE
+from ..operands.tensors import NONE
 
 #: of a slot, added up over ranks: that hold it, whose checksum is the largest, the smallest, and the sums of both ranks
 _COLUMNS = 5

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 
+from ...capture.device_to_host import Move
 from ...capture.gemms import seen_in_forward
-from ...capture.packed_transfer import Move
+from ...capture.operands import Operand
 from ...core.keys import Key
-from ...core.observation import Arrays, Lanes, Observation, Plan, SampledTables
+from ...core.observation import Arrays, Lanes, Observation, SampledTables, SamplePlan
 from ...core.table import Columns
-from ...monitor.open_step import OpenStep, StepObserver
-from ...monitor.pipeline import Sampled
-from ...monitor.rank_parts import RunSetup
+from ...monitor.open_step import OpenStep, RunSetup, StepObserver
 from .checksums import ReplicaChecks
 from .comparison import Checksums, Compared, ReplicaComparison, replica_columns
 from .table import TABLES
@@ -57,12 +56,11 @@ class ReplicaObservation(Observation):
         """See `Observation`."""
         return ReplicaStep(step)
 
-    def collect(self, step: Sampled) -> Checksums:
+    def collect(self, mine: ReplicaStep | None, operands: Sequence[Operand]) -> Checksums:
         """See `Observation`."""
-        mine: ReplicaStep | None = step.observers.get(self.name)
         return mine.checks.found() if mine else {}
 
-    def pack(self, plan: Plan, found: Checksums | None, expected: Collection[Key]) -> Arrays:
+    def pack(self, plan: SamplePlan, found: Checksums | None, expected: Collection[Key]) -> Arrays:
         """See `Observation`."""
         return {"slots": self._copies.slots(found or {})}
 
@@ -70,11 +68,11 @@ class ReplicaObservation(Observation):
         """See `Observation`."""
         return self._copies.extremes(packed["slots"])
 
-    def sums(self, plan: Plan, packed: Arrays, extremes: torch.Tensor) -> Lanes:
+    def sums(self, plan: SamplePlan, packed: Arrays, extremes: torch.Tensor) -> Lanes:
         """See `Observation`."""
         return {5: self._copies.rows(packed["slots"], extremes).flatten()}
 
-    def whole(self, plan: Plan, sums: Lanes, extremes: torch.Tensor) -> _Compared:
+    def whole(self, plan: SamplePlan, sums: Lanes, extremes: torch.Tensor) -> _Compared:
         """See `Observation`."""
         return self._copies.of_all(sums[5], extremes)
 

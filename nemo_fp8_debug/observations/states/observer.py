@@ -10,13 +10,12 @@ from typing import Any
 import torch
 
 from ...capture.gemms import matching
-from ...capture.stepped import weight_of
+from ...capture.optimizer_weights import weight_of
 from ...core.keys import Key
 from ...core.layer_names import is_aggregate
 from ...core.observation import SampledTables
 from ...core.table import Columns
-from ...monitor.open_step import OpenStep, StepObserver
-from ...monitor.rank_parts import RunSetup, counts_weight
+from ...monitor.open_step import OpenStep, RunSetup, StepObserver, counts_weight
 from ..operands.tensors import TensorObservation, join_rows, put_in_use_first
 from .optimizer import StateCapture, state_operands
 from .table import TABLES, UPDATE_METRICS

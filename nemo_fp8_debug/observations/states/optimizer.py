@@ -17,10 +17,10 @@ import torch
 
 from ...capture.backends.base import not_quantized
 from ...capture.dispatcher import Dispatcher
-from ...capture.dtensor import is_dtensor
 from ...capture.gemms import Gemm
 from ...capture.operands import Operand, UncastOperand
-from ...capture.stepped import Stepped, stepped_by
+from ...capture.optimizer_weights import Stepped, stepped_by
+from ...capture.tensors import is_dtensor
 from ...capture.weight_gradients import WeightGradient
 from ...core.keys import STATES, Key
 from ...numerics.recipe import Recipe

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from ...capture.dtensor import is_dtensor
 from ...capture.operand_stats import OperandStats
-from ...numerics.adam import UPDATE_SUMS, Adam, Held, update_sums
+from ...capture.tensors import is_dtensor
+from ...numerics.adam import UPDATE_SUMS, Adam, AdamValues, update_sums
 from ...numerics.gemm_error import spread
 from .table import UPDATE_METRICS
 
@@ -73,9 +73,9 @@ class UpdateSample:
         after = self._held(weight, first, second)
         return update_sums(adam, self._before, after, self._gradient, products, weight.dtype == torch.float32)
 
-    def _held(self, weight: Any, first: Any, second: Any) -> Held:
+    def _held(self, weight: Any, first: Any, second: Any) -> AdamValues:
         picked = self._picked(weight)
-        return Held(picked, *(torch.zeros_like(picked) if x is None else self._picked(x) for x in (first, second)))
+        return AdamValues(picked, *(torch.zeros_like(picked) if x is None else self._picked(x) for x in (first, second)))
 
     def _picked(self, x: Any) -> torch.Tensor:
         if is_dtensor(x) or not isinstance(x, torch.Tensor) or tuple(x.shape) != self._shape or x.dim() != 2:

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 
-from ...core.worker import Worker
+from ...core.threads import Worker
 from ...errors import warn
 from .sink import Sink
 

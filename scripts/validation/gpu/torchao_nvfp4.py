@@ -13,7 +13,7 @@ import torch
 
 from nemo_fp8_debug.numerics.block_scaling import BlockQuantized
 from nemo_fp8_debug.numerics.formats import E2M1
-from nemo_fp8_debug.numerics.torchao_nvfp4 import TorchaoNVFP4Scaling
+from nemo_fp8_debug.numerics.nvfp4_scaling import TorchaoNVFP4Scaling
 
 from .measures import Piece, all_of
 from .parts import Part

@@ -21,7 +21,7 @@ from benchmarks.reduction import ROWS, stats, tensors_of
 
 from nemo_fp8_debug.capture.operand_stats import OperandStats
 from nemo_fp8_debug.core.keys import ROLES
-from nemo_fp8_debug.core.observation import Plan
+from nemo_fp8_debug.core.observation import SamplePlan
 from nemo_fp8_debug.distributed import Ranks, Reduction, ShardGroup
 from nemo_fp8_debug.distributed.gloo import Group
 from nemo_fp8_debug.numerics.histogram import BINS
@@ -223,9 +223,9 @@ def of_ranks_apart(rank: int) -> dict[str, Any]:
 
     for step in range(4 * TIMES):
         # As `benchmarks/reduction.py` does it: what memory costs depends on what was held, and is held, beside.
-        mine, plan, found = stats(rank, names, TENSORS), Plan(step), list[Any]()
+        mine, plan, found = stats(rank, names, TENSORS), SamplePlan(step), list[Any]()
 
-        def pack(plan: Plan = plan, mine: list[OperandStats] = mine, found: list[Any] = found) -> None:
+        def pack(plan: SamplePlan = plan, mine: list[OperandStats] = mine, found: list[Any] = found) -> None:
             found.append(reduction.pack(plan, {"operands": mine}, [s.key for s in mine]))
             mine.clear()  # as the monitor does
 
@@ -235,7 +235,7 @@ def of_ranks_apart(rank: int) -> dict[str, Any]:
         rows = bytes(1 + step % 2 * GATHERED)
         timed(f"gathering {step % 2}", lambda rows=rows: gathering.gather(rows))
     of = {name: statistics.median(each) for name, each in taken.items()}
-    of_one, plan = group.sizes[-2:], Plan(4 * TIMES)
+    of_one, plan = group.sizes[-2:], SamplePlan(4 * TIMES)
     for each in (1 - rank, rank):
         mine = stats(each, names, TENSORS)
         reduction.reduce(plan, reduction.pack(plan, {"operands": mine}, [s.key for s in mine]))

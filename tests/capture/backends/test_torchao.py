@@ -14,10 +14,10 @@ from torchao_engine import RECIPES, Cast, casts_of_a_layer, config_of, float8, l
 from nemo_fp8_debug import Monitor
 from nemo_fp8_debug.capture.backends.torchao import casts
 from nemo_fp8_debug.capture.backends.torchao.casts import CASTS, KNOWN, cast_of
-from nemo_fp8_debug.numerics.block_scaling import BlockRule
+from nemo_fp8_debug.numerics.block_scaling import BlockRule, RowwiseScaling
 from nemo_fp8_debug.numerics.formats import E4M3, E5M2, saturating_cast
-from nemo_fp8_debug.numerics.row_scaling import RowwiseScaling
-from nemo_fp8_debug.numerics.tensor_scaling import CurrentScaling, amax_of
+from nemo_fp8_debug.numerics.metrics import amax_of
+from nemo_fp8_debug.numerics.tensor_scaling import CurrentScaling
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 SHAPES = ((5, 16, 32), (33, 100, 48), (64, 300, 7))

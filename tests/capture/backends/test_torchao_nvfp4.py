@@ -18,7 +18,7 @@ from nemo_fp8_debug.capture.backends.torchao import nvfp4
 from nemo_fp8_debug.capture.backends.torchao.casts import cast_of
 from nemo_fp8_debug.kernels import quantization_sums
 from nemo_fp8_debug.numerics.formats import E2M1
-from nemo_fp8_debug.numerics.torchao_nvfp4 import TorchaoNVFP4Scaling
+from nemo_fp8_debug.numerics.nvfp4_scaling import TorchaoNVFP4Scaling
 
 RULE = TorchaoNVFP4Scaling()
 

@@ -22,9 +22,9 @@ from transformer_engine.pytorch.tensor.mxfp8_tensor import MXFP8Quantizer
 from transformer_engine.pytorch.tensor.nvfp4_tensor import NVFP4Quantizer
 
 from nemo_fp8_debug import FP8DebugWarning
-from nemo_fp8_debug.capture.amax_reductions import with_shared_amax
 from nemo_fp8_debug.capture.backends.base import UnknownCast
 from nemo_fp8_debug.capture.backends.transformer_engine.quantizers import cast_by
+from nemo_fp8_debug.capture.operator_mode import with_shared_amax
 from nemo_fp8_debug.record.reader import read_table
 
 OPTIONS = {"params_dtype": torch.bfloat16, "bias": False}

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...dtensor import is_dtensor
-from ..base import Args, Backend, Kwargs, ScaleInUse, as_multiplied, raw_weight
+from ...tensors import as_multiplied, is_dtensor
+from ..base import Args, Backend, Kwargs, ScaleInUse, raw_weight
 from . import casts
 from .layers import FLOAT8_LINEAR, MXFP8_LINEAR, NVFP4_LINEAR, class_of, layer_class
 from .trial import fresh

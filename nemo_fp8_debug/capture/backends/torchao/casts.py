@@ -21,13 +21,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from ....numerics.block_scaling import BlockRule, MXFP8Scaling
+from ....numerics.block_scaling import BlockRule, MXFP8Scaling, RowwiseScaling
 from ....numerics.formats import FORMATS, FloatFormat
 from ....numerics.recipe import Recipe
-from ....numerics.row_scaling import RowwiseScaling
-from ....numerics.scale_from_amax import TORCHAO_EPSILON
-from ....numerics.tensor_scaling import CurrentScaling
-from ...dtensor import is_dtensor
+from ....numerics.tensor_scaling import TORCHAO_EPSILON, CurrentScaling
+from ...tensors import is_dtensor
 from ..base import ScaleInUse, UnknownCast, not_quantized, raw_weight
 from .layers import FLOAT8_LINEAR, MXFP8_LINEAR, NVFP4_LINEAR, check_attributes, class_of, layer_class, other_forward
 from .nvfp4 import nvfp4_cast

@@ -16,8 +16,8 @@ import sys
 from typing import Any
 
 from ....numerics.formats import E2M1
+from ....numerics.nvfp4_scaling import TorchaoNVFP4Scaling
 from ....numerics.recipe import Recipe
-from ....numerics.torchao_nvfp4 import TorchaoNVFP4Scaling
 from ..base import ScaleInUse, UnknownCast
 from .layers import check_attributes
 

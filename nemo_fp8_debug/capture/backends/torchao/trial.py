@@ -12,9 +12,10 @@ from typing import Any
 
 import torch
 
+from ....numerics.block_scaling import RowwiseScaling
 from ....numerics.formats import FloatFormat, saturating_cast
-from ....numerics.row_scaling import RowwiseScaling
-from ....numerics.tensor_scaling import CurrentScaling, amax_of
+from ....numerics.metrics import amax_of
+from ....numerics.tensor_scaling import CurrentScaling
 
 #: rows of large, small and usual values, of one that rounds to a power of two, and of zeros
 _ROWS = ((3.0e4, -7.0, 1e-3), (1e-13, -3e-14, 0.0), (1.75, 0.3, -0.11), (-1.7500001, 448.0, 0.07), (0.0, -0.0, 0.0))

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...dtensor import is_dtensor
+from ...tensors import is_dtensor
 from ..base import raw_weight
 from .layers import class_of
 

@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from ..base import Args, Kwargs, ScaleInUse, UnknownCast, as_multiplied, raw_weight
+from ...tensors import as_multiplied
+from ..base import Args, Kwargs, ScaleInUse, UnknownCast, raw_weight
 from .casts import Held, active_recipe, cached_weight_cast, call_of, cast_of, is_quantized
 from .linear import first_argument
 from .stored import is_read, stored_weight

@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from ..base import Args, Kwargs, ScaleInUse, as_multiplied, raw_weight
+from ...tensors import as_multiplied
+from ..base import Args, Kwargs, ScaleInUse, raw_weight
 from .casts import Held, active_recipe, cached_weight_cast, cast_of, is_quantized
 from .layernorm_output import normalized
 from .stored import is_read, stored_weight

@@ -12,8 +12,7 @@ from typing import Any
 
 import torch
 
-from ....numerics.formats import E2M1, E4M3, E5M2, FloatFormat
-from ....numerics.stored_codes import Decoded
+from ....numerics.formats import E2M1, E4M3, E5M2, Decoded, FloatFormat
 from ..base import ScaleInUse, UnknownCast, raw_weight
 from .casts import is_quantized
 from .quantizers import cast_by

@@ -1,7 +1,8 @@
-"""What this rank holds of a tensor, told from the tensor itself when it is seen: by the placements of a DTensor.
+"""A tensor as its GEMM multiplies it: in the dtype that autocast gives it, and of a DTensor what this rank holds.
 
 How an operand lies on the ranks cannot be known before: under FSDP2 a weight is a DTensor until it is gathered, under tensor
-parallelism it remains one, and under both it is gathered over one dimension of the mesh and remains split over the other.
+parallelism it remains one, and under both it is gathered over one dimension of the mesh and remains split over the other. So
+its placements tell, when it is seen.
 """
 
 from __future__ import annotations
@@ -50,3 +51,16 @@ def is_counted(x: torch.Tensor, rank: int, first: int | None) -> bool:
     if any(p.is_partial() for p in placements):
         raise TypeError(f"it is a sum whose summands ranks hold ({placements}), and only a collective could add them up")
     return local(x).numel() > 0
+
+
+def is_never_counted(x: torch.Tensor) -> bool:
+    """Return False: another rank counts all that this one has of an operand."""
+    return False
+
+
+def as_multiplied(x: torch.Tensor) -> torch.Tensor:
+    """The operand in the dtype that autocast gives it on the way into the GEMM; autocast leaves float64 alone."""
+    kind = x.device.type
+    if torch.is_autocast_enabled(kind) and x.is_floating_point() and x.dtype != torch.float64:
+        return x.to(torch.get_autocast_dtype(kind))
+    return x
