@@ -12,7 +12,7 @@ Number = TypeVar("Number", int, float)
 
 
 @dataclass(frozen=True)
-class Threshold:
+class RuleThreshold:
     """A number that decides, and why it has this value."""
 
     name: str
@@ -21,11 +21,11 @@ class Threshold:
     reason: str
 
 
-TABLE: list[Threshold] = []
+TABLE: list[RuleThreshold] = []
 
 
 def _threshold(name: str, value: Number, unit: str, reason: str) -> Number:
-    TABLE.append(Threshold(name, value, unit, reason))
+    TABLE.append(RuleThreshold(name, value, unit, reason))
     return value
 
 

@@ -329,7 +329,7 @@ _BEYOND = 1.5
 
 
 @dataclass(frozen=True)
-class Judged:
+class JudgedRun:
     """A run against bands."""
 
     #: operands beyond them: layer, role, onset (step), excess (how many times the least rise that counts), earliest first
@@ -347,7 +347,7 @@ class Judged:
         return len(self.covered) >= 0.9 * self.operands > 0
 
 
-def told(judged: Judged | None) -> str:
+def told(judged: JudgedRun | None) -> str:
     """What a run without a baseline was judged by, in a sentence."""
     if judged is None:
         known = "no bands of healthy runs were learned from models of its class"
@@ -364,7 +364,7 @@ def told(judged: Judged | None) -> str:
     )
 
 
-def judge(run: Run, bands: Bands) -> Judged:
+def judge(run: Run, bands: Bands) -> JudgedRun:
     """Lay a run's operands against bands.
 
     Beyond is what lasts for three samples above all that lasted in healthy runs, by as much again as that rose above their
@@ -373,11 +373,11 @@ def judge(run: Run, bands: Bands) -> Judged:
     parts = Kinds.of(run).parts(partial(_judge, bands))
     beyond, covered = (pl.concat(each) for each in zip(*parts, strict=True))
     beyond = beyond.sort("onset", -pl.col("excess"), maintain_order=True)
-    return Judged(beyond, covered, len(run.metrics.tensors), bands.runs)
+    return JudgedRun(beyond, covered, len(run.metrics.tensors), bands.runs)
 
 
 def _judge(bands: Bands, kinds: OfKinds) -> tuple[pl.DataFrame, pl.DataFrame]:
-    """Of some operands, those beyond the bands and those that have any; columns as of `Judged`."""
+    """Of some operands, those beyond the bands and those that have any; columns as of `JudgedRun`."""
     covered = np.zeros(len(kinds.tensors), dtype=bool)
     onset, excess = np.full(len(covered), np.iinfo(np.int64).max), np.zeros(len(covered))
     least = np.where(kinds.tensors["role"].to_numpy() == "grad_output", OF_GRADIENTS, 1.0)

@@ -16,7 +16,7 @@ _ORDER = tuple(EXPLAINS)
 
 
 @dataclass(frozen=True)
-class Evidence:
+class Circumstances:
     """What the decision rests on besides findings."""
 
     #: step from which the run is harmed; None: it is not, or nobody knows
@@ -78,7 +78,7 @@ class Decision:
         return self.finding if self.finding is not None and self.finding.operand else None
 
 
-def decide(findings: Sequence[Finding], evidence: Evidence) -> Decision:
+def decide(findings: Sequence[Finding], evidence: Circumstances) -> Decision:
     """Return the cause that findings add up to."""
     candidates = [f for f in findings if _may_be_cause(f, findings, evidence)]
     first = [f for f in candidates if not any(_explains(other, f, evidence) for other in candidates if other is not f)]
@@ -100,7 +100,7 @@ def _rank(found: Finding) -> tuple[int, int, int, bool, float]:
     return -found.weight, since, _ORDER.index(found.kind), found.operand is None, -(found.excess or 0.0)
 
 
-def _may_be_cause(found: Finding, findings: Sequence[Finding], evidence: Evidence) -> bool:
+def _may_be_cause(found: Finding, findings: Sequence[Finding], evidence: Circumstances) -> bool:
     """Return True if a finding names a cause, and was there in time to do the harm."""
     unnamed = found.cause == "unknown" and (found.operand is None or found.strength == "hint")
     if found.cause == "none" or unnamed or (found.kind in OF_FP8 and not evidence.by_precision):
@@ -134,7 +134,7 @@ def _tensor(found: Finding) -> tuple[object, ...]:
     return found.role, found.since, found.excess, found.layer and found.layer.rpartition(".")[0]
 
 
-def _explains(other: Finding, found: Finding, evidence: Evidence) -> bool:
+def _explains(other: Finding, found: Finding, evidence: Circumstances) -> bool:
     """Return True if a finding is a consequence of another one.
 
     If both may have begun at the same step, the order of kinds decides.

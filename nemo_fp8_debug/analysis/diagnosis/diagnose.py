@@ -20,7 +20,7 @@ from ..recommendation.options import Budget
 from ..recommendation.recommend import Recommendation
 from ..runs.grid import interval_of
 from ..runs.run import Run
-from .decide import Decision, Evidence, decide
+from .decide import Circumstances, Decision, decide
 from .diagnosis import Diagnosis
 from .facts import Facts, Records
 from .finding import Finding
@@ -176,7 +176,7 @@ def judge_facts(facts: Facts, leave_out: Collection[str] = ()) -> Judgment:
     judged = _is_judged(facts, harmed_since, interval, out) and not in_doubt
     settled = int(facts.steps[min(MADE_UP, len(facts.steps) - 1)]) if len(facts.steps) else 0
     by_precision = loss.differs_from_reference is not False
-    evidence = Evidence(
+    evidence = Circumstances(
         harmed_since, interval, settled, facts.paired, judged, loss.diverges, by_precision, max(2, len(loss.run.steps) // 30)
     )
     decision = decide(findings, evidence)

@@ -9,7 +9,7 @@ from typing import Any, Generic, TypeVar
 
 import polars as pl
 
-from ..bands.bands import Judged
+from ..bands.bands import JudgedRun
 from ..comparison.compare import Comparison
 from ..loss.outcome import LossOutcome
 from ..runs.grid import Ints
@@ -27,7 +27,7 @@ class Records:
     #: with a baseline only
     comparison: Comparison | None = None
     #: bands of healthy runs that stand for a baseline
-    bands: Judged | None = None
+    bands: JudgedRun | None = None
 
 
 class Fact(Generic[Value_co]):

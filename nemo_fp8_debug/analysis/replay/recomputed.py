@@ -55,7 +55,7 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Part:
+class ReplayedCalls:
     """Calls of an operand that were cast with one scale: their histogram, or the tensor itself where a histogram is not
     enough."""
 
@@ -67,7 +67,7 @@ class Part:
     scale: float
 
 
-def recorded_histograms(run: Storage, job: Job) -> list[Part]:
+def recorded_histograms(run: Storage, job: Job) -> list[ReplayedCalls]:
     """Return the histograms that were recorded of the step; under BF16 only those of values that were not rounded to it."""
     exact = {"rounded": False} if job.recipe == BF16_RECIPE else {}
     table = read_table(run, "histograms", where={"step": job.step, **exact})
@@ -77,15 +77,17 @@ def recorded_histograms(run: Storage, job: Job) -> list[Part]:
     for layer, role, dtype, rounded, bins, counts, *rest in table.select(names).iter_rows():
         histogram = Histogram(getattr(torch, dtype), rounded=bool(rounded))
         histogram.counts[torch.tensor(bins, dtype=torch.int64)] = torch.tensor(counts, dtype=torch.int64)
-        parts.append(Part((layer, role), histogram, rest[0], FORMATS[rest[1]], math.nan if rest[2] is None else rest[2]))
+        parts.append(
+            ReplayedCalls((layer, role), histogram, rest[0], FORMATS[rest[1]], math.nan if rest[2] is None else rest[2])
+        )
     return parts
 
 
-def dumped_tensors(run: Storage, job: Job) -> list[Part]:
+def dumped_tensors(run: Storage, job: Job) -> list[ReplayedCalls]:
     """The tensors that the first rank dumped, counted into histograms if these are enough."""
     from ...kernels import histogram_of  # compiles on import, which histograms do not need
 
-    parts: dict[tuple[Key, int], Part] = {}
+    parts: dict[tuple[Key, int], ReplayedCalls] = {}
     under_blocks = in_blocks(job)
     recorded = {
         (layer, role): math.nan if s is None else s for layer, role, s in job.about.select(*OPERAND, "scale").iter_rows()
@@ -102,9 +104,9 @@ def dumped_tensors(run: Storage, job: Job) -> list[Part]:
         if not job.wants(key):
             continue
         if recipe := under_blocks.get(key):
-            part = Part(key, x, recipe.name, recipe.format_of(about.role), math.nan)
+            part = ReplayedCalls(key, x, recipe.name, recipe.format_of(about.role), math.nan)
         else:
-            part = Part(key, histogram_of(x) if x.dtype in DTYPES else x, about.recipe, about.format, scale)
+            part = ReplayedCalls(key, histogram_of(x) if x.dtype in DTYPES else x, about.recipe, about.format, scale)
         if about.scale_source != "engine" and isinstance(part.values, Histogram):
             part = replace(part, scale=recorded.get(key, scale))
         # Calls under one scale are one histogram, as in the record.
@@ -124,7 +126,7 @@ def in_blocks(job: Job) -> dict[Key, Recipe]:
     return found
 
 
-def _together(first: Part, second: Part) -> Part:
+def _together(first: ReplayedCalls, second: ReplayedCalls) -> ReplayedCalls:
     assert isinstance(first.values, Histogram) and isinstance(second.values, Histogram)
     return replace(first, values=first.values + second.values)
 
@@ -202,15 +204,15 @@ def _added_up(histograms: Sequence[Histogram | None]) -> Histogram | None:
     return Histogram.total(known) if len(known) == len(histograms) else None
 
 
-def by_key(parts: Iterable[Part]) -> list[list[Part]]:
+def by_key(parts: Iterable[ReplayedCalls]) -> list[list[ReplayedCalls]]:
     """The parts of each operand."""
-    groups: dict[Key, list[Part]] = defaultdict(list)
+    groups: dict[Key, list[ReplayedCalls]] = defaultdict(list)
     for part in parts:
         groups[part.key].append(part)
     return list(groups.values())
 
 
-def of_histograms(parts: Sequence[Part], job: Job) -> Recomputed:
+def of_histograms(parts: Sequence[ReplayedCalls], job: Job) -> Recomputed:
     """All operands at once, from their histograms."""
     groups = by_key(parts)
     if job.recipe is not None:  # one scale for all calls
@@ -231,7 +233,7 @@ def of_histograms(parts: Sequence[Part], job: Job) -> Recomputed:
     )
 
 
-def of_tensors(parts: Sequence[Part], job: Job) -> Recomputed:
+def of_tensors(parts: Sequence[ReplayedCalls], job: Job) -> Recomputed:
     """One operand, measured directly: of float32, or under a block recipe."""
     from ...kernels import quantization_sums
 
@@ -248,7 +250,7 @@ def of_tensors(parts: Sequence[Part], job: Job) -> Recomputed:
     return Recomputed([parts[0].key], recipes, [total], whole, sums.total(), scale.amin()[None], formats[:1])
 
 
-def _recipe_of(part: Part, job: Job) -> str:
+def _recipe_of(part: ReplayedCalls, job: Job) -> str:
     return job.recipe.name if job.recipe else part.recipe
 
 
@@ -264,7 +266,7 @@ def _moments(tensors: Sequence[torch.Tensor]) -> tuple[Moments, Moments, Histogr
     return each, metrics.merge(each), None
 
 
-def _casts(parts: Sequence[Part], amax: torch.Tensor, job: Job) -> tuple[torch.Tensor, list[FloatFormat]]:
+def _casts(parts: Sequence[ReplayedCalls], amax: torch.Tensor, job: Job) -> tuple[torch.Tensor, list[FloatFormat]]:
     """Scale, float32 [P], and format of each part: those in use, or what the job's recipe makes of its amax."""
     if job.recipe is None:
         return torch.tensor([part.scale for part in parts]).float(), [part.format for part in parts]

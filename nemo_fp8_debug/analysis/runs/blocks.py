@@ -97,7 +97,7 @@ def over_blocks(do: Callable[..., Result], *runs: Metrics, together: Together = 
 
     Args:
         runs: over the same tensors.
-        together: groups of columns, each of which is read at once; see `Columns`.
+        together: groups of columns, each of which is read at once; see `ColumnReader`.
     """
     cells = sum(len(run.steps) for run in runs) * max(map(len, together), default=1)
     at_once, tensors = max(1, CELLS // max(cells, 1)), len(runs[0].tensors)

@@ -20,7 +20,7 @@ KEY = ["layer", "role"]
 _CELLS = 1 << 17
 
 
-class Columns(Protocol):
+class OperandColumns(Protocol):
     """Metrics by operand and step, read as they are asked for."""
 
     def __getitem__(self, name: str) -> Floats:
@@ -39,13 +39,13 @@ class Grid:
     tensors: pl.DataFrame
     #: int64 [S]: sampled
     steps: Ints
-    _columns: Columns
+    _columns: OperandColumns
     #: int64 [T], [S]: places in the columns
     _tensor: Ints
     _sample: Ints
 
     @classmethod
-    def of(cls, tensors: pl.DataFrame, steps: Ints, columns: Columns) -> Grid:
+    def of(cls, tensors: pl.DataFrame, steps: Ints, columns: OperandColumns) -> Grid:
         """All of these columns."""
         return cls(tensors, steps, columns, np.arange(len(tensors)), np.arange(len(steps)))
 

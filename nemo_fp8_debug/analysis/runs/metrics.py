@@ -219,7 +219,7 @@ class Metrics:
         return replace(self, tensors=tensors, steps=self.steps[steps], _operand=operand, _step=step)
 
     def chunks(self, columns: Sequence[str], then: Callable[[Chunk], Any] = itself) -> Iterator[Any]:
-        """Columns, a few steps at a time; places are those of its operands and steps.
+        """ColumnReader, a few steps at a time; places are those of its operands and steps.
 
         Args:
             then: what is to be made of each chunk, at once in several threads.
@@ -321,13 +321,13 @@ class Metrics:
         """By tensor and step.
 
         Args:
-            together: see `Columns`.
+            together: see `ColumnReader`.
         """
-        return Grid.of(self.tensors, self.steps, Columns(self, together))
+        return Grid.of(self.tensors, self.steps, ColumnReader(self, together))
 
 
-class Columns:
-    """Columns by operand and step, read as they are asked for. Those that came before are forgotten then."""
+class ColumnReader:
+    """ColumnReader by operand and step, read as they are asked for. Those that came before are forgotten then."""
 
     def __init__(self, metrics: Metrics, together: Together = ()) -> None:
         """

@@ -68,7 +68,7 @@ def find_zero_gradients(facts: Facts) -> Iterator[Finding]:
     yield Finding("zero weight gradient", "dead", "clear", evidence, *name, advice)
 
 
-class GradientSize(NamedTuple):
+class GradientRatio(NamedTuple):
     """A weight gradient in the first sample that both runs have."""
 
     layer: str
@@ -87,7 +87,7 @@ class GradientSize(NamedTuple):
 
 
 @fact
-def first_gradients(records: Records) -> list[GradientSize]:
+def first_gradients(records: Records) -> list[GradientRatio]:
     """Return the sizes of weight gradients in the first sample, against the baseline's; none if their steps differ."""
     if records.baseline is None:
         return []
@@ -99,7 +99,7 @@ def first_gradients(records: Records) -> list[GradientSize]:
     bits = [(pl.col(name) / pl.col(f"{name}_baseline")).log(2) for name in ("norm", "weight_norm")]
     share = pl.col("norm_baseline") / pl.col("norm_baseline").median()
     rows = both.select("layer", "step", bits=bits[0], weight_bits=bits[1].fill_null(0.0), share=share)
-    return [GradientSize(*row) for row in rows.iter_rows()]
+    return [GradientRatio(*row) for row in rows.iter_rows()]
 
 
 @fact

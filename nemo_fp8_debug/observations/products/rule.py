@@ -26,7 +26,7 @@ _SHAPES = {
 }
 
 
-class WrongProduct(NamedTuple):
+class FirstWrongProduct(NamedTuple):
     """The first product that is beyond its bound; of several in one sample, the one that is farthest off."""
 
     row: Mapping[str, Any]
@@ -37,14 +37,14 @@ class WrongProduct(NamedTuple):
 
 
 @fact
-def wrong_products(records: Records) -> list[WrongProduct]:
+def wrong_products(records: Records) -> list[FirstWrongProduct]:
     """Return the first wrong product and the first wrong reduction."""
     rows = records.run.table("verification")
     reduced = pl.col("product") == _REDUCTION
     return [found for some in (~reduced, reduced) if (found := _first(rows.filter(some))) is not None]
 
 
-def _first(rows: pl.DataFrame) -> WrongProduct | None:
+def _first(rows: pl.DataFrame) -> FirstWrongProduct | None:
     wrong = rows.filter(pl.col("outcome") == "beyond")
     if wrong.is_empty():
         return None
@@ -52,7 +52,7 @@ def _first(rows: pl.DataFrame) -> WrongProduct | None:
     same = (pl.col("layer") == row["layer"]) & (pl.col("product") == row["product"])
     later = rows.filter(same, pl.col("step") > row["step"])
     others = wrong.filter(step=row["step"])
-    return WrongProduct(row, len(others) - 1, len(later), int((later["outcome"] == "beyond").sum()))
+    return FirstWrongProduct(row, len(others) - 1, len(later), int((later["outcome"] == "beyond").sum()))
 
 
 @rule("wrong product", ("wrong_product", "wrong_reduction"), (wrong_products,))

@@ -25,7 +25,7 @@ _LISTED = 6
 
 
 @dataclass(frozen=True)
-class Zeros:
+class ZeroTensor:
     """A tensor all of whose values are zero."""
 
     layer: str
@@ -40,7 +40,7 @@ class Zeros:
 
 
 @fact
-def zero_tensors(records: Records) -> list[Zeros]:
+def zero_tensors(records: Records) -> list[ZeroTensor]:
     """Return tensors that are zero and not so in the baseline, in the order of the record.
 
     Gradients count from the start too. X and W count only if they had values, here or in the baseline: weights of adapters
@@ -51,7 +51,7 @@ def zero_tensors(records: Records) -> list[Zeros]:
     usual = {} if baseline is None or not found else _find(baseline.metrics)
     theirs = set() if baseline is None else set(baseline.metrics.tensors.rows())
     return [
-        Zeros(layer, role, since, had, lasts, (layer, role) in theirs)
+        ZeroTensor(layer, role, since, had, lasts, (layer, role) in theirs)
         for (layer, role), (since, had, lasts) in found.items()
         if (layer, role) not in usual and (had or role in GRADIENTS or (layer, role) in theirs)
     ]
@@ -63,7 +63,7 @@ def find_zeros(facts: Facts) -> Iterator[Finding]:
 
     Example: a fused loss returns no gradient, so from step 0 on dY is zero in all GEMMs.
     """
-    groups: dict[tuple[int, str], list[Zeros]] = {}
+    groups: dict[tuple[int, str], list[ZeroTensor]] = {}
     for each in zero_tensors(facts):
         groups.setdefault((each.since, each.role), []).append(each)
     # A forward pass comes before its backward pass.
