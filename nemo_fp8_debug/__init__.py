@@ -66,7 +66,7 @@ _FROM = {
     "diagnose": "analysis.diagnosis.diagnose",
     "dumped_files": "record.dump",
     "inspection": "capture.backends.transformer_engine",
-    "name_modules": "interventions.names",
+    "name_modules": "interventions.apply",
     "observe_coverage": "coverage.observer",
     "on_cluster": "analysis.runs.cluster",
     "read_dump": "record.dump",
