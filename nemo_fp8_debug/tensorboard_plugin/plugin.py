@@ -37,7 +37,9 @@ from .web.query import Parameter, count, one_of, parsed, some_of, step, text
 from .web.same_origin import check_host, check_origin, own_names
 
 NAME = "fp8"
-_BUNDLE = Path(__file__).with_name("static") / "index.js"
+SCRIPT = Path(__file__).with_name("static") / "page.js"
+#: what makes a module of the script that TensorBoard imports and calls
+_AS_MODULE = b"export const render = () => fp8Debug(null, import.meta.url);\n"
 #: seconds that the list of tabs waits for the first record
 _ACTIVE = 0.3
 
@@ -119,7 +121,7 @@ class FP8Plugin(base_plugin.TBPlugin):  # type: ignore[misc]
         self._headlines = Headlines(self._jobs, self._parts, self._logdir)
         self._rows = Rows(self._parts, self._logdir, self._headlines)
         self._board = board
-        self._bundle = Bundle(_BUNDLE)
+        self._bundle = Bundle(_AS_MODULE)
         self._names = names
 
     def routes(self) -> dict[str, Route]:
@@ -278,15 +280,19 @@ class FP8Plugin(base_plugin.TBPlugin):  # type: ignore[misc]
 class Bundle:
     """The page's script, kept by browsers as long as it stays the same."""
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    def __init__(self, more: bytes = b"") -> None:
+        """
+        Args:
+            more: what is sent behind it.
+        """
+        self._more = more
         self._held: tuple[int, bytes, str] = (0, b"", "")
 
     def __call__(self, request: Request) -> Response:
         """The script, or that it has not changed."""
-        written = self._path.stat().st_mtime_ns
+        written = SCRIPT.stat().st_mtime_ns
         if self._held[0] != written:
-            content = self._path.read_bytes()
+            content = SCRIPT.read_bytes() + self._more
             self._held = written, gzip.compress(content, mtime=0), hashlib.sha256(content).hexdigest()[:32]
         _, packed, digest = self._held
         response = http_util.Respond(request, packed, "text/javascript", content_encoding="gzip")

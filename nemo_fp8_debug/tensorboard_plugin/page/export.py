@@ -10,12 +10,13 @@ from pathlib import Path
 
 from ..._version import __version__
 from ...errors import ConfigError
+from ..plugin import SCRIPT
 from ..records import runs as all_runs
 from .asking import Asking
 from .contents import Contents, metrics_of, steps_of
 from .figures import Tensor, that_matter
 from .held import Held, as_script
-from .html import SCRIPT, data_script, page
+from .html import data_script, page
 from .names import roots_of
 from .thinning import of_verdict, spread
 

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from html import escape
-from pathlib import Path
 from typing import Any
 
+from ..plugin import SCRIPT
 from .held import as_script
-
-SCRIPT = Path(__file__).parents[1] / "static" / "page.js"
 
 #: of a page in one file: nothing is loaded from anywhere
 _ALONE = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"

@@ -14,7 +14,7 @@ from ..plugin import Bundle, FP8Plugin, wsgi_of
 from ..records.logdir import Root
 from ..web.errors import Foreign, NotThere
 from ..web.same_origin import is_local
-from .html import SCRIPT, page
+from .html import page
 
 #: where routes lie, as below TensorBoard
 _ROUTES = "/data/plugin/fp8"
@@ -56,7 +56,7 @@ def server(roots: Sequence[Root], host: str, port: int) -> BaseWSGIServer:
 def application(roots: Sequence[Root], host: str) -> Callable[..., Iterable[bytes]]:
     """WSGI: the page at /, its script and the tab's routes below `/data/plugin/fp8`."""
     places = {f"{_ROUTES}{name}": route for name, route in FP8Plugin.over(roots).get_plugin_apps().items()}
-    places |= {f"{_ROUTES}/page.js": wsgi_of(Bundle(SCRIPT)), "/": wsgi_of(_index)}
+    places |= {f"{_ROUTES}/page.js": wsgi_of(Bundle()), "/": wsgi_of(_index)}
     missing, foreign = wsgi_of(_missing), wsgi_of(_foreign)
 
     def answer(environ: dict[str, Any], start_response: Any) -> Iterable[bytes]:
