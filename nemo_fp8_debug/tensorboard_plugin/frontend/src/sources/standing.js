@@ -2,7 +2,7 @@
 import {parsed} from './parsed.js';
 import {NEAR} from './near.js';
 
-/** As page/held.py names answers. */
+/** As page/contents.py names answers. */
 export function nameOf(route, parameters) {
   const given = Object.entries(parameters).filter(([, value]) => value != null).sort(([a], [b]) => (a < b ? -1 : 1));
   return `${route}?${given.map(([name, value]) => `${name}=${encodeURIComponent(value)}`).join('&')}`;

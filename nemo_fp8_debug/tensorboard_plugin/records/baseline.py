@@ -1,7 +1,8 @@
-"""The baseline's band of one tensor by step, and since when the tensor and the loss are out of theirs."""
+"""Hold a run against a baseline: layers that are named otherwise, bands of tensors, and the loss."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -9,9 +10,18 @@ import numpy as np
 import polars as pl
 import pyarrow as pa
 
-from ...analysis.comparison.layer_matching import as_far_from_the_output, differ_in_depth, that_count
+from ...analysis.comparison.layer_matching import (
+    Names,
+    Sizes,
+    as_far_from_the_output,
+    differ_in_depth,
+    matched,
+    sizes_of_weights,
+    that_count,
+)
 from ...analysis.comparison.onset import EVIDENCE, all_onsets
 from ...analysis.comparison.tensor_band import MetricBand, TensorBand, tensor_band
+from ...analysis.formatting import jsonable
 from ...analysis.loss.curve import LossCurve
 from ...analysis.loss.outcome import LossOutcome
 from ...analysis.runs.grid import Grid
@@ -20,18 +30,72 @@ from ...analysis.runs.run import Run
 from ...core.keys import MIXED
 from ...core.scale_sources import ENGINE
 from ...core.threads import ahead
-from ...errors import hearing
+from ...errors import ConfigError, hearing
 from ...record.reader import read_table
 from ...record.schema import SCHEMAS, Part
 from ...record.storage import Storage
-from ..web.json_values import numbers, plain
-from .cache import Cache
-from .layer_names import LayerNames
-from .layouts import NONFINITE, Array, Texts
-from .losses import thinned
-from .metadata import table_of
-from .part_matrices import Index, Parts
-from .tables import layout_of, no_such_tensor
+from ..cache import Cache
+from ..web import list_numbers
+from .heatmap import list_newest_tensors
+from .metadata import find_table
+from .part_matrices import NONFINITE, Array, CodedTexts, Layers, PartMatrices, RecordIndex
+from .tensor_history import refuse_tensor
+from .thinning import thin_series
+
+#: pairs of records whose names are kept
+_PAIRS = 64
+
+
+class LayerNames:
+    """Names of layers by pairs of records, kept as long as these stay the same."""
+
+    def __init__(self, parts: PartMatrices, renames: Sequence[str] = ()) -> None:
+        """
+        Args:
+            renames: of every run's layers, as `compare` takes them.
+        """
+        self._parts, self._renames = parts, renames
+        self._pairs: Cache[tuple[Names, str]] = Cache(_PAIRS, lambda _: 1)
+
+    def describe(self, run: Storage, baseline: Storage) -> dict[str, Any]:
+        """Return `names`, the baseline's name of each layer that has another one there, and `how` they were matched."""
+        names, how = self._matched(run, baseline)
+        return {"names": names, "how": how}
+
+    def match_run(self, run: Storage, baseline: Storage) -> Names:
+        """Return the baseline's name of each layer of the run that has another name there."""
+        return self._matched(run, baseline)[0]
+
+    def _matched(self, run: Storage, baseline: Storage) -> tuple[Names, str]:
+        # Names are matched only if none is in common, which the newest parts tell as a rule.
+        if not self._renames and not self._of_newest(run).keys().isdisjoint(self._of_newest(baseline)):
+            return {}, ""
+        versions = [self._parts.index(record).version for record in (run, baseline)]
+        return self._pairs.get((str(run), str(baseline), *versions), partial(self._match, run, baseline))
+
+    def _match(self, run: Storage, baseline: Storage) -> tuple[Names, str]:
+        first, second = (list(self._of_all(record)) for record in (baseline, run))
+        try:
+            return matched(first, second, self._renames, lambda: (_sizes(baseline), _sizes(run)))
+        except ConfigError:  # the renames are those of another run's layers
+            return {}, ""
+
+    def _of_newest(self, record: Storage) -> Layers:
+        return self._parts.read_settled(record, partial(list_newest_tensors, self._parts, record)).layers
+
+    def _of_all(self, record: Storage) -> Layers:
+        def read(index: RecordIndex) -> Layers:
+            layouts = (self._parts.find_layout(record, part) for part in index.held)
+            different = dict.fromkeys(layout.tensors for layout in layouts if layout)
+            return dict.fromkeys(layer for tensors in different for layer in tensors.layers)
+
+        return self._parts.read_settled(record, read)
+
+
+def _sizes(record: Storage) -> Sizes:
+    with hearing():  # what is damaged is told of by `notes`
+        return sizes_of_weights(Metrics.read(record, held=0))
+
 
 #: points of a metric's band that are drawn at most
 _POINTS = 1000
@@ -46,18 +110,18 @@ _COLUMNS = ("n", "nan", "inf", "mse", *({evidence.metric for evidence in EVIDENC
 _READ = ("step", "scale_source", *_COLUMNS)
 
 
-class Bands:
+class TensorBands:
     """Bands of tensors, kept as long as the records stay the same."""
 
-    def __init__(self, parts: Parts, names: LayerNames) -> None:
+    def __init__(self, parts: PartMatrices, names: LayerNames) -> None:
         self._parts, self._names = parts, names
         self._bands: Cache[dict[str, Any]] = Cache(_KEPT, lambda _: 1)
         self._tables: Cache[pa.Table] = Cache(_HELD, lambda table: table.nbytes)
         self._quantized: Cache[Array | None] = Cache(_RUNS, lambda _: 1)
         self._runs: Cache[Run] = Cache(_RUNS, lambda _: 1)
 
-    def of_tensor(self, run: Storage, baseline: Storage, layer: str, role: str) -> dict[str, Any]:
-        """When a tensor is out of a baseline's band, and the band of each of its metrics that has one.
+    def judge_tensor(self, run: Storage, baseline: Storage, layer: str, role: str) -> dict[str, Any]:
+        """Return when a tensor is out of a baseline's band, and the band of each of its metrics that has one.
 
         Args:
             layer: as the run calls it.
@@ -73,14 +137,14 @@ class Bands:
         Raises:
             NotThere: either record has no such tensor.
         """
-        if table_of(role) != self._parts.table:
+        if find_table(role) != self._parts.table:
             return _not_judged("Bands are of operands of GEMMs, and this tensor is not one of them.")
         versions = [self._parts.index(record).version for record in (run, baseline)]
         key = str(run), str(baseline), *versions, layer, role
         return self._bands.get(key, lambda: self._judged(run, baseline, (layer, role)))
 
-    def divergence(self, run: Storage, baseline: Storage | None) -> dict[str, Any]:
-        """The first step from which a run's loss stays above the baseline's, or alone above its own minimum; or null."""
+    def find_divergence(self, run: Storage, baseline: Storage | None) -> dict[str, Any]:
+        """Return the step from which a run's loss stays above the baseline's, or alone above its minimum, or null."""
         other = None if baseline is None else self._run(baseline).loss
         return {"since": LossOutcome.of(self._run(run).loss, other).since}
 
@@ -95,7 +159,7 @@ class Bands:
         return self._runs.get((str(record), self._parts.index(record).version), read)
 
     def _judged(self, run: Storage, baseline: Storage, key: tuple[str, str]) -> dict[str, Any]:
-        names = self._names.of_run(run, baseline)
+        names = self._names.match_run(run, baseline)
         layer, role = names.get(key[0], key[0]), key[1]
         reference = self._grid(baseline, (layer, role))
         grid = self._grid(run, key, only_quantized=True)
@@ -117,28 +181,28 @@ class Bands:
     def _grid(self, run: Storage, key: tuple[str, str], only_quantized: bool = False) -> Grid:
         """A tensor over all samples of a run that `compare` goes by."""
 
-        def read(index: Index) -> Grid:
+        def read(index: RecordIndex) -> Grid:
             rows, steps = self._rows(run, index, key), index.steps
             if only_quantized and (judged := self._steps_quantized(run, index)) is not None:
                 rows, steps = rows.filter(pl.col("scale_source").is_in([ENGINE, MIXED])), judged
             steps = steps[~np.isin(steps, self._run(run).made_up_for.to_numpy())]
             return Metrics.of(rows.filter(pl.col("step").is_in(steps))).grid.over(steps)
 
-        return self._parts.settled(run, read)
+        return self._parts.read_settled(run, read)
 
-    def _rows(self, run: Storage, index: Index, key: tuple[str, str]) -> pl.DataFrame:
+    def _rows(self, run: Storage, index: RecordIndex, key: tuple[str, str]) -> pl.DataFrame:
         """The rows of a tensor, without holding those of the others."""
 
         def of_part(part: Part) -> pa.Table | None:
-            if (layout := layout_of(self._parts, run, part)) is None:
+            if (layout := self._parts.find_layout(run, part)) is None:
                 return None
             rows = [row for step in index.held[part] if (row := layout.row(step, key)) is not None]
             read = partial(self._some_rows if layout.is_wide else self._of_columns, run, part, rows)
-            return self._parts.unless_damaged(run, part, "band", read) if rows else None
+            return self._parts.read_unless_damaged(run, part, "band", read) if rows else None
 
         tables = [pl.DataFrame(table) for table in ahead(of_part, list(index.held)) if table is not None]
         if not tables:
-            raise no_such_tensor(run, *key)
+            raise refuse_tensor(run, *key)
         rows = pl.concat([table.with_columns(pl.col("scale_source").cast(pl.String)) for table in tables])
         return rows.sort("step").with_columns(layer=pl.lit(key[0]), role=pl.lit(key[1]))
 
@@ -148,11 +212,11 @@ class Bands:
     def _of_columns(self, run: Storage, part: Part, rows: list[int]) -> pa.Table:
         return self._tables.get((str(run), part.path), lambda: self._parts.columns(run, part, *_READ)).take(rows)
 
-    def _steps_quantized(self, run: Storage, index: Index) -> Array | None:
+    def _steps_quantized(self, run: Storage, index: RecordIndex) -> Array | None:
         """Samples with an operand that an engine quantizes; None where no engine quantizes any."""
         return self._quantized.get((str(run), index.version), lambda: self._find_quantized(run, index))
 
-    def _find_quantized(self, run: Storage, index: Index) -> Array | None:
+    def _find_quantized(self, run: Storage, index: RecordIndex) -> Array | None:
         steps: list[int] = []
         is_engine = False
         for part, held in index.held.items():
@@ -160,7 +224,9 @@ class Bands:
                 is_engine |= only == ENGINE
                 steps += held if only in (ENGINE, MIXED) else []
                 continue
-            if (sources := self._parts.unless_damaged(run, part, "scale_source", partial(self._sources, run, part))) is None:
+            if (
+                sources := self._parts.read_unless_damaged(run, part, "scale_source", partial(self._sources, run, part))
+            ) is None:
                 continue
             layout = self._parts.layout(run, part)
             at = np.searchsorted(layout.steps, held)
@@ -175,15 +241,15 @@ class Bands:
         known = self._parts.outline(run, part).texts.get("scale_source", ())
         return known[0] if len(known) == 1 else None
 
-    def _sources(self, run: Storage, part: Part) -> Texts:
+    def _sources(self, run: Storage, part: Part) -> CodedTexts:
         return self._parts.texts(run, part, "scale_source")
 
     def _tensors(self, run: Storage) -> set[tuple[str, str]]:
-        def read(index: Index) -> set[tuple[str, str]]:
-            found = (layout_of(self._parts, run, part) for part in index.held)
+        def read(index: RecordIndex) -> set[tuple[str, str]]:
+            found = (self._parts.find_layout(run, part) for part in index.held)
             return {key for tensors in {layout.tensors for layout in found if layout} for key in tensors}
 
-        return self._parts.settled(run, read)
+        return self._parts.read_settled(run, read)
 
 
 def _not_judged(why: str) -> dict[str, Any]:
@@ -203,10 +269,10 @@ def _told(found: TensorBand, onsets: pl.DataFrame) -> dict[str, Any]:
 
 
 def _drawn(steps: Array, band: MetricBand) -> dict[str, Any]:
-    kept = thinned([band.low, band.expected, band.high], _POINTS)
-    lines = {name: numbers(getattr(band, name)[kept]) for name in ("low", "expected", "high")}
+    kept = thin_series([band.low, band.expected, band.high], _POINTS)
+    lines = {name: list_numbers(getattr(band, name)[kept]) for name in ("low", "expected", "high")}
     about = {name: getattr(band, name) for name in ("least", "is_ratio", "beyond", "counted")}
-    told: dict[str, Any] = plain(about)
+    told: dict[str, Any] = jsonable(about)
     return {"step": steps[kept].tolist(), **lines, **told}
 
 
@@ -214,5 +280,5 @@ def _out(onset: dict[str, Any] | None) -> dict[str, Any]:
     """Since when a metric is out, and what it is and usually would be there."""
     if onset is None:
         return {"since": None, "value": None, "usual": None}
-    told: dict[str, Any] = plain({"since": onset["onset"], "value": onset["value"], "usual": onset["expected"]})
+    told: dict[str, Any] = jsonable({"since": onset["onset"], "value": onset["value"], "usual": onset["expected"]})
     return told

@@ -1,22 +1,55 @@
-"""Less of large answers, so that a page stays small; what is left out is said with figures."""
+"""Less of large answers, so that pictures and pages stay small."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
+from itertools import zip_longest
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
-from ..records.losses import thinned
-from ..records.tables import packed
+from .heatmap import pack_table
 
 
-def spread(steps: Sequence[int], most: int, always: Iterable[int | None] = ()) -> list[int]:
-    """At most `most` of ascending steps, evenly spread, the ends and those nearest to `always` among them.
+def thin_series(
+    series: Sequence[npt.NDArray[np.float64]], points: int, known: Sequence[npt.NDArray[np.bool_]] = ()
+) -> npt.NDArray[np.int64]:
+    """Return places to keep, ascending: in equal stretches, where each series is least, greatest and not finite.
+
+    Args:
+        series: of equal length N.
+        points: to keep at the most.
+        known: bool [N] each: places that have a value, finite or not; all by default.
+    """
+    n = len(series[0])
+    if n <= points:
+        return np.arange(n)
+    buckets = max(1, (points - 2) // (3 * len(series)))
+    bounds = np.linspace(0, n, buckets + 1).astype(np.int64)
+    kept = {0, n - 1}
+    for values, there in zip_longest(series, known):
+        for begin, end in zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True):
+            places = np.arange(begin, end) if there is None else begin + np.flatnonzero(there[begin:end])
+            kept.update(_extremes(values, places))
+    return np.array(sorted(kept))
+
+
+def _extremes(values: npt.NDArray[np.float64], places: npt.NDArray[np.int64]) -> set[int]:
+    is_finite = np.isfinite(values[places])
+    finite, lost = places[is_finite], places[~is_finite]
+    found = {int(finite[np.argmin(values[finite])]), int(finite[np.argmax(values[finite])])} if len(finite) else set()
+    if len(finite) and len(lost):
+        found.add(int(lost[0]))
+    return found
+
+
+def spread_steps(steps: Sequence[int], most: int, always: Iterable[int | None] = ()) -> list[int]:
+    """Return at most `most` of ascending steps, evenly spread, with the ends and those nearest to `always`.
 
     Example:
-        >>> spread(range(0, 100, 10), 3, [42])
+        >>> spread_steps(range(0, 100, 10), 3, [42])
         [0, 40, 90]
     """
     if len(steps) <= most:
@@ -30,20 +63,21 @@ def spread(steps: Sequence[int], most: int, always: Iterable[int | None] = ()) -
     return sorted(wanted)[:most]
 
 
-def of_columns(answer: Any, most: int) -> Any:
-    """An answer, or what is in it, whose columns are lists beside `step`, with at most so many steps: of each number the
-    extremes are among them.
+def thin_columns(answer: Any, most: int) -> Any:
+    """Return an answer with at most so many steps, the extremes of each number among them.
+
+    Columns are lists next to a list `step`, in the answer or in what is in it.
 
     Example:
-        >>> of_columns({"step": [0, 1, 2], "loss": [3.0, 2.0, 1.0]}, 2)
+        >>> thin_columns({"step": [0, 1, 2], "loss": [3.0, 2.0, 1.0]}, 2)
         {'step': [0, 2], 'loss': [3.0, 1.0]}
     """
     if not isinstance(answer, dict):
         return answer
     steps = answer.get("step")
     if not isinstance(steps, list) or len(steps) <= most:
-        return {name: of_columns(value, most) for name, value in answer.items()}
-    kept = thinned([_as_floats(column) for column in _columns(answer, len(steps))], most).tolist()
+        return {name: thin_columns(value, most) for name, value in answer.items()}
+    kept = thin_series([_as_floats(column) for column in _columns(answer, len(steps))], most).tolist()
     return _picked(answer, len(steps), kept)
 
 
@@ -64,8 +98,8 @@ def _as_floats(values: list[Any]) -> Any:
     return np.array([np.nan if value is None else float(value) for value in values])
 
 
-def of_verdict(result: dict[str, Any], most: int) -> tuple[dict[str, Any], list[str]]:
-    """A verdict with at most so many rows in each list of its comparison, and what is left out, told with figures."""
+def shorten_verdict(result: dict[str, Any], most: int) -> tuple[dict[str, Any], list[str]]:
+    """Return a verdict with at most so many rows in each list of its comparison, and what is left out."""
     found = result.get("comparison")
     if not found:
         return result, []
@@ -74,8 +108,8 @@ def of_verdict(result: dict[str, Any], most: int) -> tuple[dict[str, Any], list[
     return result | {"comparison": found | {name: found[name][:most] for name in long}}, told
 
 
-def joined(answers: Sequence[bytes]) -> bytes:
-    """Answers of `frames` at ascending steps as one: of all tensors that any of them has."""
+def join_frames(answers: Sequence[bytes]) -> bytes:
+    """Return answers of `frames` at ascending steps as one, with all tensors that any of them has."""
     if len(answers) == 1:
         return answers[0]
     headers, tables = zip(*map(_taken_apart, answers), strict=True)
@@ -89,7 +123,7 @@ def joined(answers: Sequence[bytes]) -> bytes:
     columns = [list(column) for column in zip(*about.values(), strict=True)] or [[], [], [], []]
     steps = [step for header in headers for step in header["steps"]]
     header = headers[0] | {"steps": steps} | dict(zip(("layer", "role", "kind", "depth"), columns, strict=True))
-    return packed(header, values)
+    return pack_table(header, values)
 
 
 def _tensors(header: dict[str, Any]) -> dict[tuple[str, str], tuple[Any, ...]]:

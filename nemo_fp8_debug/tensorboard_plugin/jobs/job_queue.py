@@ -1,10 +1,11 @@
-"""What is too large for TensorBoard's own process: one child process at a time, and its memory goes with it."""
+"""Run what is too large for TensorBoard's own process: one child process at a time, whose memory goes with it."""
 
 from __future__ import annotations
 
 import atexit
 import contextlib
 import json
+import math
 import os
 import signal
 import subprocess
@@ -12,10 +13,48 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
+from concurrent.futures import wait
 from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
 from typing import IO, Any
 
-from .memory import MEMORY, budget, memory_of
+from ...core.worker import run_in_background
+from ...errors import warn
+
+#: environment variable: GiB that a job may take
+MEMORY = "NEMO_FP8_DEBUG_JOB_GIB"
+_GIB = 1 << 30
+#: of the machine's memory, unless that is set
+_SHARE = 0.5
+_CGROUP = Path("/sys/fs/cgroup/memory.max")
+
+
+def read_memory_limit() -> int:
+    """Return the bytes that a job may take: what the environment says, or half of what there is."""
+    given = os.environ.get(MEMORY, "")
+    with contextlib.suppress(ValueError):
+        if 0 < float(given) < math.inf:
+            return int(float(given) * _GIB)
+    if given:
+        warn(f"{MEMORY} is {given[:40]!r}; it takes a number of GiB above 0, and half of the memory is the limit")
+    return int(_there_is() * _SHARE)
+
+
+def _there_is() -> int:
+    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    with contextlib.suppress(OSError, ValueError):  # not every machine has one, and it may hold "max"
+        return min(machine, int(_CGROUP.read_text()))
+    return machine
+
+
+def measure_memory(pid: int) -> int:
+    """Return the bytes of a process that no file holds as well; 0 if the system does not tell, as on macOS."""
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        lines = (line.split() for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+        return sum(int(line[1]) << 10 for line in lines if line[0] in ("RssAnon:", "RssShmem:", "VmSwap:"))
+    return 0
+
 
 #: seconds after which a job that nobody asks about is stopped, and a failure or a result of a grown record is forgotten
 _ABANDONED, _STALE = 60.0, 30.0
@@ -46,25 +85,25 @@ class _Job:
     delivered: bool = field(default=False)
 
     def is_stale(self, version: str, now: float) -> bool:
-        """Whether it is to be done again: a record has grown since, or it failed a while ago. A result is delivered once."""
+        """Return True if a delivered result is outdated: a record has grown since, or the job failed a while ago."""
         if self.answer is None or not self.delivered or now - self.ended < _STALE:
             return False
         return self.version != version or self.answer["state"] == "failed"
 
 
-class Jobs:
+class JobQueue:
     """Jobs by what they are; one runs, others wait."""
 
     def __init__(self) -> None:
         self._jobs: dict[str, _Job] = {}
         self._lock = threading.Lock()
-        self._worker: threading.Thread | None = None
+        self._is_working = False
         self._child: subprocess.Popen[bytes] | None = None
         self._running: _Job | None = None
         atexit.register(self.stop)
 
     def ask(self, what: Mapping[str, Any], version: str) -> dict[str, Any]:
-        """How far a job is; begins it where it is new.
+        """Return how far a job is; begin a new one.
 
         Args:
             what: the request, as `child.main` takes it.
@@ -111,9 +150,9 @@ class Jobs:
                     del self._jobs[key]
 
     def _work(self) -> None:
-        if self._worker is None:
-            self._worker = threading.Thread(target=self._run, name="fp8-jobs", daemon=True)
-            self._worker.start()
+        if not self._is_working:
+            self._is_working = True
+            run_in_background("fp8-jobs", self._run)
 
     def _run(self) -> None:
         while job := self._next():
@@ -132,13 +171,13 @@ class Jobs:
                 if now - job.asked > _ABANDONED:
                     del self._jobs[key], waiting[key]
             if not waiting:
-                self._worker = None
+                self._is_working = False
             self._running = next(iter(waiting.values()), None)
             return self._running
 
     def _done(self, job: _Job) -> dict[str, Any]:
         """Run a job in a child; stopped when nobody asks any more, or when it takes too long or too much memory."""
-        began, most = time.monotonic(), budget()
+        began, most = time.monotonic(), read_memory_limit()
         environment = os.environ | {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
         child = subprocess.Popen(
             [sys.executable, "-W", "ignore", "-c", _PROGRAM.format(sys.path)],
@@ -149,11 +188,9 @@ class Jobs:
             start_new_session=True,
         )
         self._child = child
-        said: list[Any] = []
         assert child.stdin and child.stdout
-        reader = threading.Thread(target=_listen, args=(child.stdout, job, said), daemon=True)
+        said = run_in_background("fp8-job-output", partial(_listen, child.stdout, job))
         try:
-            reader.start()
             with contextlib.suppress(OSError):
                 # Left open: when it closes, because this process is gone, the child ends.
                 child.stdin.write(json.dumps(dict(job.what)).encode() + b"\n")
@@ -163,13 +200,12 @@ class Jobs:
                     return _failed("It was stopped, since nobody asked for it any more; ask again.")
                 if time.monotonic() - began > _LONGEST:
                     return _failed(f"It was stopped, since it took more than {_LONGEST / 60:.0f} minutes.")
-                if memory_of(child.pid) > most:
+                if measure_memory(child.pid) > most:
                     return _failed(_TOO_LARGE.format(most / (1 << 30)))
-                reader.join(_LOOK)
-                if not reader.is_alive():
+                if wait([said], _LOOK).done:
                     child.wait(_ABANDONED)
-            reader.join(5)
-            return _outcome(child.returncode, said)
+            wait([said], 5)
+            return _outcome(child.returncode, said.result() if said.done() else None)
         finally:
             _kill(child)
             self._child = None
@@ -177,20 +213,22 @@ class Jobs:
                 child.stdin.close()
 
 
-def _listen(out: IO[bytes], job: _Job, said: list[Any]) -> None:
-    """Keep what a child knows so far, and its answer, the last line that it writes."""
+def _listen(out: IO[bytes], job: _Job) -> Any:
+    """Keep what a child knows so far, and return its answer, the last line that it writes; None: it has none."""
+    said = None
     for line in out:
         with contextlib.suppress(ValueError, TypeError, KeyError):
             told = json.loads(line)
             if told["state"] == "working":
                 job.partial = told["partial"]
             else:
-                said.append(told)
+                said = told
+    return said
 
 
-def _outcome(code: int, said: list[Any]) -> dict[str, Any]:
-    if said and said[-1]["state"] in ("done", "failed"):
-        return dict(said[-1])
+def _outcome(code: int, said: Any) -> dict[str, Any]:
+    if said and said["state"] in ("done", "failed"):
+        return dict(said)
     killed = (
         "was killed, most likely because the machine ran out of memory" if code in (-9, 137) else f"ended with code {code}"
     )

@@ -30,7 +30,7 @@ class Cache(Generic[V]):
         self._made: dict[Hashable, threading.Event] = {}
 
     def get(self, key: Hashable, make: Callable[[], V]) -> V:
-        """The value of `key`, made where it is not held.
+        """Return the value of `key`; make it if it is not held.
 
         Args:
             make: must not ask for `key`.
