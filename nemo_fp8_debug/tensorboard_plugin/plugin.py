@@ -138,7 +138,7 @@ class FP8Plugin(base_plugin.TBPlugin):  # type: ignore[misc]
 
     def is_active(self) -> bool:
         """Return True if a record was found by now."""
-        return self._logdir.any(_ACTIVE)
+        return self._logdir.has_records(_ACTIVE)
 
     def frontend_metadata(self) -> Any:
         """Return the name of the tab and where its page is."""
@@ -149,7 +149,7 @@ class FP8Plugin(base_plugin.TBPlugin):  # type: ignore[misc]
         return ()
 
     def _runs(self) -> Any:
-        found = self._logdir.found()
+        found = self._logdir.find_records()
         listed = list_runs(self._parts, self._logdir)
         return {
             "runs": jsonable(listed),

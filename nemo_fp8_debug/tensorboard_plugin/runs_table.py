@@ -36,7 +36,7 @@ _PATIENCE = 1.0
 def list_runs(parts: PartMatrices, logdir: Logdir) -> list[dict[str, Any]]:
     """Return all runs by name; those that cannot be read in time as their files are called."""
     until = time.monotonic() + _PATIENCE
-    names = sorted(logdir.found().records)
+    names = sorted(logdir.find_records().records)
     return [_describe(parts, name, logdir, in_haste=time.monotonic() > until) for name in names]
 
 
@@ -216,7 +216,7 @@ class RunsTable:
             rows: by name what `_read_progress` returns, `version` of the record and `headline` (None: not known); or `why`
             it cannot be read. is_complete: whether all are there; if not, more are when it is asked again.
         """
-        until, names = time.monotonic() + _PATIENCE, sorted(self._logdir.found().records)
+        until, names = time.monotonic() + _PATIENCE, sorted(self._logdir.find_records().records)
         if len(self._told) + len(names) > _KEPT:
             self._told.clear()
         for name in sorted(names, key=lambda name: self._told.get((name, baseline), (0.0,))[0]):

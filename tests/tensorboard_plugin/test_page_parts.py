@@ -109,9 +109,11 @@ def test_maps_at_single_steps_are_joined_to_what_the_record_has(two_runs: Path, 
 
 def test_what_is_put_into_a_page_is_what_the_routes_answer(two_runs: Path, tab: Tab) -> None:
     contents = PageContents(RouteClient([Root("", str(two_runs))]))
-    assert contents.timeline("counted", FC1, "input") == 3 and contents.timeline("counted", FC1, "grad_output") == 0
-    assert contents.histograms("counted", FC2, "input", [0, 19]) and not contents.histograms("odd", FC1, "input", [0])
-    contents.about(run="odd")
+    assert contents.add_timeline("counted", FC1, "input") == 3 and contents.add_timeline("counted", FC1, "grad_output") == 0
+    assert contents.add_histograms("counted", FC2, "input", [0, 19]) and not contents.add_histograms(
+        "odd", FC1, "input", [0]
+    )
+    contents.add_about(run="odd")
     held = {name: json.loads(gzip.decompress(b64decode(text))) for name, text in contents.held}
     timeline = held[name_answer("timeline", run="counted", layer=FC1, role="input")]
     answer = tab.json("timeline", run="counted", layer=FC1, role="input", metrics="mse,amax")

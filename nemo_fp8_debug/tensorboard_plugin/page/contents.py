@@ -63,7 +63,7 @@ class RouteClient:
         self._plugin.await_records()
         self._routes = self._plugin.routes()
 
-    def routes_about(self, parameters: Iterable[str]) -> list[str]:
+    def list_routes(self, parameters: Iterable[str]) -> list[str]:
         """Return the routes that take these parameters and no other."""
         return [name for name, route in self._routes.items() if set(route.parameters) == set(parameters)]
 
@@ -162,44 +162,44 @@ class PageContents:
         self.client, self.held = client, PackedAnswers()
         self._headlines: dict[str, Any] = {}
 
-    def runs(self, told: Sequence[str]) -> None:
-        """Hold the list of runs, none of which grows any more, and what there is to say about the page."""
+    def add_runs(self, told: Sequence[str]) -> None:
+        """Add the list of runs, none of which grows any more, and what there is to say about the page."""
         answer = self.client.ask("runs")
         still = [run | {"state": "still" if run["state"] == "growing" else run["state"]} for run in answer["runs"]]
         self.held.put(name_answer("runs"), answer | {"runs": still, "told": list(told)})
 
-    def run(self, run: str, table: str, steps: Sequence[int]) -> None:
-        """Hold what there is to know of a run, of which these sampled steps are in the page."""
+    def add_run(self, run: str, table: str, steps: Sequence[int]) -> None:
+        """Add what there is to know of a run, of which these sampled steps are in the page."""
         answer = self.client.ask("run", run=run, table=table)
         self.held.put(name_answer("run", run=run, table=table), answer | {"steps": list(steps)})
 
-    def about(self, **about: str) -> None:
-        """Hold what every route answers that takes just these parameters, such as a run and a baseline."""
-        for route in self.client.routes_about(about):
+    def add_about(self, **about: str) -> None:
+        """Add what every route answers that takes just these parameters, such as a run and a baseline."""
+        for route in self.client.list_routes(about):
             if (answer := self.client.try_to_ask(route, **about)) is not None:
                 self.held.put(name_answer(route, **about), thin_columns(answer, POINTS))
 
-    def names(self, run: str, baseline: str) -> None:
-        """Hold what a baseline calls layers of a run, if it calls any otherwise."""
+    def add_names(self, run: str, baseline: str) -> None:
+        """Add what a baseline calls layers of a run, if it calls any otherwise."""
         answer = self.client.ask("names", run=run, baseline=baseline)
         if answer["names"]:
             self.held.put(name_answer("names", run=run, baseline=baseline), answer)
 
-    def frames(self, run: str, metric: str, table: str, steps: Sequence[int]) -> int:
-        """Hold a metric of all tensors at steps; return how many characters that takes."""
+    def add_frames(self, run: str, metric: str, table: str, steps: Sequence[int]) -> int:
+        """Add a metric of all tensors at steps; return how many characters that takes."""
         about = {"run": run, "metric": metric, "table": table}
         answers = [self.client.ask("frames", **about, from_=step, to=step) for step in steps]
         return self.held.put(name_answer("frames", **about), join_frames(answers)) if answers else 0
 
-    def course(self, run: str, metric: str, table: str, tensors: int) -> int:
-        """Hold a metric of all tensors over all steps, in fewer columns if they are many; return its characters."""
+    def add_course(self, run: str, metric: str, table: str, tensors: int) -> int:
+        """Add a metric of all tensors over all steps, in fewer columns if they are many; return its characters."""
         about = {"run": run, "metric": metric, "table": table}
         columns = max(_LEAST_COLUMNS, min(_COLUMNS, _COURSE // max(1, tensors)))
         answer = self.client.ask("course", **about, columns=columns)
         return self.held.put(name_answer("course", **about), answer)
 
-    def timeline(self, run: str, layer: str, role: str) -> int:
-        """Hold all metrics of a tensor and its ranks; return how many steps, 0 if the run has no such tensor."""
+    def add_timeline(self, run: str, layer: str, role: str) -> int:
+        """Add all metrics of a tensor and its ranks; return how many steps, 0 if the run has no such tensor."""
         metrics = [*list_metrics(metadata.find_table(role)), "ranks", "ranks_missing"]
         asked = [",".join(metrics[i : i + _AT_ONCE]) for i in range(0, len(metrics), _AT_ONCE)]
         answers = [self.client.try_to_ask("timeline", run=run, layer=layer, role=role, metrics=names) for names in asked]
@@ -209,12 +209,12 @@ class PageContents:
         self.held.put(name_answer("timeline", run=run, layer=layer, role=role), thin_columns(whole, POINTS))
         return len(whole["step"])
 
-    def histograms(self, run: str, layer: str, role: str, steps: Iterable[int]) -> int:
-        """Hold distributions of a tensor at steps; return how many characters they take."""
+    def add_histograms(self, run: str, layer: str, role: str, steps: Iterable[int]) -> int:
+        """Add distributions of a tensor at steps; return how many characters they take."""
         return self._at_steps("histogram", steps, run=run, layer=layer, role=role)
 
-    def others(self, run: str, steps: Iterable[int]) -> int:
-        """Hold what was recorded under recipes that were not in use; return how many characters it takes."""
+    def add_others(self, run: str, steps: Iterable[int]) -> int:
+        """Add what was recorded under recipes that were not in use; return how many characters it takes."""
         return self._at_steps("others", steps, run=run)
 
     def _at_steps(self, route: str, steps: Iterable[int], **about: str) -> int:
@@ -222,18 +222,18 @@ class PageContents:
         by_step = {answer["step"]: answer for answer in found if answer}
         return self.held.put(name_answer(route, **about), [by_step[step] for step in sorted(by_step)]) if by_step else 0
 
-    def fingerprints(self, a: str, b: str | None = None) -> None:
-        """Hold the settings of a run, or of two and in what they differ."""
+    def add_fingerprints(self, a: str, b: str | None = None) -> None:
+        """Add the settings of a run, or of two and in what they differ."""
         self.held.put(name_answer("fingerprints", a=a, b=b), self.client.ask("fingerprints", a=a, b=b))
 
-    def verdict(self, names: Mapping[str, str | None], job: Mapping[str, Any]) -> None:
-        """Hold the verdict of runs by part, a job that has ended."""
+    def add_verdict(self, names: Mapping[str, str | None], job: Mapping[str, Any]) -> None:
+        """Add the verdict of runs by part, a job that has ended."""
         self.held.put(name_answer("verdict", **names), job)
         if job["state"] == "done":
             self._headlines[str(names["run"])] = job["result"]["story"]["headline"]
 
-    def rows(self, baseline: str | None) -> None:
-        """Hold the table of all runs, with the verdicts that are in the page."""
+    def add_rows(self, baseline: str | None) -> None:
+        """Add the table of all runs, with the verdicts that are in the page."""
         while not (answer := self.client.ask("rows", baseline=baseline))["is_complete"]:
             pass
         for name, row in answer["rows"].items():

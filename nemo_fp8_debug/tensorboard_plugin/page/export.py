@@ -100,13 +100,13 @@ class _Export:
         for run, table in tables:
             self._maps(run, table, max(1, min(_STEPS, room)))
         for run in self._runs:
-            self.contents.about(run=run)
-            self.contents.fingerprints(run)
+            self.contents.add_about(run=run)
+            self.contents.add_fingerprints(run)
         for run, baseline in permutations(self._runs, 2):
-            self.contents.names(run, baseline)
+            self.contents.add_names(run, baseline)
         self._tensors()
-        self.contents.rows(suggest_parts(self._runs)["baseline"])
-        self.contents.runs([*self._told, _NEEDS_SERVER])
+        self.contents.add_rows(suggest_parts(self._runs)["baseline"])
+        self.contents.add_runs([*self._told, _NEEDS_SERVER])
 
     def _verdicts(self) -> None:
         parts = suggest_parts(self._runs)
@@ -122,9 +122,9 @@ class _Export:
                 job, self._told = job | {"result": result}, [*self._told, *told]
                 for name in (run, *names.values()):
                     self._note(name, names.get("baseline"), choose_tensors(result, _TENSORS))
-            self.contents.verdict({"run": run, **names}, job)
+            self.contents.add_verdict({"run": run, **names}, job)
             for name in names.values():
-                self.contents.fingerprints(str(name), run)
+                self.contents.add_fingerprints(str(name), run)
             self._against(run, baseline if baseline != run else None)
         if len(others) > _VERDICTS:
             self._told.append(f"Verdicts are those of the first {_VERDICTS} of {len(others)} runs.")
@@ -137,9 +137,9 @@ class _Export:
 
     def _against(self, run: str, baseline: str | None) -> None:
         if baseline is not None:
-            self.contents.about(run=run, baseline=baseline)
+            self.contents.add_about(run=run, baseline=baseline)
             for tensor in self._matter.get(run, []):
-                self.contents.about(run=run, baseline=baseline, layer=tensor.layer, role=tensor.role)
+                self.contents.add_about(run=run, baseline=baseline, layer=tensor.layer, role=tensor.role)
 
     def _width(self, run: str, table: str) -> int:
         return len(self._client.ask("run", run=run, table=table)["tensors"]["layer"]) * len(list_metrics(table))
@@ -150,12 +150,12 @@ class _Export:
     def _maps(self, run: str, table: str, most: int) -> None:
         every = list_steps(self._client, run, table)
         steps = spread_steps(every, most, self._since(run))
-        self.contents.run(run, table, steps)
+        self.contents.add_run(run, table, steps)
         tensors = len(self._client.ask("run", run=run, table=table)["tensors"]["layer"])
         for metric in list_metrics(table):
-            self.contents.about(run=run, metric=metric, table=table)
-            self.contents.frames(run, metric, table, steps)
-            self.contents.course(run, metric, table, tensors)
+            self.contents.add_about(run=run, metric=metric, table=table)
+            self.contents.add_frames(run, metric, table, steps)
+            self.contents.add_course(run, metric, table, tensors)
         if len(steps) < len(every):
             self._told.append(f"{run}: {len(steps)} of {len(every):,} sampled steps are in this page.")
 
@@ -165,16 +165,16 @@ class _Export:
         for run in self._runs:
             matter = [(tensor.layer, tensor.role) for tensor in self._matter.get(run, [])]
             for layer, role in matter:
-                self.contents.timeline(run, layer, role)
-                self.contents.about(run=run, layer=layer, role=role)
+                self.contents.add_timeline(run, layer, role)
+                self.contents.add_about(run=run, layer=layer, role=role)
             about = self._client.ask("run", run=run)
             steps = spread_steps(about["steps"], _HISTOGRAMS, self._since(run))
-            self.contents.others(run, steps)
+            self.contents.add_others(run, steps)
             tensors = list(dict.fromkeys([*matter, *zip(about["tensors"]["layer"], about["tensors"]["role"], strict=True)]))
             all_of_them += len(tensors)
             for layer, role in tensors:
                 if taken < _DISTRIBUTIONS * (self._runs.index(run) + 1) / len(self._runs):
-                    taken += (size := self.contents.histograms(run, layer, role, steps))
+                    taken += (size := self.contents.add_histograms(run, layer, role, steps))
                     there += size > 0
         self._told.append(
             f"Distributions of {there:,} of {all_of_them:,} tensors are in it, at up to {_HISTOGRAMS} steps of each run."

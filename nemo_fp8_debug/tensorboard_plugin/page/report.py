@@ -116,7 +116,7 @@ def build_report(subject: ReportSubject) -> str:
     contents = PageContents(RouteClient(roots, subject.renames))
     made = _Report(contents, baseline, _TENSORS if len(names) == 1 else _OF_EACH)
     sections = [made.section({"run": name, "baseline": baseline, "reference": reference}, subject) for name in names]
-    contents.runs(())
+    contents.add_runs(())
     title = f"{', '.join(names)} against {baseline}"
     told = [f"Made by nemo-fp8-debug {__version__} on {date.today().isoformat()}.", *made.told]
     whole = {"title": f"FP8: {title}", "told": told, "sections": sections}
@@ -141,14 +141,14 @@ class _Report:
             raise RecordError(job["error"])
         result, told = shorten_verdict(job["result"], _ROWS)
         self.told += told
-        self._contents.verdict(names, job | {"result": result})
+        self._contents.add_verdict(names, job | {"result": result})
         matter = choose_tensors(result, self._most)
         figures = choose_figures(result, matter, (result["comparison"] or {}).get("unit", "step"))
         parts = [name for name in names.values() if name]
         for name in parts:
-            self._contents.about(run=name)
+            self._contents.add_about(run=name)
             if name != self._baseline:
-                self._contents.about(run=name, baseline=self._baseline)
+                self._contents.add_about(run=name, baseline=self._baseline)
         drawn = [{"title": one.title, "state": one.state(names)} for one in figures if self._filled(one, parts)]
         return {"title": f"{names['run']} against {names['baseline']}", "about": _about(names, subject), "figures": drawn}
 
@@ -177,26 +177,26 @@ class _Report:
     def _course(self, figure: Figure, run: str) -> int:
         table = figure.state({}).get("table", "metrics")
         assert figure.metric is not None
-        return self._contents.course(run, figure.metric, table, len(self._layers(run, table)))
+        return self._contents.add_course(run, figure.metric, table, len(self._layers(run, table)))
 
     def _map(self, figure: Figure, run: str) -> int:
         table = figure.state({}).get("table", "metrics")
         steps = list_steps(self._contents.client, run, table)
-        self._contents.run(run, table, steps)
+        self._contents.add_run(run, table, steps)
         assert figure.metric is not None
-        self._contents.about(run=run, metric=figure.metric, table=table)
-        return self._contents.frames(run, figure.metric, table, choose_nearest(steps, figure.step))
+        self._contents.add_about(run=run, metric=figure.metric, table=table)
+        return self._contents.add_frames(run, figure.metric, table, choose_nearest(steps, figure.step))
 
     def _timeline(self, figure: Figure, run: str) -> int:
         about = self._tensor(figure, run)
-        self._contents.about(run=run, **about)
+        self._contents.add_about(run=run, **about)
         if run != self._baseline:
-            self._contents.about(run=run, baseline=self._baseline, **about)
-        return self._contents.timeline(run, **about)
+            self._contents.add_about(run=run, baseline=self._baseline, **about)
+        return self._contents.add_timeline(run, **about)
 
     def _distribution(self, figure: Figure, run: str) -> int:
         steps = choose_nearest(list_steps(self._contents.client, run, figure.state({})["table"]), figure.step)
-        return self._contents.histograms(run, **self._tensor(figure, run), steps=steps)
+        return self._contents.add_histograms(run, **self._tensor(figure, run), steps=steps)
 
     def _tensor(self, figure: Figure, run: str) -> dict[str, str]:
         """Layer and role of a figure's tensor, as a run's record calls it."""

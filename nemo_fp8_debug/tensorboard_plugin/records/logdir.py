@@ -76,13 +76,13 @@ class Logdir:
         self._next = 0.0
         self._begun = time.monotonic()
 
-    def found(self) -> FoundRecords:
+    def find_records(self) -> FoundRecords:
         """Return what is known by now. Look again if the last look is some seconds old; wait a little for the first."""
         self.look()
         self._done.wait(max(0.0, self._begun + _FIRST - time.monotonic()))
         return self._found
 
-    def any(self, wait: float) -> bool:
+    def has_records(self, wait: float) -> bool:
         """Return True if a record is known; wait so many seconds for the first one to be found."""
         self.look()
         self._some.wait(wait)
@@ -99,7 +99,7 @@ class Logdir:
         Raises:
             NotThere: no run of that name was found, or a link took its place since.
         """
-        records = self.found().records
+        records = self.find_records().records
         if name not in records:
             some = ", ".join(quote_text(known) for known in list(records)[:3]) or "none yet"
             raise NotThere(f"There is no run {quote_text(name)} below the logdir; found are: {some}. Choose one of them.")
