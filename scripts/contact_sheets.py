@@ -13,7 +13,7 @@ import browser
 from PIL import Image
 from playwright.sync_api import Browser, Page
 
-from nemo_fp8_debug.tensorboard_plugin.links import link
+from nemo_fp8_debug.tensorboard_plugin.web import link
 
 #: width and height of windows
 SIZES = ((1024, 768), (1440, 900), (2560, 1440))

@@ -198,7 +198,7 @@ def free_port(wanted: int) -> int:
 
 def address(port: int, **state: object) -> str:
     """At which the tab shows a state of the three runs."""
-    from nemo_fp8_debug.tensorboard_plugin.links import link
+    from nemo_fp8_debug.tensorboard_plugin.web import link
 
     return link(f"http://localhost:{port}", run="bad", baseline="baseline", reference="reference", **state)
 

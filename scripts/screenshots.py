@@ -18,7 +18,7 @@ from playwright.sync_api import Page
 
 from nemo_fp8_debug.analysis.diagnosis.diagnose import diagnose
 from nemo_fp8_debug.analysis.story.story import story
-from nemo_fp8_debug.tensorboard_plugin.links import link
+from nemo_fp8_debug.tensorboard_plugin.web import link
 
 RECORDS = Path(__file__).parent / "validation" / "main_job" / "records"
 IMAGES = Path(__file__).parents[1] / "docs" / "images"

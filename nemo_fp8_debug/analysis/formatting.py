@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import polars as pl
 
 
@@ -15,11 +16,13 @@ def number(value: float | None, unit: str = "", prefix: str = "") -> str:
 
 
 def jsonable(value: Any) -> Any:
-    """JSON has neither NaN nor infinity: null."""
+    """Return containers and numbers as JSON has them: null for NaN and infinities."""
     if isinstance(value, Mapping):
-        return {k: jsonable(v) for k, v in value.items()}
+        return {str(key): jsonable(held) for key, held in value.items()}
     if isinstance(value, (list, tuple)):
-        return [jsonable(v) for v in value]
+        return [jsonable(held) for held in value]
+    if isinstance(value, np.generic):
+        value = value.item()
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 

@@ -65,11 +65,11 @@ def command(
             over()
         ranked = [by_harm(found.tensors.to_dicts(), diagnose_comparison(found)) for found in comparisons]
     if html is not None:  # before anything is printed: whoever reads that may stop reading
-        from ..tensorboard_plugin.page.report import Compared, write_report
+        from ..tensorboard_plugin.page.report import ReportSubject, write_report
 
         paths = [run.path for run in others]
         with working(f"writing {html}"):
-            write_report(html, Compared(first.path, paths, other.path if other else None, by, rename or ()))
+            write_report(html, ReportSubject(first.path, paths, other.path if other else None, by, rename or ()))
     if as_json:
         plain = [told | {"tensors": tensors} for told, tensors in zip(map(to_json, comparisons), ranked, strict=True)]
         print_json(plain[0] if len(plain) == 1 else {"comparisons": plain})

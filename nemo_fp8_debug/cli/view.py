@@ -40,18 +40,18 @@ def command(
 
 
 def _export(folder: Path, runs: list[str]) -> None:
-    from ..tensorboard_plugin.page.export import export
+    from ..tensorboard_plugin.page.export import export_page
 
     with working(f"writing {folder}"):
-        files, size = export(folder, runs)
+        files, size = export_page(folder, runs)
     say(console(), f"Wrote {files} files, {size / 1e6:.1f} MB. Open {folder / 'index.html'} in a browser.")
 
 
 def _serve(runs: list[str], host: str, port: int, open_: bool) -> None:
-    from ..tensorboard_plugin.page.names import roots_of
-    from ..tensorboard_plugin.page.serve import server
+    from ..tensorboard_plugin.page.server import bind_server
+    from ..tensorboard_plugin.records.logdir import name_roots
 
-    with contextlib.suppress(KeyboardInterrupt), server(roots_of(runs), host, port) as serving:
+    with contextlib.suppress(KeyboardInterrupt), bind_server(name_roots(runs), host, port) as serving:
         name = f"[{host}]" if ":" in host else host
         address = f"http://{name}:{serving.port}/"
         say(console(), f"FP8 page of {', '.join(runs)} at {address} (Ctrl+C ends it)")

@@ -88,3 +88,11 @@ class Worker:
                 future.set_result(job())
             except BaseException as error:  # whoever asks for the result gets it
                 future.set_exception(error)
+
+
+def run_in_background(name: str, job: Callable[[], Any]) -> Future[Any]:
+    """Do one job in a thread of that name, which ends with it."""
+    worker = Worker(name)
+    future = worker.submit(job)
+    worker.close(0.0)
+    return future

@@ -70,6 +70,11 @@ def widest_first(parts: Iterable[Part]) -> list[Part]:
     return sorted(parts, key=lambda part: (not part.merged, part.first - part.last))
 
 
+def order_newest_first(parts: Iterable[Part]) -> list[Part]:
+    """Return parts so that the latest attempt comes first, in it the latest steps, and of equal ones those merged."""
+    return sorted(parts, key=lambda part: (part.attempt, part.last, part.merged), reverse=True)
+
+
 def may_have(table: str, part: Part, step: int) -> bool:
     """Return whether a part may have rows of a step, by its name. A single part of a table without layers has more steps."""
     return "layer" not in SCHEMAS[table] or part.first <= step <= part.last

@@ -13,7 +13,7 @@ import pyarrow as pa
 
 from ..core.threads import ahead
 from .outline import Outline, Stretch, stretches
-from .parts import KEYS, Ints, Owners, PartDamagedError, read_each, read_names
+from .parts import KEYS, Ints, Owners, PartDamagedError, order_newest_first, read_each, read_names
 from .schema import Part
 from .storage import Storage
 
@@ -70,7 +70,7 @@ class TableIndex:
     @cached_property
     def newest_first(self) -> list[Part]:
         """The parts that have steps: those of the latest attempt before others, however far these came."""
-        return sorted(self.held, key=lambda part: (part.attempt, part.last), reverse=True)
+        return order_newest_first(self.held)
 
     @property
     def newest(self) -> Part | None:

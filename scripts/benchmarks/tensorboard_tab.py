@@ -31,7 +31,7 @@ from nemo_fp8_debug.core.keys import SHOWN_AS
 from nemo_fp8_debug.numerics.metric_names import METRICS
 from nemo_fp8_debug.record.merging import MERGED
 from nemo_fp8_debug.record.writer import RunRecord
-from nemo_fp8_debug.tensorboard_plugin.links import link
+from nemo_fp8_debug.tensorboard_plugin.web import link
 
 RUNS = ("baseline", "bad", "reference")
 #: resolves once every map is drawn at the step that the slider shows, with the milliseconds since the call

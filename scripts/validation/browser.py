@@ -14,9 +14,9 @@ from pathlib import Path
 
 from playwright.sync_api import Browser, BrowserContext, Page, expect, sync_playwright
 
-from nemo_fp8_debug.tensorboard_plugin.links import link
-from nemo_fp8_debug.tensorboard_plugin.page.names import roots_of
-from nemo_fp8_debug.tensorboard_plugin.page.serve import server
+from nemo_fp8_debug.tensorboard_plugin.page.server import bind_server
+from nemo_fp8_debug.tensorboard_plugin.records.logdir import name_roots
+from nemo_fp8_debug.tensorboard_plugin.web import link
 
 CHROMIUM = Path(__file__).parents[2] / ".venv" / "chromium"
 #: milliseconds after which a page is given up: far more than a slow and busy machine needs
@@ -49,7 +49,7 @@ def tensorboard(*arguments: object) -> Iterator[str]:
 @contextlib.contextmanager
 def serving(*folders: object) -> Iterator[str]:
     """The address of the page of the runs below `folders`, as `nemo-fp8-debug view` serves it, from a thread."""
-    with server(roots_of(list(map(str, folders))), "127.0.0.1", 0) as started:
+    with bind_server(name_roots(list(map(str, folders))), "127.0.0.1", 0) as started:
         thread = threading.Thread(target=started.serve_forever)
         thread.start()
         try:

@@ -240,6 +240,6 @@ class TestStripOfText:
 
 
 def test_the_page_has_a_mark_for_each_kind_of_event() -> None:
-    page = Path(__file__).parents[2] / "nemo_fp8_debug/tensorboard_plugin/frontend/src/story/shapes.jsx"
+    page = Path(__file__).parents[2] / "nemo_fp8_debug/tensorboard_plugin/frontend/src/story/strip.jsx"
     kinds = re.findall(r"^  (\w+): \{label:", page.read_text(), re.MULTILINE)
     assert sorted(kinds) == sorted(KINDS)

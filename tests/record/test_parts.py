@@ -20,7 +20,7 @@ from nemo_fp8_debug.record.parts import list_parts
 from nemo_fp8_debug.record.reader import read_table
 from nemo_fp8_debug.record.storage import Storage
 from nemo_fp8_debug.record.views import sql_views
-from nemo_fp8_debug.tensorboard_plugin.records.part_matrices import Parts
+from nemo_fp8_debug.tensorboard_plugin.records.part_matrices import PartMatrices
 
 COLUMNS = ["attempt", "step", "layer", "role", "mse"]
 
@@ -49,7 +49,7 @@ def rows_that_count(run: Path, damaged: Path | None) -> pl.DataFrame:
 
 
 def rows_in_the_tab(run: Path) -> pl.DataFrame:
-    tab, storage = Parts(), Storage(run)
+    tab, storage = PartMatrices(), Storage(run)
     index, found = tab.index(storage), []
     for step in index.steps.tolist():
         part = index.owner[step]

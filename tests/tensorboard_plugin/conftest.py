@@ -14,10 +14,9 @@ from processes import GUARD
 from tab import Tab, write_counted_run, write_odd_run
 from verdict_records import record_all
 
-from nemo_fp8_debug.tensorboard_plugin.links import link
+from nemo_fp8_debug.tensorboard_plugin import runs_table
 from nemo_fp8_debug.tensorboard_plugin.records import logdir as logdir_module
-from nemo_fp8_debug.tensorboard_plugin.records import runs
-from nemo_fp8_debug.tensorboard_plugin.runs_table import rows
+from nemo_fp8_debug.tensorboard_plugin.web import link
 
 Open = Callable[..., Page]
 
@@ -26,8 +25,7 @@ Open = Callable[..., Page]
 def unhurried(monkeypatch: pytest.MonkeyPatch) -> None:
     """In this process an answer waits for all that is looked for, however slow the machine is."""
     monkeypatch.setattr(logdir_module, "_FIRST", GUARD)
-    monkeypatch.setattr(runs, "_PATIENCE", GUARD)
-    monkeypatch.setattr(rows, "_PATIENCE", GUARD)
+    monkeypatch.setattr(runs_table, "_PATIENCE", GUARD)
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -15,7 +15,7 @@ from nemo_fp8_debug.analysis.diagnosis.diagnose import diagnose
 from nemo_fp8_debug.analysis.story.story import story
 from nemo_fp8_debug.analysis.story.summary import story_markdown
 from nemo_fp8_debug.numerics.metric_names import LABELS
-from nemo_fp8_debug.tensorboard_plugin.records.metadata import metrics_of
+from nemo_fp8_debug.tensorboard_plugin.records.metadata import describe_metrics
 
 Open = Callable[..., Page]
 THREE = {"run": "bad", "baseline": "baseline", "reference": "reference"}
@@ -76,7 +76,7 @@ def test_a_question_mark_opens_the_glossary_at_its_word(frame: Open) -> None:
 
 def test_every_metric_has_an_entry_in_the_glossary() -> None:
     page = (Path(__file__).parents[2] / "docs" / "glossary.md").read_text()
-    labels = {about["label"].removesuffix(", in the units of the loss") for about in metrics_of()}
+    labels = {about["label"].removesuffix(", in the units of the loss") for about in describe_metrics()}
     assert labels >= {label for name, (label, _) in LABELS.items() if not name.startswith("error_of")} - {"update"}
     assert {label for label in labels if f"\n| {label} |" not in page} == set()
 

@@ -14,7 +14,7 @@ from ciede2000 import Lab, ciede2000, lab
 from playwright.sync_api import Browser, Page, expect
 from verdict_records import CULPRIT, MLP, ONSET, record
 
-from nemo_fp8_debug.tensorboard_plugin.links import link
+from nemo_fp8_debug.tensorboard_plugin.web import link
 
 #: CIEDE2000 of a cell from the picture's median that no cell of a clean pair may reach
 STANDS_OUT = 10.0

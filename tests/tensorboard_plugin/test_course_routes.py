@@ -14,8 +14,7 @@ from samples import sample
 from tab import Tab, start, unpacked_flat
 
 from nemo_fp8_debug.record.reader import read_table
-from nemo_fp8_debug.tensorboard_plugin.records.execution import in_order_of_execution
-from nemo_fp8_debug.tensorboard_plugin.records.metadata import worse_of
+from nemo_fp8_debug.tensorboard_plugin.records.metadata import find_worse_sign, order_layers
 
 LAYERS = ["layers.0.linear_proj", "layers.0.linear_qkv", "layers.1.linear_proj", "layers.1.linear_qkv"]
 
@@ -48,7 +47,7 @@ def test_a_course_has_the_worst_of_each_stretch(
     assert sum(header["samples"]) == len(steps)
     sampled = read_table(two_runs / "odd/fp8_debug", "metrics")["step"].unique().sort()
     assert header["warm_up"] == sampled[math.ceil(len(sampled) / 10) - 1]  # of the run, whatever is looked at
-    worse = worse_of(metric)
+    worse = find_worse_sign(metric)
     badness = {1: float, -1: lambda v: -v, None: abs}[worse]
     expected: dict[tuple[str, str, int], float] = {}
     for layer, role, step, value in rows.select("layer", "role", "step", pl.col(metric).cast(pl.Float64)).iter_rows():
@@ -95,7 +94,7 @@ def test_a_scale_that_is_too_small_counts_sooner_than_one_that_is_too_large(tab:
 
 def test_layers_are_in_order_of_execution() -> None:
     made = ["embedding", *LAYERS, "moe.w1", "moe.w2", "moe.w3", "mlp.w1", "mlp.w2", "output_layer"]
-    assert in_order_of_execution(made) == [
+    assert order_layers(made) == [
         "embedding",
         *(LAYERS[i] for i in (1, 0, 3, 2)),
         *("moe.w1", "moe.w3", "moe.w2", "mlp.w1", "mlp.w2", "output_layer"),

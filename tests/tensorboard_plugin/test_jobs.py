@@ -24,7 +24,7 @@ from nemo_fp8_debug.analysis.replay.replay import replay
 from nemo_fp8_debug.analysis.story.story import story
 from nemo_fp8_debug.analysis.story.summary import to_json
 from nemo_fp8_debug.errors import hearing
-from nemo_fp8_debug.tensorboard_plugin.jobs import jobs, memory, what_if, worker_process
+from nemo_fp8_debug.tensorboard_plugin.jobs import analyses, job_queue, worker_process
 
 
 def write_run(folder: Path, harmed: bool) -> Path:
@@ -59,7 +59,7 @@ def tab(logdir: Path) -> Tab:
 def test_what_is_known_so_far_is_told_part_by_part(logdir: Path) -> None:
     told: list[Mapping[str, Any]] = []
     request = {"kind": "verdict", "run": str(logdir / "bad"), "baseline": str(logdir / "baseline"), "reference": None}
-    answer = worker_process.answered(request | {"by": "step"}, told.append)
+    answer = worker_process.answer_request(request | {"by": "step"}, told.append)
     assert [partial["stage"] for partial in told] == ["loss", "comparison", "diagnosis"]
     loss, compared, diagnosed = (partial["story"]["headline"] for partial in told)
     done = answer["result"]["story"]["headline"]
@@ -74,7 +74,7 @@ def test_what_is_known_so_far_is_told_part_by_part(logdir: Path) -> None:
 
 
 def test_what_a_child_knows_so_far_is_answered_while_it_works(logdir: Path) -> None:
-    mine, seen = jobs.Jobs(), []
+    mine, seen = job_queue.JobQueue(), []
     what = {"kind": "verdict", "run": str(logdir / "bad"), "baseline": str(logdir / "baseline"), "reference": None}
 
     def is_done() -> bool:
@@ -135,7 +135,7 @@ def test_what_cannot_be_answered_is_explained(logdir: Path, monkeypatch: pytest.
     """In this process: what the child would say."""
 
     def answered(**request: Any) -> str:
-        answer = worker_process.answered(dict(request))
+        answer = worker_process.answer_request(dict(request))
         assert answer["state"] == "failed"
         return str(answer["error"])
 
@@ -144,19 +144,19 @@ def test_what_cannot_be_answered_is_explained(logdir: Path, monkeypatch: pytest.
     assert "no histograms" in answered(kind="what_if", run=run, step=0, recipe="current")
     assert "know nothing of blocks" in answered(kind="what_if", run=run, step=0, recipe="mxfp8")
     assert "samples" in answered(kind="verdict", run=run, baseline=None, reference=None, by="samples")
-    monkeypatch.setattr(what_if, "_MOST_REPLAYED", 79)
+    monkeypatch.setattr(analyses, "_MOST_REPLAYED", 79)
     assert "has 80 rows" in answered(kind="what_if", run=run, step=0, recipe="current")
 
 
 @pytest.fixture
-def asked(logdir: Path) -> Iterator[tuple[jobs.Jobs, Callable[[], dict[str, Any]]]]:
-    mine = jobs.Jobs()
+def asked(logdir: Path) -> Iterator[tuple[job_queue.JobQueue, Callable[[], dict[str, Any]]]]:
+    mine = job_queue.JobQueue()
     what = {"kind": "what_if", "run": str(logdir / "counted"), "step": 0, "recipe": "current"}
     yield mine, lambda: mine.ask(what, "1")
     mine.stop()
 
 
-def the_child(mine: jobs.Jobs) -> subprocess.Popen[bytes]:
+def the_child(mine: job_queue.JobQueue) -> subprocess.Popen[bytes]:
     wait_until(lambda: mine._child)
     assert mine._child
     return mine._child
@@ -179,11 +179,11 @@ def test_a_child_that_is_killed_is_an_error(asked: Any) -> None:
 
 def test_a_job_that_nobody_asks_about_is_stopped(asked: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     mine, ask = asked
-    monkeypatch.setattr(jobs, "_ABANDONED", 0.5)
+    monkeypatch.setattr(job_queue, "_ABANDONED", 0.5)
     assert ask()["state"] == "working"
     pid = the_child(mine).pid
     wait_until(lambda: gone(pid))
-    wait_until(lambda: mine._worker is None)
+    wait_until(lambda: not mine._is_working)
 
 
 def test_one_child_at_a_time(asked: Any, logdir: Path) -> None:
@@ -201,7 +201,7 @@ def test_jobs_that_nobody_asks_about_any_more_make_room(asked: Any, monkeypatch:
     mine, ask = asked
     ask()
     the_child(mine)
-    monkeypatch.setattr(jobs, "_UNASKED", 0.0)
+    monkeypatch.setattr(job_queue, "_UNASKED", 0.0)
     assert all(mine.ask({"kind": "what_if", "run": str(i)}, "1")["state"] == "working" for i in range(50))
     assert len(mine._jobs) <= 17 and ask()["state"] == "working"
 
@@ -210,21 +210,21 @@ def test_a_job_that_takes_too_long_is_stopped_however_often_it_is_asked_about(
     asked: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _, ask = asked
-    monkeypatch.setattr(jobs, "_LONGEST", 0.0)
+    monkeypatch.setattr(job_queue, "_LONGEST", 0.0)
     wait_until(lambda: ask()["state"] != "working")
     assert ask()["error"] == "It was stopped, since it took more than 0 minutes."
 
 
 def test_a_job_that_takes_too_much_memory_ends_and_others_go_on(asked: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     mine, ask = asked
-    monkeypatch.setenv(memory.MEMORY, "0.01")
+    monkeypatch.setenv(job_queue.MEMORY, "0.01")
     assert ask()["state"] == "working"
     pid = the_child(mine).pid
     wait_until(lambda: ask()["state"] != "working")
-    assert "took more than 0.01 GiB of memory" in ask()["error"] and memory.MEMORY in ask()["error"]
+    assert "took more than 0.01 GiB of memory" in ask()["error"] and job_queue.MEMORY in ask()["error"]
     assert gone(pid)
-    monkeypatch.delenv(memory.MEMORY)
-    monkeypatch.setattr(jobs, "_STALE", 0.0)
+    monkeypatch.delenv(job_queue.MEMORY)
+    monkeypatch.setattr(job_queue, "_STALE", 0.0)
     wait_until(lambda: ask()["state"] == "done")
 
 
@@ -235,30 +235,30 @@ def test_the_memory_of_a_process_is_what_it_fills() -> None:
         with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
             assert child.stdout
             child.stdout.readline()
-            found.append(memory.memory_of(child.pid))
+            found.append(job_queue.measure_memory(child.pid))
             child.communicate()
     # Pages that processes share count in part, so what another one does moves both.
     assert abs(found[0] - found[1] - (1 << 28)) < 1 << 24
-    assert memory.memory_of(child.pid) == 0
+    assert job_queue.measure_memory(child.pid) == 0
 
 
 @pytest.mark.parametrize(
     ("given", "gib"), [("2", 2.0), ("0.5", 0.5), ("", None), ("0", None), ("nan", None), ("much", None)]
 )
 def test_the_memory_budget_of_jobs(monkeypatch: pytest.MonkeyPatch, given: str, gib: float | None) -> None:
-    monkeypatch.setenv(memory.MEMORY, given)
+    monkeypatch.setenv(job_queue.MEMORY, given)
     with hearing() as heard:
-        found = memory.budget()
+        found = job_queue.read_memory_limit()
     machine = int(Path("/proc/meminfo").read_text().split()[1]) << 10
     assert found == gib * (1 << 30) if gib else 0 < found <= machine / 2 + (1 << 20)
-    assert [memory.MEMORY in text for text in heard] == ([True] if given and not gib else [])
+    assert [job_queue.MEMORY in text for text in heard] == ([True] if given and not gib else [])
 
 
 def test_a_child_ends_with_tensorboard(logdir: Path) -> None:
     code = (
-        "import sys, time; from nemo_fp8_debug.tensorboard_plugin.jobs.jobs import Jobs\n"
+        "import sys, time; from nemo_fp8_debug.tensorboard_plugin.jobs.job_queue import JobQueue\n"
         "question = {'kind': 'verdict', 'run': sys.argv[1], 'baseline': None, 'reference': None, 'by': 'step'}\n"
-        "jobs = Jobs(); jobs.ask(question, '')\n"
+        "jobs = JobQueue(); jobs.ask(question, '')\n"
         "while jobs._child is None: time.sleep(0.01)\n"
         "print(jobs._child.pid, flush=True); time.sleep(60)"
     )

@@ -15,7 +15,7 @@ from samples import FINGERPRINT, sample
 
 from nemo_fp8_debug.record.reader import read_table
 from nemo_fp8_debug.record.writer import RunRecord
-from nemo_fp8_debug.tensorboard_plugin.links import link
+from nemo_fp8_debug.tensorboard_plugin.web import link
 
 HOSTILE = "decoder.layers.0.<img src=x onerror='top.hacked=1'>"
 LAYERS = [f"decoder.layers.{i}.mlp.linear_fc{j}" for i in range(3) for j in (1, 2)]

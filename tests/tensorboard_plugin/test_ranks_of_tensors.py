@@ -10,7 +10,7 @@ from playwright.sync_api import Browser, Locator, expect
 from samples import sample
 from tab import start
 
-from nemo_fp8_debug.tensorboard_plugin.links import link
+from nemo_fp8_debug.tensorboard_plugin.web import link
 
 EXPERTS, TOLD, UNTOLD = "layers.0.experts.*.fc1", "layers.0.fc", "layers.1.fc"
 STEPS, LOST = range(0, 100, 10), range(40, 70, 10)

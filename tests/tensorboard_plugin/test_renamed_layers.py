@@ -19,7 +19,7 @@ from unlike_runs import CULPRIT, foreign, megatron, write
 from nemo_fp8_debug.analysis.comparison.compare import compare
 from nemo_fp8_debug.cli import app
 from nemo_fp8_debug.record.reader import read_table
-from nemo_fp8_debug.tensorboard_plugin.links import link
+from nemo_fp8_debug.tensorboard_plugin.web import link
 
 SINCE, STEP = 100, 150
 LAYER, ROLE = CULPRIT

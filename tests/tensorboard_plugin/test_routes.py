@@ -18,8 +18,8 @@ from nemo_fp8_debug.core.keys import SHOWN_AS
 from nemo_fp8_debug.numerics.formats import FORMATS
 from nemo_fp8_debug.record.reader import read_table
 from nemo_fp8_debug.record.schema import SCHEMAS
-from nemo_fp8_debug.tensorboard_plugin.records.losses import thinned
 from nemo_fp8_debug.tensorboard_plugin.records.metadata import NUMBERS
+from nemo_fp8_debug.tensorboard_plugin.records.thinning import thin_series
 
 NOT_QUANTIZED = "Nothing in the run is quantized: its metrics say what FP8 would do to it."
 
@@ -199,7 +199,7 @@ def test_a_spike_of_the_loss_is_found_and_stays_in_the_thinned_curve(tmp_path: P
 @given(st.lists(st.floats(), max_size=400), st.integers(20, 100))
 def test_thinning_keeps_extremes(values: list[float], points: int) -> None:
     series = np.array(values, np.float64)
-    kept = thinned([series], points)
+    kept = thin_series([series], points)
     assert len(kept) <= points or len(values) <= points
     assert (np.diff(kept) > 0).all()
     if finite := [v for v in values if math.isfinite(v)]:

@@ -24,8 +24,8 @@ from verdict_records import HOSTILE
 from nemo_fp8_debug.analysis.diagnosis.diagnose import diagnose
 from nemo_fp8_debug.analysis.story.story import story
 from nemo_fp8_debug.record.reader import read_table
-from nemo_fp8_debug.tensorboard_plugin.runs_table import kept, rows
-from nemo_fp8_debug.tensorboard_plugin.runs_table.board_order import ordered
+from nemo_fp8_debug.tensorboard_plugin import runs_table, verdict_cache
+from nemo_fp8_debug.tensorboard_plugin.runs_table import order_by_color
 
 Open = Callable[..., Page]
 MANY = 50
@@ -83,7 +83,7 @@ def test_rows_of_fifty_runs_tell_recipe_and_loss(tmp_path: Path) -> None:
 
 def test_rows_for_which_there_was_no_time_come_when_asked_again(pair: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_run(pair / "third", 2.0)
-    monkeypatch.setattr(rows, "_PATIENCE", 0.0)
+    monkeypatch.setattr(runs_table, "_PATIENCE", 0.0)
     tab = Tab(pair)
     answers = [tab.json("rows", baseline="baseline") for _ in range(3)]
     assert [(list(answer["rows"]), answer["is_complete"]) for answer in answers] == [
@@ -151,8 +151,8 @@ def test_a_headline_is_that_of_the_verdict_and_is_kept(
 
 
 def test_what_is_kept_depends_on_all_of_its_key_and_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kept, "_MOST", 3)
-    mine = kept.Kept(tmp_path / "verdicts")
+    monkeypatch.setattr(verdict_cache, "_MOST", 3)
+    mine = verdict_cache.VerdictCache(tmp_path / "verdicts")
     for i in range(5):
         mine.put({"package": "1", "records": [i]}, {"harm": i})
         os.utime(max((tmp_path / "verdicts").iterdir(), key=lambda path: path.stat().st_mtime_ns), (i, i))
@@ -169,11 +169,11 @@ def test_what_is_kept_depends_on_all_of_its_key_and_is_bounded(tmp_path: Path, m
 
 def test_a_cache_folder_that_cannot_be_written_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
-    mine = kept.Kept(tmp_path / "file" / "verdicts")
+    mine = verdict_cache.VerdictCache(tmp_path / "file" / "verdicts")
     mine.put({"a": 1}, {})
     assert mine.get({"a": 1}) is None
     monkeypatch.setenv("XDG_CACHE_HOME", "not/absolute")
-    assert kept.cache_folder() == Path.home() / ".cache" / "nemo_fp8_debug"
+    assert verdict_cache.find_cache_folder() == Path.home() / ".cache" / "nemo_fp8_debug"
 
 
 class _Board:
@@ -189,8 +189,8 @@ class _Board:
 def test_colors_are_in_the_order_of_tensorboard() -> None:
     board = _Board(late=3.0, none=None, also=None, b__version_0=2.0, early=1.0, foreign=0.0)
     names = ["also", "b", "early", "late", "none", "a-record-alone"]
-    assert ordered(names, board) == ["early", "b", "late", "also", "none", "a-record-alone"]
-    assert ordered(names, None) == sorted(names)
+    assert order_by_color(names, board) == ["early", "b", "late", "also", "none", "a-record-alone"]
+    assert order_by_color(names, None) == sorted(names)
 
 
 def column(page: Page, of: str) -> list[str]:

@@ -14,7 +14,7 @@ from tab import Tab
 from verdict_records import CULPRIT, EVERY, ONSET
 
 from nemo_fp8_debug.analysis.comparison.compare import compare
-from nemo_fp8_debug.tensorboard_plugin.links import link
+from nemo_fp8_debug.tensorboard_plugin.web import link
 
 RUNS = {"run": "bad", "baseline": "baseline", "reference": "reference"}
 TITLE = f"X of {CULPRIT}"

@@ -18,7 +18,7 @@ from torch import nn
 from nemo_fp8_debug import Monitor
 from nemo_fp8_debug.core.keys import STATES
 from nemo_fp8_debug.record.reader import read_table
-from nemo_fp8_debug.tensorboard_plugin.links import link
+from nemo_fp8_debug.tensorboard_plugin.web import link
 
 STEPS = 70  # more than are merged at a time
 

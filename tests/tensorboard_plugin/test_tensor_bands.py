@@ -19,7 +19,7 @@ from nemo_fp8_debug.analysis.comparison.compare import Comparison, compare
 from nemo_fp8_debug.analysis.comparison.onset import EVIDENCE, Pair, limits
 from nemo_fp8_debug.analysis.runs.metrics import Metrics, in_common
 from nemo_fp8_debug.record.dump_names import dumped_files
-from nemo_fp8_debug.tensorboard_plugin.records import bands
+from nemo_fp8_debug.tensorboard_plugin.records import baseline
 
 
 def band(baseline: pl.DataFrame, run: pl.DataFrame, layer: str, role: str, metric: str) -> pl.DataFrame:
@@ -144,7 +144,7 @@ def test_a_loss_that_was_not_recorded_is_told_from_one_that_is_not_a_number(tab:
 
 def test_a_long_band_is_thinned_and_keeps_its_extremes(pair: Path, tab: Tab, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = answer(tab, "noise")["metrics"]["relative_error"]
-    monkeypatch.setattr(bands, "_POINTS", 24)
+    monkeypatch.setattr(baseline, "_POINTS", 24)
     thin = answer(Tab(pair), "noise")["metrics"]["relative_error"]
     assert len(thin["step"]) <= 24 < len(whole["step"])
     assert (min(thin["high"]), max(thin["high"])) == (min(whole["high"]), max(whole["high"]))

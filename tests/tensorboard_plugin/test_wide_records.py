@@ -15,7 +15,7 @@ from tab import Tab, start
 from nemo_fp8_debug.numerics.metric_names import METRICS
 from nemo_fp8_debug.record import parquet
 from nemo_fp8_debug.record.reader import read_table
-from nemo_fp8_debug.tensorboard_plugin.records import layouts
+from nemo_fp8_debug.tensorboard_plugin.records import part_matrices
 
 LAYERS, STEPS = parquet.GROUP + 100, 3
 
@@ -38,7 +38,7 @@ def test_answers_are_those_of_a_record_that_is_held(pair: Path, monkeypatch: pyt
         return timelines + [tab.json("band", run="bad", baseline="good", layer=a, role=b) for a, b in asked]
 
     before = answers(narrow)
-    monkeypatch.setattr(layouts, "GROUP", 1)
+    monkeypatch.setattr(part_matrices, "GROUP", 1)
     assert len(asked) > 1
     assert answers(Tab(pair)) == before
 
@@ -66,7 +66,7 @@ def test_every_row_group_is_found(wide: Path) -> None:
 
 def test_texts_that_footers_tell_are_not_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of three parts, the second has texts of its own; all but those of the first can be lost, if they are the same."""
-    monkeypatch.setattr(layouts, "GROUP", 1)
+    monkeypatch.setattr(part_matrices, "GROUP", 1)
     record = start(tmp_path / "run")
     formats = [["e4m3", "e5m2"], ["e5m2", "e4m3"], ["e4m3", "e5m2"]]
     for step, of_step in enumerate(formats):

@@ -1,5 +1,7 @@
-"""The process of a job: reads a request from stdin, writes what it knows so far and its answer to stdout, a line of JSON
-each, and ends when stdin is closed."""
+"""The process of a job: one request from stdin, and lines of JSON to stdout, the last of them the answer.
+
+It writes what it knows so far before, and ends when stdin is closed.
+"""
 
 from __future__ import annotations
 
@@ -8,15 +10,16 @@ import json
 import os
 import signal
 import sys
-import threading
-from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import joblib
 
+from ...analysis.formatting import jsonable
+from ...core.threads import run_in_background
 from ...errors import ConfigError, RecordError
-from ..web.json_values import plain
-from .telling import Tell, to_nobody
+
+if TYPE_CHECKING:
+    from .analyses import Tell
 
 #: by how much the process gives way to others, TensorBoard's own above all
 _NICE = 5
@@ -25,7 +28,7 @@ _NICE = 5
 def main() -> None:
     """Answer one request."""
     request = json.loads(sys.stdin.buffer.readline())
-    threading.Thread(target=_end_with_the_parent, daemon=True).start()
+    run_in_background("fp8-parent", _end_with_the_parent)
     os.nice(_NICE)
     out = os.dup(1)
     os.dup2(2, 1)  # what libraries print is not part of the answer
@@ -35,20 +38,19 @@ def main() -> None:
             file.write(json.dumps(line, allow_nan=False) + "\n")
             file.flush()
 
-        write(answered(request, lambda partial: write({"state": "working", "partial": plain(partial)})))
+        write(answer_request(request, lambda partial: write({"state": "working", "partial": jsonable(partial)})))
 
 
-def answered(request: dict[str, Any], tell: Tell = to_nobody) -> dict[str, Any]:
-    """What a request comes to, as the browser gets it.
+def answer_request(request: dict[str, Any], tell: Tell = lambda partial: None) -> dict[str, Any]:
+    """Return what a request comes to, as the browser gets it.
 
     Args:
         tell: called with what is known so far.
     """
     try:
-        with joblib.parallel_config(
-            "sequential"
-        ):  # for so little, others take longer to start, and one process was promised
-            return {"state": "done", "result": plain(_JOBS[request.pop("kind")](request, tell))}
+        # For so little, others take longer to start, and one process was promised.
+        with joblib.parallel_config("sequential"):
+            return {"state": "done", "result": jsonable(_compute(request.pop("kind"), request, tell))}
     except (ConfigError, RecordError) as error:
         return {"state": "failed", "error": str(error)}
     except MemoryError:
@@ -58,27 +60,17 @@ def answered(request: dict[str, Any], tell: Tell = to_nobody) -> dict[str, Any]:
         return {"state": "failed", "error": f"It could not be computed ({told})."}
 
 
-def _verdict(request: dict[str, Any], tell: Tell) -> Any:
-    from .verdict import verdict
+def _compute(kind: str, request: dict[str, Any], tell: Tell) -> Any:
+    """Compute what a kind of job is about."""
+    # Imported when asked for: it takes as long as some jobs.
+    from .analyses import judge_headline, judge_run, try_recipe
 
-    return verdict(**request, tell=tell)
-
-
-def _what_if(request: dict[str, Any], tell: Tell) -> Any:
-    from .what_if import what_if
-
-    return what_if(**request)
-
-
-def _headline(request: dict[str, Any], tell: Tell) -> Any:
-    from .verdict import headline
-
-    del request["version"]  # it tells jobs of a record that grows apart
-    return headline(**request)
-
-
-#: imported when asked for: what a job does not need takes longer to import than the job takes
-_JOBS: dict[str, Callable[[dict[str, Any], Tell], Any]] = {"verdict": _verdict, "headline": _headline, "what_if": _what_if}
+    if kind == "verdict":
+        return judge_run(**request, tell=tell)
+    if kind == "headline":
+        del request["version"]  # it tells jobs of a record that grows apart
+        return judge_headline(**request)
+    return try_recipe(**request)
 
 
 def _end_with_the_parent() -> None:

@@ -1,14 +1,151 @@
-"""What of records goes into a page: the answers to what its views ask."""
+"""Ask the tab's routes from Python, and hold the answers that a page needs."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import base64
+import gzip
+import json
+import time
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
+from urllib.parse import quote
 
+from ...core.keys import SHOWN_AS
+from ..plugin import FP8Plugin
 from ..records import metadata
-from .asking import Asking
-from .held import Held, name_of
-from .thinning import joined, of_columns
+from ..records.logdir import Root
+from ..records.thinning import join_frames, thin_columns
+from ..web import Refused, encode_json
+
+#: seconds between two looks at a job
+_LOOK = 0.2
+
+
+#: where nothing says what is wrong with a tensor
+USUAL_METRIC = "relative_error"
+
+
+@dataclass(frozen=True)
+class ShownTensor:
+    """A tensor that matters, since when, and by which metric."""
+
+    layer: str
+    role: str
+    since: int | None
+    metric: str
+
+    @property
+    def title(self) -> str:
+        """Return what people call it."""
+        return f"{SHOWN_AS[self.role]} of {self.layer}"
+
+
+def choose_tensors(result: Mapping[str, Any], most: int) -> list[ShownTensor]:
+    """Return the first tensors of a verdict's story, which ranks them by harm."""
+    return [ShownTensor(row["layer"], row["role"], row["since"], _metric(row)) for row in result["story"]["tensors"][:most]]
+
+
+def _metric(row: Mapping[str, Any]) -> str:
+    name = row.get("metric")
+    return name if name in metadata.NUMBERS else USUAL_METRIC
+
+
+class RouteClient:
+    """Questions about the records below some folders."""
+
+    def __init__(self, roots: Sequence[Root], renames: Sequence[str] = ()) -> None:
+        """
+        Args:
+            renames: of the runs' layers, as `compare` takes them.
+        """
+        self._plugin = FP8Plugin.open_folders(roots, renames)
+        self._plugin.await_records()
+        self._routes = self._plugin.routes()
+
+    def list_routes(self, parameters: Iterable[str]) -> list[str]:
+        """Return the routes that take these parameters and no other."""
+        return [name for name, route in self._routes.items() if set(route.parameters) == set(parameters)]
+
+    def ask(self, route: str, **parameters: object) -> Any:
+        """Return the answer, bytes or what JSON can say; leave out parameters that are None.
+
+        Raises:
+            Refused: there is no such run, tensor or step.
+        """
+        given = [(name.rstrip("_"), str(value)) for name, value in parameters.items() if value is not None]
+        return self._routes[route].answer_query(given)
+
+    def try_to_ask(self, route: str, **parameters: object) -> Any:
+        """Return the answer, or None if there is none."""
+        try:
+            return self.ask(route, **parameters)
+        except Refused:
+            return None
+
+    def rename_tensor(self, run: str, baseline: str | None, tensor: ShownTensor) -> ShownTensor:
+        """Return a tensor of a verdict, which has the baseline's names, as the record of a run calls it."""
+        if baseline in (None, run):
+            return tensor
+        names = self.ask("names", run=run, baseline=baseline)["names"]
+        return replace(tensor, layer=next((own for own, theirs in names.items() if theirs == tensor.layer), tensor.layer))
+
+    def await_verdict(self, names: Mapping[str, Any], by: str = "step") -> dict[str, Any]:
+        """Return the verdict of runs by part (run, baseline, reference), as a job: done or failed."""
+        while (job := self._plugin.ask_verdict(**names, by=by))["state"] == "working":
+            time.sleep(_LOOK)
+        return job
+
+
+#: what JavaScript's encodeURIComponent leaves as it is
+_PLAIN = "!'()*~-_."
+
+
+def name_answer(route: str, **parameters: object) -> str:
+    """Return the name of an answer, as `nameOf` of the page's `sources/standing.js` makes it.
+
+    Example:
+        >>> name_answer("frames", run="a b", metric="mse", table=None)
+        'frames?metric=mse&run=a%20b'
+    """
+    given = sorted((name, value) for name, value in parameters.items() if value is not None)
+    return f"{route}?{'&'.join(f'{name}={quote(str(value), safe=_PLAIN)}' for name, value in given)}"
+
+
+class PackedAnswers:
+    """Answers by name, each gzip in base64."""
+
+    def __init__(self) -> None:
+        self._texts: dict[str, str] = {}
+        #: characters of all
+        self.size = 0
+
+    def put(self, name: str, answer: Any) -> int:
+        """Hold an answer, bytes or what JSON can say; how many characters it takes."""
+        content = answer if isinstance(answer, bytes) else encode_json(answer).encode()
+        text = base64.b64encode(gzip.compress(content, mtime=0)).decode()
+        self.size += len(text) - len(self._texts.get(name, ""))
+        self._texts[name] = text
+        return len(text)
+
+    def names(self) -> list[str]:
+        """Return the names of all that is held."""
+        return list(self._texts)
+
+    def keep(self, names: Collection[str]) -> None:
+        """Let go of everything else."""
+        self._texts = {name: text for name, text in self._texts.items() if name in names}
+        self.size = sum(map(len, self._texts.values()))
+
+    def __iter__(self) -> Iterator[tuple[str, str]]:
+        return iter(self._texts.items())
+
+
+def encode_script(value: Any) -> str:
+    """Return JSON that can stand in a script of a page, whatever text is in it."""
+    text = json.dumps(value, allow_nan=False, separators=(",", ":"))
+    return text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
+
 
 #: points of a loss or a timeline
 POINTS = 1000
@@ -18,103 +155,102 @@ _AT_ONCE = 16
 _COLUMNS, _LEAST_COLUMNS, _COURSE = 800, 20, 60_000
 
 
-class Contents:
+class PageContents:
     """Answers for a page, by what they are about."""
 
-    def __init__(self, asking: Asking) -> None:
-        self.asking, self.held = asking, Held()
+    def __init__(self, client: RouteClient) -> None:
+        self.client, self.held = client, PackedAnswers()
         self._headlines: dict[str, Any] = {}
 
-    def runs(self, told: Sequence[str]) -> None:
-        """The list of runs, none of which grows any more here, and what there is to say about the page."""
-        answer = self.asking.ask("runs")
+    def add_runs(self, told: Sequence[str]) -> None:
+        """Add the list of runs, none of which grows any more, and what there is to say about the page."""
+        answer = self.client.ask("runs")
         still = [run | {"state": "still" if run["state"] == "growing" else run["state"]} for run in answer["runs"]]
-        self.held.put(name_of("runs"), answer | {"runs": still, "told": list(told)})
+        self.held.put(name_answer("runs"), answer | {"runs": still, "told": list(told)})
 
-    def run(self, run: str, table: str, steps: Sequence[int]) -> None:
-        """What there is to know of a run, of which these sampled steps are in the page."""
-        answer = self.asking.ask("run", run=run, table=table)
-        self.held.put(name_of("run", run=run, table=table), answer | {"steps": list(steps)})
+    def add_run(self, run: str, table: str, steps: Sequence[int]) -> None:
+        """Add what there is to know of a run, of which these sampled steps are in the page."""
+        answer = self.client.ask("run", run=run, table=table)
+        self.held.put(name_answer("run", run=run, table=table), answer | {"steps": list(steps)})
 
-    def about(self, **about: str) -> None:
-        """What every route answers that takes just these parameters: a run, a run and a baseline, a run's metric, a tensor
-        of a run, with a baseline or without."""
-        for route in self.asking.routes_about(about):
-            if (answer := self.asking.try_to(route, **about)) is not None:
-                self.held.put(name_of(route, **about), of_columns(answer, POINTS))
+    def add_about(self, **about: str) -> None:
+        """Add what every route answers that takes just these parameters, such as a run and a baseline."""
+        for route in self.client.list_routes(about):
+            if (answer := self.client.try_to_ask(route, **about)) is not None:
+                self.held.put(name_answer(route, **about), thin_columns(answer, POINTS))
 
-    def names(self, run: str, baseline: str) -> None:
-        """What a baseline calls layers of a run, if it calls any otherwise."""
-        answer = self.asking.ask("names", run=run, baseline=baseline)
+    def add_names(self, run: str, baseline: str) -> None:
+        """Add what a baseline calls layers of a run, if it calls any otherwise."""
+        answer = self.client.ask("names", run=run, baseline=baseline)
         if answer["names"]:
-            self.held.put(name_of("names", run=run, baseline=baseline), answer)
+            self.held.put(name_answer("names", run=run, baseline=baseline), answer)
 
-    def frames(self, run: str, metric: str, table: str, steps: Sequence[int]) -> int:
-        """A metric of all tensors at steps; how many characters that takes."""
+    def add_frames(self, run: str, metric: str, table: str, steps: Sequence[int]) -> int:
+        """Add a metric of all tensors at steps; return how many characters that takes."""
         about = {"run": run, "metric": metric, "table": table}
-        answers = [self.asking.ask("frames", **about, from_=step, to=step) for step in steps]
-        return self.held.put(name_of("frames", **about), joined(answers)) if answers else 0
+        answers = [self.client.ask("frames", **about, from_=step, to=step) for step in steps]
+        return self.held.put(name_answer("frames", **about), join_frames(answers)) if answers else 0
 
-    def course(self, run: str, metric: str, table: str, tensors: int) -> int:
-        """A metric of all tensors over all steps, of many tensors in fewer columns; how many characters it takes."""
+    def add_course(self, run: str, metric: str, table: str, tensors: int) -> int:
+        """Add a metric of all tensors over all steps, in fewer columns if they are many; return its characters."""
         about = {"run": run, "metric": metric, "table": table}
         columns = max(_LEAST_COLUMNS, min(_COLUMNS, _COURSE // max(1, tensors)))
-        answer = self.asking.ask("course", **about, columns=columns)
-        return self.held.put(name_of("course", **about), answer)
+        answer = self.client.ask("course", **about, columns=columns)
+        return self.held.put(name_answer("course", **about), answer)
 
-    def timeline(self, run: str, layer: str, role: str) -> int:
-        """All metrics of a tensor, and how many ranks they are of; how many steps, 0 where the run has no such tensor."""
-        metrics = [*metrics_of(metadata.table_of(role)), "ranks", "ranks_missing"]
+    def add_timeline(self, run: str, layer: str, role: str) -> int:
+        """Add all metrics of a tensor and its ranks; return how many steps, 0 if the run has no such tensor."""
+        metrics = [*list_metrics(metadata.find_table(role)), "ranks", "ranks_missing"]
         asked = [",".join(metrics[i : i + _AT_ONCE]) for i in range(0, len(metrics), _AT_ONCE)]
-        answers = [self.asking.try_to("timeline", run=run, layer=layer, role=role, metrics=names) for names in asked]
+        answers = [self.client.try_to_ask("timeline", run=run, layer=layer, role=role, metrics=names) for names in asked]
         if None in answers:
             return 0
         whole = answers[0] | {"metrics": {name: values for one in answers for name, values in one["metrics"].items()}}
-        self.held.put(name_of("timeline", run=run, layer=layer, role=role), of_columns(whole, POINTS))
+        self.held.put(name_answer("timeline", run=run, layer=layer, role=role), thin_columns(whole, POINTS))
         return len(whole["step"])
 
-    def histograms(self, run: str, layer: str, role: str, steps: Iterable[int]) -> int:
-        """Distributions of a tensor at steps; how many characters they take."""
+    def add_histograms(self, run: str, layer: str, role: str, steps: Iterable[int]) -> int:
+        """Add distributions of a tensor at steps; return how many characters they take."""
         return self._at_steps("histogram", steps, run=run, layer=layer, role=role)
 
-    def others(self, run: str, steps: Iterable[int]) -> int:
-        """What was recorded under recipes that were not in use."""
+    def add_others(self, run: str, steps: Iterable[int]) -> int:
+        """Add what was recorded under recipes that were not in use; return how many characters it takes."""
         return self._at_steps("others", steps, run=run)
 
     def _at_steps(self, route: str, steps: Iterable[int], **about: str) -> int:
-        found = [self.asking.try_to(route, **about, step=step) for step in steps]
+        found = [self.client.try_to_ask(route, **about, step=step) for step in steps]
         by_step = {answer["step"]: answer for answer in found if answer}
-        return self.held.put(name_of(route, **about), [by_step[step] for step in sorted(by_step)]) if by_step else 0
+        return self.held.put(name_answer(route, **about), [by_step[step] for step in sorted(by_step)]) if by_step else 0
 
-    def fingerprints(self, a: str, b: str | None = None) -> None:
-        """The settings of a run, or of two and in what they differ."""
-        self.held.put(name_of("fingerprints", a=a, b=b), self.asking.ask("fingerprints", a=a, b=b))
+    def add_fingerprints(self, a: str, b: str | None = None) -> None:
+        """Add the settings of a run, or of two and in what they differ."""
+        self.held.put(name_answer("fingerprints", a=a, b=b), self.client.ask("fingerprints", a=a, b=b))
 
-    def verdict(self, names: Mapping[str, str | None], job: Mapping[str, Any]) -> None:
-        """The verdict of runs by part, a job that has ended."""
-        self.held.put(name_of("verdict", **names), job)
+    def add_verdict(self, names: Mapping[str, str | None], job: Mapping[str, Any]) -> None:
+        """Add the verdict of runs by part, a job that has ended."""
+        self.held.put(name_answer("verdict", **names), job)
         if job["state"] == "done":
             self._headlines[str(names["run"])] = job["result"]["story"]["headline"]
 
-    def rows(self, baseline: str | None) -> None:
-        """The table of all runs; verdicts of those that are in the page."""
-        while not (answer := self.asking.ask("rows", baseline=baseline))["is_complete"]:
+    def add_rows(self, baseline: str | None) -> None:
+        """Add the table of all runs, with the verdicts that are in the page."""
+        while not (answer := self.client.ask("rows", baseline=baseline))["is_complete"]:
             pass
         for name, row in answer["rows"].items():
             row["headline"] = self._headlines.get(name) or row.get("headline")
-        self.held.put(name_of("rows", baseline=baseline), answer)
+        self.held.put(name_answer("rows", baseline=baseline), answer)
 
 
-def metrics_of(table: str) -> list[str]:
-    """Names of the metrics that are offered of the tensors of a table."""
-    return [one["name"] for one in metadata.metrics_of() if one.get("table", table) == table]
+def list_metrics(table: str) -> list[str]:
+    """Return the names of the metrics that are offered for tensors of a table."""
+    return [one["name"] for one in metadata.describe_metrics() if one.get("table", table) == table]
 
 
-def steps_of(asking: Asking, run: str, table: str) -> list[int]:
-    """All sampled steps of a run."""
-    return list(asking.ask("run", run=run, table=table)["steps"])
+def list_steps(client: RouteClient, run: str, table: str) -> list[int]:
+    """Return all sampled steps of a run."""
+    return list(client.ask("run", run=run, table=table)["steps"])
 
 
-def nearest(steps: Sequence[int], step: int | None) -> list[int]:
-    """The sampled step next to one, or the last; none where nothing was sampled."""
+def choose_nearest(steps: Sequence[int], step: int | None) -> list[int]:
+    """Return the sampled step next to one, or the last; none if nothing was sampled."""
     return [min(steps, key=lambda one: abs(one - step)) if step is not None else steps[-1]] if steps else []

@@ -11,13 +11,53 @@ from typing import Any
 
 from ..._version import __version__
 from ...errors import ConfigError, RecordError
-from ..records.logdir import Root
-from .asking import Asking
-from .contents import Contents, nearest, steps_of
-from .figures import Figure, figures_of, that_matter
-from .html import alone
-from .names import names_of
-from .thinning import of_verdict
+from ..records import metadata
+from ..records.logdir import Root, name_runs
+from ..records.thinning import shorten_verdict
+from .contents import USUAL_METRIC, PageContents, RouteClient, ShownTensor, choose_nearest, choose_tensors, list_steps
+from .server import render_alone
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A view of a report; its state is what the address has of a tab."""
+
+    title: str
+    view: str
+    tensor: ShownTensor | None = None
+    step: int | None = None
+    metric: str | None = None
+
+    def state(self, names: Mapping[str, str | None]) -> dict[str, str]:
+        """Return what the page looks at, of runs by part."""
+        about = {"layer": self.tensor.layer, "role": self.tensor.role} if self.tensor else {}
+        table = {} if self.tensor is None else {"table": metadata.find_table(self.tensor.role)}
+        parts = {part: name or "" for part, name in names.items()}
+        state: dict[str, Any] = {"view": self.view, **parts, **about, **table, "step": self.step, "metric": self.metric}
+        return {name: str(value) for name, value in state.items() if value is not None}
+
+
+def choose_figures(result: Mapping[str, Any], tensors: list[ShownTensor], unit: str) -> list[Figure]:
+    """Return the verdict first, then all tensors where it began, then the tensors that matter."""
+    divergence = result["diagnosis"]["divergence_step"]
+
+    def step(of: ShownTensor | None) -> int | None:
+        since = of.since if of and of.since is not None else divergence
+        return since if unit == "step" else None  # the page counts steps
+
+    first = tensors[0] if tensors else None
+    metric = first.metric if first else USUAL_METRIC
+    label = next(one["label"] for one in metadata.describe_metrics() if one["name"] == metric)
+    figures = [
+        Figure("Verdict", "verdict"),
+        Figure(f"All tensors over all steps: {label}", "course", first, step(first), metric),
+        Figure(f"All tensors at one step: {label}", "map", first, step(first), metric),
+    ]
+    for tensor in tensors:
+        figures.append(Figure(f"{tensor.title} over the steps", "timeline", tensor, step(tensor)))
+        figures.append(Figure(f"The values of {tensor.title}", "distribution", tensor, step(tensor)))
+    return figures
+
 
 #: rows in each list of a verdict
 _ROWS = 60
@@ -29,7 +69,7 @@ _MISSING = "This is not in the report: `nemo-fp8-debug view` of the runs shows a
 
 
 @dataclass(frozen=True)
-class Compared:
+class ReportSubject:
     """What a report is about: addresses of records."""
 
     baseline: str
@@ -40,7 +80,7 @@ class Compared:
 
 
 def check_report(path: str | os.PathLike[str]) -> None:
-    """Whether a report can be written, before the work is done.
+    """Refuse a report that cannot be written, before the work is done.
 
     Raises:
         ConfigError: the file exists, or its folder does not.
@@ -51,7 +91,7 @@ def check_report(path: str | os.PathLike[str]) -> None:
         raise ConfigError(f"{path} cannot be written: there is no folder {Path(path).parent}; make it first")
 
 
-def write_report(path: str | os.PathLike[str], compared: Compared) -> None:
+def write_report(path: str | os.PathLike[str], subject: ReportSubject) -> None:
     """Write a report.
 
     Raises:
@@ -59,7 +99,7 @@ def write_report(path: str | os.PathLike[str], compared: Compared) -> None:
         RecordError: nothing can be said of a run.
     """
     check_report(path)
-    content = report(compared)
+    content = build_report(subject)
     try:
         with Path(path).open("x", encoding="utf-8") as file:
             file.write(content)
@@ -67,26 +107,26 @@ def write_report(path: str | os.PathLike[str], compared: Compared) -> None:
         raise ConfigError(f"{path} cannot be written: {error.strerror}") from None
 
 
-def report(compared: Compared) -> str:
-    """The text of the file."""
-    addresses = [compared.baseline, *compared.runs, *filter(None, [compared.reference])]
-    baseline, *names = names_of(addresses)
-    reference = names.pop() if compared.reference else None
+def build_report(subject: ReportSubject) -> str:
+    """Return the text of a report."""
+    addresses = [subject.baseline, *subject.runs, *filter(None, [subject.reference])]
+    baseline, *names = name_runs(addresses)
+    reference = names.pop() if subject.reference else None
     roots = [Root(n, a) for n, a in zip([baseline, *names, *filter(None, [reference])], addresses, strict=True)]
-    contents = Contents(Asking(roots, compared.renames))
+    contents = PageContents(RouteClient(roots, subject.renames))
     made = _Report(contents, baseline, _TENSORS if len(names) == 1 else _OF_EACH)
-    sections = [made.section({"run": name, "baseline": baseline, "reference": reference}, compared) for name in names]
-    contents.runs(())
+    sections = [made.section({"run": name, "baseline": baseline, "reference": reference}, subject) for name in names]
+    contents.add_runs(())
     title = f"{', '.join(names)} against {baseline}"
     told = [f"Made by nemo-fp8-debug {__version__} on {date.today().isoformat()}.", *made.told]
     whole = {"title": f"FP8: {title}", "told": told, "sections": sections}
-    return alone(f"FP8: {title}", {"held": dict(contents.held), "report": whole, "missing": _MISSING})
+    return render_alone(f"FP8: {title}", {"held": dict(contents.held), "report": whole, "missing": _MISSING})
 
 
 class _Report:
     """Sections, and the answers that they ask for."""
 
-    def __init__(self, contents: Contents, baseline: str, most: int) -> None:
+    def __init__(self, contents: PageContents, baseline: str, most: int) -> None:
         """
         Args:
             most: tensors that are drawn of a run.
@@ -94,26 +134,26 @@ class _Report:
         self._contents, self._baseline, self._most = contents, baseline, most
         self.told: list[str] = []
 
-    def section(self, names: Mapping[str, str | None], compared: Compared) -> dict[str, Any]:
-        """What was found of a run, as figures."""
-        job = self._contents.asking.verdict(names, compared.by)
+    def section(self, names: Mapping[str, str | None], subject: ReportSubject) -> dict[str, Any]:
+        """Return what was found of a run, as figures."""
+        job = self._contents.client.await_verdict(names, subject.by)
         if job["state"] == "failed":
             raise RecordError(job["error"])
-        result, told = of_verdict(job["result"], _ROWS)
+        result, told = shorten_verdict(job["result"], _ROWS)
         self.told += told
-        self._contents.verdict(names, job | {"result": result})
-        matter = that_matter(result, self._most)
-        figures = figures_of(result, matter, (result["comparison"] or {}).get("unit", "step"))
+        self._contents.add_verdict(names, job | {"result": result})
+        matter = choose_tensors(result, self._most)
+        figures = choose_figures(result, matter, (result["comparison"] or {}).get("unit", "step"))
         parts = [name for name in names.values() if name]
         for name in parts:
-            self._contents.about(run=name)
+            self._contents.add_about(run=name)
             if name != self._baseline:
-                self._contents.about(run=name, baseline=self._baseline)
+                self._contents.add_about(run=name, baseline=self._baseline)
         drawn = [{"title": one.title, "state": one.state(names)} for one in figures if self._filled(one, parts)]
-        return {"title": f"{names['run']} against {names['baseline']}", "about": _about(names, compared), "figures": drawn}
+        return {"title": f"{names['run']} against {names['baseline']}", "about": _about(names, subject), "figures": drawn}
 
     def _layers(self, run: str, table: str) -> list[str]:
-        return list(self._contents.asking.ask("run", run=run, table=table)["tensors"]["layer"])
+        return list(self._contents.client.ask("run", run=run, table=table)["tensors"]["layer"])
 
     def _filled(self, figure: Figure, parts: Sequence[str]) -> bool:
         """Whether there is something to show, and room for it."""
@@ -137,34 +177,34 @@ class _Report:
     def _course(self, figure: Figure, run: str) -> int:
         table = figure.state({}).get("table", "metrics")
         assert figure.metric is not None
-        return self._contents.course(run, figure.metric, table, len(self._layers(run, table)))
+        return self._contents.add_course(run, figure.metric, table, len(self._layers(run, table)))
 
     def _map(self, figure: Figure, run: str) -> int:
         table = figure.state({}).get("table", "metrics")
-        steps = steps_of(self._contents.asking, run, table)
-        self._contents.run(run, table, steps)
+        steps = list_steps(self._contents.client, run, table)
+        self._contents.add_run(run, table, steps)
         assert figure.metric is not None
-        self._contents.about(run=run, metric=figure.metric, table=table)
-        return self._contents.frames(run, figure.metric, table, nearest(steps, figure.step))
+        self._contents.add_about(run=run, metric=figure.metric, table=table)
+        return self._contents.add_frames(run, figure.metric, table, choose_nearest(steps, figure.step))
 
     def _timeline(self, figure: Figure, run: str) -> int:
         about = self._tensor(figure, run)
-        self._contents.about(run=run, **about)
+        self._contents.add_about(run=run, **about)
         if run != self._baseline:
-            self._contents.about(run=run, baseline=self._baseline, **about)
-        return self._contents.timeline(run, **about)
+            self._contents.add_about(run=run, baseline=self._baseline, **about)
+        return self._contents.add_timeline(run, **about)
 
     def _distribution(self, figure: Figure, run: str) -> int:
-        steps = nearest(steps_of(self._contents.asking, run, figure.state({})["table"]), figure.step)
-        return self._contents.histograms(run, **self._tensor(figure, run), steps=steps)
+        steps = choose_nearest(list_steps(self._contents.client, run, figure.state({})["table"]), figure.step)
+        return self._contents.add_histograms(run, **self._tensor(figure, run), steps=steps)
 
     def _tensor(self, figure: Figure, run: str) -> dict[str, str]:
         """Layer and role of a figure's tensor, as a run's record calls it."""
         assert figure.tensor is not None
-        tensor = self._contents.asking.in_record(run, self._baseline, figure.tensor)
+        tensor = self._contents.client.rename_tensor(run, self._baseline, figure.tensor)
         return {"layer": tensor.layer, "role": tensor.role}
 
 
-def _about(names: Mapping[str, str | None], compared: Compared) -> str:
+def _about(names: Mapping[str, str | None], subject: ReportSubject) -> str:
     beside = f", with the reference run {names['reference']}" if names["reference"] else ""
     return f"{names['run']} is compared with {names['baseline']}{beside}."

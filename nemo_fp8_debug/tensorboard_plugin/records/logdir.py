@@ -1,4 +1,4 @@
-"""Which records lie below --logdir or --logdir_spec: the only way from a name in a request to a file."""
+"""Find and name records below folders: the only way from a name in a request to a file."""
 
 from __future__ import annotations
 
@@ -6,16 +6,17 @@ import os
 import re
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ...core.threads import run_in_background
 from ...errors import ConfigError
 from ...record.links import TABLES, find_link_out, leads_out
 from ...record.schema import attempt_of_fingerprint
 from ...record.storage import Storage
-from ..web.errors import NotThere
-from ..web.query import shortened
+from ..web import NotThere, quote_text
 
 #: the folder that a callback puts its record into, which says nothing in a name
 _USUAL = "fp8_debug"
@@ -35,8 +36,8 @@ class Root:
     address: str
 
 
-def roots_of(flags: Any) -> list[Root]:
-    """What --logdir and --logdir_spec name, read as TensorBoard reads them."""
+def parse_flags(flags: Any) -> list[Root]:
+    """Return what --logdir and --logdir_spec name, read as TensorBoard reads them."""
     logdir, spec = getattr(flags, "logdir", None), getattr(flags, "logdir_spec", None)
     if logdir:
         return [Root("", os.path.expanduser(logdir))]
@@ -50,7 +51,7 @@ def _specified(part: str) -> Root:
 
 
 @dataclass
-class Found:
+class FoundRecords:
     """What a look at all roots found."""
 
     records: dict[str, Storage] = field(default_factory=dict)
@@ -67,22 +68,22 @@ class Logdir:
             warm: called in the background with each record after it was found.
         """
         self.roots, self._warm = roots, warm
-        self._found = Found()
-        self._looking: threading.Thread | None = None
+        self._found = FoundRecords()
+        self._is_looking = False
         self._lock = threading.Lock()
         self._some = threading.Event()  # there is a record, or the first look is over
         self._done = threading.Event()  # the first look is over
         self._next = 0.0
         self._begun = time.monotonic()
 
-    def found(self) -> Found:
-        """What is known by now; begins another look where the last is some seconds old, and waits a little for the first."""
+    def find_records(self) -> FoundRecords:
+        """Return what is known by now. Look again if the last look is some seconds old; wait a little for the first."""
         self.look()
         self._done.wait(max(0.0, self._begun + _FIRST - time.monotonic()))
         return self._found
 
-    def any(self, wait: float) -> bool:
-        """Whether there is a record, as far as is known; waits so many seconds for the first one to be found."""
+    def has_records(self, wait: float) -> bool:
+        """Return True if a record is known; wait so many seconds for the first one to be found."""
         self.look()
         self._some.wait(wait)
         return bool(self._found.records)
@@ -93,30 +94,30 @@ class Logdir:
         self._done.wait()
 
     def record(self, name: str) -> Storage:
-        """The record of a run.
+        """Return the record of a run.
 
         Raises:
             NotThere: no run of that name was found, or a link took its place since.
         """
-        records = self.found().records
+        records = self.find_records().records
         if name not in records:
-            some = ", ".join(shortened(known) for known in list(records)[:3]) or "none yet"
-            raise NotThere(f"There is no run {shortened(name)} below the logdir; found are: {some}. Choose one of them.")
+            some = ", ".join(quote_text(known) for known in list(records)[:3]) or "none yet"
+            raise NotThere(f"There is no run {quote_text(name)} below the logdir; found are: {some}. Choose one of them.")
         if _was_swapped(records[name]):
-            raise NotThere(f"Run {shortened(name)} was replaced by a link since it was found; put the folder back.")
+            raise NotThere(f"Run {quote_text(name)} was replaced by a link since it was found; put the folder back.")
         return records[name]
 
     def look(self) -> None:
         """Begin to look for records in the background, where the last look is some seconds old."""
         with self._lock:
-            if self._looking is None and time.monotonic() >= self._next:
+            if not self._is_looking and time.monotonic() >= self._next:
                 if not self._done.is_set():
                     self._begun = time.monotonic()
-                self._looking = threading.Thread(target=self._look, name="fp8-logdir", daemon=True)
-                self._looking.start()
+                self._is_looking = True
+                run_in_background("fp8-logdir", self._look)
 
     def _look(self) -> None:
-        began, found = time.monotonic(), Found()
+        began, found = time.monotonic(), FoundRecords()
         if not self._done.is_set():
             self._found = found  # filled while it is looked at: what is found first can be shown first
         try:
@@ -133,7 +134,7 @@ class Logdir:
             now = time.monotonic()
             with self._lock:
                 self._next = now + max(_PAUSE, _REST * (now - began))
-                self._looking = None
+                self._is_looking = False
 
 
 def _records(root: Root, refused: dict[str, str]) -> Iterator[tuple[str, Storage]]:
@@ -205,3 +206,43 @@ def _readable(name: str) -> str:
 
 def _said(error: Exception) -> str:
     return str(getattr(error, "strerror", None) or str(error).partition("\n")[0] or type(error).__name__)
+
+
+def name_roots(addresses: Sequence[str]) -> list[Root]:
+    """Return folders under the names that their runs get; a folder above several runs adds nothing to theirs."""
+    if len(addresses) == 1 and not _is_record(addresses[0]):
+        return [Root("", addresses[0])]
+    return [Root(name, address) for name, address in zip(name_runs(addresses), addresses, strict=True)]
+
+
+def name_runs(addresses: Sequence[str]) -> list[str]:
+    """Return the ends of addresses, as long as it takes to tell them apart; number the later of equal ones.
+
+    Example:
+        >>> name_runs(["runs/a/bad/fp8_debug", "runs/b/bad", "runs/baseline"])
+        ['a/bad', 'b/bad', 'baseline']
+    """
+    parts = [_parts(address) for address in addresses]
+    names = ["/".join(_end(part, parts)) for part in parts]
+    met: Counter[str] = Counter()
+    for i, name in enumerate(names):
+        met[name] += 1
+        if met[name] > 1:
+            names[i] = f"{name} ({met[name]})"
+    return names
+
+
+def _parts(address: str) -> list[str]:
+    parts = [part for part in Storage(address).path("").split("/") if part]
+    return (parts[:-1] if len(parts) > 1 and parts[-1] == _USUAL else parts) or ["."]
+
+
+def _end(part: list[str], parts: list[list[str]]) -> list[str]:
+    others = [other for other in parts if other != part]
+    lengths = (n for n in range(1, len(part)) if all(other[-n:] != part[-n:] for other in others))
+    return part[-next(lengths, len(part)) :]
+
+
+def _is_record(address: str) -> bool:
+    root = Storage(address)
+    return any(attempt_of_fingerprint(name) is not None for place in (root, root.below(_USUAL)) for name in place.names())

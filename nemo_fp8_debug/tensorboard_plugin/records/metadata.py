@@ -1,19 +1,20 @@
-"""What the browser has to know beside the metrics themselves: how they are called, drawn and judged."""
+"""What the browser has to know of metrics, formats and the order of layers."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 from ...core.keys import SHOWN_AS
 from ...numerics.metric_names import LABELS, METRICS, UNITS, WORSE
 from ...record import schema
-from ...record.schema import SCHEMAS
-from .layouts import NONFINITE
+from ...record.schema import SCHEMAS, Part
+from .part_matrices import NONFINITE, Layout, Tensors
 
 ROLES = dict(SHOWN_AS)
 #: tables of tensors, and those of their histograms
 TABLES = {table.name: table.histograms for table in schema.TABLES.values() if table.roles}
-
 #: metrics that can be asked for: every number of a row but those that say which row it is
 NUMBERS = (
     *dict.fromkeys(
@@ -24,13 +25,11 @@ NUMBERS = (
     ),
     NONFINITE,
 )
-
 #: scales of the colors that are not linear
 _SCALES = {
     **dict.fromkeys(("mse", "relative_error", "amax", "amin", "kurtosis"), "log"),
     "scale_ratio_log2": "diverging",
 }
-
 #: float formats as `numerics.formats` has them, for a process that does not import torch
 FORMATS: dict[str, dict[str, float]] = {
     "e4m3": {"max": 448.0, "min_normal": 2.0**-6, "min_subnormal": 2.0**-9, "bits": 8},
@@ -41,9 +40,8 @@ FORMATS: dict[str, dict[str, float]] = {
 }
 
 
-def metrics_of() -> list[dict[str, Any]]:
-    """The metrics that are offered, in the order of the record: name, label, unit, worse, scale, and table if only one has
-    it."""
+def describe_metrics() -> list[dict[str, Any]]:
+    """Return the offered metrics as in the record: name, label, unit, worse, scale, and table if only one has it."""
     offered = [_about(name, name) for name in METRICS]
     offered += [_about(f"unscaled_{name}", name, ", in the units of the loss") for name in UNITS]
     scale = {"name": "scale", "label": "scale in use", "unit": "", "worse": 1, "scale": "log"}
@@ -56,21 +54,21 @@ def metrics_of() -> list[dict[str, Any]]:
     return [*offered, scale, nonfinite, *own]
 
 
-def worse_of(metric: str) -> int | None:
-    """1: more is worse; -1: less is; None: what is farther from 0 is.
+def find_worse_sign(metric: str) -> int | None:
+    """Return 1 if more is worse, -1 if less is, None if what is farther from 0 is.
 
     Example:
-        >>> worse_of("underflow_pct"), worse_of("cosine"), worse_of("scale_ratio_log2")
+        >>> find_worse_sign("underflow_pct"), find_worse_sign("cosine"), find_worse_sign("scale_ratio_log2")
         (1, -1, None)
     """
     return _WORSE.get(metric, 1)
 
 
-def table_of(role: str) -> str:
-    """The table that has tensors of a role.
+def find_table(role: str) -> str:
+    """Return the table that has tensors of a role.
 
     Example:
-        >>> table_of("input"), table_of("first_moment")
+        >>> find_table("input"), find_table("first_moment")
         ('metrics', 'states')
     """
     return next((table for table in TABLES if role in schema.TABLES[table].roles), next(iter(TABLES)))
@@ -85,4 +83,47 @@ def _described(name: str, like: str, worse: int, more: str = "") -> dict[str, An
     return {"name": name, "label": label + more, "unit": unit, "worse": worse, "scale": _SCALES.get(like, "linear")}
 
 
-_WORSE = {about["name"]: None if about["scale"] == "diverging" else about["worse"] for about in metrics_of()}
+_WORSE = {about["name"]: None if about["scale"] == "diverging" else about["worse"] for about in describe_metrics()}
+#: made before its siblings and run behind them: Megatron's output projection of attention
+_LAST = {"linear_proj"}
+#: likewise if the sibling is there: `w2` of a gated MLP multiplies what `w1` and `w3` return
+_BEHIND = {"w2": "w3"}
+#: records whose order is kept
+_KEPT = 32
+
+
+def order_tensors(tensors: Iterable[tuple[str, str]]) -> Tensors:
+    """Return (layer, role) of tensors, by layers in order of execution; keep the order in a layer."""
+    found = list(tensors)
+    order = {layer: i for i, layer in enumerate(order_layers([layer for layer, _ in found]))}
+    return Tensors(sorted(found, key=lambda key: order[key[0]]))
+
+
+def list_tensors(layouts: Mapping[Part, Layout]) -> Tensors:
+    """Return (layer, role) of the tensors that any part has, in order of execution."""
+    return _of_any(tuple(dict.fromkeys(layout.tensors for layout in layouts.values())))
+
+
+@lru_cache(_KEPT)
+def _of_any(different: tuple[Tensors, ...]) -> Tensors:
+    return order_tensors(dict.fromkeys(key for tensors in different for key in tensors))
+
+
+def order_layers(layers: Sequence[str]) -> list[str]:
+    """Return each layer once, in the order in which a forward pass runs them.
+
+    Example:
+        >>> order_layers(["0.attention.linear_proj", "0.attention.linear_qkv", "0.mlp.linear_fc1"])
+        ['0.attention.linear_qkv', '0.attention.linear_proj', '0.mlp.linear_fc1']
+    """
+    place = {layer: i for i, layer in enumerate(dict.fromkeys(layers))}
+    last_of = {layer.rpartition(".")[0]: i for layer, i in place.items()}
+
+    def key(layer: str) -> tuple[int, int]:
+        block, _, name = layer.rpartition(".")
+        sibling = f"{block}.{_BEHIND[name]}" if name in _BEHIND else None
+        if name in _LAST:
+            return last_of[block], 1
+        return (place[sibling], 1) if sibling in place and place[sibling] > place[layer] else (place[layer], 0)
+
+    return sorted(place, key=key)

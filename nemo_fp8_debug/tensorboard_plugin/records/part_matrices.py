@@ -8,40 +8,162 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
-from typing import TypeVar
+from functools import cached_property, partial
+from typing import Any, TypeVar
 
 import numpy as np
+import numpy.typing as npt
+import polars as pl
 import pyarrow as pa
 
 from ...errors import hearing
 from ...record.outline import Outline
-from ...record.parts import (
-    PartDamagedError,
-    PartGoneError,
-    list_parts,
-    read_columns,
-    read_outline,
-    read_rows,
-)
+from ...record.parquet import GROUP
+from ...record.parts import PartDamagedError, PartGoneError, list_parts, read_columns, read_outline, read_rows
 from ...record.schema import SCHEMAS, Part, attempt_of_fingerprint
 from ...record.storage import Storage
 from ...record.table_index import TableIndex, read_new_names
-from ..web.errors import NotReadable
-from .cache import Cache
-from .extent import Extent
-from .layouts import Array, Layout, Tensors, Texts, coded, columns_of, is_tried, lay_out, numbers_in, values_of
+from ..cache import Cache
+from ..web import NotReadable
+
+Array = npt.NDArray[Any]
+#: different layers in order, as keys
+Layers = dict[str, None]
+#: source of the scales of rows of what-if recipes
+WHAT_IF = "what-if"
+#: how many values are not finite: two columns as one
+NONFINITE = "nonfinite"
+
+
+class Tensors(tuple[tuple[str, str], ...]):
+    """(layer, role) of tensors. Many parts share them, so that what is known of them is found once."""
+
+    @cached_property
+    def places(self) -> dict[tuple[str, str], int]:
+        """Return the place of each."""
+        return {key: i for i, key in enumerate(self)}
+
+    @cached_property
+    def layers(self) -> Layers:
+        """Return their layers."""
+        return dict.fromkeys(layer for layer, _ in self)
+
+    @cached_property
+    def _hash(self) -> int:
+        return super().__hash__()
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or super().__eq__(other)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where the rows of a part are."""
+
+    #: int64 [S], ascending
+    steps: Array
+    #: of T tensors, in the order of the part
+    tensors: Tensors
+    #: int32 [S, T]: the row of each, -1 where there is none; None: rows lie step by step, complete
+    rows: Array | None
+
+    @property
+    def is_wide(self) -> bool:
+        """Return True if reading one tensor takes less than reading all."""
+        return len(self.tensors) > GROUP
+
+    def row(self, step: int, key: tuple[str, str]) -> int | None:
+        """Return the row of a tensor at a step; None if it has none."""
+        at, tensor = int(np.searchsorted(self.steps, step)), self.tensors.places.get(key)
+        if tensor is None or at == len(self.steps) or self.steps[at] != step:
+            return None
+        row = at * len(self.tensors) + tensor if self.rows is None else int(self.rows[at, tensor])
+        return None if row < 0 else row
+
+    def spread(self, values: Array, absent: float) -> Array:
+        """Return [rows] as [S, T]."""
+        if self.rows is None:
+            return values.reshape(len(self.steps), len(self.tensors))
+        return np.append(values, values.dtype.type(absent))[self.rows]
+
+
+@dataclass(frozen=True)
+class CodedTexts:
+    """A column of text: uint16 codes [S, T] into `known`, 0 where there is none."""
+
+    codes: Array
+    known: list[str | None]
+
+
+def read_numbers(column: pa.ChunkedArray | pa.Array) -> Array:
+    """Return a column of numbers, NaN for null; read-only.
+
+    Through polars: `to_numpy` of pyarrow imports pandas where it is installed, and the first answer would wait for that.
+    """
+    return pl.Series(column).to_numpy()
+
+
+def encode_texts(column: pa.ChunkedArray) -> tuple[Array, list[str]]:
+    """Return codes int32, -1 for null, and what they stand for."""
+    whole = column.combine_chunks() if column.num_chunks != 1 else column.chunk(0)
+    if isinstance(whole, pa.ChunkedArray):
+        whole = whole.unify_dictionaries().combine_chunks() if whole.num_chunks else pa.array([], pa.string())
+    coded = whole if pa.types.is_dictionary(whole.type) else whole.dictionary_encode()
+    indices = coded.indices.fill_null(-1) if coded.null_count else coded.indices
+    return read_numbers(indices).astype(np.int32, copy=False), coded.dictionary.to_pylist()
+
+
+def list_columns(table: str, metric: str) -> tuple[str, ...]:
+    """Return the columns that `compute_values` takes."""
+    return ("nan", "inf") if metric == NONFINITE else (metric,) if metric in SCHEMAS[table] else ()
+
+
+def compute_values(rows: pa.Table, table: str, metric: str) -> Array:
+    """Return float64 [rows] of a metric, NaN where there is none."""
+    values = [np.asarray(read_numbers(rows[name]), np.float64) for name in list_columns(table, metric)]
+    if not values:
+        return np.full(len(rows), np.nan)
+    # Of two counts one may be unknown: msProbe counts NaN alone.
+    return np.where(np.isnan(values).all(axis=0), np.nan, np.nansum(values, axis=0))
+
+
+def find_tried(rows: pa.Table) -> Array:
+    """Return bool [rows]: which rows are of what-if recipes."""
+    codes, known = encode_texts(rows["scale_source"])
+    return codes == known.index(WHAT_IF) if WHAT_IF in known else np.zeros(len(codes), bool)
+
+
+def lay_out_rows(outline: Outline, names: Mapping[str, Tensors], tried: Array | None) -> Layout:
+    """Return where the rows of a part are, whatever their order.
+
+    Args:
+        names: layer and role of the rows of stretches, by digest.
+        tried: bool [rows]: which are left out; None: none.
+    """
+    place: dict[tuple[str, str], int] = {}
+    places = {digest: np.array([place.setdefault(key, len(place)) for key in keys]) for digest, keys in names.items()}
+    tensor = np.concatenate([places[stretch.digest] for stretch in outline.stretches])
+    step = np.repeat([stretch.step for stretch in outline.stretches], [stretch.rows for stretch in outline.stretches])
+    rows = np.arange(len(step)) if tried is None else np.flatnonzero(~tried)
+    steps, at = np.unique(step[rows], return_inverse=True)
+    met, first, column = np.unique(tensor[rows], return_index=True, return_inverse=True)
+    order = np.argsort(first)  # as they are first met
+    keys = list(place)
+    table = np.full((len(steps), len(met)), -1, np.int32)
+    table[at, np.argsort(order)[column]] = rows
+    return Layout(steps, Tensors(keys[i] for i in met[order].tolist()), table)
+
 
 T = TypeVar("T")
-
 #: bytes of metrics that are held, and of where the rows of parts are
 _HELD, _LAYOUTS = 384 << 20, 64 << 20
 #: names that are held
 _TENSORS = 1 << 22
-#: bytes of where values lie
-_EXTENTS = 32 << 20
 #: seconds for which the list of a record's parts is taken as it is
 _LISTED = 1.0
 #: records whose parts are known at a time, and parts whose steps are
@@ -51,7 +173,7 @@ _ATTEMPTS = 3
 
 
 @dataclass(frozen=True)
-class Index(TableIndex):
+class RecordIndex(TableIndex):
     """The sampled steps of a record, and which part has each."""
 
     version: str = ""
@@ -62,14 +184,14 @@ class Index(TableIndex):
 
 
 @dataclass
-class _Held:
+class _KnownIndex:
     """An index, and when it was looked whether it still holds."""
 
     looked: float = 0.0
-    index: Index | None = None
+    index: RecordIndex | None = None
 
 
-class Parts:
+class PartMatrices:
     """Reads the `metrics` of records, or another table of the same form."""
 
     def __init__(self, table: str = "metrics") -> None:
@@ -78,22 +200,21 @@ class Parts:
             table: whose rows are told apart by step, layer and role; those of what-if recipes are left out.
         """
         self.table = table
-        self._indexes: Cache[_Held] = Cache(_RECORDS, lambda _: 1)
+        self._indexes: Cache[_KnownIndex] = Cache(_RECORDS, lambda _: 1)
         self._layouts: Cache[Layout] = Cache(_LAYOUTS, lambda held: 0 if held.rows is None else held.rows.nbytes)
         self._metrics: Cache[Array] = Cache(_HELD, lambda held: held.nbytes)
-        self._extents: Cache[Extent] = Cache(_EXTENTS, lambda held: held.nbytes)
         self._harmed: dict[tuple[str, str, str], str] = {}
         self._outlines: Cache[Outline] = Cache(_PARTS, lambda _: 1)
         self._tensors: Cache[Tensors] = Cache(_TENSORS, len)
-        self._texts: Cache[Texts] = Cache(_HELD // 8, lambda held: held.codes.nbytes)
+        self._texts: Cache[CodedTexts] = Cache(_HELD // 8, lambda held: held.codes.nbytes)
 
-    def index(self, run: Storage) -> Index:
-        """The sampled steps of a record, as they are now.
+    def index(self, run: Storage) -> RecordIndex:
+        """Return the sampled steps of a record, as they are now.
 
         Raises:
             NotReadable: the folder cannot be listed.
         """
-        held = self._indexes.get(str(run), _Held)
+        held = self._indexes.get(str(run), _KnownIndex)
         known = held.index
         if known is not None and time.monotonic() - held.looked < _LISTED:
             return known
@@ -101,7 +222,7 @@ class Parts:
         held.looked = time.monotonic()
         return known
 
-    def _looked(self, run: Storage, known: Index | None) -> Index:
+    def _looked(self, run: Storage, known: RecordIndex | None) -> RecordIndex:
         try:
             with hearing() as heard:
                 listed, version = _listed(run)
@@ -112,53 +233,53 @@ class Parts:
         except Exception as error:  # every driver of a remote file system has errors of its own
             raise NotReadable(f"{run} cannot be listed ({type(error).__name__}: {error}); look at the folder.") from None
         damaged = {path: _why(path, reason) for path, reason in found.damaged.items()}
-        return Index(found.steps, found.owner, damaged, version, listed, heard)
+        return RecordIndex(found.steps, found.owner, damaged, version, listed, heard)
 
     def warm(self, run: Storage) -> None:
         """Learn the steps of a record before somebody asks."""
         with contextlib.suppress(NotReadable):
             self.index(run)
 
-    def glance(self, run: Storage) -> Index:
-        """What the names of parts say, where nothing more is known: the first and last step of each, damaged or not."""
-        held = self._indexes.get(str(run), _Held).index
+    def glance(self, run: Storage) -> RecordIndex:
+        """Return what the names of parts say, if no more is known: the first and last step of each, damaged or not."""
+        held = self._indexes.get(str(run), _KnownIndex).index
         if held is not None:
             return held
         with hearing():
             listed, _ = _listed(run)
         owner = {step: part for part in listed[self.table] for step in (part.first, part.last)}
-        return Index(np.array(sorted(owner), np.int64), owner, {}, listed=listed)
+        return RecordIndex(np.array(sorted(owner), np.int64), owner, {}, listed=listed)
 
     def _outline(self, run: Storage, part: Part) -> Outline:
         return self._outlines.get((str(run), part.path), lambda: read_outline(run, self.table, part))
 
     def outline(self, run: Storage, part: Part) -> Outline:
-        """What the footer of a part tells of its rows."""
-        with answering(part):
+        """Return what the footer of a part says of its rows."""
+        with report_damage(part):
             return self._outline(run, part)
 
     def layout(self, run: Storage, part: Part) -> Layout:
-        """Where a part's rows are."""
+        """Return where a part's rows are."""
 
         def make() -> Layout:
             outline = self.outline(run, part)
             steps = np.array([stretch.step for stretch in outline.stretches], np.int64)
             digests = {stretch.digest: stretch.rows for stretch in outline.stretches}
             rows = None if self.table == "metrics" else self.columns(run, part, "scale_source")
-            tried = None if rows is None or not (found := is_tried(rows)).any() else found
+            tried = None if rows is None or not (found := find_tried(rows)).any() else found
             if tried is None and len(digests) == 1 and (np.diff(steps) > 0).all():
                 ((digest, count),) = digests.items()
                 tensors = self._tensors.get(digest, lambda: self._names(run, part, outline)[digest])
                 if len(tensors.places) == count:
                     return Layout(steps, tensors, None)
-            layout = lay_out(outline, self._names(run, part, outline), tried)
+            layout = lay_out_rows(outline, self._names(run, part, outline), tried)
             return replace(layout, tensors=self._tensors.get(layout.tensors, lambda: layout.tensors))  # one for all parts
 
         return self._layouts.get((str(run), part.path), make)
 
     def _names(self, run: Storage, part: Part, outline: Outline) -> dict[str, Tensors]:
         """Layer and role of the rows of stretches, by digest."""
-        with answering(part):
+        with report_damage(part):
             tables = read_new_names(run, self.table, part, outline)
         return {
             digest: Tensors(zip(names["layer"].to_pylist(), names["role"].to_pylist(), strict=True))
@@ -166,40 +287,26 @@ class Parts:
         }
 
     def metric(self, run: Storage, part: Part, name: str) -> Array:
-        """float64 [S, T], as the layout of the part has them; NaN where there is none."""
+        """Return float64 [S, T], as the layout of the part has them; NaN where there is none."""
 
         def make() -> Array:
-            rows = self.columns(run, part, *columns_of(self.table, name))
-            return self.layout(run, part).spread(values_of(rows, self.table, name), np.nan)
+            rows = self.columns(run, part, *list_columns(self.table, name))
+            return self.layout(run, part).spread(compute_values(rows, self.table, name), np.nan)
 
         return self._metrics.get((str(run), part.path, name), make)
 
     def columns(self, run: Storage, part: Part, *names: str) -> pa.Table:
-        """Columns of a part, all its rows; they are not held."""
-        with answering(part):
+        """Return columns of a part, all its rows; they are not held."""
+        with report_damage(part):
             return read_columns(run, self.table, part, {"attempt", *names})[0]
 
     def some_rows(self, run: Storage, part: Part, names: Sequence[str], places: Sequence[int]) -> pa.Table:
-        """Columns of a few rows of a part; they are not held."""
-        with answering(part):
+        """Return columns of a few rows of a part; they are not held."""
+        with report_damage(part):
             return read_rows(run, self.table, part, names, places)
 
-    def extent(self, run: Storage, part: Part, name: str, steps: Sequence[int]) -> Extent:
-        """Where the values of a metric lie at some steps of a part."""
-
-        def make() -> Extent:
-            whole = len(steps) == len(self.outline(run, part).steps)
-            is_mixed = self.table != "metrics"
-            others = [*(() if whole else ("step",)), *(("scale_source",) if is_mixed else ())]
-            rows = self.columns(run, part, *columns_of(self.table, name), *others)
-            values = values_of(rows, self.table, name)
-            values = np.where(is_tried(rows), np.nan, values) if is_mixed else values
-            return Extent.of(values if whole else values[np.isin(numbers_in(rows["step"]), steps)])
-
-        return self._extents.get((str(run), part.path, name, tuple(steps)), make)
-
-    def unless_damaged(self, run: Storage, part: Part, what: str, read: Callable[[], T]) -> T | None:
-        """What `read` finds in a part; None where that is damaged, which `harmed` tells from then on.
+    def read_unless_damaged(self, run: Storage, part: Part, what: str, read: Callable[[], T]) -> T | None:
+        """Return what `read` finds in a part; None if that is damaged, which `list_damaged` then reports.
 
         Args:
             what: it reads; part of it may be damaged and part not.
@@ -213,21 +320,30 @@ class Parts:
         self._harmed.pop(key, None)
         return found
 
-    def harmed(self, run: Storage) -> dict[str, str]:
-        """By name, what is wrong with parts of which some columns were found damaged."""
+    def find_layout(self, run: Storage, part: Part) -> Layout | None:
+        """Return where the rows of a part are; None where that is damaged."""
+        return self.read_unless_damaged(run, part, "layout", lambda: self.layout(run, part))
+
+    def find_metric(self, run: Storage, part: Part, layout: Layout, name: str) -> Array:
+        """Return a metric as float64 [S, T]; NaN where the column is damaged."""
+        found = self.read_unless_damaged(run, part, name, lambda: self.metric(run, part, name))
+        return np.full((len(layout.steps), len(layout.tensors)), np.nan) if found is None else found
+
+    def list_damaged(self, run: Storage) -> dict[str, str]:
+        """Return by name what is wrong with parts of which some columns were found damaged."""
         return {part: why for (of, part, _), why in list(self._harmed.items()) if of == str(run)}
 
-    def texts(self, run: Storage, part: Part, name: str) -> Texts:
-        """A column of text, as the layout of the part has it."""
+    def texts(self, run: Storage, part: Part, name: str) -> CodedTexts:
+        """Return a column of text, as the layout of the part has it."""
 
-        def make() -> Texts:
-            codes, known = coded(self.columns(run, part, name)[name])
-            return Texts(self.layout(run, part).spread((codes + 1).astype(np.uint16), 0), [None, *known])
+        def make() -> CodedTexts:
+            codes, known = encode_texts(self.columns(run, part, name)[name])
+            return CodedTexts(self.layout(run, part).spread((codes + 1).astype(np.uint16), 0), [None, *known])
 
         return self._texts.get((str(run), part.path, name), make)
 
-    def settled(self, run: Storage, read: Callable[[Index], T]) -> T:
-        """What `read` makes of a record; once more where parts were merged meanwhile.
+    def read_settled(self, run: Storage, read: Callable[[RecordIndex], T]) -> T:
+        """Return what `read` makes of a record; read once more if parts were merged meanwhile.
 
         Raises:
             NotReadable: it cannot be read, or changes faster than it is read.
@@ -236,12 +352,12 @@ class Parts:
             try:
                 return read(self.index(run))
             except PartGoneError:
-                self._indexes.get(str(run), _Held).looked = 0.0
+                self._indexes.get(str(run), _KnownIndex).looked = 0.0
         raise NotReadable(f"{run} changes faster than it can be read; try again.")
 
 
 @contextlib.contextmanager
-def answering(part: Part) -> Iterator[None]:
+def report_damage(part: Part) -> Iterator[None]:
     """Say in an answer that a part is damaged.
 
     Raises:

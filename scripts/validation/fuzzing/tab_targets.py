@@ -11,13 +11,12 @@ from typing import Any
 from urllib.parse import urlencode
 
 from hypothesis import strategies as st
-from werkzeug import Request
 from werkzeug.test import EnvironBuilder
 
 from nemo_fp8_debug.record.schema import SCHEMAS
-from nemo_fp8_debug.tensorboard_plugin.plugin import FP8Plugin, wsgi_of
+from nemo_fp8_debug.tensorboard_plugin.plugin import FP8Plugin
 from nemo_fp8_debug.tensorboard_plugin.records.logdir import Root
-from nemo_fp8_debug.tensorboard_plugin.web.same_origin import own_names
+from nemo_fp8_debug.tensorboard_plugin.wsgi import answer_route, build_wsgi, list_own_names
 
 from .limits import Finding
 from .mutations import words
@@ -65,7 +64,7 @@ def plugin() -> FP8Plugin:
 
 def opened(folder: Path) -> FP8Plugin:
     """Of a tab over a folder, whose records have been found."""
-    found = FP8Plugin.over([Root("", str(folder))])
+    found = FP8Plugin.open_folders([Root("", str(folder))])
     found.await_records()
     return found
 
@@ -76,7 +75,7 @@ def ask(tab: FP8Plugin, route: str, query: str, headers: dict[str, str] | None =
     Raises:
         Finding: it is not.
     """
-    routes = {name: wsgi_of(_answer(tab, name), names) for name in tab.routes()}
+    routes = {name: build_wsgi(answer_route(found), names) for name, found in tab.routes().items()}
     environ = EnvironBuilder(path=f"/data/plugin/fp8/{route}", query_string=query).get_environ()
     environ |= {f"HTTP_{name.upper().replace('-', '_')}": value for name, value in (headers or {}).items()}
     began: list[tuple[str, list[tuple[str, str]]]] = []
@@ -90,16 +89,11 @@ def ask(tab: FP8Plugin, route: str, query: str, headers: dict[str, str] | None =
     return status
 
 
-def _answer(tab: FP8Plugin, name: str) -> Callable[[Request], Any]:
-    from nemo_fp8_debug.tensorboard_plugin.plugin import _checked
-
-    return _checked(tab.routes()[name])
-
-
 def _request(given: tuple[str, list[tuple[str, str]], dict[str, str]], folder: Path) -> None:
     route, query, headers = given
     text = urlencode(query, errors="replace")
-    status = ask(plugin(), route, text, {name: _header(value) for name, value in headers.items()}, own_names("localhost"))
+    sent = {name: _header(value) for name, value in headers.items()}
+    status = ask(plugin(), route, text, sent, list_own_names("localhost"))
     if _header(headers.get("Host", "localhost")) in ("hub.example", "evil.example") and status != 403:
         raise Finding(f"{headers} is answered with {status}")
 

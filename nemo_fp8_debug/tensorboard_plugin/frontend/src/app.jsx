@@ -1,7 +1,7 @@
 // The page: which runs, which view, and the view.
 import {useEffect, useRef} from 'preact/hooks';
 import {at, go} from './address.js';
-import {Notice, Problem} from './components/notice.jsx';
+import {Notice, Problem} from './components/basics.jsx';
 import {Runs} from './components/pickers.jsx';
 import {details} from './details.js';
 import {Glossary} from './glossary/glossary.jsx';

@@ -7,5 +7,5 @@ export const figure = typeof fp8Figure === 'undefined' ? null : fp8Figure;
 /** The window whose address and colors are followed. The frame of a tab is of TensorBoard's origin. */
 export const host = !figure && location.pathname.endsWith('/data/plugin_entry.html') ? window.parent : window;
 
-/** Data that stands in the page, as of page/held.py; undefined: a server answers. */
+/** Data that stands in the page, as of page/contents.py; undefined: a server answers. */
 export const page = globalThis.fp8DebugPage;

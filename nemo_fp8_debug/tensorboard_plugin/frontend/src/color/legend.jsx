@@ -1,6 +1,6 @@
 // What colors stand for: how many values have which color, and handles to set from where to where.
 import {number} from '../units.js';
-import {CHOICES, currentChoice, offered, setLimits} from './choice.js';
+import {CHOICES, currentChoice, offered, setLimits} from './scales.js';
 import {go} from '../address.js';
 
 const BARS = 48;

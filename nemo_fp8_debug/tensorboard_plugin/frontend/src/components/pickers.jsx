@@ -4,7 +4,7 @@ import {details} from '../details.js';
 import {Help} from '../glossary/glossary.jsx';
 import {about, choose, chosen, known, metricNamed, metricsOfTable, PARTS, suggestedMetric, table, TABLES} from '../records.js';
 import {shown, titleOf} from '../units.js';
-import {Typed} from './typed.jsx';
+import {Typed} from './basics.jsx';
 
 const STATES = {growing: 'growing', empty: 'nothing recorded yet', unreadable: 'unreadable', still: ''};
 

@@ -2,7 +2,7 @@
 import {useState} from 'preact/hooks';
 import {saveCsv} from '../download.js';
 import {number} from '../units.js';
-import {Breakable} from './breakable.jsx';
+import {Breakable} from './basics.jsx';
 
 /**
  * @typedef {object} Column

@@ -1,11 +1,82 @@
-// A metric of all tensors over all steps, of the runs that are needed for what is shown.
+// What Course shows: a metric of all tensors over all steps, the scalars above it, and where the run went wrong.
+import {useEffect} from 'preact/hooks';
 import {at} from '../address.js';
-import {robustLimits} from '../color/limits.js';
-import {againstSpread} from '../color/against.js';
-import {keyOf} from '../map/met.js';
-import {chosen, nameOf, table, versionOf} from '../records.js';
+import {againstSpread, robustLimits} from '../color/scales.js';
+import {keyOf} from '../map/data.js';
+import {chosen, nameOf, suggest, table, versionOf} from '../records.js';
 import {calledBy, isBeside, shownRuns} from '../runs/beside.js';
 import {useAnswers} from '../server.js';
+import {judged} from '../story/judged.js';
+import {aboutMetric} from '../timeline/metrics.jsx';
+import {axisOf, recorded} from '../timeline/option.js';
+import {ROLES, shown, titleOf} from '../units.js';
+
+// Small multiples: the tensors of each role, layers down in order of execution.
+/** [{role, label, tensors: rows of the answer, names}] of the roles that there are. */
+export function multiplesOf({layer, role, kind, depth}) {
+  return ROLES.map((one) => {
+    const tensors = layer.flatMap((_, i) => (role[i] === one ? [i] : []));
+    return {role: one, label: shown(one), tensors, names: tensors.map((i) => (depth[i] === null ? layer[i] : `${depth[i]} ${kind[i]}`))};
+  }).filter(({tensors}) => tensors.length > 0);
+}
+
+/** The tensors, the farthest first: {layer, role, value, number, step, since}. */
+export function ranked({course, numbers, warmUp}, badness, counts) {
+  const width = course.first.length;
+  const rows = course.layer.map((layer, i) => {
+    const row = {layer, role: course.role[i], value: NaN, number: NaN, step: null, since: null};
+    let inRow = 0;
+    for (let j = 0; j < width; j += 1) {
+      const number = numbers[i * width + j];
+      if (Number.isNaN(number) || course.first[j] <= warmUp) continue;
+      if (Number.isNaN(row.number) || badness(number) > badness(row.number)) Object.assign(row, {value: course.values[i * width + j], number, step: course.first[j]});
+      inRow = badness(number) > counts ? inRow + 1 : 0;
+      if (inRow === IN_A_ROW && row.since === null) row.since = course.first[j - IN_A_ROW + 1];
+    }
+    return row;
+  });
+  return rows.filter((row) => !Number.isNaN(row.number)).sort((a, b) => badness(b.number) - badness(a.number));
+}
+
+const IN_A_ROW = 3;
+
+// The scalars of the runs above the map.
+const SCALARS = ['loss', 'lr', 'grad_norm'];
+
+/**
+ * What was recorded of the runs within a span of steps.
+ * @param {object} losses by key of `shownRuns`, answers of `loss`
+ * @returns {Array<{name, label, unit, log, limits, left, lines: Array<{part, step: number[], values: Array<?number>}>}>}
+ */
+export function linesOf(losses, span) {
+  return SCALARS.map((name) => {
+    const lines = Object.entries(losses).map(([part, data]) => ({part, ...within(recorded(data, name), span)})).filter(({values}) => values.some((value) => value !== null));
+    const {label, unit} = aboutMetric(name);
+    return {name, label, unit, lines, ...axisOf('', true, lines)};
+  }).filter(({lines}) => lines.length > 0);
+}
+
+function within({step, values}, [from, to]) {
+  const kept = step.flatMap((at, i) => (at >= from && at <= to ? [i] : []));
+  return {step: kept.map((i) => step[i]), values: kept.map((i) => values[i])};
+}
+
+// Where the loss of the run diverges from the baseline's, and where the first tensor does: what the verdict says.
+/** @returns {Array<{step, label, kind}>} as far as it is known by now */
+export function useMarks() {
+  const {run, baseline} = chosen.value;
+  const comparison = (judged.value.data ?? judged.value.partial)?.comparison;
+  const first = comparison?.out_of_band[0];
+  useEffect(() => {
+    if (first) suggest(run, baseline, first.metric);
+  }, [first]);
+  if (!comparison) return [];
+  const since = comparison.runs.run.above_baseline_since;
+  return [
+    ...(since == null ? [] : [{step: since, kind: 'loss', label: `loss diverges at ${since}`}]),
+    ...(first ? [{step: first.onset, kind: 'tensor', label: `${titleOf(first)} at ${first.onset}`}] : []),
+  ];
+}
 
 /** Columns that are asked for: what a wide window has pixels for. */
 const COLUMNS = 800;

@@ -1,14 +1,126 @@
-// Magnitudes by half binades, under the windows of what is in use and what is tried; the window is dragged.
-import {useMemo, useRef} from 'preact/hooks';
+// Magnitudes by half binades, under the windows of what is in use and what is tried, with the handles to try.
 import '@preact/signals';
+import {signal} from '@preact/signals';
+import {useMemo, useRef} from 'preact/hooks';
 import {at, go} from '../address.js';
-import {histogram, together} from '../cast.js';
+import {amaxOf, asScale, currentScale, histogram, metricsOf, together} from '../cast.js';
 import {Chart} from '../components/chart.jsx';
-import {powerOfTwo} from '../units.js';
-import {margin} from './cuts.js';
-import {DragHint, wasDragged} from './hint.jsx';
+import {known} from '../records.js';
+import {number, powerOfTwo, precise} from '../units.js';
 import {optionOf, PLOT, rangeOf, REACH_PX} from './histogram_option.js';
-import {FINEST, scaled} from './trial.jsx';
+
+// Two ways to cast a tensor: as it was, and as it is tried.
+/** Formats that are tried; those of 16 bits need no scale. */
+export const formatsToTry = () => Object.entries(known.value.formats).filter(([, format]) => format.bits <= 8);
+
+export const MOST_MARGIN = 32;
+
+/** Scales are divided by 2 to the power of it. */
+export function margin() {
+  const value = Number(at('margin') ?? 0);
+  return Number.isInteger(value) && Math.abs(value) <= MOST_MARGIN ? value : 0;
+}
+
+const cut = (parts, scales, name) => {
+  const format = known.value.formats[name];
+  const castable = format && scales.every((scale) => scale !== null);
+  return {name, format, scale: castable ? Math.min(...scales) : null, scales, metrics: castable ? metricsOf(parts, scales, format) : null};
+};
+
+/**
+ * How parts of a tensor are cast: in use, and tried (as the address says, else as in use).
+ * @returns {{inUse, tried, base: number}} each cut {name, format, scale, scales, metrics}, scale the smallest of them and null
+ *   where none is known; base: the scale that others are counted from
+ */
+export function cuts(rows, parts) {
+  const inUse = cut(parts, rows.map(({scale}) => asScale(scale)), rows[0].format);
+  const names = formatsToTry().map(([name]) => name);
+  const name = [at('format'), inUse.name].find((one) => names.includes(one)) ?? names[0];
+  const base = inUse.scale ?? currentScale(amaxOf(parts), known.value.formats[name]);
+  const chosen = asScale(Number(at('scale')));
+  const scales = parts.map((_, i) => asScale((chosen ?? inUse.scales[i] ?? base) / 2 ** margin()) ?? base);
+  const same = inUse.metrics && name === inUse.name && scales.every((scale, i) => scale === inUse.scales[i]);
+  return {inUse, tried: same ? inUse : cut(parts, scales, name), base};
+}
+
+// That the window can be dragged: said until somebody has done it, or has read it.
+const KEY = 'fp8.dragged';
+
+// A page from a file, or one that may keep nothing, has no storage: it says so each time.
+function kept() {
+  try {
+    return localStorage.getItem(KEY) === '1';
+  } catch {
+    return false;
+  }
+}
+
+const isHintKnown = signal(kept());
+
+/** From now on it is known. */
+export function wasDragged() {
+  isHintKnown.value = true;
+  try {
+    localStorage.setItem(KEY, '1');
+  } catch {
+    // Known as long as the page is open.
+  }
+}
+
+export function DragHint() {
+  if (isHintKnown.value) return null;
+  return (
+    <p class="hint" data-words="drag">
+      <span aria-hidden="true">⇔ </span>Drag the window by its handle, or move the Scale slider below, to try another scale.{' '}
+      <button type="button" class="small" onClick={wasDragged}>Got it</button>
+    </p>
+  );
+}
+
+// The handles: scale, margin and format to try.
+const REACH = 24;
+/** Scales are tried in eighths of a power of two. */
+export const FINEST = 8;
+
+export const scaled = (scale, log2) => asScale(scale * 2 ** log2);
+
+export function Trial({base, tried, amax}) {
+  const scale = asScale(Number(at('scale'))) ?? base;
+  const offset = Math.log2(scale / base);
+  const said = `scale ${number(scale)}, ${offset < 0 ? '' : '+'}${number(offset)} powers of two from the scale in use`;
+  const setMargin = (event) => Number.isInteger(event.target.valueAsNumber) && go({margin: event.target.valueAsNumber || null});
+  return (
+    <div class="controls" role="group" aria-label="Try another scale or format">
+      <label class="wide-label">
+        Scale
+        <input
+          type="range" min={-REACH} max={REACH} step={1 / FINEST} value={offset} aria-valuetext={said} data-try="scale"
+          onInput={(event) => go({scale: scaled(base, event.target.valueAsNumber)})}
+        />
+        <output data-try="effective" data-value={tried.scale}>
+          {precise(tried.scale)} <span class="soft">(in use × {powerOfTwo(Math.log2(tried.scale / base))})</span>
+        </output>
+      </label>
+      <label title="the scale is divided by 2 to the power of it">
+        Margin
+        <input type="number" min={-MOST_MARGIN} max={MOST_MARGIN} step="1" value={margin()} onInput={setMargin} data-try="margin" />
+      </label>
+      <label>
+        Format
+        <select value={tried.name} onChange={(event) => go({format: event.target.value})} data-try="format">
+          {formatsToTry().map(([name]) => <option key={name} value={name}>{name.toUpperCase()}</option>)}
+        </select>
+      </label>
+      <button type="button" data-try="in-use" onClick={() => go({scale: null, margin: null, format: null})}>As in use</button>
+      <button
+        type="button" data-try="current" title="largest finite value of the format / largest magnitude of the tensor"
+        onClick={() => go({scale: currentScale(amax, tried.format), margin: null})}
+      >
+        Current scaling
+      </button>
+    </div>
+  );
+}
 
 /** The height of the chart as a part of the window's, in pixels at least and at most. */
 const [SHARE, LEAST, MOST] = [0.42, 280, 640];

@@ -1,7 +1,7 @@
 // What words mean: all of them behind a "?" above the views, and one behind a "?" beside it.
 import {useEffect, useRef, useState} from 'preact/hooks';
 import {at, go} from '../address.js';
-import {Sentence} from '../components/notice.jsx';
+import {Sentence} from '../components/basics.jsx';
 import {figure, page} from '../host.js';
 import {withText} from './words.js';
 

@@ -1,12 +1,9 @@
 // What the colors of the map stand for at the step that is looked at.
-import {againstSpread, asMultiple} from '../color/against.js';
-import {currentChoice, limitsSet} from '../color/choice.js';
-import {limitsOfMultiples, limitsOfValues, robustLimits} from '../color/limits.js';
-import {scaleOf, scaleOfMultiples} from '../color/scales.js';
+import {againstSpread, asMultiple, currentChoice, limitsOfMultiples, limitsOfValues, limitsSet, robustLimits, scaleOf, scaleOfMultiples} from '../color/scales.js';
 import {chosen, table, versionOf} from '../records.js';
 import {useAnswers} from '../server.js';
-import {LIMITS} from '../what_if/budget.js';
-import {cells} from './cells.js';
+import {LIMITS} from '../what_if/rows.js';
+import {cells} from './data.js';
 
 /**
  * What is to be known of all steps; asked for when the maps are drawn.

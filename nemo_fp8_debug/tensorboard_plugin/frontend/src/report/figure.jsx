@@ -1,7 +1,7 @@
 // A view as a figure: without the choices around it.
 import {useEffect} from 'preact/hooks';
 import {Shown} from '../app.jsx';
-import {Problem} from '../components/notice.jsx';
+import {Problem} from '../components/basics.jsx';
 import {figure} from '../host.js';
 import {known, look, unreachable} from '../records.js';
 import {Headline} from '../story/headline.jsx';

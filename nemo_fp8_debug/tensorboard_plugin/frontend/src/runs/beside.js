@@ -1,9 +1,46 @@
-// The runs that Course and Timeline show: run, baseline and reference run, and beside them those that are pinned.
+// The runs that Course and Timeline show, as chosen in the table of runs: their colors and their lines.
 import {computed} from '@preact/signals';
+import {at, go} from '../address.js';
 import {about, chosen, known, nameOf, PARTS} from '../records.js';
-import {COLORS, STROKES} from '../theme.js';
-import {pinned} from './choice.js';
-import {colorOf} from './colors.js';
+import {colorAt, COLORS, STROKES} from '../theme.js';
+
+// What is chosen in the table of runs, in the address: the filter, the order, what is pinned.
+const asList = (names) => (names.length ? names.map(encodeURIComponent).join(',') : null);
+
+export const pinned = () => (at('pinned') ? at('pinned').split(',').map(decodeURIComponent) : []);
+
+export function turnPin(name) {
+  const names = pinned();
+  go({pinned: asList(names.includes(name) ? names.filter((one) => one !== name) : [...names, name])});
+}
+
+export const filterText = () => at('run_filter') ?? '';
+export const setFilter = (text) => go({run_filter: text || null});
+
+/**
+ * Whether a run's name passes the filter, as TensorBoard's run filter has it: a regular expression that is found anywhere in
+ * it, in upper or lower case. One that is none lets nothing pass.
+ * @returns {{passes: function(string): boolean, error: ?string}}
+ */
+export function filter() {
+  try {
+    const pattern = new RegExp(filterText(), 'i');
+    return {passes: (name) => pattern.test(name), error: null};
+  } catch (error) {
+    return {passes: () => false, error: error.message};
+  }
+}
+
+/** [order, set] of a table with these columns; the address has the column's label, with - in front if the largest come first. */
+export function sorting(columns) {
+  const [, down, label] = /^(-?)(.*)$/s.exec(at('run_sort') ?? '');
+  const place = columns.findIndex((column) => column.label === label);
+  const set = (order) => go({run_sort: order && `${order.up ? '' : '-'}${columns[order.at].label}`});
+  return [place < 0 ? null : {at: place, up: !down}, set];
+}
+
+// Colors of runs where more than three are shown: those that TensorBoard gives them.
+export const colorOf = (name) => colorAt(Math.max(0, known.value.colored.indexOf(name)));
 
 /** Runs that are shown at once. */
 export const MOST = 8;

@@ -1,11 +1,9 @@
 // The columns of the table of runs.
-import {Breakable} from '../components/breakable.jsx';
-import {Link} from '../components/link.jsx';
+import {Breakable, Link} from '../components/basics.jsx';
 import {chosen, exchange, PARTS} from '../records.js';
 import {Badge, HARM} from '../story/headline.jsx';
 import {number, titleOf} from '../units.js';
-import {pinned, turnPin} from './choice.js';
-import {colorOf} from './colors.js';
+import {colorOf, pinned, turnPin} from './beside.js';
 import {baseline, isOpen, working} from './rows.js';
 
 const STATES = {

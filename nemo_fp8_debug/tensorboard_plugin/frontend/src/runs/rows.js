@@ -1,9 +1,10 @@
-// The rows of the table: what the list of runs says of each, what its record says, and its verdict as soon as it is known.
+// The rows of the table of runs, and their verdicts: asked for one after the other, those first that can be seen.
 import {computed, effect, signal} from '@preact/signals';
 import {askAgain} from '../kept.js';
-import {chosen, known} from '../records.js';
+import {about, chosen, known} from '../records.js';
+import {watchJob} from '../server.js';
 import {source} from '../source.js';
-import {judged, story} from '../story/judged.js';
+import {isJudging, judged, story} from '../story/judged.js';
 
 const AGAIN_MS = 300;
 const AFTER_AN_ERROR_MS = 5000;
@@ -75,4 +76,44 @@ export const isOpen = ({name, state, headline, error}) => source.live && name !=
 export function judgeGrownAnew() {
   const grown = new Set(rows().filter((row) => row.hasGrown).map(({name}) => keyOf(name)));
   verdicts.value = Object.fromEntries(Object.entries(verdicts.value).filter(([key]) => !grown.has(key)));
+}
+
+// Runs are judged one after the other: those whose rows can be seen first, and none while the run that is looked at is judged.
+const PAUSE_MS = 300;
+
+/** @param {function} open names of the runs that are still to be judged, in the order of their rows */
+export function keepJudging(open) {
+  let timer;
+  let end = () => {};
+  const next = () => {
+    const names = isJudging.value || document.visibilityState !== 'visible' ? [] : open().filter((name) => name !== chosen.value.run);
+    const name = names.find(isSeen) ?? names[0];
+    working.value = name === undefined ? null : {name};
+    if (name === undefined) timer = setTimeout(next, PAUSE_MS);
+    else end = judge(name, next);
+  };
+  next();
+  return () => {
+    clearTimeout(timer);
+    end();
+    working.value = null;
+  };
+}
+
+function judge(name, then) {
+  const [key, version] = [keyOf(name), about(name)?.version];
+  return watchJob('headline', {run: name, baseline: baseline.value}, ({loading, seconds, data, error}) => {
+    if (loading) {
+      working.value = {name, seconds};
+      return;
+    }
+    verdicts.value = {...verdicts.value, [key]: error ? {error} : {headline: data, version}};
+    then();
+  });
+}
+
+function isSeen(name) {
+  const cell = [...document.querySelectorAll('[data-run]')].find((one) => one.dataset.run === name);
+  const box = cell?.getBoundingClientRect();
+  return Boolean(box) && box.bottom > 0 && box.top < window.innerHeight;
 }

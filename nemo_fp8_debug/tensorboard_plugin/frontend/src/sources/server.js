@@ -1,5 +1,5 @@
 // Answers of the Python side. Addresses are relative to this script, wherever it is mounted.
-import {parsed} from './parsed.js';
+import {parsed} from './standing.js';
 
 /** @param {string} base address that routes are relative to */
 export function server(base) {

@@ -1,19 +1,113 @@
-// One card for a tensor, wherever one is named: what it does in each run, since when it is out, and whether it is to blame.
+// One card for a tensor, wherever one is named: what it does in each run, since when it is out, and whether it counts.
 import '@preact/signals';
 import {step as chosenStep, toTensor} from '../address.js';
-import {Breakable} from '../components/breakable.jsx';
-import {Link} from '../components/link.jsx';
+import {Breakable, Link} from '../components/basics.jsx';
 import {currentMetric} from '../components/pickers.jsx';
 import {chosen, metricNamed, PARTS, versionOf} from '../records.js';
 import {useAnswer, useAnswers} from '../server.js';
+import {COLORS, dark, inks, STROKES} from '../theme.js';
 import {markersOf} from '../timeline/happened.js';
 import {placeOf, titleOf, withUnit} from '../units.js';
-import {useBand, useDivergence} from './band.js';
-import {Dumps} from './dumps.jsx';
-import {Ranks, stepsMissing, useRanks} from './ranks.jsx';
-import {Spark} from './spark.jsx';
-import {isTold, storyOf} from './told.js';
-import {whetherInBand, whyTold} from './words.js';
+import {isTold, storyOf, useBand, useDivergence, whetherInBand, whyTold} from './judged.js';
+
+// Of how many ranks a tensor's values are, and where some were missing.
+/** {step, ranks, missing}: columns of the run; undefined where nothing is known. */
+export function useRanks(tensor) {
+  const {run} = chosen.value;
+  const {data} = useAnswer('timeline', {run, ...tensor, metrics: 'ranks,ranks_missing'}, versionOf(run));
+  return data && {step: data.step, ranks: data.metrics.ranks, missing: data.metrics.ranks_missing};
+}
+
+/** Steps at which ranks were missing. */
+export const stepsMissing = (of) => of?.step.filter((_, i) => of.missing[i] > 0) ?? [];
+
+/** @param {string} layer of whose experts as one the parts are counted, of each expert on each rank @param {object} of as of `useRanks` */
+export function Ranks({layer, of}) {
+  const at = of && (chosenStep.value === null ? of.step.length - 1 : placeOf(of.step, chosenStep.value));
+  if (of?.ranks[at] == null) return null;
+  const [there, missing, lacking] = [of.ranks[at], of.missing[at] ?? 0, stepsMissing(of).length];
+  return (
+    <p class="soft" data-words="ranks">
+      {layer.split('.').includes('*') ? 'parts of experts' : 'ranks'}: {there}{missing > 0 && <> of {there + missing}; <b class="blamed">{missing} missing</b></>}
+      {lacking > 0 && ` at step ${of.step[at]} (some are missing at ${lacking} of ${of.step.length} samples)`}
+    </p>
+  );
+}
+
+// Files in which values of a tensor were dumped, where there are any.
+export function Dumps({tensor}) {
+  const {run} = chosen.value;
+  const {data} = useAnswer('dumps', {run, ...tensor}, versionOf(run));
+  if (!data?.count) return null;
+  const left = data.count - data.files.length;
+  return (
+    <details class="dumps">
+      <summary>Dump: {data.count} file{data.count === 1 ? '' : 's'} of its values in {run}</summary>
+      <ul>
+        {left > 0 && <li class="soft">{left} earlier ones, and:</li>}
+        {data.files.map(({step, rank, name}) => <li key={name}>step {step}, rank {rank}: <code>{name}</code></li>)}
+      </ul>
+    </details>
+  );
+}
+
+// A metric of a tensor as a small picture: the runs, the baseline's band, and where the loss and the tensor go their own way.
+const [WIDTH, HEIGHT, PAD] = [300, 64, 3];
+const DASHES = {solid: undefined, dashed: '5 3', dotted: '1.5 2.5'};
+const DECADE = 10;
+
+/**
+ * @param {string} label what is shown, in a sentence
+ * @param {Array<{part, step: number[], values: Array<?number>}>} lines
+ * @param {?{step, low, high}} band
+ * @param {Array<{kind, step}>} markers
+ * @param {number[]} missing steps at which ranks were missing
+ */
+export function Spark({label, lines, band, markers, missing}) {
+  if (!lines.length) return null;
+  const ink = inks(dark.value);
+  const {x, y} = scales(lines);
+  const path = (step, values) => values.map((value, i) => (y(value) === null ? '' : `${i && y(values[i - 1]) !== null ? 'L' : 'M'}${x(step[i])},${y(value)}`)).join('');
+  return (
+    <svg class="spark" viewBox={`0 0 ${WIDTH} ${HEIGHT}`} role="img" aria-label={label} preserveAspectRatio="none">
+      {band && <polygon points={outline(band, x, y)} fill={COLORS.baseline} opacity="0.16" />}
+      {markers.map(({kind, step}) => (
+        <line
+          key={kind} data-marker={kind} data-step={step} x1={x(step)} x2={x(step)} y1="0" y2={HEIGHT} vector-effect="non-scaling-stroke"
+          stroke={kind === 'leaves' ? COLORS.run : ink.text} stroke-width="1.4" stroke-dasharray={kind === 'diverges' ? '4 3' : undefined}
+        />
+      ))}
+      {missing.length > 0 && <path data-marker="missing" d={missing.map((step) => `M${x(step)},${HEIGHT}v-12`).join('')} stroke={ink.text} stroke-width="2" vector-effect="non-scaling-stroke" />}
+      {lines.map(({part, step, values}) => (
+        <path key={part} d={path(step, values)} fill="none" stroke={COLORS[part]} stroke-width="1.8" stroke-dasharray={DASHES[STROKES[part]]} vector-effect="non-scaling-stroke" />
+      ))}
+    </svg>
+  );
+}
+
+/** From steps and values to places; null of a value that has none. Logarithmic where values span a decade. */
+function scales(lines) {
+  const steps = lines.flatMap(({step}) => [step[0], step[step.length - 1]]);
+  const [first, last] = [Math.min(...steps), Math.max(...steps)];
+  const values = lines.flatMap((line) => line.values.filter(Number.isFinite));
+  const [least, most] = [values.reduce((a, b) => Math.min(a, b), Infinity), values.reduce((a, b) => Math.max(a, b), -Infinity)];
+  const log = least > 0 && most >= DECADE * least;
+  const to = log ? Math.log : (value) => value;
+  const [low, high] = [to(least), to(most)];
+  const inside = HEIGHT - 2 * PAD;
+  const clipped = (value) => Math.max(0, Math.min(HEIGHT, value));
+  return {
+    x: (step) => Number((((step - first) / Math.max(last - first, 1)) * WIDTH).toFixed(1)),
+    y: (value) => (!Number.isFinite(value) || (log && value <= 0) ? null : Number(clipped(PAD + inside * (1 - (to(value) - low) / (high - low || 1))).toFixed(1))),
+  };
+}
+
+function outline({step, low, high}, x, y) {
+  const known = step.flatMap((_, i) => (low[i] === null && high[i] === null ? [] : [i]));
+  const above = known.map((i) => `${x(step[i])},${y(high[i]) ?? 0}`);
+  const below = known.map((i) => `${x(step[i])},${y(low[i]) ?? HEIGHT}`);
+  return [...above, ...below.reverse()].join(' ');
+}
 
 const VIEWS = {timeline: 'Timeline', distribution: 'Distribution', what_if: 'What if'};
 

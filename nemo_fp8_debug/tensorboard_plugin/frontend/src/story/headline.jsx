@@ -1,14 +1,34 @@
 // The verdict in a few lines, above every view: what happened and since when, why, how sure, what to change.
 import '@preact/signals';
+import {useRef, useState} from 'preact/hooks';
 import {at} from '../address.js';
-import {Link} from '../components/link.jsx';
+import {Copy, Link, Sentence} from '../components/basics.jsx';
 import {Help} from '../glossary/glossary.jsx';
-import {TensorLink} from './link.jsx';
-import {Sentence} from '../components/notice.jsx';
+import {figure, page} from '../host.js';
 import {chosen} from '../records.js';
 import {number} from '../units.js';
-import {AsMarkdown} from './markdown.jsx';
 import {hasGrown, judgeAnew, judged, stage, story} from './judged.js';
+import {TensorLink} from './link.jsx';
+
+// The verdict as Markdown, for an issue.
+export function AsMarkdown() {
+  const [shown, show] = useState(false);
+  const box = useRef();
+  const body = judged.value.data?.markdown;
+  if (body === undefined || figure || page?.report) return null;
+  const {run, baseline} = chosen.value;
+  const text = `### ${run}${baseline ? ` against ${baseline}` : ''}: ${story.value.headline.title}\n\n${body}\n`;
+  const mark = () => {
+    show(true);
+    requestAnimationFrame(() => getSelection().selectAllChildren(box.current));
+  };
+  return (
+    <>
+      <Copy text={text} label="Copy as Markdown" mark={mark} />
+      {shown && <pre ref={box} tabIndex={0} aria-label="The verdict as Markdown">{text}</pre>}
+    </>
+  );
+}
 
 /** What harm means, in a word and a sign. */
 export const HARM = {

@@ -1,10 +1,12 @@
-// A tensor's name as a link; its card opens while the pointer or the keyboard stays on it.
+// Tensors by name: links that open their cards, the one that a view begins with, and those that matter.
+import '@preact/signals';
 import {useEffect, useId, useLayoutEffect, useRef, useState} from 'preact/hooks';
 import {toTensor} from '../address.js';
-import {Breakable} from '../components/breakable.jsx';
-import {Link} from '../components/link.jsx';
+import {Breakable, Link, Notice} from '../components/basics.jsx';
+import {Table} from '../components/table.jsx';
 import {titleOf} from '../units.js';
 import {Card} from './card.jsx';
+import {judged} from './judged.js';
 
 const [OPENS_MS, CLOSES_MS] = [400, 250];
 
@@ -66,4 +68,41 @@ function Over({of, children}) {
     };
   }, []);
   return <div ref={box} class="over">{children}</div>;
+}
+
+// Which tensor a view shows as long as none is chosen.
+/** @param {?{layer, role}} first as of `firstTensor` */
+export function NotChosen({first}) {
+  if (first) return <p class="soft" role="status">No tensor is chosen: here is {titleOf(first)}, the first that the verdict names.</p>;
+  if (judged.value.loading) return <p class="soft" role="status">No tensor is chosen: the first that the verdict names follows as soon as it is known.</p>;
+  return <Notice title="No tensor chosen"><p>Type a part of a layer's name above and choose a tensor, or click a cell of the map.</p></Notice>;
+}
+
+// The tensors that matter, those first that the verdict rests on, and why each is blamed or is not.
+const FIRST = 8;
+
+export function Tensors({tensors, unit, run}) {
+  const value = (metric) => (row) => row.values[metric].run;
+  const before = (metric) => (row) => row.values[metric].baseline;
+  const paired = tensors.some((row) => row.values.relative_error.baseline != null);
+  const metric = (label, name) => ({label, of: value(name), ...(paired && {from: before(name)})});
+  const zero = (row) => (row.zero_since == null ? undefined : `all values are zero since ${unit} ${row.zero_since}`);
+  const columns = [
+    {label: 'rank', of: (row) => row.harm_rank},
+    {label: 'tensor', of: titleOf, text: true, show: (row) => <TensorLink {...row} step={row.since} />},
+    {label: `since ${unit}`, of: (row) => row.since},
+    {label: 'why', of: (row) => row.why, text: true},
+    {...metric('relative error', 'relative_error'), show: zero},
+    metric('underflow (%)', 'underflow_pct'),
+    {label: 'rank by error', of: (row) => row.error_rank},
+  ];
+  return (
+    <section aria-label="Tensors that matter">
+      <h2>The tensors that matter</h2>
+      <Table
+        name={`tensors of ${run}`} caption={`Blamed first, then what else was wrong, then consequences in order; ${paired ? 'baseline → run, ' : ''}medians over the later half`}
+        columns={columns} rows={tensors} first={FIRST} rowClass={(row) => (row.blamed || row.also_wrong ? 'telling' : '')}
+      />
+    </section>
+  );
 }

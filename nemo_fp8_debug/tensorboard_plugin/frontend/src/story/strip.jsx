@@ -1,12 +1,130 @@
 // Every event of any kind on one axis of steps, in order, a row a kind: what came first, and what followed.
 import {useEffect, useRef, useState} from 'preact/hooks';
 import {toTensor} from '../address.js';
-import {Link} from '../components/link.jsx';
-import {TensorLink} from './link.jsx';
-import {Sentence} from '../components/notice.jsx';
+import {Link, Sentence} from '../components/basics.jsx';
 import {Table} from '../components/table.jsx';
-import {laidOut, ROW, scaleOf, ticksOf, widthOf} from './layout.js';
-import {KINDS, Shape} from './shapes.jsx';
+import {TensorLink} from './link.jsx';
+
+// Where events lie on the strip: a row a kind, a place a step, and labels that do not overlap.
+/** Pixels: a row's height, a mark's width, and the room between two labels. */
+export const ROW = 26;
+const MARK = 15;
+const BETWEEN = 8;
+const ROOM = 160;
+
+const ruler = document.createElement('canvas').getContext('2d');
+
+export function widthOf(text) {
+  ruler.font = '12px Roboto, system-ui, sans-serif';
+  return ruler.measureText(text).width;
+}
+
+/**
+ * Marks by row: events of a row that share a place are one.
+ * @param {Array<{step, kind, what, row}>} events in order
+ * @param {string[]} rows
+ * @param {number} width pixels of the axis
+ * @returns {Array<{row, marks: Array<{x, events, label: ?{x, text, end: boolean}}>}>}
+ */
+export function laidOut(events, rows, width) {
+  const place = scaleOf(events, width);
+  return rows.map((row) => ({row, marks: labeled(together(events.filter((event) => event.row === row), place), width)}));
+}
+
+/** Steps to pixels, with room at either end for the labels of what comes first and last. */
+export function scaleOf(events, width) {
+  const first = events[0].step;
+  const last = events[events.length - 1].step;
+  const room = Math.max(MARK, Math.min(ROOM, width / 5));
+  return (step) => (last === first ? width / 2 : room + ((width - 2 * room) * (step - first)) / (last - first));
+}
+
+function together(events, place) {
+  const marks = [];
+  for (const event of events) {
+    const x = place(event.step);
+    const before = marks[marks.length - 1];
+    if (before && x - before.x < MARK) before.events.push(event);
+    else marks.push({x, events: [event]});
+  }
+  return marks;
+}
+
+/** Each label right of its mark, or else left of it, where there is room. */
+function labeled(marks, width) {
+  let taken = 0;
+  return marks.map((mark, i) => {
+    const text = textOf(mark.events);
+    const long = widthOf(text) + BETWEEN;
+    const next = i + 1 < marks.length ? marks[i + 1].x - MARK / 2 : width;
+    const right = mark.x + MARK / 2 + 2;
+    const left = mark.x - MARK / 2 - 2;
+    const before = taken;
+    taken = mark.x + MARK / 2;
+    if (right + long <= next) {
+      taken = right + long;
+      return {...mark, label: {x: right, text, end: false}};
+    }
+    return {...mark, label: left - long >= before ? {x: left, text, end: true} : null};
+  });
+}
+
+const LAYERS = /^(?:.*\.)?layers\.(\d+)\.(?:.*\.)?([^.]+)$/;
+
+/** The end of a layer's name, which tells it from others. */
+const short = (layer) => layer.replace(LAYERS, '$1.$2');
+
+function textOf(events) {
+  const [{layer, what, step}] = events;
+  const tensors = new Set(events.map((event) => event.layer && `${event.role} ${event.layer}`));
+  if (tensors.size === 1 && layer) return short(layer);
+  if (events.length === 1) return `${what.replace(/^the /, '')}, ${step}`;
+  return tensors.has(null) ? `${events.length} events` : `${tensors.size} tensors`;
+}
+
+/** Steps to be written below the axis, at most one for 90 pixels. */
+export function ticksOf(events, width) {
+  const [first, last] = [events[0].step, events[events.length - 1].step];
+  const wanted = Math.max(1, Math.floor(width / 90));
+  const rough = Math.max(1, (last - first) / wanted);
+  const power = 10 ** Math.floor(Math.log10(rough));
+  const by = Math.max(1, [1, 2, 5, 10].map((times) => times * power).find((one) => one >= rough));
+  const ticks = [];
+  for (let at = Math.ceil(first / by) * by; at <= last; at += by) ticks.push(at);
+  return ticks.length ? ticks : [first];
+}
+
+// Marks of events, told apart by shape and color.
+/** By kind: what it is called, its shape, and whether it is filled. */
+export const KINDS = {
+  lr: {label: 'learning rate', shape: 'square', filled: true},
+  grad_norm: {label: 'gradient norm', shape: 'up', filled: true},
+  multiplier: {label: 'gradients multiplied', shape: 'up', filled: false},
+  loss: {label: 'loss diverges', shape: 'down', filled: true},
+  reference: {label: "reference run's loss diverges", shape: 'down', filled: true},
+  scale: {label: 'scale goes wrong', shape: 'diamond', filled: true},
+  values: {label: 'values out of band', shape: 'circle', filled: true},
+  nonfinite: {label: 'NaN or infinity', shape: 'cross', filled: true},
+  warning: {label: 'early warning', shape: 'circle', filled: false},
+  recipe: {label: 'other recipe', shape: 'diamond', filled: false},
+  weights: {label: 'weights shrink', shape: 'square', filled: false},
+  product: {label: 'wrong product', shape: 'plus', filled: true},
+  replica: {label: 'copies differ', shape: 'bar', filled: true},
+  optimizer: {label: 'steps skipped', shape: 'bar', filled: false},
+};
+
+const PATHS = {
+  square: 'M-5-5H5V5H-5Z',
+  up: 'M0-6 6 5H-6Z',
+  down: 'M0 6 6-5H-6Z',
+  diamond: 'M0-7 6 0 0 7-6 0Z',
+  circle: 'M-5.5 0a5.5 5.5 0 1 0 11 0a5.5 5.5 0 1 0-11 0Z',
+  cross: 'M-6-4-4-6 0-2 4-6 6-4 2 0 6 4 4 6 0 2-4 6-6 4-2 0Z',
+  plus: 'M-2-6H2V-2H6V2H2V6H-2V2H-6V-2H-2Z',
+  bar: 'M-3-6H3V6H-3Z',
+};
+
+export const Shape = ({kind}) => <path d={PATHS[KINDS[kind].shape]} class={`event ${kind} ${KINDS[kind].filled ? 'filled' : 'hollow'}`} />;
 
 /** @param {{events: Array, rows: string[]}} story @param {string} unit what steps count */
 export function Strip({events, rows, unit, run}) {

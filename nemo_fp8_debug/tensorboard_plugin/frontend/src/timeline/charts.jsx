@@ -1,14 +1,90 @@
-// The charts over the steps: one axis of steps, one pointer and one zoom for all.
+// The charts over the steps, with one axis of steps, one pointer and one zoom; the same as tables; what happened.
+import '@preact/signals';
+import {useSignal} from '@preact/signals';
 import {useEffect, useMemo, useRef, useState} from 'preact/hooks';
 import {at, go} from '../address.js';
+import {Typed} from '../components/basics.jsx';
 import {Chart} from '../components/chart.jsx';
-import {Typed} from '../components/typed.jsx';
+import {Table} from '../components/table.jsx';
 import {steps} from '../details.js';
+import {saveCsv} from '../download.js';
+import {Stroke} from '../runs/also.jsx';
+import {calledBy} from '../runs/beside.js';
 import {placeOf} from '../units.js';
-import {AXES, currentAxes} from './axes.js';
-import {layoutOf} from './layout.js';
-import {optionOf} from './option.js';
-import {extent, tableOf} from './panels.js';
+import {KINDS} from './happened.js';
+import {AXES, currentAxes, extent, layoutOf, optionOf, rowsAt, tableOf} from './option.js';
+
+// The charts as tables: all values at the step that is looked at, and all values there are.
+export function ValuesAt({step, panels, names}) {
+  if (step === null) return null;
+  const [headings, ...rows] = rowsAt(step, panels, names);
+  return (
+    <div class="wide">
+      <table data-table="values">
+        <caption>Values at step {step}, or at the recorded step next to it</caption>
+        <thead><tr>{headings.map((text, i) => <th key={i} scope="col" class={i ? 'n' : ''}>{i ? text : 'metric'}</th>)}</tr></thead>
+        <tbody>
+          {rows.map(([label, ...cells], i) => (
+            <tr key={panels[i].name} data-metric={panels[i].name}>
+              <th scope="row">{label}</th>
+              {cells.map((text, j) => <td key={j} class="n">{text || '-'}</td>)}
+            </tr>
+          ))}
+        </tbody>
+      </table>
+    </div>
+  );
+}
+
+export function AllValues({panels, names, title}) {
+  const open = useSignal(false);
+  return (
+    <details onToggle={(event) => (open.value = event.currentTarget.open)}>
+      <summary>All values as a table</summary>
+      {open.value && <Rows panels={panels} names={names} title={title} />}
+    </details>
+  );
+}
+
+function Rows({panels, names, title}) {
+  const [, ...rows] = tableOf(panels, names);
+  const called = Object.fromEntries(Object.entries(names).filter(([, name]) => name).map(([key, name]) => [name, calledBy(key)]));
+  const columns = [
+    {label: 'run', of: (row) => row[0], show: (row) => called[row[0]], text: true},
+    {label: 'step', of: (row) => row[1]},
+    ...panels.map(({label, unit}, i) => ({label: unit ? `${label} (${unit})` : label, of: (row) => row[i + 2]})),
+  ];
+  return <Table name={`timeline of ${title}`} caption={`What the charts show of ${title}`} columns={columns} rows={rows} first={30} />;
+}
+
+// What happened in which step, to read and to go to.
+const MOST = 100;
+
+export function Events({events, names}) {
+  if (!events.length) return <p class="soft" data-events="none">Nothing stands out: the loss does not diverge, no metric leaves the band, no spikes, skipped steps or triggered samples.</p>;
+  const rows = () => [['step', 'run', 'what', 'why'], ...events.map(({step, part, kind, why}) => [step, names[part], KINDS[kind].label, why])];
+  return (
+    <div class="wide">
+      <table data-table="events">
+        <caption>
+          {events.length > MOST ? `The first ${MOST} of ${events.length} events` : 'What happened, in order'}{' '}
+          <button type="button" onClick={() => saveCsv('events', rows())}>CSV</button>
+        </caption>
+        <thead><tr><th scope="col" class="n">Step</th><th scope="col">Run</th><th scope="col">What</th><th scope="col">Why</th></tr></thead>
+        <tbody>
+          {events.slice(0, MOST).map(({step, part, kind, why}) => (
+            <tr key={`${part} ${kind} ${step} ${why}`} data-event={kind}>
+              <td class="n"><button type="button" onClick={() => go({step})} aria-label={`Look at step ${step}`}>{step}</button></td>
+              <td><Stroke of={part} /> {names[part]}</td>
+              <td>{KINDS[kind].label}</td>
+              <td class="text">{why}</td>
+            </tr>
+          ))}
+        </tbody>
+      </table>
+    </div>
+  );
+}
 
 const asStep = (text) => {
   const value = Number.parseInt(text ?? '', 10);

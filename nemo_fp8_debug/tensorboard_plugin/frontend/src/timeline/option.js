@@ -1,12 +1,215 @@
-// What ECharts draws over the steps.
+// What ECharts draws over the steps: which panels, where they are, their axes, and what is told at the pointer.
+import {at} from '../address.js';
 import {axis, tooltip} from '../components/chart.jsx';
 import {drawnAs, lineOf} from '../runs/beside.js';
 import {COLORS, inks} from '../theme.js';
-import {tick, withUnit} from '../units.js';
-import {axisTold} from './axes.js';
+import {placeOf, tick, withUnit} from '../units.js';
 import {KINDS} from './happened.js';
-import {LABEL} from './layout.js';
-import {tipAt} from './tip.js';
+import {aboutMetric, ofTheRun} from './metrics.jsx';
+
+// Where the charts over the steps are: one below the other, or those of the run beside those of the tensor in a wide window.
+const [LEFT, RIGHT] = [70, 24];
+const TITLE = 25;
+const GAP = 40;
+/** A line of labels above the first chart of a column. */
+export const LABEL = 15;
+const BOTTOM = 76;
+const [LEAST, MOST] = [110, 320];
+const WIDE = 1700;
+
+/**
+ * @param {Array} panels those of the run first
+ * @param {number} width of all
+ * @param {number} room height that the window has for them
+ * @param {number} labels above the first chart
+ * @returns {{height: number, boxes: Array<{left, width, top, height, isFirst, isLast}>}} a box for each panel
+ */
+export function layoutOf(panels, width, room, labels) {
+  const columns = columnsOf(panels, width);
+  const top = TITLE + labels * LABEL + 4;
+  const most = Math.max(...columns.map((column) => column.length), 1);
+  const each = Math.min(MOST, Math.max(LEAST, (room - top - BOTTOM - (most - 1) * GAP) / most));
+  const tall = most * each + (most - 1) * GAP;
+  const wide = width / columns.length;
+  const boxes = columns.flatMap((column, c) => {
+    const height = (tall - (column.length - 1) * GAP) / column.length;
+    return column.map((_, i) => ({
+      left: c * wide + LEFT, width: wide - LEFT - RIGHT, top: top + i * (height + GAP), height, isFirst: i === 0, isLast: i === column.length - 1,
+    }));
+  });
+  return {height: Math.round(top + tall + BOTTOM), boxes};
+}
+
+function columnsOf(panels, width) {
+  const groups = [panels.filter(({ofRun}) => ofRun), panels.filter(({ofRun}) => !ofRun)].filter((group) => group.length);
+  return width >= WIDE && groups.length > 1 ? groups : [panels];
+}
+
+// Axes of values: linear, logarithmic, or without the values that would squash all others.
+/** Choices of axes, as the address has them; automatic where it has none. */
+export const AXES = {
+  '': {label: 'automatic', told: 'logarithmic where values span a decade'},
+  linear: {label: 'linear', told: 'from the least to the largest value'},
+  log: {label: 'logarithmic', told: 'values of 0 and below are left out'},
+  robust: {label: 'robust', told: '1st to 99th percentile of the values, without the first tenth of the steps (warm-up)'},
+};
+
+export const currentAxes = () => (at('axes') in AXES ? at('axes') : '');
+
+const [LOWEST, HIGHEST] = [0.01, 0.99];
+/** Part of the steps, from the first on, that is taken for the warm-up. */
+const WARM_UP = 0.1;
+/** How far an axis goes beyond what it must show, as a part of that. */
+const ROOM = 0.05;
+const DECADE = 10;
+
+const isNumber = (value) => value !== null && Number.isFinite(value);
+
+/**
+ * How the values of lines are drawn.
+ * @param {string} kind key of AXES
+ * @param {boolean} mayBeLog whether equal ratios mean the same
+ * @param {Array<{step: number[], values: Array<?number>}>} lines
+ * @returns {{log: boolean, limits: ?[number, number], left: number}} limits: null for those of the values; left: values that
+ *   lie outside of the limits or that a logarithm does not have
+ */
+export function axisOf(kind, mayBeLog, lines) {
+  const values = lines.flatMap((line) => line.values.filter(isNumber));
+  const log = kind === 'log' ? values.some((value) => value > 0) : kind !== 'linear' && mayBeLog && spansDecade(values);
+  const limits = kind === 'robust' ? robust(lines, log) : null;
+  const left = values.filter((value) => (log && value <= 0) || (limits && (value < limits[0] || value > limits[1]))).length;
+  return {log, limits, left};
+}
+
+/** A metric and how its axis is drawn, in words. */
+export const axisTold = ({label, unit, log, limits, left}) =>
+  [`${label}${unit && unit !== 'log2' ? ` (${unit})` : ''}`, log && 'logarithmic', limits && 'robust', left > 0 && `${left.toLocaleString('en')} value${left === 1 ? '' : 's'} beyond the axis`].filter(Boolean).join(', ');
+
+function spansDecade(values) {
+  const positive = values.filter((value) => value > 0);
+  const low = positive.reduce((least, value) => Math.min(least, value), Infinity);
+  return positive.length > 0 && values.every((value) => value >= 0) && positive.some((value) => value >= DECADE * low);
+}
+
+function robust(lines, log) {
+  const settled = lines.flatMap(({step, values}) => {
+    const from = step[0] + WARM_UP * (step[step.length - 1] - step[0]);
+    return values.filter((value, i) => isNumber(value) && step[i] >= from && (!log || value > 0));
+  });
+  if (!settled.length) return null;
+  settled.sort((a, b) => a - b);
+  const of = (share) => settled[Math.round(share * (settled.length - 1))];
+  const [low, high] = [of(LOWEST), of(HIGHEST)];
+  if (log) return low < high ? [low / (high / low) ** ROOM, high * (high / low) ** ROOM] : [low / 2, high * 2];
+  const room = (high - low || Math.abs(high) || 1) * ROOM;
+  return [low - room, high + room];
+}
+
+// What the charts over the steps show.
+/**
+ * @param {string[]} metrics in the order of the charts
+ * @param {object} samples by key of `shownRuns`, answers of `timeline`
+ * @param {object} losses by key, answers of `loss`
+ * @param {?object} band answer of `band`
+ * @param {string} axes key of AXES
+ * @returns {Array<{name, label, unit, ofRun, log, limits, left, band, lines: Array<{part, step: number[], values: Array<?number>}>}>}
+ *   those of the run, as the loss, before those of the tensor
+ */
+export function panelsOf(metrics, samples, losses, band, axes) {
+  return metrics
+    .map((name) => {
+      const {label, unit, scale, optional} = aboutMetric(name);
+      const ofRun = ofTheRun(name);
+      const lines = Object.entries(ofRun ? losses : samples)
+        .map(([part, data]) => ({part, ...(ofRun ? recorded(data, name) : {step: data?.step, values: data?.metrics?.[name]})}))
+        .filter(({values}) => values?.some((value) => value !== null));
+      return {name, label, unit, ofRun, optional, lines, band: band?.metrics[name] ?? null, ...axisOf(axes, ofRun || scale === 'log', lines)};
+    })
+    .filter(({lines, optional}) => lines.length || !optional);
+}
+
+/** A line of the steps at which something was recorded: broken where it is NaN or infinite, and nowhere else. */
+export function recorded(data, name) {
+  const lost = new Set(data?.not_finite[name]);
+  const places = (data?.[name] ?? []).flatMap((value, i) => (value === null && !lost.has(data.step[i]) ? [] : [i]));
+  return {step: places.map((i) => data.step[i]), values: places.map((i) => data[name][i])};
+}
+
+/** [first, last] step of all lines. */
+export function extent(panels) {
+  const steps = panels.flatMap(({lines}) => lines.flatMap(({step}) => [step[0], step[step.length - 1]]));
+  return steps.length ? [Math.min(...steps), Math.max(...steps)] : [0, 1];
+}
+
+/** By part the value of each line at the step next to one: {step, value}. */
+export function valuesAt({lines}, wanted) {
+  return Object.fromEntries(lines.map(({part, step, values}) => {
+    const place = placeOf(step, wanted);
+    return [part, {step: step[place], value: values[place]}];
+  }));
+}
+
+/** {low, expected, high} of a panel's band at the step next to one; null outside of what the baseline covers. */
+export function bandAt({band}, wanted) {
+  if (!band?.step.length || wanted < band.step[0] || wanted > band.step[band.step.length - 1]) return null;
+  const place = placeOf(band.step, wanted);
+  return {low: band.low[place], expected: band.expected[place], high: band.high[place]};
+}
+
+/** Steps beside metrics, in rows of a table: headings, then all runs one after the other. */
+export function tableOf(panels, names) {
+  const parts = [...new Set(panels.flatMap(({lines}) => lines.map(({part}) => part)))];
+  const rows = parts.flatMap((part) => {
+    const columns = panels.map(({lines}) => lines.find((line) => line.part === part));
+    const values = columns.map((line) => new Map(line?.step.map((step, i) => [step, line.values[i]])));
+    const steps = [...new Set(columns.flatMap((line) => line?.step ?? []))].sort((a, b) => a - b);
+    return steps.map((step) => [names[part], step, ...values.map((of) => of.get(step) ?? null)]);
+  });
+  return [['run', 'step', ...panels.map(({name}) => name)], ...rows];
+}
+
+// What is told at the pointer: all values there, of each run and of the band, and what happened.
+/** What counts as usual, in words: the ends of a band. */
+export function bandTold(band, unit) {
+  if (!band) return '';
+  const ends = [band.low !== null && `from ${withUnit(band.low, unit)}`, band.high !== null && `up to ${withUnit(band.high, unit)}`];
+  return ends.filter(Boolean).join(' ');
+}
+
+/** A value, and of which step it is where that is another one. */
+export const valueTold = (found, unit, step) =>
+  found === undefined ? '' : `${found.value === null ? 'not a number' : withUnit(found.value, unit)}${found.step === step ? '' : ` (step ${found.step})`}`;
+
+/** Rows of texts: headings, then a row a panel. */
+export function rowsAt(step, panels, names) {
+  const parts = Object.keys(names).filter((part) => panels.some(({lines}) => lines.some((line) => line.part === part)));
+  const banded = panels.some((panel) => bandAt(panel, step));
+  return [
+    [`step ${step}`, ...parts.map((part) => names[part]), ...(banded ? ['band'] : [])],
+    ...panels.map((panel) => {
+      const values = valuesAt(panel, step);
+      return [panel.label, ...parts.map((part) => valueTold(values[part], panel.unit, step)), ...(banded ? [bandTold(bandAt(panel, step), panel.unit)] : [])];
+    }),
+  ];
+}
+
+const element = (tag, text, more = {}) => Object.assign(document.createElement(tag), {textContent: text, ...more});
+
+/** The tooltip at a step; texts only, since ECharts takes strings for HTML. */
+export function tipAt(step, panels, events, names) {
+  const box = element('div', '', {className: 'tip'});
+  const table = element('table', '');
+  const [headings, ...rows] = rowsAt(step, panels, names);
+  for (const cells of [headings, ...rows]) {
+    const row = table.insertRow();
+    cells.forEach((text, i) => row.append(element(cells === headings || i === 0 ? 'th' : 'td', text)));
+  }
+  box.append(table);
+  for (const {kind, part, step: at, why} of events.filter((event) => event.step === step)) {
+    box.append(element('div', `${KINDS[kind].label} in ${names[part]}, step ${at}: ${why}`));
+  }
+  return box;
+}
 
 const FEW = 80;
 

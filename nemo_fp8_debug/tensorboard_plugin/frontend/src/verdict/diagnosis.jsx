@@ -1,8 +1,7 @@
 // What diagnose says: the verdict, the facts of it, and what the rules found.
 import {toTensor} from '../address.js';
-import {Link} from '../components/link.jsx';
+import {Link, Sentence} from '../components/basics.jsx';
 import {TensorLink} from '../story/link.jsx';
-import {Sentence} from '../components/notice.jsx';
 import {Table} from '../components/table.jsx';
 import {titleOf} from '../units.js';
 

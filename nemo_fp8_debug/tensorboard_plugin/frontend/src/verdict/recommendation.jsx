@@ -1,7 +1,6 @@
 // What recommend says: a change per operand, what it makes of its errors, what it costs, and the files that do it.
 import {TensorLink} from '../story/link.jsx';
-import {Sentence} from '../components/notice.jsx';
-import {Snippet} from '../components/snippet.jsx';
+import {Sentence, Snippet} from '../components/basics.jsx';
 import {Table} from '../components/table.jsx';
 import {number, titleOf} from '../units.js';
 

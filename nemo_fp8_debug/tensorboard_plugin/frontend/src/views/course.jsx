@@ -1,32 +1,23 @@
 // Layers by steps: since when, where it began, and whether it spread.
 import {useMemo} from 'preact/hooks';
 import {at, go, tensor} from '../address.js';
-import {asMultiple} from '../color/against.js';
-import {limitsSet} from '../color/choice.js';
+import {asMultiple, badnessOf, limitsOfMultiples, limitsSet, scaleOf, scaleOfMultiples, tallyOf} from '../color/scales.js';
 import {Legend} from '../color/legend.jsx';
-import {limitsOfMultiples} from '../color/limits.js';
-import {badnessOf, scaleOf, scaleOfMultiples} from '../color/scales.js';
-import {tallyOf} from '../color/tally.js';
-import {Notice, Problem} from '../components/notice.jsx';
+import {Notice, Problem, Typed} from '../components/basics.jsx';
 import {currentMetric, Metric, Table as Tables} from '../components/pickers.jsx';
 import {currentStep} from '../components/steps.jsx';
 import {Table} from '../components/table.jsx';
-import {Typed} from '../components/typed.jsx';
 import {CourseChart} from '../course/chart.jsx';
-import {currentlyShown, isAgainst, offered, useCourse} from '../course/data.js';
-import {linesOf} from '../course/lines.js';
-import {useMarks} from '../course/marks.js';
-import {multiplesOf, ranked} from '../course/rows.js';
+import {currentlyShown, isAgainst, linesOf, multiplesOf, offered, ranked, useCourse, useMarks} from '../course/data.js';
 import {stepsFromTo} from '../details.js';
 import {chosen, metricNamed} from '../records.js';
-import {AlsoShow} from '../runs/also.jsx';
-import {dataOf, isAwaited, Problems, useRuns} from '../runs/answers.jsx';
+import {AlsoShow, dataOf, isAwaited, Problems, useRuns} from '../runs/also.jsx';
 import {shownRuns} from '../runs/beside.js';
 import {Card} from '../story/card.jsx';
 import {TensorLink} from '../story/link.jsx';
 import {dark} from '../theme.js';
 import {number, titleOf, withUnit} from '../units.js';
-import {LIMITS} from '../what_if/budget.js';
+import {LIMITS} from '../what_if/rows.js';
 
 const LISTED = 12;
 

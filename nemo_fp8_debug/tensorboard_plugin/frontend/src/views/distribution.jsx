@@ -3,19 +3,16 @@ import {useMemo} from 'preact/hooks';
 import '@preact/signals';
 import {at, go, tensor} from '../address.js';
 import {amaxOf, together, unpacked} from '../cast.js';
-import {Answered} from '../components/notice.jsx';
+import {Answered} from '../components/basics.jsx';
 import {Table, Tensor} from '../components/pickers.jsx';
 import {currentStep, Steps} from '../components/steps.jsx';
 import {chosen, versionOf} from '../records.js';
 import {useAnswer} from '../server.js';
-import {firstTensor} from '../story/first.js';
-import {TensorLink} from '../story/link.jsx';
-import {NotChosen} from '../story/not_chosen.jsx';
+import {firstTensor} from '../story/judged.js';
+import {NotChosen, TensorLink} from '../story/link.jsx';
 import {number, titleOf} from '../units.js';
 import {Metrics} from '../distribution/metrics.jsx';
-import {Histogram} from '../distribution/histogram.jsx';
-import {cuts} from '../distribution/cuts.js';
-import {Trial} from '../distribution/trial.jsx';
+import {cuts, Histogram, Trial} from '../distribution/histogram.jsx';
 
 export function Distribution() {
   const {run, baseline} = chosen.value;

@@ -1,7 +1,6 @@
 // What two runs are, setting by setting, differences first.
 import {at, go} from '../address.js';
-import {Link} from '../components/link.jsx';
-import {Answered, Notice} from '../components/notice.jsx';
+import {Answered, Link, Notice} from '../components/basics.jsx';
 import {SettingsTable} from '../components/settings.jsx';
 import {chosen, PARTS, versionOf} from '../records.js';
 import {useAnswer} from '../server.js';

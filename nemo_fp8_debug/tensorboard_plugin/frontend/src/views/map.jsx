@@ -1,18 +1,15 @@
 // Every tensor of the runs at a step, one metric as color: side by side on one scale, and what sets them apart.
 import {useMemo} from 'preact/hooks';
 import {at, tensor} from '../address.js';
-import {currentChoice} from '../color/choice.js';
+import {badnessOf, badnessOfDifference, currentChoice, differenceOf, scaleOfDifferences} from '../color/scales.js';
 import {Choice, Legend} from '../color/legend.jsx';
-import {badnessOf, badnessOfDifference, differenceOf, scaleOfDifferences} from '../color/scales.js';
-import {Problem} from '../components/notice.jsx';
+import {Problem} from '../components/basics.jsx';
 import {currentMetric, Metric, Table} from '../components/pickers.jsx';
 import {Steps} from '../components/steps.jsx';
-import {useMarks} from '../course/marks.js';
-import {cells} from '../map/cells.js';
+import {useMarks} from '../course/data.js';
+import {cells, useSamples, valuesOf} from '../map/data.js';
 import {coloringOf, useBackground} from '../map/coloring.js';
-import {useSamples} from '../map/frames.js';
 import {Panel} from '../map/panel.jsx';
-import {valuesOf} from '../map/values.js';
 import {Worst} from '../map/worst.jsx';
 import {chosen, metricNamed, nameOf, PARTS, table} from '../records.js';
 import {Card} from '../story/card.jsx';

@@ -2,11 +2,10 @@
 import {useEffect, useRef} from 'preact/hooks';
 import {Table} from '../components/table.jsx';
 import {chosen} from '../records.js';
-import {filter, filterText, pinned, setFilter, sorting} from '../runs/choice.js';
+import {filter, filterText, pinned, setFilter, sorting} from '../runs/beside.js';
 import {columns} from '../runs/columns.jsx';
-import {keepJudging} from '../runs/queue.js';
+import {baseline, isOpen, judgeGrownAnew, keepJudging, keepReading, rows} from '../runs/rows.js';
 import {source} from '../source.js';
-import {baseline, isOpen, judgeGrownAnew, keepReading, rows} from '../runs/rows.js';
 
 export function AllRuns() {
   const {passes, error} = filter();

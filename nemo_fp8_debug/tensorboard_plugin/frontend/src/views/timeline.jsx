@@ -4,21 +4,16 @@ import '@preact/signals';
 import {tensor} from '../address.js';
 import {Table, Tensor} from '../components/pickers.jsx';
 import {currentStep, Steps} from '../components/steps.jsx';
-import {AlsoShow} from '../runs/also.jsx';
-import {dataOf, isAwaited, Problems, useRuns} from '../runs/answers.jsx';
+import {AlsoShow, dataOf, isAwaited, Problems, useRuns} from '../runs/also.jsx';
 import {shownRuns} from '../runs/beside.js';
-import {useBand, useDivergence} from '../story/band.js';
+import {firstTensor, useBand, useDivergence} from '../story/judged.js';
 import {Card} from '../story/card.jsx';
-import {firstTensor} from '../story/first.js';
-import {NotChosen} from '../story/not_chosen.jsx';
+import {NotChosen} from '../story/link.jsx';
 import {dark} from '../theme.js';
-import {currentAxes} from '../timeline/axes.js';
-import {Charts} from '../timeline/charts.jsx';
-import {Events} from '../timeline/events.jsx';
+import {currentAxes, panelsOf} from '../timeline/option.js';
+import {AllValues, Charts, Events, ValuesAt} from '../timeline/charts.jsx';
 import {eventsOf, markersOf} from '../timeline/happened.js';
 import {chosenMetrics, Metrics, ofTheRun} from '../timeline/metrics.jsx';
-import {panelsOf} from '../timeline/panels.js';
-import {AllValues, ValuesAt} from '../timeline/values.jsx';
 import {titleOf} from '../units.js';
 
 export function Timeline() {

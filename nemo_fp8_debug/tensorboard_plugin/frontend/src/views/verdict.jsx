@@ -1,10 +1,10 @@
 // What is wrong with a run, what to change, and what sets it apart from a baseline.
 import '@preact/signals';
-import {Notice, Problem} from '../components/notice.jsx';
+import {Notice, Problem} from '../components/basics.jsx';
 import {chosen} from '../records.js';
 import {judged, story} from '../story/judged.js';
 import {Strip} from '../story/strip.jsx';
-import {Tensors} from '../story/tensors.jsx';
+import {Tensors} from '../story/link.jsx';
 import {Compared} from '../verdict/comparison.jsx';
 import {Diagnosed} from '../verdict/diagnosis.jsx';
 import {Recommended} from '../verdict/recommendation.jsx';

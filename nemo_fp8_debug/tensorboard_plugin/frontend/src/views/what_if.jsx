@@ -1,11 +1,8 @@
 // Recipes x layers at a step: what would be lost under recipes that were not in use.
 import {at, go} from '../address.js';
-import {limitsSet} from '../color/choice.js';
+import {limitsOfValues, limitsSet, scaleOf} from '../color/scales.js';
 import {Legend} from '../color/legend.jsx';
-import {limitsOfValues} from '../color/limits.js';
-import {scaleOf} from '../color/scales.js';
-import {Link} from '../components/link.jsx';
-import {Answered, Notice} from '../components/notice.jsx';
+import {Answered, Link, Notice} from '../components/basics.jsx';
 import {currentStep, Steps} from '../components/steps.jsx';
 import {Table} from '../components/table.jsx';
 import {details} from '../details.js';
@@ -15,9 +12,7 @@ import {story} from '../story/judged.js';
 import {TensorLink} from '../story/link.jsx';
 import {source} from '../source.js';
 import {number, placeOf, shown, titleOf} from '../units.js';
-import {exceeds, keeps, LIMITS} from '../what_if/budget.js';
-import {byTensor, METRICS, IN_USE, isAbout, leastOf, valueOf, worstFirst} from '../what_if/rows.js';
-import {styleOf} from '../what_if/shades.js';
+import {byTensor, exceeds, IN_USE, isAbout, keeps, leastOf, LIMITS, METRICS, styleOf, valueOf, worstFirst} from '../what_if/rows.js';
 import {asked, Picker, rowsOf, Trying} from '../what_if/try.jsx';
 
 const PAGE = 30;

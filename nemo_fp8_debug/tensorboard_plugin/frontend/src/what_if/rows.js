@@ -1,4 +1,42 @@
-// Rows of `others` and `what_if`, a row a tensor and recipe, as a row a tensor.
+// Rows of `others` and `what_if` by tensor, the limits that they are held against, and the colors of cells.
+
+// What an operand may lose: analysis/options.Budget of the Python side, at its defaults.
+export const LIMITS = {relative_error: 0.06, underflow_pct: 1, overflow_pct: 0.01};
+
+/** Whether a metric is above its limit; of those that have one. */
+export const exceeds = (metric, value) => value != null && value > (LIMITS[metric] ?? Infinity);
+
+/** Whether errors keep every limit; null where none is known. */
+export function keeps(errors) {
+  const known = Object.keys(LIMITS).filter((metric) => errors?.[metric] != null);
+  return known.length ? known.every((metric) => !exceeds(metric, errors[metric])) : null;
+}
+
+// Cells in the colors of a scale, and text that is read on them.
+const channels = (color) => [1, 3, 5].map((at) => Number.parseInt(color.slice(at, at + 2), 16));
+
+/** The color at a share of the way. */
+function mixed(colors, part) {
+  const at = part * (colors.length - 1);
+  const low = Math.min(Math.floor(at), colors.length - 2);
+  const [from, to] = [channels(colors[low]), channels(colors[low + 1])];
+  return from.map((value, i) => Math.round(value + (to[i] - value) * (at - low)));
+}
+
+/** Relative luminance (WCAG 2.2). */
+function luminance(rgb) {
+  const [r, g, b] = rgb.map((value) => (value / 255 <= 0.04045 ? value / 255 / 12.92 : ((value / 255 + 0.055) / 1.055) ** 2.4));
+  return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+}
+
+const WHITE_IS_READ_BETTER_BELOW = 0.179;
+
+/** Of a cell; values that a logarithmic scale has no place for are the lowest. */
+export function styleOf({share, colors}, value) {
+  if (value === null) return {};
+  const rgb = mixed(colors, share(value));
+  return {background: `rgb(${rgb})`, color: luminance(rgb) < WHITE_IS_READ_BETTER_BELOW ? '#fff' : '#111'};
+}
 
 export const METRICS = ['relative_error', 'underflow_pct', 'overflow_pct', 'mse'];
 export const IN_USE = 'in use';

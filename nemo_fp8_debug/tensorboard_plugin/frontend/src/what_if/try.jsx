@@ -2,8 +2,7 @@
 import {signal} from '@preact/signals';
 import {useEffect, useState} from 'preact/hooks';
 import {at, go} from '../address.js';
-import {Problem} from '../components/notice.jsx';
-import {Typed} from '../components/typed.jsx';
+import {Problem, Typed} from '../components/basics.jsx';
 import {called} from '../names.js';
 import {useJob} from '../server.js';
 

@@ -1,0 +1,172 @@
+"""What jobs compute: the verdict on a run, its headline, and a recipe tried on all tensors of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING, Any
+
+import polars as pl
+
+from ...analysis.comparison.compare import Comparison
+from ...analysis.comparison.layer_matching import named_alike
+from ...analysis.diagnosis.diagnose import comparison_of, diagnose, diagnose_comparison
+from ...analysis.diagnosis.diagnosis import Diagnosis
+from ...analysis.diagnosis.ranking import by_harm
+from ...analysis.loss.outcome import LossOutcome
+from ...analysis.runs.run import Run
+from ...analysis.story.story import make_loss_headline, story
+from ...analysis.story.summary import story_markdown, to_json
+from ...errors import ConfigError, RecordError, hearing
+from ...record.parts import count_rows
+from ..records.run_summary import WHAT_IF_METRICS, tabulate_rows
+
+if TYPE_CHECKING:  # torch takes seconds to import
+    from ...analysis.recommendation.recommend import Recommendation
+
+#: told what is known so far
+Tell = Callable[[Mapping[str, Any]], None]
+
+
+def tell_nobody(partial: Mapping[str, Any]) -> None:
+    """Tell nobody: a caller that asked for the whole answer alone."""
+
+
+def judge_run(
+    run: str,
+    baseline: str | None,
+    reference: str | None,
+    by: str,
+    renames: Sequence[str] = (),
+    tell: Tell = tell_nobody,
+) -> dict[str, Any]:
+    """Compare, diagnose and recommend, as the commands of these names do.
+
+    Args:
+        renames: of the run's layers, as `compare` takes them.
+        tell: called with what is known so far: `stage` (`loss`, `comparison`, `diagnosis`), and `story`, whose headline is
+            filled in part by part; with the last of them `diagnosis`.
+
+    Raises:
+        RecordError: a record is unreadable, or has nothing to go by.
+    """
+    with hearing() as heard:
+        told = _headline_of_losses(run, baseline, by)
+        tell({"stage": "loss", "story": {"headline": told}})
+        mine, good, other = _read(run, baseline, reference, by)
+        if good and renames:
+            mine, _ = named_alike(good, mine, renames)
+        found = _diagnosed(mine, good, other, by, told, tell)
+        so_far = replace(found, replays=False)  # torch and SciPy take seconds to import
+        tell({"stage": "diagnosis", "story": story(so_far), "diagnosis": _with_notes(so_far, heard)})
+        recommendation, more = _recommend(found)
+        comparison = None if found.comparison is None else _compared(found, found.comparison)
+    diagnosis = _with_notes(found, heard, more)
+    told = story(found)
+    return {
+        "story": told,
+        "markdown": story_markdown(told),
+        "comparison": comparison,
+        "diagnosis": diagnosis,
+        "recommendation": None if recommendation is None else recommendation.to_json(),
+        "snippets": [] if recommendation is None else _list_snippets(recommendation),
+    }
+
+
+def judge_headline(run: str, baseline: str | None, reference: str | None, by: str) -> dict[str, Any]:
+    """Judge a run and return the headline alone, without what to change: torch would be imported for that.
+
+    Raises:
+        RecordError: a record is unreadable, or has nothing to go by.
+    """
+    with hearing():
+        runs = _read(run, baseline, reference, by)
+        found = replace(_diagnosed(*runs, by, {}, tell_nobody), replays=False)
+        told: dict[str, Any] = story(found)["headline"]
+    return told
+
+
+def _read(run: str, baseline: str | None, reference: str | None, by: str) -> tuple[Run, Run | None, Run | None]:
+    def read(record: str | None) -> Run | None:
+        return None if record is None else Run.read(record, by)
+
+    return Run.read(run, by), read(baseline), read(reference)
+
+
+def _headline_of_losses(run: str, baseline: str | None, by: str) -> dict[str, Any]:
+    """What the losses tell, which takes little to read."""
+    mine, theirs = (None if record is None else Run.read(record, by, held=0) for record in (run, baseline))
+    assert mine is not None
+    loss = LossOutcome.of(mine.loss, None if theirs is None else theirs.loss)
+    return make_loss_headline(loss, mine.unit)
+
+
+def _diagnosed(
+    run: Run, baseline: Run | None, reference: Run | None, by: str, headline: dict[str, Any], tell: Tell
+) -> Diagnosis:
+    """Tells between the comparison and the diagnosis."""
+    if baseline is None:
+        return diagnose(run, None, reference, by)
+    comparison = comparison_of(run, baseline, reference, by)
+    out = comparison.tensors["onset"].drop_nulls()
+    of_tensors = {"tensors": len(comparison.tensors), "out_of_band": len(out), "first_out": out.min()}
+    tell({"stage": "comparison", "story": {"headline": headline | of_tensors}})
+    return diagnose_comparison(comparison)
+
+
+def _compared(found: Diagnosis, comparison: Comparison) -> dict[str, Any]:
+    """A comparison whose tensors are in the order of harm."""
+    told = to_json(comparison)
+    return told | {"tensors": by_harm(told["tensors"], found)}
+
+
+def _with_notes(found: Diagnosis, heard: Sequence[str], more: Sequence[str] = ()) -> dict[str, Any]:
+    told = found.to_json()
+    return told | {"notes": [*told["notes"], *dict.fromkeys(heard), *more]}
+
+
+def _recommend(found: Diagnosis) -> tuple[Recommendation | None, list[str]]:
+    """Return the cheapest changes, as `nemo-fp8-debug recommend` finds them; or why there are none."""
+    from ...analysis.recommendation.snippets import unwritten
+
+    try:
+        recommendation = found.recommend()
+        return replace(recommendation, notes=(*recommendation.notes, *unwritten(recommendation))), []
+    except (ConfigError, RecordError) as error:
+        return None, [f"Nothing can be recommended: {error}."]
+
+
+def _list_snippets(found: Recommendation) -> list[dict[str, Any]]:
+    """The files that make the changes, the plan first: name, about, text, coarser."""
+    from ...analysis.recommendation.snippets import PLAN, snippets_of
+
+    made = [asdict(snippet) for snippet in snippets_of(found)]
+    if not found.plan.changes:
+        return made
+    plan = {"name": PLAN, "about": "the plan, for FP8PlanCallback and `nemo-fp8-debug rescue`", "text": found.plan.text()}
+    return [plan | {"coarser": ()}, *made]
+
+
+#: rows of metrics of a record that is replayed
+_MOST_REPLAYED = 8_000_000
+
+
+def try_recipe(run: str, step: int, recipe: str) -> dict[str, Any]:
+    """Return metrics of all tensors at a sampled step under another recipe, from histograms.
+
+    `rounded` marks those of float32 tensors, which are approximate.
+
+    Raises:
+        ConfigError: the recipe is none, or histograms cannot tell.
+        RecordError: there are no histograms of that step.
+    """
+    from ...analysis.replay.replay import replay
+
+    if (rows_there := count_rows(run, "metrics")) > _MOST_REPLAYED:
+        raise RecordError(f"{run} has {rows_there:,} rows of metrics, too many to replay here; run `nemo-fp8-debug replay`")
+    with hearing():
+        rows = replay(run, recipe, steps=[step])
+    if rows.is_empty():
+        raise RecordError(f"the record has no histograms of step {step} to replay; record the run with histograms")
+    shown = rows.select("layer", "role", "recipe", *WHAT_IF_METRICS, "rounded").with_columns(in_use=pl.lit(False))
+    return {"step": step, "rows": tabulate_rows(shown)}

@@ -1,0 +1,247 @@
+"""Run what is too large for TensorBoard's own process: one child process at a time, whose memory goes with it."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from concurrent.futures import wait
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import IO, Any
+
+from ...core.threads import run_in_background
+from ...errors import warn
+
+#: environment variable: GiB that a job may take
+MEMORY = "NEMO_FP8_DEBUG_JOB_GIB"
+_GIB = 1 << 30
+#: of the machine's memory, unless that is set
+_SHARE = 0.5
+_CGROUP = Path("/sys/fs/cgroup/memory.max")
+
+
+def read_memory_limit() -> int:
+    """Return the bytes that a job may take: what the environment says, or half of what there is."""
+    given = os.environ.get(MEMORY, "")
+    with contextlib.suppress(ValueError):
+        if 0 < float(given) < math.inf:
+            return int(float(given) * _GIB)
+    if given:
+        warn(f"{MEMORY} is {given[:40]!r}; it takes a number of GiB above 0, and half of the memory is the limit")
+    return int(_there_is() * _SHARE)
+
+
+def _there_is() -> int:
+    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    with contextlib.suppress(OSError, ValueError):  # not every machine has one, and it may hold "max"
+        return min(machine, int(_CGROUP.read_text()))
+    return machine
+
+
+def measure_memory(pid: int) -> int:
+    """Return the bytes of a process that no file holds as well; 0 if the system does not tell, as on macOS."""
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        lines = (line.split() for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+        return sum(int(line[1]) << 10 for line in lines if line[0] in ("RssAnon:", "RssShmem:", "VmSwap:"))
+    return 0
+
+
+#: seconds after which a job that nobody asks about is stopped, and a failure or a result of a grown record is forgotten
+_ABANDONED, _STALE = 60.0, 30.0
+#: seconds after which one that waits makes room for others if nobody has asked about it, and that one may run for
+_UNASKED, _LONGEST = 5.0, 1800.0
+#: finished jobs that are kept, and such as wait
+_KEPT, _WAITING = 8, 16
+#: seconds between two looks at the child
+_LOOK = 0.1
+_TOO_LARGE = (
+    "It was stopped, since it took more than {:.3g} GiB of memory. Run `nemo-fp8-debug` on the records, or start "
+    f"TensorBoard with the environment variable {MEMORY} set to more."
+)
+# The child finds its modules where this process does; the folder that it is started in is not among them.
+_PROGRAM = "import sys; sys.path[:] = {}; from nemo_fp8_debug.tensorboard_plugin.jobs.worker_process import main; main()"
+
+
+@dataclass
+class _Job:
+    what: Mapping[str, Any]
+    version: str
+    asked: float
+    began: float
+    #: what is known so far; None: nothing
+    partial: Any = None
+    answer: dict[str, Any] | None = None
+    ended: float = 0.0
+    delivered: bool = field(default=False)
+
+    def is_stale(self, version: str, now: float) -> bool:
+        """Return True if a delivered result is outdated: a record has grown since, or the job failed a while ago."""
+        if self.answer is None or not self.delivered or now - self.ended < _STALE:
+            return False
+        return self.version != version or self.answer["state"] == "failed"
+
+
+class JobQueue:
+    """Jobs by what they are; one runs, others wait."""
+
+    def __init__(self) -> None:
+        self._jobs: dict[str, _Job] = {}
+        self._lock = threading.Lock()
+        self._is_working = False
+        self._child: subprocess.Popen[bytes] | None = None
+        self._running: _Job | None = None
+        atexit.register(self.stop)
+
+    def ask(self, what: Mapping[str, Any], version: str) -> dict[str, Any]:
+        """Return how far a job is; begin a new one.
+
+        Args:
+            what: the request, as `child.main` takes it.
+            version: of all records that it reads.
+
+        Returns:
+            state: working (for how many seconds, and what is known so far), done (and its result), or failed (and why).
+        """
+        key, now = json.dumps(what, sort_keys=True), time.monotonic()
+        with self._lock:
+            job = self._jobs.get(key)
+            if job is None or job.is_stale(version, now):
+                self._forget()
+                self._make_room(now)
+                if sum(held.answer is None for held in self._jobs.values()) >= _WAITING:
+                    return {"state": "failed", "error": "Too much is being computed already; try again in a minute."}
+                job = self._jobs[key] = _Job(what, version, now, now)
+            job.asked = now
+            if job.answer is None:
+                self._work()
+                return {"state": "working", "seconds": round(now - job.began, 1), "partial": job.partial}
+            job.delivered = True
+            return job.answer
+
+    def stop(self) -> None:
+        """End what runs."""
+        with self._lock:
+            self._jobs.clear()
+        if self._child is not None:
+            _kill(self._child)
+
+    def _forget(self) -> None:
+        """Leave room for one more result."""
+        finished = sorted((key for key, job in self._jobs.items() if job.answer), key=lambda key: self._jobs[key].asked)
+        for key in finished[: max(0, len(finished) - _KEPT + 1)]:
+            del self._jobs[key]
+
+    def _make_room(self, now: float) -> None:
+        """Drop jobs that wait and that nobody asks about, if too many wait."""
+        waiting = [key for key, job in self._jobs.items() if job.answer is None and job is not self._running]
+        if len(waiting) >= _WAITING - 1:
+            for key in waiting:
+                if now - self._jobs[key].asked > _UNASKED:
+                    del self._jobs[key]
+
+    def _work(self) -> None:
+        if not self._is_working:
+            self._is_working = True
+            run_in_background("fp8-jobs", self._run)
+
+    def _run(self) -> None:
+        while job := self._next():
+            try:
+                answer = self._done(job)
+            except Exception as error:
+                answer = _failed(f"It could not be computed ({type(error).__name__}: {error}).")
+            with self._lock:
+                job.answer, job.ended = answer, time.monotonic()
+
+    def _next(self) -> _Job | None:
+        with self._lock:
+            now = time.monotonic()
+            waiting = {key: job for key, job in self._jobs.items() if job.answer is None}
+            for key, job in list(waiting.items()):
+                if now - job.asked > _ABANDONED:
+                    del self._jobs[key], waiting[key]
+            if not waiting:
+                self._is_working = False
+            self._running = next(iter(waiting.values()), None)
+            return self._running
+
+    def _done(self, job: _Job) -> dict[str, Any]:
+        """Run a job in a child; stopped when nobody asks any more, or when it takes too long or too much memory."""
+        began, most = time.monotonic(), read_memory_limit()
+        environment = os.environ | {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+        child = subprocess.Popen(
+            [sys.executable, "-W", "ignore", "-c", _PROGRAM.format(sys.path)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env=environment,
+            start_new_session=True,
+        )
+        self._child = child
+        assert child.stdin and child.stdout
+        said = run_in_background("fp8-job-output", partial(_listen, child.stdout, job))
+        try:
+            with contextlib.suppress(OSError):
+                # Left open: when it closes, because this process is gone, the child ends.
+                child.stdin.write(json.dumps(dict(job.what)).encode() + b"\n")
+                child.stdin.flush()
+            while child.poll() is None:
+                if time.monotonic() - job.asked > _ABANDONED:
+                    return _failed("It was stopped, since nobody asked for it any more; ask again.")
+                if time.monotonic() - began > _LONGEST:
+                    return _failed(f"It was stopped, since it took more than {_LONGEST / 60:.0f} minutes.")
+                if measure_memory(child.pid) > most:
+                    return _failed(_TOO_LARGE.format(most / (1 << 30)))
+                if wait([said], _LOOK).done:
+                    child.wait(_ABANDONED)
+            wait([said], 5)
+            return _outcome(child.returncode, said.result() if said.done() else None)
+        finally:
+            _kill(child)
+            self._child = None
+            with contextlib.suppress(OSError):
+                child.stdin.close()
+
+
+def _listen(out: IO[bytes], job: _Job) -> Any:
+    """Keep what a child knows so far, and return its answer, the last line that it writes; None: it has none."""
+    said = None
+    for line in out:
+        with contextlib.suppress(ValueError, TypeError, KeyError):
+            told = json.loads(line)
+            if told["state"] == "working":
+                job.partial = told["partial"]
+            else:
+                said = told
+    return said
+
+
+def _outcome(code: int, said: Any) -> dict[str, Any]:
+    if said and said["state"] in ("done", "failed"):
+        return dict(said)
+    killed = (
+        "was killed, most likely because the machine ran out of memory" if code in (-9, 137) else f"ended with code {code}"
+    )
+    return _failed(f"The process that computed it {killed}; run `nemo-fp8-debug` on a machine with more memory.")
+
+
+def _failed(sentence: str) -> dict[str, Any]:
+    return {"state": "failed", "error": sentence}
+
+
+def _kill(child: subprocess.Popen[bytes]) -> None:
+    """End a child and what it started."""
+    with contextlib.suppress(OSError):
+        os.killpg(child.pid, signal.SIGKILL)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        child.wait(5)

@@ -1,0 +1,284 @@
+"""Hold a run against a baseline: layers that are named otherwise, bands of tensors, and the loss."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import polars as pl
+import pyarrow as pa
+
+from ...analysis.comparison.layer_matching import (
+    Names,
+    Sizes,
+    as_far_from_the_output,
+    differ_in_depth,
+    matched,
+    sizes_of_weights,
+    that_count,
+)
+from ...analysis.comparison.onset import EVIDENCE, all_onsets
+from ...analysis.comparison.tensor_band import MetricBand, TensorBand, tensor_band
+from ...analysis.formatting import jsonable
+from ...analysis.loss.curve import LossCurve
+from ...analysis.loss.outcome import LossOutcome
+from ...analysis.runs.grid import Grid
+from ...analysis.runs.metrics import Metrics
+from ...analysis.runs.run import Run
+from ...core.keys import MIXED
+from ...core.scale_sources import ENGINE
+from ...core.threads import ahead
+from ...errors import ConfigError, hearing
+from ...record.reader import read_table
+from ...record.schema import SCHEMAS, Part
+from ...record.storage import Storage
+from ..cache import Cache
+from ..web import list_numbers
+from .heatmap import list_newest_tensors
+from .metadata import find_table
+from .part_matrices import NONFINITE, Array, CodedTexts, Layers, PartMatrices, RecordIndex
+from .tensor_history import refuse_tensor
+from .thinning import thin_series
+
+#: pairs of records whose names are kept
+_PAIRS = 64
+
+
+class LayerNames:
+    """Names of layers by pairs of records, kept as long as these stay the same."""
+
+    def __init__(self, parts: PartMatrices, renames: Sequence[str] = ()) -> None:
+        """
+        Args:
+            renames: of every run's layers, as `compare` takes them.
+        """
+        self._parts, self._renames = parts, renames
+        self._pairs: Cache[tuple[Names, str]] = Cache(_PAIRS, lambda _: 1)
+
+    def describe(self, run: Storage, baseline: Storage) -> dict[str, Any]:
+        """Return `names`, the baseline's name of each layer that has another one there, and `how` they were matched."""
+        names, how = self._matched(run, baseline)
+        return {"names": names, "how": how}
+
+    def match_run(self, run: Storage, baseline: Storage) -> Names:
+        """Return the baseline's name of each layer of the run that has another name there."""
+        return self._matched(run, baseline)[0]
+
+    def _matched(self, run: Storage, baseline: Storage) -> tuple[Names, str]:
+        # Names are matched only if none is in common, which the newest parts tell as a rule.
+        if not self._renames and not self._of_newest(run).keys().isdisjoint(self._of_newest(baseline)):
+            return {}, ""
+        versions = [self._parts.index(record).version for record in (run, baseline)]
+        return self._pairs.get((str(run), str(baseline), *versions), partial(self._match, run, baseline))
+
+    def _match(self, run: Storage, baseline: Storage) -> tuple[Names, str]:
+        first, second = (list(self._of_all(record)) for record in (baseline, run))
+        try:
+            return matched(first, second, self._renames, lambda: (_sizes(baseline), _sizes(run)))
+        except ConfigError:  # the renames are those of another run's layers
+            return {}, ""
+
+    def _of_newest(self, record: Storage) -> Layers:
+        return self._parts.read_settled(record, partial(list_newest_tensors, self._parts, record)).layers
+
+    def _of_all(self, record: Storage) -> Layers:
+        def read(index: RecordIndex) -> Layers:
+            layouts = (self._parts.find_layout(record, part) for part in index.held)
+            different = dict.fromkeys(layout.tensors for layout in layouts if layout)
+            return dict.fromkeys(layer for tensors in different for layer in tensors.layers)
+
+        return self._parts.read_settled(record, read)
+
+
+def _sizes(record: Storage) -> Sizes:
+    with hearing():  # what is damaged is told of by `notes`
+        return sizes_of_weights(Metrics.read(record, held=0))
+
+
+#: points of a metric's band that are drawn at most
+_POINTS = 1000
+#: bands that are kept, of a tensor each, and of 6 metrics
+_KEPT = 64
+#: bytes that are held of the columns that bands are made of: all of a small record, and little of a large one
+_HELD = 64 << 20
+#: runs whose losses are kept, and whose quantized steps are
+_RUNS = 16
+#: columns that bands are made of, and that are read for them
+_COLUMNS = ("n", "nan", "inf", "mse", *({evidence.metric for evidence in EVIDENCE} - {NONFINITE}))
+_READ = ("step", "scale_source", *_COLUMNS)
+
+
+class TensorBands:
+    """Bands of tensors, kept as long as the records stay the same."""
+
+    def __init__(self, parts: PartMatrices, names: LayerNames) -> None:
+        self._parts, self._names = parts, names
+        self._bands: Cache[dict[str, Any]] = Cache(_KEPT, lambda _: 1)
+        self._tables: Cache[pa.Table] = Cache(_HELD, lambda table: table.nbytes)
+        self._quantized: Cache[Array | None] = Cache(_RUNS, lambda _: 1)
+        self._runs: Cache[Run] = Cache(_RUNS, lambda _: 1)
+
+    def judge_tensor(self, run: Storage, baseline: Storage, layer: str, role: str) -> dict[str, Any]:
+        """Return when a tensor is out of a baseline's band, and the band of each of its metrics that has one.
+
+        Args:
+            layer: as the run calls it.
+
+        Returns:
+            `since`: the first step at which it is out of the band of any metric, as `compare` tells it, or null; `metric`:
+            the first one that is; `chance`: whether that, by itself, is no more than chance does to one of so many tensors
+            (`compare` leaves it out unless others are out as well); `why`: why it is not judged, or null; `metrics`: by name
+            `step`, `low`, `expected`, `high` (a number or null each), `least` (the least rise that counts, or ratio if
+            `is_ratio`), `since`, `value`, `usual` (of the metric at that step), `beyond` (samples that are out), and
+            `counted` (those that count).
+
+        Raises:
+            NotThere: either record has no such tensor.
+        """
+        if find_table(role) != self._parts.table:
+            return _not_judged("Bands are of operands of GEMMs, and this tensor is not one of them.")
+        versions = [self._parts.index(record).version for record in (run, baseline)]
+        key = str(run), str(baseline), *versions, layer, role
+        return self._bands.get(key, lambda: self._judged(run, baseline, (layer, role)))
+
+    def find_divergence(self, run: Storage, baseline: Storage | None) -> dict[str, Any]:
+        """Return the step from which a run's loss stays above the baseline's, or alone above its minimum, or null."""
+        other = None if baseline is None else self._run(baseline).loss
+        return {"since": LossOutcome.of(self._run(run).loss, other).since}
+
+    def _run(self, record: Storage) -> Run:
+        """A record without its metrics."""
+
+        def read() -> Run:
+            with hearing():
+                metrics = Metrics.of(pl.DataFrame(schema=SCHEMAS["metrics"]))
+                return Run(str(record), {}, metrics, LossCurve.of(read_table(record, "steps", ["step", "loss"])))
+
+        return self._runs.get((str(record), self._parts.index(record).version), read)
+
+    def _judged(self, run: Storage, baseline: Storage, key: tuple[str, str]) -> dict[str, Any]:
+        names = self._names.match_run(run, baseline)
+        layer, role = names.get(key[0], key[0]), key[1]
+        reference = self._grid(baseline, (layer, role))
+        grid = self._grid(run, key, only_quantized=True)
+        if not grid.sampled.any():
+            return _not_judged("The engine does not quantize this tensor, so it cannot have done harm by that.")
+        tensors = [self._tensors(baseline), {(names.get(name, name), role) for name, role in self._tensors(run)}]
+        found = tensor_band(reference, grid, len(tensors[0] & tensors[1]))
+        layers = [{name for name, _ in each} for each in tensors]
+        if not differ_in_depth(*layers):
+            return _told(found, found.onsets)
+        others = as_far_from_the_output(*layers)
+
+        def beside(_: pl.DataFrame) -> pl.DataFrame:
+            onsets = all_onsets(self._grid(baseline, (others[layer], role)), grid)
+            return onsets.with_columns(layer=pl.lit(layer))
+
+        return _told(found, that_count(found.onsets, others, beside))
+
+    def _grid(self, run: Storage, key: tuple[str, str], only_quantized: bool = False) -> Grid:
+        """A tensor over all samples of a run that `compare` goes by."""
+
+        def read(index: RecordIndex) -> Grid:
+            rows, steps = self._rows(run, index, key), index.steps
+            if only_quantized and (judged := self._steps_quantized(run, index)) is not None:
+                rows, steps = rows.filter(pl.col("scale_source").is_in([ENGINE, MIXED])), judged
+            steps = steps[~np.isin(steps, self._run(run).made_up_for.to_numpy())]
+            return Metrics.of(rows.filter(pl.col("step").is_in(steps))).grid.over(steps)
+
+        return self._parts.read_settled(run, read)
+
+    def _rows(self, run: Storage, index: RecordIndex, key: tuple[str, str]) -> pl.DataFrame:
+        """The rows of a tensor, without holding those of the others."""
+
+        def of_part(part: Part) -> pa.Table | None:
+            if (layout := self._parts.find_layout(run, part)) is None:
+                return None
+            rows = [row for step in index.held[part] if (row := layout.row(step, key)) is not None]
+            read = partial(self._some_rows if layout.is_wide else self._of_columns, run, part, rows)
+            return self._parts.read_unless_damaged(run, part, "band", read) if rows else None
+
+        tables = [pl.DataFrame(table) for table in ahead(of_part, list(index.held)) if table is not None]
+        if not tables:
+            raise refuse_tensor(run, *key)
+        rows = pl.concat([table.with_columns(pl.col("scale_source").cast(pl.String)) for table in tables])
+        return rows.sort("step").with_columns(layer=pl.lit(key[0]), role=pl.lit(key[1]))
+
+    def _some_rows(self, run: Storage, part: Part, rows: list[int]) -> pa.Table:
+        return self._parts.some_rows(run, part, _READ, rows)
+
+    def _of_columns(self, run: Storage, part: Part, rows: list[int]) -> pa.Table:
+        return self._tables.get((str(run), part.path), lambda: self._parts.columns(run, part, *_READ)).take(rows)
+
+    def _steps_quantized(self, run: Storage, index: RecordIndex) -> Array | None:
+        """Samples with an operand that an engine quantizes; None where no engine quantizes any."""
+        return self._quantized.get((str(run), index.version), lambda: self._find_quantized(run, index))
+
+    def _find_quantized(self, run: Storage, index: RecordIndex) -> Array | None:
+        steps: list[int] = []
+        is_engine = False
+        for part, held in index.held.items():
+            if (only := self._only_source(run, part)) is not None:
+                is_engine |= only == ENGINE
+                steps += held if only in (ENGINE, MIXED) else []
+                continue
+            if (
+                sources := self._parts.read_unless_damaged(run, part, "scale_source", partial(self._sources, run, part))
+            ) is None:
+                continue
+            layout = self._parts.layout(run, part)
+            at = np.searchsorted(layout.steps, held)
+            codes = {name: sources.known.index(name) for name in (ENGINE, MIXED) if name in sources.known}
+            found = np.isin(sources.codes[at], list(codes.values()))
+            is_engine |= ENGINE in codes and bool((sources.codes[at] == codes[ENGINE]).any())
+            steps += np.asarray(held)[found.any(axis=1)].tolist()
+        return np.array(sorted(steps), np.int64) if is_engine else None
+
+    def _only_source(self, run: Storage, part: Part) -> str | None:
+        """That all rows of a part have, if its footer says so."""
+        known = self._parts.outline(run, part).texts.get("scale_source", ())
+        return known[0] if len(known) == 1 else None
+
+    def _sources(self, run: Storage, part: Part) -> CodedTexts:
+        return self._parts.texts(run, part, "scale_source")
+
+    def _tensors(self, run: Storage) -> set[tuple[str, str]]:
+        def read(index: RecordIndex) -> set[tuple[str, str]]:
+            found = (self._parts.find_layout(run, part) for part in index.held)
+            return {key for tensors in {layout.tensors for layout in found if layout} for key in tensors}
+
+        return self._parts.read_settled(run, read)
+
+
+def _not_judged(why: str) -> dict[str, Any]:
+    return {"since": None, "metric": None, "chance": False, "why": why, "metrics": {}}
+
+
+def _told(found: TensorBand, onsets: pl.DataFrame) -> dict[str, Any]:
+    first = onsets.row(0, named=True) if len(onsets) else {"onset": None, "metric": None}
+    since = {row["metric"]: row for row in reversed(onsets.to_dicts())}
+    return {
+        "since": first["onset"],
+        "metric": first["metric"],
+        "chance": bool(len(onsets)) and not found.is_sure,
+        "why": None,
+        "metrics": {name: _drawn(found.steps, band) | _out(since.get(name)) for name, band in found.metrics.items()},
+    }
+
+
+def _drawn(steps: Array, band: MetricBand) -> dict[str, Any]:
+    kept = thin_series([band.low, band.expected, band.high], _POINTS)
+    lines = {name: list_numbers(getattr(band, name)[kept]) for name in ("low", "expected", "high")}
+    about = {name: getattr(band, name) for name in ("least", "is_ratio", "beyond", "counted")}
+    told: dict[str, Any] = jsonable(about)
+    return {"step": steps[kept].tolist(), **lines, **told}
+
+
+def _out(onset: dict[str, Any] | None) -> dict[str, Any]:
+    """Since when a metric is out, and what it is and usually would be there."""
+    if onset is None:
+        return {"since": None, "value": None, "usual": None}
+    told: dict[str, Any] = jsonable({"since": onset["onset"], "value": onset["value"], "usual": onset["expected"]})
+    return told

@@ -1,0 +1,266 @@
+"""What colors of a map stand for: where values of a metric lie, and the least changes that count."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from ...analysis.comparison.onset import EVIDENCE, Evidence, least_of_values, least_rise, running_median
+from ...analysis.formatting import jsonable
+from ...core.threads import ahead
+from ...record.schema import Part
+from ...record.storage import Storage
+from ..cache import Cache
+from .heatmap import describe_tensors, find_warm_up_end, pack_table
+from .metadata import list_tensors
+from .part_matrices import (
+    Array,
+    Layout,
+    PartMatrices,
+    RecordIndex,
+    Tensors,
+    compute_values,
+    find_tried,
+    list_columns,
+    read_numbers,
+)
+
+#: bits of a float32 that are dropped: what is left is BF16; and of that, so that a picture has few bars
+_DROPPED, _COARSER = 16, 4
+_MOST = float(np.finfo(np.float32).max) / 2
+
+
+@dataclass(frozen=True)
+class Extent:
+    """Finite values: the ends, and how many there are of each value rounded to BF16."""
+
+    low: float
+    high: float
+    #: the least above 0
+    positive: float
+    #: ascending
+    values: Array
+    counts: Array
+
+    @classmethod
+    def of(cls, values: Array) -> Extent:
+        """Return the extent of finite values; leave out the others."""
+        found = values[np.isfinite(values)]
+        low, high = float(found.min(initial=np.inf)), float(found.max(initial=-np.inf))
+        positive = float(found[found > 0].min(initial=np.inf))
+        bits = np.clip(found, -_MOST, _MOST).astype(np.float32).view(np.uint32)
+        nearest = (bits + np.uint32(1 << (_DROPPED - 1))) >> _DROPPED
+        counts = np.bincount(nearest)
+        codes = np.flatnonzero(counts)
+        return cls(low, high, positive, *_ascending(_floats(codes), counts[codes]))
+
+    @property
+    def nbytes(self) -> int:
+        """Return the bytes that it takes."""
+        return int(self.values.nbytes + self.counts.nbytes)
+
+    def quantile(self, percent: float) -> float | None:
+        """Return a percentile, to 0.4% of its value; None if there is no value."""
+        if not len(self.values):
+            return None
+        upto = np.cumsum(self.counts)
+        value = self.values[np.searchsorted(upto, percent / 100 * upto[-1])]
+        return float(np.clip(value, self.low, self.high))
+
+
+def merge_extents(extents: Sequence[Extent]) -> Extent:
+    """Return the extent of the values of all."""
+    if not extents:
+        return Extent.of(np.empty(0))
+    values, place = np.unique(np.concatenate([e.values for e in extents]), return_inverse=True)
+    counts = np.bincount(place, np.concatenate([e.counts for e in extents]), len(values)).astype(np.int64)
+    lows, highs, positives = zip(*((e.low, e.high, e.positive) for e in extents), strict=True)
+    return Extent(min(lows), max(highs), min(positives), values, counts)
+
+
+def coarsen_extent(extent: Extent) -> tuple[Array, Array]:
+    """Return values with 4 significant bits, ascending, and how many there are of each."""
+    bits = extent.values.astype(np.float32).view(np.uint32) >> (_DROPPED + _COARSER)
+    codes, place = np.unique(bits, return_inverse=True)
+    counts = np.bincount(place, extent.counts, len(codes)).astype(np.int64)
+    return _ascending(_floats(codes << _COARSER), counts)
+
+
+def _floats(codes: Array) -> Array:
+    """From the upper halves of their bits; -0 is 0."""
+    found: Array = (codes.astype(np.uint32) << _DROPPED).view(np.float32).astype(np.float64) + 0.0
+    return found
+
+
+def _ascending(values: Array, counts: Array) -> tuple[Array, Array]:
+    order = np.argsort(values, kind="stable")
+    return values[order], counts[order]
+
+
+#: percentiles of robust limits
+PERCENTILES = (1.0, 50.0, 99.0)
+
+
+#: bytes of where values lie
+_EXTENTS = 32 << 20
+
+
+class Extents:
+    """Where the values of metrics lie, kept for each part."""
+
+    def __init__(self, parts: PartMatrices) -> None:
+        self._parts = parts
+        self._known: Cache[Extent] = Cache(_EXTENTS, lambda extent: extent.nbytes)
+
+    def describe(self, run: Storage, metric: str) -> dict[str, Any]:
+        """Describe a metric over all sampled steps that can be read.
+
+        Returns:
+            low, high, positive (the least above 0) of finite values; warm_up (its last step, None where there is but one
+            sample). Without the warm-up, the first tenth of the samples: percentiles (of 1, 50 and 99); values and counts
+            (rounded to 4 significant bits, ascending).
+        """
+
+        def read(index: RecordIndex) -> dict[str, Any]:
+            warm_up = find_warm_up_end(index)
+            until = -1 if warm_up is None else warm_up
+            early = self._of_parts(run, index, metric, lambda step: step <= until)
+            late = self._of_parts(run, index, metric, lambda step: step > until)
+            whole, later = merge_extents([*early, *late]), merge_extents(late or early)
+            values, counts = coarsen_extent(later)
+            return jsonable(  # type: ignore[no-any-return]
+                {
+                    "low": whole.low,
+                    "high": whole.high,
+                    "positive": whole.positive,
+                    "warm_up": warm_up,
+                    "percentiles": [later.quantile(percent) for percent in PERCENTILES],
+                    "values": values.tolist(),
+                    "counts": counts.tolist(),
+                }
+            )
+
+        return self._parts.read_settled(run, read)
+
+    def _of_parts(self, run: Storage, index: RecordIndex, metric: str, wanted: Callable[[int], bool]) -> list[Extent]:
+        """Return that of each part, at those of its steps that are wanted."""
+        found = []
+        for part, steps in index.held.items():
+            if kept := [step for step in steps if wanted(step)]:
+                read = partial(self._of_part, run, part, metric, kept)
+                found.append(self._parts.read_unless_damaged(run, part, metric, read))
+        return [extent for extent in found if extent is not None]
+
+    def _of_part(self, run: Storage, part: Part, name: str, steps: Sequence[int]) -> Extent:
+        parts = self._parts
+
+        def make() -> Extent:
+            whole = len(steps) == len(parts.outline(run, part).steps)
+            is_mixed = parts.table != "metrics"
+            others = [*(() if whole else ("step",)), *(("scale_source",) if is_mixed else ())]
+            rows = parts.columns(run, part, *list_columns(parts.table, name), *others)
+            values = compute_values(rows, parts.table, name)
+            values = np.where(find_tried(rows), np.nan, values) if is_mixed else values
+            return Extent.of(values if whole else values[np.isin(read_numbers(rows["step"]), steps)])
+
+        return self._known.get((str(run), part.path, name, tuple(steps)), make)
+
+
+#: least changes that count of metrics by which `compare` finds no tensor out of band: as much as half again of an error
+_HALF_AGAIN = 0.585
+_LEAST = {"sqnr_db": 10 * np.log10(1.5), "cosine": 0.01, "dynamic_range_log2": 3.0, "sink_pct": 1.0, "dropped_pct": 1.0}
+#: values that are held at a time, half a GiB, and tensors whose medians are taken at once
+_CELLS, _BLOCK = 1 << 27, 128
+
+
+def pack_spread(parts: PartMatrices, run: Storage, metric: str) -> bytes:
+    """Return by how much a metric must rise and fall to count, against this run.
+
+    Returns:
+        A header (log2: whether of its logarithm; floor: what is less is rounding there; least: the rise that counts however
+        steady the run is; layer, role, kind, depth), and float32 [2, tensors]: rises and falls.
+    """
+
+    def read(index: RecordIndex) -> bytes:
+        rise, fall = _evidence_of(metric)
+        layouts = {part: layout for part in index.held if (layout := parts.find_layout(run, part))}
+        tensors = list_tensors(layouts)
+        at_once = max(_BLOCK, _CELLS // max(1, len(index.steps)))
+        least = np.empty((2, len(tensors)), "<f4")
+        for first in range(0, len(tensors), at_once):
+            some = slice(first, first + at_once)
+            values = _values(parts, run, index, layouts, metric, tensors[some])
+            least[:, some] = np.concatenate(list(ahead(partial(_least, values, rise, fall), _blocks(values))), axis=1)
+        if rise.least_values:
+            least[0] = np.maximum(least[0], least_of_values(rise, _sizes(parts, run, index, tensors)))
+        if not fall:
+            least[1] = least[0]
+        header = {"log2": rise.log2, "floor": rise.floor if rise.log2 else 0.0, "least": rise.least}
+        return pack_table({**header, **describe_tensors(tensors)}, least)
+
+    return parts.read_settled(run, read)
+
+
+def _blocks(values: Array) -> list[slice]:
+    return [slice(first, first + _BLOCK) for first in range(0, values.shape[1], _BLOCK)]
+
+
+def _least(values: Array, rise: Evidence, fall: Evidence | None, some: slice) -> Array:
+    """[2, tensors]: the least rise and fall of some."""
+    block = np.ascontiguousarray(values[:, some].T)
+    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+        medians = running_median(block)
+        return np.stack([least_rise(evidence, block, medians) for evidence in (rise, fall or rise)])
+
+
+def _evidence_of(metric: str) -> tuple[Evidence, Evidence | None]:
+    """By which a rise counts and a fall; None: a fall as a rise does."""
+    known = [evidence for evidence in EVIDENCE if evidence.metric == metric]
+    if known:
+        return next(e for e in known if e.sign > 0), next((e for e in known if e.sign < 0), None)
+    if metric in _LEAST:
+        return Evidence(metric, _LEAST[metric]), None
+    return Evidence(metric, _HALF_AGAIN, log2=True, floor=float(np.finfo(np.float64).tiny)), None
+
+
+def _values(
+    parts: PartMatrices,
+    run: Storage,
+    index: RecordIndex,
+    layouts: Mapping[Part, Layout],
+    metric: str,
+    tensors: Sequence[tuple[str, str]],
+) -> Array:
+    """The metric of some tensors at all sampled steps, float32 [S, T]: as exact as the answer, in half the time."""
+    place = {key: i for i, key in enumerate(tensors)}
+    # Of each set of tensors that parts have: which are among these, and where.
+    of_sets = {}
+    for some in {layout.tensors for layout in layouts.values()}:
+        there = [(i, place[key]) for i, key in enumerate(some) if key in place]
+        of_sets[some] = np.array(there, np.int64).reshape(-1, 2).T
+    values = np.full((len(index.steps), len(tensors)), np.nan, np.float32)
+
+    def fill(part: Part) -> None:
+        layout, mine = layouts[part], index.held[part]
+        columns, here = of_sets[layout.tensors]
+        found = parts.find_metric(run, part, layout, metric)[np.searchsorted(layout.steps, mine)]
+        values[np.ix_(np.searchsorted(index.steps, mine), here)] = found[:, columns]
+
+    deque(ahead(fill, list(layouts)), 0)
+    return values
+
+
+def _sizes(parts: PartMatrices, run: Storage, index: RecordIndex, tensors: Tensors) -> Array:
+    """[T]: values of each tensor in the newest part; infinite where that is not known."""
+    sizes = dict.fromkeys(tensors, np.inf)
+    for part in index.newest_first[:1]:
+        if layout := parts.find_layout(run, part):
+            with np.errstate(invalid="ignore"):
+                most = np.fmax.reduce(parts.find_metric(run, part, layout, "n"), axis=0)
+            sizes |= {key: n for key, n in zip(layout.tensors, most.tolist(), strict=True) if n > 0}
+    return np.array([sizes[key] for key in tensors])

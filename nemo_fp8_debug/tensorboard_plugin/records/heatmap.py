@@ -1,0 +1,188 @@
+"""A metric of all tensors: at single steps, and over all steps in as few columns as a picture has."""
+
+from __future__ import annotations
+
+import json
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from ...analysis.comparison.drift import depth_of, kind_of
+from ...core.threads import ahead
+from ...record.schema import Part
+from ...record.storage import Storage
+from ..web import BadParameter
+from . import metadata
+from .metadata import list_tensors
+from .part_matrices import Array, PartMatrices, RecordIndex, Tensors
+
+#: sampled steps in one answer
+MOST_STEPS = 128
+#: part of the sampled steps that are warm-up
+WARM_UP = 0.1
+#: sets of tensors of which it is kept where they are
+_PLACED = 32
+
+
+@lru_cache(_PLACED)
+def describe_tensors(tensors: Tensors) -> dict[str, list[Any]]:
+    """Return layer, role, kind and depth of tensors."""
+    layers = [layer for layer, _ in tensors]
+    roles = [role for _, role in tensors]
+    return {"layer": layers, "role": roles, "kind": list(map(kind_of, layers)), "depth": list(map(depth_of, layers))}
+
+
+def list_newest_tensors(parts: PartMatrices, run: Storage, index: RecordIndex) -> Tensors:
+    """Return the tensors of the newest part whose names can be read."""
+    for part in index.newest_first:
+        if layout := parts.find_layout(run, part):
+            return layout.tensors
+    return Tensors()
+
+
+def pack_frames(parts: PartMatrices, run: Storage, metric: str, first: int, last: int) -> bytes:
+    """Return a metric of all tensors at the sampled steps in [first, last].
+
+    It is a header (steps, layer, role, kind, depth), and float32 [steps, tensors].
+
+    Raises:
+        BadParameter: there are more than `MOST_STEPS` of them.
+    """
+
+    def read(index: RecordIndex) -> bytes:
+        steps = index.steps[(index.steps >= first) & (index.steps <= last)].tolist()
+        if len(steps) > MOST_STEPS:
+            raise BadParameter(
+                f"There are {len(steps)} sampled steps from {first} to {last}; ask for {MOST_STEPS} at a time."
+            )
+        owners = list(dict.fromkeys(index.owner[step] for step in steps))
+        layouts = {part: layout for part in owners if (layout := parts.find_layout(run, part))}
+        tensors = list(dict.fromkeys(key for held in dict.fromkeys(lay.tensors for lay in layouts.values()) for key in held))
+        column = {key: i for i, key in enumerate(tensors)}
+        values = np.full((len(steps), len(tensors)), np.nan, "<f4")
+        for part, layout in layouts.items():
+            mine = [i for i, step in enumerate(steps) if index.owner[step] == part]
+            at = np.searchsorted(layout.steps, [steps[i] for i in mine])
+            metrics = parts.find_metric(run, part, layout, metric)
+            with np.errstate(over="ignore"):
+                found = metrics[at].astype("<f4")
+            if len(layout.tensors) == len(tensors) and list(layout.tensors) == tensors:
+                values[mine] = found
+            else:
+                values[np.ix_(mine, [column[key] for key in layout.tensors])] = found
+        return pack_table({"steps": steps, **describe_tensors(tuple(tensors))}, values)
+
+    return parts.read_settled(run, read)
+
+
+def pack_table(header: dict[str, Any], values: Any) -> bytes:
+    """Return a header as JSON, its length before it (4 bytes, little endian), and an array behind it."""
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 4)
+    return len(text).to_bytes(4, "little") + text + bytes(values.tobytes())
+
+
+#: values in an answer: of more tensors there are fewer columns, down to as many as still show a course, and then fewer yet
+ENOUGH_VALUES, ENOUGH_COLUMNS, MOST_VALUES = 1_200_000, 200, 4_000_000
+
+
+def pack_heatmap(parts: PartMatrices, run: Storage, metric: str, first: int | None, last: int | None, columns: int) -> bytes:
+    """Return a metric of all tensors over the sampled steps in [first, last].
+
+    Steps are binned into stretches of `width` steps, the first from `from` on; of each that has samples there is a column
+    with the worst value of each tensor.
+
+    Args:
+        first: None: from the first sampled step; `last` likewise.
+        columns: at most.
+
+    Returns:
+        A header (from, width, the last step of the run's warm-up; of each column the first and last sampled step and how
+        many samples; layer, role, kind and depth of each tensor, in order of execution), and float32 [tensors, columns],
+        NaN where a tensor has no sample.
+    """
+
+    def read(index: RecordIndex) -> bytes:
+        begin = int(first if first is not None else index.steps[0] if len(index.steps) else 0)
+        end = int(last if last is not None else index.steps[-1] if len(index.steps) else 0)
+        steps = index.steps[(index.steps >= begin) & (index.steps <= end)]
+        owners = list(dict.fromkeys(index.owner[step] for step in steps.tolist()))
+        layouts = {part: layout for part in owners if (layout := parts.find_layout(run, part))}
+        tensors = list_tensors(layouts)
+        width = _width(end - begin + 1, columns, len(tensors))
+        stretches, first_of, samples = np.unique((steps - begin) // width, return_index=True, return_counts=True)
+        worst = np.full((len(stretches), len(tensors)), np.nan)
+        place = {key: i for i, key in enumerate(tensors)}
+        # Parts have the same tensors, but for few.
+        places = {some: np.array([place[key] for key in some]) for some in {layout.tensors for layout in layouts.values()}}
+
+        def of_part(part: Part) -> tuple[Array, Array]:
+            """Places among the stretches, and the worst values in each."""
+            mine = np.array(index.held[part])
+            mine = mine[(mine >= begin) & (mine <= end)]
+            at, starts = np.unique(np.searchsorted(stretches, (mine - begin) // width), return_index=True)
+            rows = np.searchsorted(layouts[part].steps, mine)
+            values = parts.find_metric(run, part, layouts[part], metric)
+            values = values if len(rows) == len(values) else values[rows]
+            return at, _worst_of(metric, values, starts)
+
+        for layout, (at, found) in zip(layouts.values(), ahead(of_part, list(layouts)), strict=True):
+            there = np.ix_(at, places[layout.tensors])
+            worst[there] = _worse(metric, worst[there], found)
+        header = {
+            "from": begin,
+            "width": width,
+            "warm_up": find_warm_up_end(index),
+            "first": steps[first_of].tolist(),
+            "last": steps[first_of + samples - 1].tolist(),
+            "samples": samples.tolist(),
+        }
+        with np.errstate(over="ignore"):
+            return pack_table({**header, **describe_tensors(tensors)}, np.ascontiguousarray(worst.T.astype("<f4")))
+
+    return parts.read_settled(run, read)
+
+
+def find_warm_up_end(index: RecordIndex) -> int | None:
+    """Return the last step of a run's warm-up; None where there is but one sample."""
+    return int(index.steps[int(np.ceil(WARM_UP * len(index.steps))) - 1]) if len(index.steps) > 1 else None
+
+
+def _width(steps: int, columns: int, tensors: int) -> int:
+    """Steps in a column."""
+    tensors = max(1, tensors)
+    most = max(1, min(columns, max(ENOUGH_COLUMNS, ENOUGH_VALUES // tensors), MOST_VALUES // tensors))
+    return max(1, -(-steps // most))
+
+
+def _worst_of(metric: str, values: Array, starts: Array) -> Array:
+    """[S, T] -> [len(starts), T]: the worst of the rows from each start to the next."""
+    if len(starts) == len(values):
+        return values
+    worse = metadata.find_worse_sign(metric)
+    if worse is not None:
+        return _reduced(np.fmax if worse > 0 else np.fmin, values, starts)
+    return _farther(_reduced(np.fmin, values, starts), _reduced(np.fmax, values, starts))
+
+
+def _reduced(of_two: np.ufunc, values: Array, starts: Array) -> Array:
+    """As `of_two.reduceat` does along the first axis, which takes several times as long over so few rows."""
+    sizes = np.diff(starts, append=len(values))
+    found: Array = values[starts]
+    for more in range(1, int(sizes.max())):
+        longer = np.flatnonzero(sizes > more)
+        found[longer] = of_two(found[longer], values[starts[longer] + more])
+    return found
+
+
+def _worse(metric: str, a: Array, b: Array) -> Array:
+    """Of each pair; of a value and NaN the value."""
+    worse = metadata.find_worse_sign(metric)
+    found: Array = _farther(a, b) if worse is None else np.fmax(a, b) if worse > 0 else np.fmin(a, b)
+    return found
+
+
+def _farther(a: Array, b: Array) -> Array:
+    """What is farther from 0."""
+    return np.where(np.isnan(b) | (np.abs(a) > np.abs(b)), a, b)

@@ -1,0 +1,145 @@
+"""One run: its steps, tensors and notes, its losses, and its metrics under other recipes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import numpy as np
+import polars as pl
+
+from ...analysis.loss.curve import LossCurve
+from ...core.scale_sources import notice, quantization
+from ...errors import hearing
+from ...record.reader import read_fingerprint, read_table
+from ...record.storage import Storage
+from ..web import list_numbers
+from . import metadata
+from .heatmap import describe_tensors, list_newest_tensors
+from .metadata import order_tensors
+from .part_matrices import PartMatrices, RecordIndex
+from .tensor_history import find_nearest_step
+from .thinning import thin_series
+
+#: metrics under other recipes
+WHAT_IF_METRICS = ("relative_error", "underflow_pct", "overflow_pct", "mse")
+
+
+def describe_run(parts: PartMatrices, run: Storage) -> dict[str, Any]:
+    """Return the sampled steps of a record, the tensors of its newest part, and notes about it."""
+
+    def read(index: RecordIndex) -> dict[str, Any]:
+        return {
+            "version": index.version,
+            "steps": index.steps.tolist(),
+            "tables": [table for table in metadata.TABLES if index.listed[table]],
+            "tensors": describe_tensors(order_tensors(list_newest_tensors(parts, run, index))),
+            "notes": list_notes(parts, run, index),
+        }
+
+    return parts.read_settled(run, read)
+
+
+def read_other_recipes(parts: PartMatrices, run: Storage, step: int) -> dict[str, Any]:
+    """Return metrics of all tensors under recipes, in use and not, at the sampled step next to one."""
+
+    def read(index: RecordIndex) -> dict[str, Any]:
+        at = find_nearest_step(run, index, step)
+        names = ["layer", "role", "recipe", *WHAT_IF_METRICS]
+        where = {"step": at, "attempt": index.owner[at].attempt}  # of each table, or it would take its own latest
+        with hearing():  # what is damaged is told of by `notes`
+            tables = {table: read_table(run, table, names, where) for table in ("metrics", "what_if")}
+            tables["replayed"] = read_table(run, "replayed", [*names, "rounded"], where)
+        rows = pl.concat(
+            [rows.with_columns(in_use=pl.lit(table == "metrics")) for table, rows in tables.items()], how="diagonal"
+        ).with_columns(pl.col("rounded").fill_null(False))
+        rows = rows.unique(["layer", "role", "recipe"], keep="first", maintain_order=True)
+        return {"step": at, "rows": tabulate_rows(rows)}
+
+    return parts.read_settled(run, read)
+
+
+def tabulate_rows(rows: pl.DataFrame) -> dict[str, Any]:
+    """Return rows as lists by column."""
+    return {
+        name: list_numbers(rows[name].to_numpy()) if name in WHAT_IF_METRICS else rows[name].to_list()
+        for name in rows.columns
+    }
+
+
+def list_notes(parts: PartMatrices, run: Storage, index: RecordIndex) -> list[str]:
+    """Return sentences about what is wrong with a record or out of the ordinary."""
+    with hearing() as heard:
+        fingerprint = read_fingerprint(run)
+    told = [f"{message}." for message in (*heard, *index.heard)]
+    if damaged := parts.list_damaged(run) | index.damaged:
+        (name, why), *others = damaged.items()
+        more = f" So are {len(others)} other parts." if others else ""
+        told.append(f"The metrics of {name} are left out: {why}{more}")
+    if not len(index.steps) and not index.damaged:
+        told.append("Nothing was sampled yet: the record has no metrics.")
+    attempts = {part.attempt for part in index.owner.values()}
+    if len(attempts) > 1:
+        told.append(f"The run was started {len(attempts)} times; of steps that were trained twice the latest are shown.")
+    known = find_quantization(parts, run, index, fingerprint)
+    if known is not None and (said := notice(known)):
+        told.append(said)
+    return told
+
+
+def find_quantization(parts: PartMatrices, run: Storage, index: RecordIndex, fingerprint: Mapping[str, Any]) -> str | None:
+    """Return `quantization` of the newest part that can be read; None if there is none."""
+    for part in index.newest_first:
+        if sources := parts.read_unless_damaged(run, part, "scale_source", partial(parts.texts, run, part, "scale_source")):
+            return quantization({sources.known[code] for code in np.unique(sources.codes)} - {None}, fingerprint)
+    return None
+
+
+SERIES = ("loss", "grad_norm", "lr")
+#: points that are drawn at most, and marks of a kind
+_POINTS, _MARKS = 4000, 1000
+#: standard deviations above the running median that make a spike
+_SIGMAS = 5.0
+#: losses before, of which a spike stands above the least as well
+_BEFORE = 3
+
+
+def read_losses(run: Storage) -> dict[str, Any]:
+    """Return loss, gradient norm and learning rate by step, thinned, with triggers, skipped steps and spikes.
+
+    A value is null where it was not recorded, and where it is NaN or infinite: `not_finite` has the steps of these by name.
+    """
+    with hearing():
+        table = read_table(run, "steps", ["step", *SERIES, "skipped", "trigger"]).unique("step", keep="last").sort("step")
+    values = {name: table[name].cast(pl.Float64).fill_null(np.nan).to_numpy() for name in SERIES}
+    recorded = {name: table[name].is_not_null().to_numpy() for name in SERIES}
+    kept = thin_series(list(values.values()), _POINTS, list(recorded.values()))
+    steps = table["step"].to_numpy()[kept]
+    triggers = table.filter(pl.col("trigger").is_not_null()).select("step", "trigger")
+    skipped = table.filter(pl.col("skipped").fill_null(0) != 0)["step"]
+    return {
+        "step": steps.tolist(),
+        **{name: list_numbers(column[kept]) for name, column in values.items()},
+        "not_finite": {
+            name: steps[recorded[name][kept] & ~np.isfinite(column[kept])].tolist() for name, column in values.items()
+        },
+        "triggers": [list(row) for row in triggers.tail(_MARKS).rows()],
+        "skipped": skipped.tail(_MARKS).to_list(),
+        "spikes": _spikes(table),
+    }
+
+
+def _spikes(table: pl.DataFrame) -> list[int]:
+    """Steps where the loss jumps up, the highest where they are many; a loss that is not finite is one."""
+    curve = LossCurve.of(table)
+    if not len(curve.steps):
+        return []
+    before = pl.Series(curve.losses).fill_nan(None).shift(1).rolling_min(_BEFORE, min_samples=1).to_numpy().copy()
+    before[0] = np.inf
+    with np.errstate(invalid="ignore"):
+        # Of a loss that falls fast, as at the start, all stand above the median of their neighbors.
+        above = np.nan_to_num(curve.losses - np.fmax(curve.smooth, before), nan=0.0, posinf=np.inf)
+    high = np.flatnonzero(above > _SIGMAS * curve.scatter)
+    highest = high[np.argsort(-above[high], kind="stable")[:_MARKS]]
+    return sorted(curve.steps[highest].tolist())

@@ -1,0 +1,263 @@
+"""One tensor: its metrics over the steps, its histograms at a step, and its dumped files."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import polars as pl
+import pyarrow as pa
+
+from ...analysis.formatting import jsonable
+from ...core.threads import ahead
+from ...errors import hearing
+from ...record.dump_names import dumped_files, tensor_in_name
+from ...record.outline import Outline
+from ...record.parts import KEYS, may_have, read_columns, read_whole_rows
+from ...record.schema import Part
+from ...record.storage import Storage
+from ..cache import Cache
+from ..web import NotThere, list_numbers, quote_text
+from . import metadata
+from .part_matrices import Layout, PartMatrices, RecordIndex, compute_values, list_columns, report_damage
+
+#: of a row of `metrics`, what stands beside the metrics
+TEXTS = ("recipe", "format", "scale_source")
+#: column, and pattern of a stretch of rows and place in it: what rows have the same text
+Key = tuple[str, str, int]
+
+
+def read_timeline(parts: PartMatrices, run: Storage, layer: str, role: str, metrics: list[str]) -> dict[str, Any]:
+    """Return metrics of one tensor at all steps that have it.
+
+    Raises:
+        NotThere: the record has no such tensor.
+    """
+
+    def read(index: RecordIndex) -> dict[str, Any]:
+        """Of the parts that an index lists."""
+        so_far = TextsSoFar()
+        of_part = partial(_of_part, parts, run, index, (layer, role), metrics, so_far)
+        columns: dict[str, list[Any]] = {name: [] for name in ("step", *metrics, *TEXTS)}
+        for found in ahead(of_part, list(index.held)):
+            for name, values in found.items():
+                columns[name] += values
+        if not columns["step"]:
+            raise refuse_tensor(run, layer, role)
+        order = np.argsort(columns["step"])
+        told = {name: [values[i] for i in order] for name, values in columns.items()}
+        texts = {name: so_far.resolved(told[name]) for name in TEXTS}
+        return {"step": told["step"], "metrics": {name: told[name] for name in metrics}, **texts}
+
+    return parts.read_settled(run, read)
+
+
+def _of_part(
+    parts: PartMatrices,
+    run: Storage,
+    index: RecordIndex,
+    key: tuple[str, str],
+    metrics: list[str],
+    texts: TextsSoFar,
+    part: Part,
+) -> dict[str, list[Any]]:
+    """Step, metrics and texts, at those of a part's steps that have the tensor."""
+    if (layout := parts.find_layout(run, part)) is None:
+        return {}
+    places = {step: row for step in index.held[part] if (row := layout.row(step, key)) is not None}
+    if not places:
+        return {}
+    if layout.is_wide:
+        return {"step": list(places), **_of_rows(parts, run, part, list(places.values()), metrics, texts)}
+    return {"step": list(places), **_of_matrices(parts, run, part, layout, list(places), key, metrics)}
+
+
+class TextsSoFar:
+    """Texts of a tensor. Those of most samples are the same, and footers tell of which: these are read once.
+
+    Parts are read in any order, so that a text stands as its key until all of them are.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[Key, str | None] = {}
+
+    def told(self, outline: Outline, places: Sequence[int]) -> dict[str, list[str | Key]]:
+        """Return by column the texts of some rows of a part, if nothing has to be read for them."""
+        told: dict[str, list[str | Key]] = {}
+        for name in TEXTS:
+            if type(text := outline.same.get(name)) is str:
+                told[name] = [text] * len(places)
+            elif self._known.keys() >= set(keys := self._keys(outline, name, places)) and keys:
+                told[name] = list(keys)
+        return told
+
+    def kept(self, outline: Outline, places: Sequence[int], rows: pa.Table, names: Sequence[str]) -> dict[str, list[Any]]:
+        """Return texts that were read. A damaged column has no values, which another part may have."""
+        found: dict[str, list[Any]] = {}
+        for name in names:
+            keys, texts = self._keys(outline, name, places), rows[name].to_pylist()
+            if rows[name].type != pa.null():
+                self._known.update(zip(keys, texts, strict=False))
+            found[name] = list(keys) or texts
+        return found
+
+    def resolved(self, texts: Sequence[str | Key | None]) -> list[str | None]:
+        """Return the texts that keys stand for; None if they could not be read."""
+        return [self._known.get(text) if isinstance(text, tuple) else text for text in texts]
+
+    def _keys(self, outline: Outline, name: str, places: Sequence[int]) -> list[Key]:
+        """Of each row; empty where the footer does not tell."""
+        patterns = outline.patterns.get(name)
+        return [(name, patterns[stretch], row) for stretch, row in map(outline.find, places)] if patterns else []
+
+
+def _of_rows(
+    parts: PartMatrices, run: Storage, part: Part, places: Sequence[int], metrics: list[str], so_far: TextsSoFar
+) -> dict[str, list[Any]]:
+    """Read from the few rows of the tensor."""
+    names = dict.fromkeys(column for name in metrics for column in list_columns(parts.table, name))
+    outline = parts.outline(run, part)
+    texts = so_far.told(outline, places)
+    missing = [name for name in TEXTS if name not in texts]
+    rows = _some_rows(parts, run, part, (*names, *missing), places)
+    values = {name: list_numbers(compute_values(rows, parts.table, name)) for name in metrics}
+    return values | texts | so_far.kept(outline, places, rows, missing)
+
+
+def _some_rows(parts: PartMatrices, run: Storage, part: Part, names: Sequence[str], places: Sequence[int]) -> pa.Table:
+    """Columns of a few rows; of those that are damaged, none of their values."""
+    read = partial(parts.some_rows, run, part)
+    if (whole := parts.read_unless_damaged(run, part, "rows", lambda: read(names, places))) is not None:
+        return whole
+    alone = {name: parts.read_unless_damaged(run, part, name, partial(read, (name,), places)) for name in names}
+    none = pa.nulls(len(places))
+    return pa.table({name: none if rows is None else rows[name] for name, rows in alone.items()})
+
+
+def _of_matrices(
+    parts: PartMatrices,
+    run: Storage,
+    part: Part,
+    layout: Layout,
+    steps: Sequence[int],
+    key: tuple[str, str],
+    metrics: list[str],
+) -> dict[str, list[Any]]:
+    """Read from what is held of all tensors."""
+    at, tensor = np.searchsorted(layout.steps, steps), layout.tensors.places[key]
+    found = {name: list_numbers(parts.find_metric(run, part, layout, name)[at, tensor]) for name in metrics}
+    for name in TEXTS:
+        held = parts.read_unless_damaged(run, part, name, partial(parts.texts, run, part, name))
+        found[name] = [held.known[code] for code in held.codes[at, tensor]] if held else [None] * len(steps)
+    return found
+
+
+#: rows that are decoded at a time to find one
+_METRICS_AT_ONCE, _HISTOGRAMS_AT_ONCE = 1 << 13, 32
+
+
+def refuse_tensor(run: Storage, layer: str, role: str) -> NotThere:
+    """Return the refusal of a question about a tensor that a record does not have."""
+    return NotThere(f"The record at {run} has no metrics of {role} of {quote_text(layer)}; choose a tensor of its map.")
+
+
+def find_nearest_step(run: Storage, index: RecordIndex, step: int) -> int:
+    """Return the sampled step next to one.
+
+    Raises:
+        NotThere: nothing was sampled.
+    """
+    if not len(index.steps):
+        raise NotThere(f"The record at {run} has no sampled step yet; wait for the first one.")
+    return index.nearest(step)
+
+
+def read_histograms(parts: PartMatrices, run: Storage, layer: str, role: str, step: int) -> dict[str, Any]:
+    """Return a tensor's histograms at the sampled step next to one, a row a scale, and all that was recorded.
+
+    Raises:
+        NotThere: the record has no such tensor there, or no histogram of it.
+    """
+
+    def read(index: RecordIndex) -> dict[str, Any]:
+        at = find_nearest_step(run, index, step)
+        part = index.owner[at]
+        row = parts.layout(run, part).row(at, (layer, role))
+        if row is None:
+            raise refuse_tensor(run, layer, f"step {at} of {role}")
+        with report_damage(part):
+            recorded = read_whole_rows(run, parts.table, part, [row], _METRICS_AT_ONCE)[0]
+        rows = _histograms(run, metadata.TABLES[parts.table], index, part.attempt, at, layer, role)
+        if not rows:
+            raise NotThere(_why_no_histogram(run, layer, role, at, index))
+        return {"step": at, "rows": [_as_told(row) for row in rows], "recorded": jsonable(recorded)}
+
+    return parts.read_settled(run, read)
+
+
+def _histograms(
+    run: Storage, table: str, index: RecordIndex, attempt: int, step: int, layer: str, role: str
+) -> list[dict[str, Any]]:
+    for part in index.listed[table]:
+        if part.attempt != attempt or not may_have(table, part, step):
+            continue
+        with report_damage(part):
+            names = pl.DataFrame(pl.from_arrow(read_columns(run, table, part, KEYS)[0])).with_row_index("row")
+            named = [pl.col(name).cast(pl.String) == text for name, text in (("layer", layer), ("role", role))]
+            if rows := names.filter(pl.col("step") == step, *named)["row"].to_list():
+                return read_whole_rows(run, table, part, rows, _HISTOGRAMS_AT_ONCE)
+    return []
+
+
+def _as_told(row: dict[str, Any]) -> dict[str, Any]:
+    names = ("recipe", "format", "dtype", "rounded", "scale", "bins", "counts")
+    return {name: jsonable(row[name]) for name in names}
+
+
+def _why_no_histogram(run: Storage, layer: str, role: str, step: int, index: RecordIndex) -> str:
+    if not index.listed["histograms"]:
+        return f"The record at {run} has no histograms; record the run with histograms to see distributions."
+    if "*" in layer.split("."):
+        return (
+            f"{quote_text(layer)} stands for all experts of a layer, which have no histogram of their own; choose an expert."
+        )
+    return f"The record has no histogram of {role} of {quote_text(layer)} at step {step}; choose another step or tensor."
+
+
+#: files of one tensor that are told of
+_MOST = 50
+#: records whose files are known
+_KEPT = 16
+Files = list[tuple[int, int, int, str]]
+
+
+class DumpedTensors:
+    """The files of dumped tensors, listed once for each state of a record."""
+
+    def __init__(self) -> None:
+        self._files: Cache[Files] = Cache(_KEPT, lambda _: 1)
+
+    def list_files(self, run: Storage, version: str, layer: str, role: str) -> dict[str, Any]:
+        """Return the latest files of a tensor, and how many there are.
+
+        Args:
+            version: of the record.
+
+        Returns:
+            `count`, and `files`: `step`, `rank` and `name` (below the folder of the record) of each, ascending.
+        """
+        mine = [file for file in self._files.get((str(run), version), lambda: _listed(run)) if _is_of(file[3], layer, role)]
+        files = [{"step": step, "rank": rank, "name": name} for _, step, rank, name in mine[-_MOST:]]
+        return {"count": len(mine), "files": files}
+
+
+def _listed(run: Storage) -> Files:
+    with hearing():
+        return sorted(dumped_files(run))
+
+
+def _is_of(name: str, layer: str, role: str) -> bool:
+    """Of layers whose names are alike as far as a file's name goes, any of them."""
+    return f".{tensor_in_name(layer, role)}." in name.rpartition("/")[2]

@@ -1,0 +1,137 @@
+"""Less of large answers, so that pictures and pages stay small."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from itertools import zip_longest
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from .heatmap import pack_table
+
+
+def thin_series(
+    series: Sequence[npt.NDArray[np.float64]], points: int, known: Sequence[npt.NDArray[np.bool_]] = ()
+) -> npt.NDArray[np.int64]:
+    """Return places to keep, ascending: in equal stretches, where each series is least, greatest and not finite.
+
+    Args:
+        series: of equal length N.
+        points: to keep at the most.
+        known: bool [N] each: places that have a value, finite or not; all by default.
+    """
+    n = len(series[0])
+    if n <= points:
+        return np.arange(n)
+    buckets = max(1, (points - 2) // (3 * len(series)))
+    bounds = np.linspace(0, n, buckets + 1).astype(np.int64)
+    kept = {0, n - 1}
+    for values, there in zip_longest(series, known):
+        for begin, end in zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True):
+            places = np.arange(begin, end) if there is None else begin + np.flatnonzero(there[begin:end])
+            kept.update(_extremes(values, places))
+    return np.array(sorted(kept))
+
+
+def _extremes(values: npt.NDArray[np.float64], places: npt.NDArray[np.int64]) -> set[int]:
+    is_finite = np.isfinite(values[places])
+    finite, lost = places[is_finite], places[~is_finite]
+    found = {int(finite[np.argmin(values[finite])]), int(finite[np.argmax(values[finite])])} if len(finite) else set()
+    if len(finite) and len(lost):
+        found.add(int(lost[0]))
+    return found
+
+
+def spread_steps(steps: Sequence[int], most: int, always: Iterable[int | None] = ()) -> list[int]:
+    """Return at most `most` of ascending steps, evenly spread, with the ends and those nearest to `always`.
+
+    Example:
+        >>> spread_steps(range(0, 100, 10), 3, [42])
+        [0, 40, 90]
+    """
+    if len(steps) <= most:
+        return list(steps)
+    all_steps = np.asarray(steps)
+    wanted = {int(all_steps[np.argmin(np.abs(all_steps - step))]) for step in always if step is not None}
+    for count in range(most, 0, -1):
+        even = {int(all_steps[at]) for at in np.linspace(0, len(steps) - 1, count).round().astype(int)}
+        if len(even | wanted) <= most:
+            return sorted(even | wanted)
+    return sorted(wanted)[:most]
+
+
+def thin_columns(answer: Any, most: int) -> Any:
+    """Return an answer with at most so many steps, the extremes of each number among them.
+
+    Columns are lists next to a list `step`, in the answer or in what is in it.
+
+    Example:
+        >>> thin_columns({"step": [0, 1, 2], "loss": [3.0, 2.0, 1.0]}, 2)
+        {'step': [0, 2], 'loss': [3.0, 1.0]}
+    """
+    if not isinstance(answer, dict):
+        return answer
+    steps = answer.get("step")
+    if not isinstance(steps, list) or len(steps) <= most:
+        return {name: thin_columns(value, most) for name, value in answer.items()}
+    kept = thin_series([_as_floats(column) for column in _columns(answer, len(steps))], most).tolist()
+    return _picked(answer, len(steps), kept)
+
+
+def _picked(value: Any, n: int, kept: list[int]) -> Any:
+    if isinstance(value, dict):
+        return {name: _picked(one, n, kept) for name, one in value.items()}
+    return [value[i] for i in kept] if isinstance(value, list) and len(value) == n else value
+
+
+def _columns(value: Any, n: int) -> list[list[Any]]:
+    """Lists of n numbers."""
+    if isinstance(value, dict):
+        return [column for one in value.values() for column in _columns(one, n)]
+    return [value] if isinstance(value, list) and len(value) == n and not any(isinstance(v, str) for v in value) else []
+
+
+def _as_floats(values: list[Any]) -> Any:
+    return np.array([np.nan if value is None else float(value) for value in values])
+
+
+def shorten_verdict(result: dict[str, Any], most: int) -> tuple[dict[str, Any], list[str]]:
+    """Return a verdict with at most so many rows in each list of its comparison, and what is left out."""
+    found = result.get("comparison")
+    if not found:
+        return result, []
+    long = {name: len(rows) for name, rows in found.items() if isinstance(rows, list) and len(rows) > most}
+    told = [f"The verdict's list of {name.replace('_', ' ')} has the first {most} of {n:,}." for name, n in long.items()]
+    return result | {"comparison": found | {name: found[name][:most] for name in long}}, told
+
+
+def join_frames(answers: Sequence[bytes]) -> bytes:
+    """Return answers of `frames` at ascending steps as one, with all tensors that any of them has."""
+    if len(answers) == 1:
+        return answers[0]
+    headers, tables = zip(*map(_taken_apart, answers), strict=True)
+    about = {key: row for header in headers for key, row in _tensors(header).items()}
+    places = {key: i for i, key in enumerate(about)}
+    values = np.full((sum(map(len, tables)), len(about)), np.nan, "<f4")
+    row = 0
+    for header, table in zip(headers, tables, strict=True):
+        values[row : row + len(table), [places[key] for key in _tensors(header)]] = table
+        row += len(table)
+    columns = [list(column) for column in zip(*about.values(), strict=True)] or [[], [], [], []]
+    steps = [step for header in headers for step in header["steps"]]
+    header = headers[0] | {"steps": steps} | dict(zip(("layer", "role", "kind", "depth"), columns, strict=True))
+    return pack_table(header, values)
+
+
+def _tensors(header: dict[str, Any]) -> dict[tuple[str, str], tuple[Any, ...]]:
+    rows = zip(*(header[name] for name in ("layer", "role", "kind", "depth")), strict=True)
+    return {(row[0], row[1]): row for row in rows}
+
+
+def _taken_apart(answer: bytes) -> tuple[dict[str, Any], Any]:
+    size = int.from_bytes(answer[:4], "little")
+    header = json.loads(answer[4 : 4 + size])
+    return header, np.frombuffer(answer[4 + size :], "<f4").reshape(len(header["steps"]), len(header["layer"]))
