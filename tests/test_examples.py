@@ -27,7 +27,7 @@ FOLDERS = {"baseline": "good", "bad": "bad", "reference": "twin"}
 NAMES = [name for name in nemo_fp8_debug.__all__ if name not in ("__version__", "inspection")]
 FUNCTIONS = [name for name in NAMES if name.islower()]
 #: internal, and run in test_compaction.py and test_sql.py
-ELSEWHERE = ("nemo_fp8_debug.record.compaction.compact", "nemo_fp8_debug.record.views.sql_views")
+ELSEWHERE = ("nemo_fp8_debug.record.merging.compact", "nemo_fp8_debug.record.views.sql_views")
 SECTIONS = ("Args:", "Returns:", "Raises:", "Example:")
 
 

@@ -10,7 +10,6 @@ from ..errors import ConfigError
 from ..options.config import Config
 from ..record.console_table import TableRecorder
 from ..record.event_file import EventFile
-from ..record.histogram_budget import HistogramBudget
 from ..record.loggers.choose import chosen_sinks
 from ..record.loggers.page import ComparisonPage
 from ..record.loggers.recorder import LoggerRecorder
@@ -46,7 +45,7 @@ def default_recorders(config: Config) -> Iterator[Recorder]:
     """
     if config.output is None:
         raise ConfigError('Monitor needs the folder of the record: Monitor(model, "runs/a")')
-    record = RunRecord(config.output, HistogramBudget(config.histogram_interval, config.expert_histograms))
+    record = RunRecord(config.output, config.histogram_interval)
     yield record
     yield TensorBoardRecorder(EventFile(record.storage), config.max_tags, log_losses=True)
     if config.table_rows:
