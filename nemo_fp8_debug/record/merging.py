@@ -287,7 +287,7 @@ def _replace(run: Storage, table: str, parts: Sequence[Written]) -> Written:
         _UnreadableError: one of them cannot be read to its end; nothing was changed.
         RecordError: the new part cannot be written; nothing was changed.
     """
-    rows = (rows for each in parts for rows in _rows(run, table, each))
+    rows: Iterator[pa.Table] = (rows for each in parts for rows in _rows(run, table, each))
     if table in SHARED:  # somebody may have added the same rows twice
         rows = iter([_distinct(pa.concat_tables(rows))])
     groups = _split_by_step(rows) if table in _BY_STEP else _join_groups(rows)
