@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from .analysis.runs.cluster import on_cluster
     from .analysis.story.story import story
     from .capture.backends.transformer_engine import inspection
-    from .coverage.observer import observe_coverage
     from .interventions.apply import apply_plan, name_modules
     from .interventions.emulate import Emulation
     from .monitor.monitor import Monitor
@@ -67,7 +66,6 @@ _FROM = {
     "dumped_files": "record.dump",
     "inspection": "capture.backends.transformer_engine",
     "name_modules": "interventions.names",
-    "observe_coverage": "coverage.observer",
     "on_cluster": "analysis.runs.cluster",
     "read_dump": "record.dump",
     "read_record": "record.reader",
@@ -101,7 +99,6 @@ __all__ = [
     "dumped_files",
     "inspection",
     "name_modules",
-    "observe_coverage",
     "on_cluster",
     "read_dump",
     "read_record",

@@ -17,10 +17,19 @@ from ..capture.gemms import Gemm, list_gemms
 from ..capture.overrides import emulated
 from ..capture.scan import ScannedModule, scan_modules
 from ..core.keys import ROLES
-from .experts import experts_of_a_token
 from .ledger import HIGH_PRECISION, OBSERVED, QUANTIZED_OBSERVED, QUANTIZED_UNOBSERVED, UNKNOWN, Entry, Ledger
-from .modules import FP8_SCORES, FUNCTIONS, IF_MULTIPLIED, SCORES, entries_of, find_scores
-from .parameters import linear_shape, needs_gradient, parts_of_ranks
+from .modules import (
+    FP8_SCORES,
+    FUNCTIONS,
+    IF_MULTIPLIED,
+    SCORES,
+    entries_of,
+    experts_of_a_token,
+    find_scores,
+    linear_shape,
+    needs_gradient,
+    parts_of_ranks,
+)
 
 _HEADS = ("lm_head", "output_layer", "embed_out", "classifier", "head", "score")
 _EXPERT_LISTS = ("experts", "local_experts")
