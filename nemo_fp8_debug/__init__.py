@@ -7,7 +7,6 @@ Everything that users import is a name of this module: `from nemo_fp8_debug impo
   (Megatron-Bridge), `FP8DebugForwardStep` (Megatron-LM), `Monitor` (any loop), their options in `Config`, and `inspection`
   of what Transformer Engine hides.
 - Read its record: `read_record`, `dumped_files`, `read_dump`; `sql_views` for DuckDB and Spark.
-- Say how much of a model is observed: `observe_coverage` counts what a step multiplies.
 - Explain it: `compare`, `diagnose` and its `story`, `recommend` with a `Budget`, `replay`; `audit` for a checkpoint;
   `on_cluster` for long records.
 - Change it: `Plan` and `Change`, `apply_plan`, `name_modules`, `FP8PlanCallback`, `Emulation`, `FP8EmulationCallback`.

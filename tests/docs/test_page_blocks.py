@@ -49,7 +49,6 @@ ELSEWHERE = {
     "index.md": IN_NEMO,
     "attach.md#inside-layernormmlp": IN_TE,
     "fix.md#what-is-written, 2": IN_TE,
-    "fix.md#what-is-written, 4": IN_TE,
 }
 #: Python that any process of its own can run, and its environment
 ALONE = {"attach.md#deepspeed": {"DS_ACCELERATOR": "cpu", "LOCAL_RANK": "0"}}
