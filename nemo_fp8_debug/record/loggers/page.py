@@ -38,7 +38,7 @@ class ComparisonPage:
 
 def _made(baseline: str, run: str) -> Path | None:
     page = Path(tempfile.mkdtemp(prefix="nemo_fp8_debug_")) / "fp8_compared_with_baseline.html"
-    command = [sys.executable, "-c", "from nemo_fp8_debug.cli import app; app()", "compare", baseline, run]
+    command = [sys.executable, "-c", "from nemo_fp8_debug.cli import app; app()", "compare", run, "--baseline", baseline]
     try:
         done = subprocess.run(
             [*command, "--html", str(page)],
