@@ -12,7 +12,6 @@ from torch import nn
 
 from ..capture.attention import in_fp8, is_attention, is_emulated
 from ..capture.backends.base import is_plain
-from ..capture.backends.transformer_engine import inspection
 from ..capture.gemms import Gemm, list_gemms
 from ..capture.overrides import emulated
 from ..capture.scan import ScannedModule, scan_modules
@@ -137,7 +136,7 @@ def _reason(gemm: Gemm, observed: bool, roles: Collection[str]) -> str:
     if not observed:
         compiled = "runs inside torch.compile, where a hook would change the graph"
         return compiled if gemm.compiled else "left out by the option layers"
-    unseen = [r for r in ROLES if r not in roles or (r in gemm.unseen and not inspection.sees(gemm, r))]
+    unseen = [r for r in ROLES if r not in roles or r in gemm.unseen]
     if unseen:
         return f"not observed of it: {', '.join(unseen)}"
     return gemm.backend.foreign(gemm.module)

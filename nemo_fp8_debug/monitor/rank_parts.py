@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import torch
 
 from ..capture.backends.parallel import copied_part
-from ..capture.backends.transformer_engine import inspection
 from ..capture.dtensor import is_counted
 from ..capture.gemms import Gemm, matching
 from ..capture.scales import Scales
@@ -49,7 +48,7 @@ def copied_elsewhere(gemm: Gemm, role: str) -> bool | None:
 
 def is_shown(gemm: Gemm, role: str) -> bool:
     """Whether anything shows an operand to hooks."""
-    return role not in gemm.unseen or inspection.sees(gemm, role)
+    return role not in gemm.unseen
 
 
 def counts_weight(shard_group: ShardGroup, rank: int, gemm: Gemm) -> Callable[[torch.Tensor], bool]:

@@ -47,7 +47,6 @@ ELSEWHERE = {
     "attach.md#nemo-2x-and-any-lightning-trainer": IN_NEMO,
     "attach.md#nemo-2x-and-any-lightning-trainer, 2": IN_NEMO,
     "index.md": IN_NEMO,
-    "attach.md#inside-layernormmlp": IN_TE,
     "fix.md#what-is-written, 2": IN_TE,
 }
 #: Python that any process of its own can run, and its environment

@@ -7,14 +7,13 @@ from typing import Any
 import torch
 
 
-def normalized(module: Any, x: torch.Tensor, inspected: bool = False) -> torch.Tensor:
+def normalized(module: Any, x: torch.Tensor) -> torch.Tensor:
     """LayerNorm or RMSNorm of `x` in float32, by a module that has just run.
 
     Under delayed scaling the kernel casts the float32 result; otherwise it is rounded to x's dtype first, and cast then.
 
     Args:
         x: [..., hidden], in the dtype of the activations.
-        inspected: whether the module has taken the path of nvdlfw_inspect, which casts what is rounded.
     """
     with torch.no_grad():
         gamma = _parameter(module, "layer_norm_weight", x.dtype)
@@ -29,7 +28,7 @@ def normalized(module: Any, x: torch.Tensor, inspected: bool = False) -> torch.T
             result = result * (gamma + 1 if module.zero_centered_gamma else gamma)
         if beta is not None:
             result = result + beta
-        return result.to(x.dtype) if inspected or not _is_cast_from_float32(module) else result
+        return result.to(x.dtype) if not _is_cast_from_float32(module) else result
 
 
 def _parameter(module: Any, name: str, dtype: torch.dtype) -> torch.Tensor | None:
