@@ -10,9 +10,8 @@ from ..errors import ConfigError
 from ..options.config import Config
 from ..record.console_table import TableRecorder
 from ..record.event_file import EventFile
-from ..record.loggers.choose import chosen_sinks
-from ..record.loggers.page import ComparisonPage
-from ..record.loggers.recorder import LoggerRecorder
+from ..record.loggers.recorder import ComparisonPage, LoggerRecorder
+from ..record.loggers.sinks import choose_sinks
 from ..record.scalars import ScalarRecorder
 from ..record.storage import Storage
 from ..record.tensorboard import TensorBoardRecorder
@@ -25,7 +24,7 @@ def chosen_recorders(own: Iterable[Recorder] | None, config: Config) -> Iterator
     Raises:
         ConfigError: as for `default_recorders`, or the package of a logger is missing.
     """
-    sinks = chosen_sinks(config.logger_choices)
+    sinks = choose_sinks(config.logger_choices)
     yield from default_recorders(config) if own is None else own
     if sinks:
         record = None if config.output is None else str(Storage(config.output))
