@@ -181,6 +181,7 @@ class Capture:
         self._on_fault, self._dispatcher, self._read_casts = on_fault, dispatcher, read_casts
         self._products, self._masters, self._copies = products or {}, masters, copies
         self._untold: dict[Callable[[], str], str] = {}  # by what tells it: why casts cannot be told in this step
+        self._plans: list[_Plan] = []
         self._modules = {module: self._make_plan(module, of) for module, of in _by_module(sinks).items()}
 
     def _make_plan(self, module: nn.Module, sinks: Mapping[str, Mapping[str, OperandSink]]) -> _ModulePlan:
@@ -197,6 +198,7 @@ class Capture:
             cast = gemm.backend.cast if told else None
             guard = partial(OperandGuard, self._on_fault, name, "grad_output", True)
             gemms.append(_Plan(gemm, seen, self._products.get(name), cast, guard))
+        self._plans += gemms
         backend = gemms[0].gemm.backend
         later = backend.cast is not None and not acted_on
         shared = self._read_casts and backend.shares_amax(module)
@@ -211,9 +213,7 @@ class Capture:
             for one in plan.gemms:
                 if one.products and one.products.sees_sums:
                     dispatcher.watch_ready(plan.module, guard, partial(self._watch_sums, plan, one.products))
-        if self._masters and any(
-            p.gemm.backend.stored(p.gemm.module, p.gemm.part) for of in self._modules.values() for p in of.gemms
-        ):
+        if self._masters and any(p.gemm.backend.stored(p.gemm.module, p.gemm.part) for p in self._plans):
             dispatcher.watch_optimizer(partial(self._guarded, "", "weight"), self._masters.note)
 
     def _guarded(self, name: str, role: str, lost: bool = True) -> OperandGuard:

@@ -7,8 +7,7 @@ from typing import Annotated
 
 import typer
 
-from ..record.copying import copy_record
-from ..record.merging import Compacted, Size, compact
+from ..record.merging import Compacted, Size, compact, copy_record
 from ..record.schema import SCHEMAS
 from .console import console, print_json, say, working
 from .listing import Column, print_rows

@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from ..capture.backends import torchao
-from ..capture.backends.torchao.configuration import configurations
+from ..capture.backends.torchao.layers import configurations
 from ..capture.gemms import Gemm
 from ..capture.scan import ScannedModule
 from ..options.config import Config

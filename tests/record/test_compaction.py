@@ -24,7 +24,7 @@ from nemo_fp8_debug import ConfigError, Monitor, RecordError, replay
 from nemo_fp8_debug.analysis.replay.replay import add_to_record
 from nemo_fp8_debug.cli import app
 from nemo_fp8_debug.core.sample import Sample
-from nemo_fp8_debug.record import copying, merging
+from nemo_fp8_debug.record import merging
 from nemo_fp8_debug.record.merging import compact
 from nemo_fp8_debug.record.reader import read_table
 from nemo_fp8_debug.record.schema import SCHEMAS
@@ -164,7 +164,7 @@ class TestRefused:
 
     def test_a_place_that_cannot_be_written(self, resumed: Path) -> None:
         Full.is_full = False
-        copying.copy_record(resumed, "full://run")
+        merging.copy_record(resumed, "full://run")
         Full.is_full = True
         with pytest.raises(RecordError, match=r"/metrics/.*cannot be written: No space left on device; nothing was lost"):
             compact("full://run", killed=True)

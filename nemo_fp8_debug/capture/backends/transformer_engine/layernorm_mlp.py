@@ -9,8 +9,7 @@ import torch
 
 from ..base import Args, Kwargs, ScaleInUse, as_multiplied, raw_weight
 from .casts import Held, active_recipe, cached_weight_cast, cast_of, is_quantized
-from .layernorm_output import normalized
-from .linear import first_argument
+from .linear import first_argument, normalized
 from .stored import is_read, stored_weight
 
 _FORWARD = {("fc1", "input"): 0, ("fc1", "weight"): 1, ("fc2", "input"): 3, ("fc2", "weight"): 4}
