@@ -167,7 +167,9 @@ def _safetensors(files: list[Path]) -> Contents:
         except OSError as error:
             contents.faults.append(f"{file} cannot be read: {error.strerror or error}")
         except (SafetensorError, RuntimeError, ValueError, KeyError, TypeError, AttributeError) as error:
-            contents.faults.append(f"{file} is damaged, or has a dtype that is not known: {error}")
+            is_large = "Cannot allocate memory" in str(error)
+            why = "is larger than memory" if is_large else "is damaged, or has a dtype that is not known"
+            contents.faults.append(f"{file} {why}: {error}")
     return contents
 
 
