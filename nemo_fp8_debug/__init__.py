@@ -4,10 +4,8 @@ Everything that users import is a name of this module: `from nemo_fp8_debug impo
 `help` of each says what it takes. The packages below are marked "Internal." and may change without notice.
 
 - Watch a run: `FP8DebugCallback` (Lightning, NeMo), `FP8DebugTrainerCallback` (Hugging Face), `FP8DebugBridgeCallback`
-  (Megatron-Bridge), `FP8DebugForwardStep` (Megatron-LM), `Monitor` (any loop), their options in `Config`, and `inspection`
-  of what Transformer Engine hides.
+  (Megatron-Bridge), `FP8DebugForwardStep` (Megatron-LM), `Monitor` (any loop), and their options in `Config`.
 - Read its record: `read_record`, `dumped_files`, `read_dump`; `sql_views` for DuckDB and Spark.
-- Say how much of a model is observed: `observe_coverage` counts what a step multiplies.
 - Explain it: `compare`, `diagnose` and its `story`, `recommend` with a `Budget`, `replay`; `audit` for a checkpoint;
   `on_cluster` for long records.
 - Change it: `Plan` and `Change`, `apply_plan`, `name_modules`, `FP8PlanCallback`, `Emulation`, `FP8EmulationCallback`.
@@ -35,8 +33,6 @@ if TYPE_CHECKING:
     from .analysis.replay.replay import replay
     from .analysis.runs.cluster import on_cluster
     from .analysis.story.story import story
-    from .capture.backends.transformer_engine import inspection
-    from .coverage.observer import observe_coverage
     from .interventions.apply import apply_plan, name_modules
     from .interventions.emulate import Emulation
     from .monitor.monitor import Monitor
@@ -65,9 +61,7 @@ _FROM = {
     "compare": "analysis.comparison.compare",
     "diagnose": "analysis.diagnosis.diagnose",
     "dumped_files": "record.dump",
-    "inspection": "capture.backends.transformer_engine",
     "name_modules": "interventions.apply",
-    "observe_coverage": "coverage.observer",
     "on_cluster": "analysis.runs.cluster",
     "read_dump": "record.dump",
     "read_record": "record.reader",
@@ -99,9 +93,7 @@ __all__ = [
     "compare",
     "diagnose",
     "dumped_files",
-    "inspection",
     "name_modules",
-    "observe_coverage",
     "on_cluster",
     "read_dump",
     "read_record",

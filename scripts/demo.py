@@ -181,7 +181,7 @@ def report(output: Path) -> None:
         print(f"Port {PORT} is taken, so this uses port {port}.")
     print(f"To see it:  {commands / 'tensorboard'} --logdir {output} --port {port}")
     print(f"and open    {address(port, view='verdict')}")
-    print(f"In tables:  {commands / 'nemo-fp8-debug'} compare {baseline} {bad} --reference {reference}")
+    print(f"In tables:  {commands / 'nemo-fp8-debug'} compare {bad} --baseline {baseline} --reference {reference}")
     print(f"            {commands / 'nemo-fp8-debug'} diagnose {bad} --baseline {baseline} --reference {reference}")
     print(f"Records:    {baseline}, {bad}, {reference}")
 

@@ -87,7 +87,7 @@ def comparison(page: Page, runs: Path) -> None:
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.html"
         command = Path(sys.executable).with_name("nemo-fp8-debug")
-        arguments = ["compare", runs / "baseline", runs / "bad", "--html", report]
+        arguments = ["compare", runs / "bad", "--baseline", runs / "baseline", "--html", report]
         subprocess.run([command, *arguments], check=True, stdout=subprocess.DEVNULL)
         page.goto(report.as_uri())
         page.locator(".report-figure").last.locator("[data-drawn]").first.wait_for(timeout=120_000)

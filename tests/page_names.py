@@ -221,15 +221,14 @@ def torchtitan() -> Names:
     return names | {"Trainer": Trainer}
 
 
-def not_observed() -> Names:
-    """A small GptOss, which a monitor of its attention says something about."""
+def monitor_experts() -> None:
+    """Train a small GptOss, of which a monitor of its attention leaves most out."""
     from ledger.ledger_models import gpt_oss, loss_of_tokens
 
     model = gpt_oss()
     monitor = Monitor(model, "runs/gpt_oss", layers=["self_attn.*", "lm_head"], table_rows=4, on_error="raise")
     with contextlib.closing(monitor), monitor.step(0):
         loss_of_tokens(model).backward()
-    return {"model": model, "batch": None, "loss_of": lambda model, batch: loss_of_tokens(model)}
 
 
 def megatron_modules() -> Names:
@@ -269,7 +268,6 @@ NAMES: dict[str, Callable[[], Names]] = {
     "attach.md#any-other-training-loop, 2": scaled_loop,
     "attach.md#torchao": plain_loop,
     "attach.md#torchtitan": torchtitan,
-    "attach.md#what-is-not-observed": not_observed,
     "emulate.md, 2": lambda: plain_loop() | {"checkpoint": {}},
     "fix.md#what-is-written": megatron_modules,
     "fix.md#what-is-written, 3": torchao_file,

@@ -24,10 +24,10 @@ from nemo_fp8_debug.record import migration
 REPOSITORY = Path(nemo_fp8_debug.__file__).parents[1]
 RECORDS = Path(__file__).parent / "record" / "old" / "schema_3"
 FOLDERS = {"baseline": "good", "bad": "bad", "reference": "twin"}
-NAMES = [name for name in nemo_fp8_debug.__all__ if name not in ("__version__", "inspection")]
+NAMES = [name for name in nemo_fp8_debug.__all__ if name != "__version__"]
 FUNCTIONS = [name for name in NAMES if name.islower()]
 #: internal, and run in test_compaction.py and test_sql.py
-ELSEWHERE = ("nemo_fp8_debug.record.compaction.compact", "nemo_fp8_debug.record.views.sql_views")
+ELSEWHERE = ("nemo_fp8_debug.record.merging.compact", "nemo_fp8_debug.record.views.sql_views")
 SECTIONS = ("Args:", "Returns:", "Raises:", "Example:")
 
 
@@ -58,18 +58,12 @@ def test_its_example_does_what_it_says(name: str) -> None:
     assert failures_of(public(name), name) == 0
 
 
-@pytest.mark.parametrize("name", ["enable", "enabled"])
-@pytest.mark.skipif(bool(find_spec("transformer_engine")), reason="the example is for a process without it")
-def test_examples_of_inspection(name: str) -> None:
-    assert failures_of(getattr(nemo_fp8_debug.inspection, name), name) == 0
-
-
 def modules() -> Iterator[str]:
-    """With an example; but for what runs inside of Transformer Engine alone."""
+    """With an example."""
     for found in pkgutil.walk_packages(nemo_fp8_debug.__path__, "nemo_fp8_debug."):
         source = find_spec(found.name)
         told = Path(source.origin).read_text() if source and source.origin else ""
-        if ">>> " in told and ".inspection." not in found.name:
+        if ">>> " in told:
             yield found.name
 
 

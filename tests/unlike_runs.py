@@ -67,8 +67,8 @@ def write(
     return folder
 
 
-def run_cli(*arguments: object) -> Result:
-    return CliRunner().invoke(app, ["compare", *map(str, arguments)])
+def run_cli(baseline: object, *arguments: object) -> Result:
+    return CliRunner().invoke(app, ["compare", *map(str, arguments), "--baseline", str(baseline)])
 
 
 def first_out(baseline: Path, bad: Path, **how: Any) -> tuple[str, str, int]:

@@ -8,7 +8,7 @@ X and W  as a forward is entered, before all other hooks: an intervention that r
          among ranks (DTensor), both are found there too: the engine has not yet let go of them.
 dY       in a tensor hook on the output, set before all others see that output: it gets the gradient before anyone changes
          it, and unlike a module's backward hook it works for inputs without gradient and outputs changed in place.
-What exists inside of a module only is handed over by Transformer Engine, where that was asked for (`inspection`).
+What exists inside of a module only, as in Transformer Engine's LayerNormMLP, is not observed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from torch import nn
 
 from ..core.error_guard import Fault, OperandGuard
 from .backends.base import Args, Backend, Kwargs, ScaleInUse, StoredCodes, UnknownCast, is_prepared_later, unknown_cast
-from .backends.transformer_engine import inspection
 from .dispatcher import Dispatcher, Guard, Mode, Pass
 from .gemms import Gemm
 from .operator_mode import AmaxReductions, Reduced, wait_for_backward, wait_for_node, with_shared_amax
@@ -98,9 +97,8 @@ class _WatchedGemm:
     """The plan for one GEMM in this step."""
 
     gemm: Gemm
-    #: by role: what gets an operand that hooks see, and one from inside of its module
+    #: by role: what gets an operand that hooks see
     sinks: dict[str, OperandSink]
-    inside: dict[str, OperandSink]
     products: ProductSink | None
     #: tells how the engine casts, if that is asked and known; None: it is not
     cast: Callable[..., Callable[[], ScaleInUse]] | None
@@ -174,7 +172,7 @@ class Capture:
         self._on_fault, self._dispatcher, self._read_casts = on_fault, dispatcher, read_casts
         self._products, self._masters, self._copies = products or {}, masters, copies
         self._untold: dict[Callable[[], str], str] = {}  # by what tells it: why casts cannot be told in this step
-        self._watched: dict[tuple[nn.Module, str], _WatchedGemm] = {}
+        self._watched: list[_WatchedGemm] = []
         self._modules = {module: self._watch(module, of) for module, of in _by_module(sinks).items()}
 
     def _watch(self, module: nn.Module, sinks: Mapping[str, Mapping[str, OperandSink]]) -> _WatchedModule:
@@ -187,14 +185,11 @@ class Capture:
         for name, of_roles in sinks.items():
             gemm = next(iter(of_roles.values())).gemm
             seen = {role: sink for role, sink in of_roles.items() if role not in gemm.unseen}
-            inside = {role: sink for role, sink in of_roles.items() if role not in seen}
             told = self._read_casts and not acted_on and gemm.backend.cast is not None and not gemm.backend.foreign(module)
             cast = gemm.backend.cast if told else None
             guard = partial(OperandGuard, self._on_fault, name, "grad_output", True)
-            self._watched[module, gemm.part] = watched = _WatchedGemm(
-                gemm, seen, inside, self._products.get(name), cast, guard
-            )
-            gemms.append(watched)
+            gemms.append(_WatchedGemm(gemm, seen, self._products.get(name), cast, guard))
+        self._watched += gemms
         backend = gemms[0].gemm.backend
         later = backend.cast is not None and not acted_on
         shared = self._read_casts and backend.shares_amax(module)
@@ -202,20 +197,15 @@ class Capture:
 
     def subscribe(self) -> None:
         """Look at calls from now on."""
-        dispatcher, inside = self._dispatcher, list[tuple[Gemm, str]]()
+        dispatcher = self._dispatcher
         for watched in self._modules.values():
             guard = partial(OperandGuard, self._on_fault, watched.gemms[0].name, "input", True)
             dispatcher.watch_calls(watched.module, guard, partial(self._enter, watched), partial(self._leave, watched))
             for one in watched.gemms:
-                inside += [(one.gemm, role) for role in one.inside]
                 if one.products and one.products.sees_sums:
                     dispatcher.watch_ready(watched.module, guard, partial(self._watch_sums, watched, one.products))
-        if self._masters and any(p.gemm.backend.stored(p.gemm.module, p.gemm.part) for p in self._watched.values()):
+        if self._masters and any(p.gemm.backend.stored(p.gemm.module, p.gemm.part) for p in self._watched):
             dispatcher.watch_optimizer(partial(self._guarded, "", "weight"), self._masters.note)
-        if inside:
-            dispatcher.at_close(inspection.unwatch)
-            with self._guarded(inside[0][0].name, inside[0][1]):
-                inspection.watch(inside, self._take_inside)
 
     def _guarded(self, name: str, role: str, lost: bool = True) -> OperandGuard:
         return OperandGuard(self._on_fault, name, role, lost)
@@ -303,16 +293,6 @@ class Capture:
         with self._guarded(name, role, lost=False):
             return with_shared_amax(read(), reduced)
         return unknown_cast(role)
-
-    def _take_inside(self, gemm: Gemm, role: str, x: torch.Tensor, cast: Callable[[], ScaleInUse]) -> None:
-        """An operand from inside of a module, in its forward, in a recompute of that, or in its backward."""
-        with self._guarded(gemm.name, role):
-            watched, call = self._watched[gemm.module, gemm.part], self._modules[gemm.module].running
-            if (sink := watched.inside.get(role)) and (call or role == "grad_output"):
-                use = self._known_cast(gemm.name, role, cast) if watched.cast else None
-                sink.add(x, call.order + 2 if call else next(self._dispatcher.order), use)
-                if call:  # which call a gradient from inside belongs to, nobody says
-                    _multiply(watched, role, x, call, use)
 
     def _leave(self, watched: _WatchedModule, call: Pass, args: Args, kwargs: Kwargs, out: Any) -> None:
         watched.running, kept = None, call.kept

@@ -7,17 +7,15 @@ from typing import Annotated
 
 import typer
 
-from ..record.compaction import Compacted, Size, compact
-from ..record.copying import copy_record
+from ..record.merging import Compacted, Size, compact, copy_record
 from ..record.schema import SCHEMAS
-from ..record.thinning import Thinning
 from .console import console, print_json, say, working
 from .listing import Column, print_rows
 
 EXAMPLES = (
     "runs/fp8",
-    "runs/fp8 --histograms-every 1000 --histograms-older-than 20000",
-    "runs/fp8 --output runs/smaller --experts --json",
+    "runs/fp8 --histograms-every 1000",
+    "runs/fp8 --output runs/smaller --json",
 )
 _HEADINGS = ("files", "rows", "MB")
 
@@ -29,37 +27,24 @@ def command(
         typer.Option(metavar="NEW", help="new folder or fsspec address for the result; without it, RUN itself is changed"),
     ] = None,
     every: Annotated[
-        int | None,
-        typer.Option("--histograms-every", metavar="N", help="keep histograms of one old step in N steps", min=1),
-    ] = None,
-    older_than: Annotated[
-        int | None,
-        typer.Option(
-            "--histograms-older-than", metavar="STEPS", help="old: this many steps before the last sample, or more", min=0
-        ),
-    ] = None,
-    keep: Annotated[
-        list[int] | None, typer.Option(metavar="STEP", help="keep histograms of this step; may be repeated")
-    ] = None,
-    experts: Annotated[
-        bool, typer.Option("--experts", help="keep histograms of a layer's experts added up, and of the worst expert")
-    ] = False,
+        int,
+        typer.Option("--histograms-every", metavar="N", help="keep histograms of one sample in N steps", min=1),
+    ] = 1,
     killed: Annotated[bool, typer.Option("--killed", help="the run is over, though its record does not say so")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
 ) -> None:
-    """Merge a record into few files. Every row stays, but for histograms if options ask for fewer.
+    """Merge a record into few files. Every row stays, except histograms if you ask for fewer.
 
-    Old steps that triggers sampled, or that have NaN or infinity, keep their histograms, and so does the last sample. The
+    Steps that triggers sampled, or that have NaN or infinity, keep their histograms, and so does the last sample. The
     run must have ended. A compaction that is interrupted loses nothing; start it again.
     """
-    thinning = Thinning(every, older_than, experts, keep or ())
     copying = [f"copying {run}"] if output else []
     with working(*copying, *(f"merging {table}" for table in SCHEMAS)) as over:
         place = run
         if output:
             place = str(copy_record(run, output))
             over()
-        done = compact(place, thinning, killed, over)
+        done = compact(place, every, killed, over)
     if as_json:
         print_json(_plain(done))
     else:

@@ -1,4 +1,4 @@
-"""`nemo-fp8-debug compare BASELINE RUN`."""
+"""`nemo-fp8-debug compare RUN --baseline BASELINE`."""
 
 from __future__ import annotations
 
@@ -21,22 +21,25 @@ from ..analysis.runs.run import Run
 from ..analysis.story.summary import summarize, to_json
 from ..core.features import load_modules
 from ..core.keys import SHOWN_AS, STATES
+from ..errors import ConfigError
 from ..numerics.metric_names import label_of
 from .cluster import Cluster
 from .console import console, print_json, say, working
 from .listing import TENSOR, Column, print_rows
 
 EXAMPLES = (
-    "runs/baseline runs/fp8",
-    "runs/baseline runs/fp8 --reference runs/bf16",
-    "runs/baseline runs/fp8 --json",
-    "runs/baseline runs/fp8 --html report.html",
+    "runs/fp8 --baseline runs/baseline",
+    "runs/fp8 --baseline runs/baseline --reference runs/bf16",
+    "runs/fp8 --baseline runs/baseline --json",
+    "runs/fp8 --baseline runs/baseline --html report.html",
 )
 
 
 def command(
-    baseline: Annotated[Path, typer.Argument(metavar="BASELINE", help="folder of the baseline, or one above it")],
-    run: Annotated[list[Path], typer.Argument(help="folder of the run to explain; several: each is compared with BASELINE")],
+    run: Annotated[
+        list[Path], typer.Argument(help="folder of the run to explain, or one above it; several: each by itself")
+    ],
+    baseline: Annotated[Path | None, typer.Option(metavar="BASELINE", help="a run that went well; required")] = None,
     reference: Annotated[
         Path | None, typer.Option(metavar="RUN", help="a run that differs from RUN in one thing, such as BF16")
     ] = None,
@@ -51,6 +54,8 @@ def command(
     cluster: Cluster = None,
 ) -> None:
     """Compare runs with a baseline: the losses, and the tensors in the order of harm, with how far each drifted."""
+    if baseline is None:
+        raise ConfigError("name the baseline with an option: compare RUN --baseline BASELINE")
     if html is not None:
         from ..tensorboard_plugin.page.report import check_report
 

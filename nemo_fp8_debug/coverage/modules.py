@@ -1,22 +1,22 @@
-"""What modules that no backend owns multiply."""
+"""What modules that no backend owns multiply, and the sizes of what any module multiplies."""
 
 from __future__ import annotations
 
 import math
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+from torch.nn.parameter import is_lazy
 
 from ..capture.backends.base import is_plain
 from ..capture.backends.in_forward import NO_MATRIX, is_conv1d
 from ..capture.scan import ScannedModule, find_inside
-from .experts import experts_of_a_token, meets_all
 from .ledger import HIGH_PRECISION, POSITION, UNKNOWN, Entry
-from .parameters import needs_gradient, shape_of
 
 #: modules whose matrices are looked up and not multiplied, and the output projection that MultiheadAttention multiplies
 _ELSEWHERE = (nn.Embedding, nn.EmbeddingBag, NonDynamicallyQuantizableLinear)
@@ -168,3 +168,117 @@ def _is_choice(module: nn.Module) -> bool:
 
 def _is_attention(module: nn.Module) -> bool:
     return "attention" in type(module).__name__.lower()
+
+
+# --- sizes of parameters, wherever an engine keeps the values -------------------------------------------------------------
+
+
+def shape_of(parameter: Any) -> tuple[int, ...] | None:
+    """None: not known before the first call. DeepSpeed keeps parameters empty and their shapes beside them."""
+    if parameter is None or is_lazy(parameter):
+        return None
+    return tuple(getattr(parameter, "ds_shape", parameter.shape))
+
+
+def linear_shape(module: nn.Module, part: str = "") -> tuple[int, ...] | None:
+    """Outputs and inputs of a linear module, or of one part of it; None: not known."""
+    own = module._parameters
+    found = shape_of(own.get(_weight_name(part))) if part or not isinstance(module, nn.Linear) else None
+    if found is not None and len(found) == 2 and min(found) > 0:
+        return found
+    if part:
+        return None
+    sizes = [
+        (getattr(module, f"output_size{local}", None), getattr(module, f"input_size{local}", None))
+        for local in ("_per_partition", "")
+    ]
+    sizes.append((getattr(module, "out_features", None), getattr(module, "in_features", None)))
+    if type(module).__name__ in ("ColumnParallelLinear", "RowParallelLinear"):  # one of the two sizes is split
+        sizes = [(sizes[0][0] or sizes[1][0], sizes[0][1] or sizes[1][1])]
+    return next(((o, i) for o, i in sizes if isinstance(o, int) and isinstance(i, int) and o and i), None)
+
+
+def parts_of_ranks(module: nn.Module, around: Sequence[nn.Module]) -> int | None:
+    """Into how many parts ranks split what a module multiplies; None: not known.
+
+    A DTensor is split by tensor parallelism, and once more by FSDP2, which gathers it before it is multiplied.
+
+    Args:
+        around: the modules that it is in.
+    """
+    weight: Any = module._parameters.get("weight")
+    if not hasattr(weight, "placements") or not isinstance(module, nn.Linear):
+        return 1  # of other layers the parameter is the rank's own
+    gathered = _dimensions_gathered((module, *around))
+    if gathered is None:
+        return None
+    of_mesh = zip(weight.placements, weight.device_mesh.shape, strict=True)
+    ranks: int = math.prod(size for placement, size in list(of_mesh)[gathered:] if placement.is_shard())
+    return ranks
+
+
+def _dimensions_gathered(modules: Sequence[nn.Module]) -> int | None:
+    """How many dimensions of a mesh the innermost FSDP2 around a parameter gathers over, which are the first."""
+    for module in modules:
+        if hasattr(module, "_get_fsdp_state"):
+            state = getattr(module, "_get_fsdp_state")()  # noqa: B009 - torch types what nn.Module has as tensors
+            groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
+            if groups[0] is not None:
+                mesh = getattr(getattr(groups[0], "mesh_info", None), "mesh", None)
+                return None if mesh is None else int(mesh.ndim)
+    return 0
+
+
+def _weight_name(part: str) -> str:
+    return f"weight{part}" if part.isdigit() else f"{part}_weight" if part else "weight"
+
+
+def needs_gradient(module: nn.Module) -> bool:
+    """Whether a matrix of the module itself does; a module that is given its weight is taken for one that does."""
+    matrices = [p for name, p in module._parameters.items() if p is not None and not name.endswith("bias")]
+    return not matrices or any(p.requires_grad for p in matrices)
+
+
+# --- how many experts a token meets, as far as classes and options say ----------------------------------------------------
+
+#: where a router or its layer keeps how many experts a token is given to,
+_OF_MODULES = ("top_k", "topk", "num_experts_per_tok")
+#: and a configuration; the `top_k` of transformers' is how many tokens text is sampled from
+_OF_OPTIONS = ("num_experts_per_tok", "moe_router_topk")
+#: options under which experts multiply something else than the tokens given to them
+_CAPACITY = ("moe_expert_capacity_factor", "expert_capacity", "capacity_factor")
+
+#: classes that hold all experts in parameters of three dimensions, experts first: whether a token meets all of them
+WHOLE_EXPERTS = {
+    ("transformers", "GptOssExperts"): False,  # in training; in eval mode on a GPU all experts multiply
+    ("transformers", "Llama4TextExperts"): True,  # given every token once for each expert
+    ("torchtitan", "GroupedExperts"): False,
+}
+
+
+def experts_of_a_token(path: Sequence[nn.Module]) -> int | None:
+    """How many experts a token is given to; None: nothing that is known says so.
+
+    Args:
+        path: the modules around an expert, innermost first.
+    """
+    for module in path:
+        config = getattr(module, "config", None)
+        if any(getattr(holder, name, None) for holder in (module, config) for name in _CAPACITY):
+            return None
+        values: list[Any] = [getattr(m, name, None) for m in (module, *module._modules.values()) for name in _OF_MODULES]
+        values += [getattr(config, name, None) for name in _OF_OPTIONS]
+        found = next(filter(_is_count, values), None)
+        if found is not None:
+            return int(found)
+    return None
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+def meets_all(module: nn.Module) -> bool | None:
+    """Whether a token meets all experts of a module that is known to hold them in parameters of three dimensions."""
+    kind = type(module)
+    return WHOLE_EXPERTS.get((kind.__module__.partition(".")[0], kind.__name__))

@@ -12,15 +12,23 @@ from torch import nn
 
 from ..capture.attention import in_fp8, is_attention, is_emulated
 from ..capture.backends.base import is_plain
-from ..capture.backends.transformer_engine import inspection
 from ..capture.gemms import Gemm, list_gemms
 from ..capture.overrides import emulated
 from ..capture.scan import ScannedModule, scan_modules
 from ..core.keys import ROLES
-from .experts import experts_of_a_token
 from .ledger import HIGH_PRECISION, OBSERVED, QUANTIZED_OBSERVED, QUANTIZED_UNOBSERVED, UNKNOWN, Entry, Ledger
-from .modules import FP8_SCORES, FUNCTIONS, IF_MULTIPLIED, SCORES, entries_of, find_scores
-from .parameters import linear_shape, needs_gradient, parts_of_ranks
+from .modules import (
+    FP8_SCORES,
+    FUNCTIONS,
+    IF_MULTIPLIED,
+    SCORES,
+    entries_of,
+    experts_of_a_token,
+    find_scores,
+    linear_shape,
+    needs_gradient,
+    parts_of_ranks,
+)
 
 _HEADS = ("lm_head", "output_layer", "embed_out", "classifier", "head", "score")
 _EXPERT_LISTS = ("experts", "local_experts")
@@ -128,7 +136,7 @@ def _reason(gemm: Gemm, observed: bool, roles: Collection[str]) -> str:
     if not observed:
         compiled = "runs inside torch.compile, where a hook would change the graph"
         return compiled if gemm.compiled else "left out by the option layers"
-    unseen = [r for r in ROLES if r not in roles or (r in gemm.unseen and not inspection.sees(gemm, r))]
+    unseen = [r for r in ROLES if r not in roles or r in gemm.unseen]
     if unseen:
         return f"not observed of it: {', '.join(unseen)}"
     return gemm.backend.foreign(gemm.module)

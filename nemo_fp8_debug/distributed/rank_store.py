@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from ..core.waits import WORD, Waits
+from ..core.waits import LOSSES, WORD, Waits
 from ..errors import ConfigError, warn
 from . import patience
 from .gloo import Group
@@ -20,7 +20,6 @@ from .networks import Network, unreachable
 from .patience import Patience
 from .peers import Peers
 from .run_store import RunStore
-from .totals import Totals
 
 T = TypeVar("T")
 #: seconds that a rank waits for the others to start their monitors
@@ -309,3 +308,58 @@ class Ranks:
         except (RuntimeError, dist.DistError):
             return False
         return True
+
+
+class Totals:
+    """Adds up scalars at each step: over the run's own group on GPUs, and over one of the monitor's on CPUs."""
+
+    def __init__(self, waits: Patience) -> None:
+        """
+        Args:
+            waits: of the training thread.
+        """
+        self._patience = waits
+        self._everyone: Group | None = None
+        self._apart = False
+
+    def of(self, values: Sequence[torch.Tensor], world: int, connect: Callable[[float], Group]) -> torch.Tensor:
+        """Return sums over all ranks, float64 on the device of the run; called on all ranks, at the same steps.
+
+        On a GPU they are not yet waited for.
+
+        Args:
+            values: scalar tensors.
+            world: ranks that take part.
+            connect: makes a group of them, within so many seconds.
+
+        Raises:
+            TimeoutError: a rank does not take part in time.
+        """
+        sums = torch.stack([value.double() for value in values])
+        if world > 1 and sums.device.type != "cpu":
+            # The run's own: all ranks take part in each, or the next one of the run would meet another.
+            dist.all_reduce(sums)
+        elif world > 1 and not self._apart:
+            try:
+                self._add_up(sums, connect)
+            except Exception as error:
+                self._apart = True
+                raise TimeoutError(f"not all ranks reported their loss: {error}") from error
+        return sums
+
+    def _add_up(self, sums: torch.Tensor, connect: Callable[[float], Group]) -> None:
+        if self._everyone is None:
+            with self._patience.spending(LOSSES) as seconds:
+                self._everyone = connect(seconds)
+        with self._patience.spending(LOSSES) as seconds:
+            self._everyone.add_up(sums, seconds)
+        self._patience.renew()
+
+    def close(self, in_sync: bool) -> None:
+        """Part.
+
+        Args:
+            in_sync: all ranks have done the same.
+        """
+        if self._everyone:
+            self._everyone.close(in_sync)

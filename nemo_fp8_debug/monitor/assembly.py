@@ -21,10 +21,8 @@ from ..options.trigger_rules import parse_rule
 from ..record.console_table import TableRecorder
 from ..record.dump import TensorDump
 from ..record.event_file import EventFile
-from ..record.histogram_budget import HistogramBudget
-from ..record.loggers.choose import chosen_sinks
-from ..record.loggers.page import ComparisonPage
-from ..record.loggers.recorder import LoggerRecorder
+from ..record.loggers.recorder import ComparisonPage, LoggerRecorder
+from ..record.loggers.sinks import choose_sinks
 from ..record.scalars import ScalarRecorder
 from ..record.storage import Storage
 from ..record.tensorboard import TensorBoardRecorder
@@ -139,7 +137,7 @@ def chosen_recorders(own: Iterable[Recorder] | None, config: Config) -> Iterator
     Raises:
         ConfigError: as for `default_recorders`, or the package of a logger is missing.
     """
-    sinks = chosen_sinks(config.logger_choices)
+    sinks = choose_sinks(config.logger_choices)
     yield from default_recorders(config) if own is None else own
     if sinks:
         record = None if config.output is None else str(Storage(config.output))
@@ -159,7 +157,7 @@ def default_recorders(config: Config) -> Iterator[Recorder]:
     """
     if config.output is None:
         raise ConfigError('Monitor needs the folder of the record: Monitor(model, "runs/a")')
-    record = RunRecord(config.output, HistogramBudget(config.histogram_interval, config.expert_histograms))
+    record = RunRecord(config.output, config.histogram_interval)
     yield record
     yield TensorBoardRecorder(EventFile(record.storage), config.max_tags, log_losses=True)
     if config.table_rows:

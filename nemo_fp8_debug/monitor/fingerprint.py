@@ -19,8 +19,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from ..capture.backends import torchao
-from ..capture.backends.torchao.configuration import configurations
-from ..capture.backends.transformer_engine import inspection
+from ..capture.backends.torchao.layers import configurations
 from ..capture.gemms import Gemm
 from ..capture.scan import ScannedModule
 from ..options.config import Config
@@ -135,7 +134,6 @@ def fingerprint(
         },
         "sampled": {
             "gemms": len(gemms),
-            "gemms_inspected": sum(any(inspection.sees(g, role) for role in g.unseen) for g in gemms),
             "gemm_kinds": dict(Counter(g.kind for g in gemms)),
             "backends": sorted({g.backend.name for g in gemms}),
             **{f.name: getattr(config, f.name) for f in fields(config) if f.name not in ("recipe", "output", "loggers")},

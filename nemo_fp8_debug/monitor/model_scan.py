@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from ..capture.attention import find_attentions
-from ..capture.backends.transformer_engine import inspection
 from ..capture.gemms import Gemm, find_unknown_gemms, list_gemms, matching, seen_in_forward, select
 from ..capture.optimizer_weights import Masters
 from ..capture.overrides import emulated
@@ -96,7 +95,6 @@ def scan(model: Any, config: Config, ranks: int, errors: ErrorGuard) -> ModelSca
     else:  # a pipeline stage may have none that match
         gemms = matching(known, config.layers)
     _warn_of_what_is_left_out(scanned, gemms, errors)
-    inspection.check(known)
     scales = Scales(known, config.measured_recipe, config.recipe)
     setup = fingerprint(scanned, gemms, config, scales.description)
     setup["coverage"] = _coverage(scanned, gemms, config, errors)
@@ -127,8 +125,3 @@ def _warn_of_what_is_left_out(scanned: Sequence[ScannedModule], gemms: Sequence[
         errors.warn(f"how {len(foreign)} layers cast their operands is unknown (first {first}: {foreign[first]})")
     if stored := [g.name for g in gemms if "weight" in g.unseen]:
         errors.warn(f"W of {len(stored)} layers (first {stored[0]}) is stored in a way that is not known here, and left out")
-    if split := [g.name for g in gemms if inspection.leaves_out(g)]:
-        errors.warn(
-            f"the inside of {len(split)} layers (first {split[0]}) is not inspected: "
-            "with tensor parallelism that would change how ranks communicate"
-        )

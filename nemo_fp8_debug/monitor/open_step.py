@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 import torch
 
 from ..capture.backends.parallel import copied_part
-from ..capture.backends.transformer_engine import inspection
 from ..capture.device_to_host import Move
 from ..capture.dispatcher import Dispatcher
 from ..capture.gemms import Gemm, matching
@@ -149,7 +148,7 @@ def copied_elsewhere(gemm: Gemm, role: str) -> bool | None:
 
 def is_shown(gemm: Gemm, role: str) -> bool:
     """Whether anything shows an operand to hooks."""
-    return role not in gemm.unseen or inspection.sees(gemm, role)
+    return role not in gemm.unseen
 
 
 def counts_weight(shard_group: ShardGroup, rank: int, gemm: Gemm) -> Callable[[torch.Tensor], bool]:

@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import Any
 
 from ..core.arguments import check_choices, check_strings, checked_number, checks_arguments, shown
-from ..core.keys import ACTIVATIONS, ROLES, SHOWN_AS, STATES
+from ..core.keys import ACTIVATIONS, ROLES, STATES
 from ..core.layer_names import compile_patterns
 from ..errors import ConfigError
 from ..numerics.recipe import Recipe, parse_recipe
@@ -28,6 +28,7 @@ _NUMBERS = {
     "table_rows": 0,
     "output_rows": 0,
     "verify_rows": 0,
+    "histogram_interval": 1,
 }
 #: recipes that each sample is measured under beside the run's own, at the most
 MOST_WHAT_IF = 16
@@ -92,11 +93,9 @@ class Config:
             sampled step reads such operands once more, and holds one of them transposed. Default: `False`.
         block_scales: whether the distribution of the scales of blocks is recorded, where operands are cast in blocks. A
             sampled step reads such operands twice more. Default: `False`.
-        histogram_interval: steps from one recorded histogram of a tensor to the next, among sampled steps. An int, or a
-            mapping by role (`{"weight": 1000}`) that leaves other roles at each sample. What is sampled out of turn, or
-            has NaN or infinity, keeps its histograms, and each sample its metrics. Default: `1`.
-        expert_histograms: whose histograms of a layer's experts are recorded. "all"; or "worst": one of all experts
-            added up, and that of the worst expert. Default: `"all"`.
+        histogram_interval: steps from one recorded histogram of a tensor to the next, among sampled steps. An int, at
+            least 1. What is sampled out of turn, or has NaN or infinity, keeps its histograms, and each sample its
+            metrics. Default: `1`.
         eager: whether layers inside torch.compile are looked at: the sampled steps run in eager mode then, whose results
             may differ from those of the compiled graphs in their last bits. Default: `False`.
         loggers: experiment trackers that get a summary too, besides the loggers of a Lightning trainer. A list of `wandb`,
@@ -141,8 +140,7 @@ class Config:
     activations: Sequence[str] = ()
     copies: bool = False
     block_scales: bool = False
-    histogram_interval: int | Mapping[str, int] = 1
-    expert_histograms: str = "all"
+    histogram_interval: int = 1
     eager: bool = False
     loggers: Sequence[Any] = ()
     log_every_tensor: bool = False
@@ -171,7 +169,6 @@ class Config:
             check_choices("states", self.states, STATES)
         if self.activations:
             check_choices("activations", self.activations, ACTIVATIONS)
-        self._check_histograms()
         for name in ("replicas", "gradients", "copies", "block_scales", "eager", "log_every_tensor"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} is {shown(getattr(self, name))}; it is True or False")
@@ -182,18 +179,6 @@ class Config:
         _ = self.what_if_recipes, self.measured_recipe, self.logger_choices
         for trigger in self.triggers:
             parse_rule(trigger)
-
-    def _check_histograms(self) -> None:
-        of = self.histogram_interval
-        if isinstance(of, Mapping):
-            if unknown := [role for role in of if role not in SHOWN_AS]:
-                raise ConfigError(f"histogram_interval has the role {shown(unknown[0])}; use {', '.join(SHOWN_AS)}")
-            checked = {role: checked_number(f"histogram_interval of {role}", n, 1) for role, n in of.items()}
-            object.__setattr__(self, "histogram_interval", checked)
-        else:
-            object.__setattr__(self, "histogram_interval", checked_number("histogram_interval", of, 1))
-        if self.expert_histograms not in ("all", "worst"):
-            raise ConfigError(f"expert_histograms is {shown(self.expert_histograms)}; use 'all' or 'worst'")
 
     @cached_property
     def what_if_recipes(self) -> tuple[Recipe, ...]:

@@ -1,33 +1,42 @@
 """Puts few large parts in the place of many small ones, so that reading all steps does not open thousands of files.
 
-`MERGED` parts become one, `MERGED` of those another one, and so on, until a part has `LARGEST` bytes. The new one is held
-in memory while it is made, and a row group of one of the others at a time; of a remote one all. So a record of any length
-has a few hundred parts, beside one for each `LARGEST` bytes.
+While a run goes on, `Merger` makes one part of `MERGED`, one of `MERGED` of those, and so on, until a part has `LARGEST`
+bytes. `compact` does as much for a record whose run is over, and may drop histograms. A new part is written before those
+that it replaces are removed, and readers take each step once: whoever is killed in between has lost nothing.
+
+The new part is held in memory while it is made, and a row group of one of the others at a time; of a remote one all.
 """
 
 from __future__ import annotations
 
 import contextlib
 import itertools
+import json
+import os
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 
+import polars as pl
 import pyarrow as pa
+import pyarrow.compute as pc
 
+from ..errors import ConfigError, RecordError
 from . import parquet
 from .parts import (
     SHARED,
     Owners,
     PartDamagedError,
     PartGoneError,
+    count_rows,
     parts_in,
     read_groups,
     read_steps,
     size_of,
     widest_first,
 )
-from .schema import TABLES, Part, arrow_schema, part_name
+from .reader import find_run, read_fingerprint, read_table
+from .schema import SCHEMAS, STATUS, TABLES, Part, arrow_schema, attempt_of_fingerprint, part_name
 from .storage import Storage
 
 #: parts that are merged into one
@@ -37,17 +46,28 @@ LARGEST = 64 << 20
 #: rows of a row group, at the least, if there are as many
 _GROUP = 1 << 17
 #: tables that are read a step at a time: their parts keep the rows of each step together
-BY_STEP = tuple(table.name for table in TABLES.values() if table.by_step)
-#: tables with one writer an attempt, which merging relies on
+_BY_STEP = tuple(table.name for table in TABLES.values() if table.by_step)
+#: tables of histograms
+HISTOGRAMS = tuple(table.histograms for table in TABLES.values() if table.histograms)
+#: tables with one writer an attempt, which merging relies on while a run goes on
 _MERGED_TABLES = tuple(table for table in TABLES if table not in SHARED)
 
 
 @dataclass(frozen=True)
 class Written:
-    """A part and its bytes."""
+    """A part, its bytes, and the steps whose rows are taken from it; None: all of them."""
 
     part: Part
     size: int
+    steps: frozenset[int] | None = None
+
+
+class _UnreadableError(Exception):
+    """A part cannot be read to its end."""
+
+    def __init__(self, part: Part) -> None:
+        super().__init__(part.path)
+        self.part = part
 
 
 class Merger:
@@ -59,7 +79,7 @@ class Merger:
         self._waiting: dict[tuple[str, int], list[Written]] = defaultdict(list)
 
     def wrote(self, table: str, written: Written, times: int = 0) -> None:
-        """A part is there; merges what is due.
+        """Note a part that was written, and merge what is due.
 
         Args:
             times: how often it has been merged.
@@ -70,103 +90,275 @@ class Merger:
         waiting.append(written)
         if len(waiting) >= MERGED or _bytes(waiting) >= LARGEST:
             del self._waiting[table, times]
-            if (made := self._merge(table, [each.part for each in waiting])) is not None:
+            if (made := self._merge(table, waiting)) is not None:
                 self.wrote(table, made, times + 1)
+
+    def _merge(self, table: str, parts: list[Written]) -> Written | None:
+        """Merge the parts that can be read. One that readers leave out stays alone: it must not cost the others."""
+        while len(parts) > 1:
+            try:
+                return _replace(self._storage, table, parts)
+            except _UnreadableError as error:
+                parts = [each for each in parts if each.part != error.part]
+            except Exception:  # until the merged part is there, the small ones are; every driver has errors of its own
+                return None
+            finally:
+                pa.default_memory_pool().release_unused()  # a merge takes as much as the largest part
+        return None
 
     def tidy_up(self, attempt: int) -> None:
         """Merge what attempts before one left in small parts, and remove what merged parts hold."""
         there = self._storage.names()
         for table in (table for table in _MERGED_TABLES if table in there):
-            earlier = defaultdict(list)
-            for part in parts_in(self._storage, table):
-                if part.attempt < attempt:
-                    earlier[part.attempt].append(part)
-            for parts in earlier.values():
-                for batch in _batches(self._not_yet_merged(table, parts)):
-                    self._merge(table, [each.part for each in batch])
+            for earlier in {part.attempt for part in parts_in(self._storage, table) if part.attempt < attempt}:
+                with contextlib.suppress(Exception):  # as above
+                    _merge_attempt(self._storage, table, earlier)
 
-    def _merge(self, table: str, parts: Sequence[Part]) -> Written | None:
-        """Put one part in the place of several of one attempt; what cannot be read stays as it is."""
-        read: list[Part] = []
-        rows = self._rows(table, parts, read)
-        groups = by_step(rows) if table in BY_STEP else in_groups(rows)
+
+# --- a record whose run is over -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Size:
+    """What the parts of a table take."""
+
+    files: int
+    bytes: int
+    rows: int
+
+
+@dataclass
+class Compacted:
+    """What became of a record."""
+
+    run: Storage
+    #: by table, those without parts left out
+    before: dict[str, Size] = field(default_factory=dict)
+    after: dict[str, Size] = field(default_factory=dict)
+    #: paths of parts that stay as they were, since they cannot be read or have what this release does not know
+    left: list[str] = field(default_factory=list)
+
+
+def compact(
+    address: str | os.PathLike[str],
+    histograms_every: int = 1,
+    killed: bool = False,
+    over: Callable[[], None] = lambda: None,
+) -> Compacted:
+    """Merge the parts of a record into few, in place. Every row stays, except histograms that you ask to drop.
+
+    Args:
+        address: the record, or a folder above it; a path or any fsspec address.
+        histograms_every: keep histograms of the first sample in each so many steps. Also keep those of the last sample,
+            of what triggers sampled, and of samples with NaN or infinity.
+        killed: the run is over, though its record does not say so.
+        over: called when a table is done.
+
+    Raises:
+        RecordError: there is no record, its run goes on, or it cannot be written.
+        ConfigError: `histograms_every` is below 1.
+
+    Example:
+        >>> done = compact("runs/a", histograms_every=50, killed=True)
+        >>> done.before["histograms"].files, done.after["histograms"].files, done.left
+        (3, 1, [])
+    """
+    if histograms_every < 1:
+        raise ConfigError(f"histograms_every is {histograms_every}; it must be a whole number, at least 1")
+    run = find_run(address)
+    fingerprint = read_fingerprint(run)
+    if not killed and "imported" not in fingerprint and not has_ended(run):
+        raise RecordError(f"the run at {run} goes on, as far as its {STATUS} tells; if it was killed, say so: --killed")
+    named = _named_steps(run) if histograms_every > 1 else set[int]()
+
+    def keep(steps: set[int]) -> set[int]:
+        first_of_each = {step // histograms_every: step for step in sorted(steps, reverse=True)}
+        return {*first_of_each.values(), *(named & steps), max(steps)}
+
+    done = Compacted(run, before=_sizes(run))
+    for table in SCHEMAS:
+        if table in done.before:
+            is_thinned = table in HISTOGRAMS and histograms_every > 1
+            for attempt in {part.attempt for part in parts_in(run, table)}:
+                done.left += _merge_attempt(run, table, attempt, keep if is_thinned else None)
+        over()
+    done.after = _sizes(run)
+    return done
+
+
+def copy_record(address: str | os.PathLike[str], output: str | os.PathLike[str]) -> Storage:
+    """Copy every file of a record; until the last one is there, readers find no record in the new place.
+
+    Args:
+        address: the record, or a folder above it; a path or any fsspec address.
+        output: an empty or new folder, or any fsspec address.
+
+    Raises:
+        ConfigError: the new place has files, or cannot be written.
+        RecordError: there is no record, or a file of it cannot be read.
+    """
+    run, copied = find_run(address), Storage(output)
+    if copied.names():
+        raise ConfigError(f"{copied} is not empty; name a new folder")
+    for name in sorted(run.files(), key=lambda name: attempt_of_fingerprint(name) is not None):
         try:
-            content, checksum = parquet.encode_all(arrow_schema(table), groups)
-        except Exception:  # one of them is damaged in its middle; every driver has errors of its own
-            return None
-        finally:
-            pa.default_memory_pool().release_unused()  # a merge takes as much as the largest part, once in a long while
-        if len(read) < 2:
-            return None
-        first, last = min(part.first for part in read), max(part.last for part in read)
-        merged = Part.named(table, part_name(parts[0].attempt, first, last, checksum))
-        assert merged
-        with contextlib.suppress(Exception):  # until the merged part is there, the small ones are
-            self._storage.write(merged.path, content)
-            for part in read:
-                self._storage.remove(part.path)
-            return Written(merged, len(content))
-        return None
+            content = run.read(name)
+        except Exception as error:  # every driver has errors of its own
+            raise RecordError(f"{run.path(name)} cannot be read: {error}") from None
+        try:
+            copied.write(name, content)
+        except Exception as error:
+            raise ConfigError(
+                f"{copied.path(name)} cannot be written: {getattr(error, 'strerror', None) or error}"
+            ) from None
+    return copied
 
-    def _rows(self, table: str, parts: Sequence[Part], read: list[Part]) -> Iterator[pa.Table]:
-        """What each part has, one after the other and a row group at a time; those that can be read are added to `read`.
 
-        A part that readers leave out stays alone: it must not cost the others.
+def has_ended(run: Storage) -> bool:
+    """Return whether the status file of a record says that its run is over."""
+    with contextlib.suppress(Exception):
+        content = json.loads(run.read(STATUS))
+        return isinstance(content, dict) and "ended" in content
+    return False
 
-        Raises:
-            PartDamagedError: one is damaged behind its first row group.
-        """
-        for part in parts:
-            groups = read_groups(self._storage, table, part, whole=True)
-            try:
-                first = next(groups)
-            except (PartGoneError, PartDamagedError, StopIteration):
-                continue
-            read.append(part)
-            yield first
-            yield from groups
 
-    def _not_yet_merged(self, table: str, parts: Sequence[Part]) -> list[Written]:
-        """The small ones of an attempt's parts; those that a process was killed before it could remove are removed."""
-        owners, small = Owners(table), list[Part]()
-        for part in widest_first(parts):
-            if owners.has(part):
-                self._remove(part)
-            elif not part.merged:
-                small.append(part)
-            elif (steps := self._steps(table, part)) and not owners.add(part, steps):
-                self._remove(part)
-        return [Written(part, size_of(self._storage, part)) for part in small]
+def _sizes(run: Storage) -> dict[str, Size]:
+    return {
+        table: Size(len(names), run.size(table), count_rows(run, table)) for table in SCHEMAS if (names := run.names(table))
+    }
 
-    def _steps(self, table: str, part: Part) -> set[int]:
-        """That a part has; none if it cannot be read."""
-        with contextlib.suppress(PartGoneError, PartDamagedError):
-            return read_steps(self._storage, table, part)
-        return set()
 
-    def _remove(self, part: Part) -> None:
-        with contextlib.suppress(Exception):
-            self._storage.remove(part.path)
+def _named_steps(run: Storage) -> set[int]:
+    """Return steps that a verdict may name: what triggers sampled, and samples with NaN or infinity."""
+    triggered = read_table(run, "steps", ["step", "trigger"]).filter(pl.col("trigger").is_not_null())
+    counted = read_table(run, "metrics", ["step", "nan", "inf"])
+    nonfinite = counted.filter((pl.col("nan") > 0) | (pl.col("inf") > 0))
+    return {*triggered["step"], *nonfinite["step"]}
+
+
+# --- the parts of one attempt ---------------------------------------------------------------------------------------------
+
+
+def _merge_attempt(run: Storage, table: str, attempt: int, keep: Callable[[set[int]], set[int]] | None = None) -> list[str]:
+    """Merge the parts of a table and an attempt, and remove those whose rows others hold.
+
+    Args:
+        keep: chooses among all steps those whose rows stay; None: all stay.
+
+    Returns:
+        Paths of parts that cannot be read, and stay as they are.
+
+    Raises:
+        RecordError: a part cannot be written.
+    """
+    unreadable = list[str]()
+    while True:
+        parts = [part for part in parts_in(run, table) if part.attempt == attempt and part.path not in unreadable]
+        try:
+            _merge_readable(run, table, parts, keep)
+            return unreadable
+        except _UnreadableError as error:  # its rows count no longer: others may have the same steps
+            unreadable.append(error.part.path)
+
+
+def _merge_readable(run: Storage, table: str, parts: Sequence[Part], keep: Callable[[set[int]], set[int]] | None) -> None:
+    owners, found = Owners(table), list[tuple[Part, set[int], set[int]]]()
+    for part in widest_first(parts):
+        with _reading(part):
+            steps = read_steps(run, table, part)
+        found.append((part, steps, owners.add(part, steps)))
+    kept = keep(set(owners.of_step)) if keep and owners.of_step else set(owners.of_step)
+    taken, spare = list[Written](), list[Part]()
+    for part, steps, new in found:
+        if new & kept:
+            taken.append(Written(part, size_of(run, part), None if steps <= new & kept else frozenset(new & kept)))
+        else:
+            spare.append(part)
+    batches = list(_batches(taken))
+    if spare:  # what else holds their rows has to be read to its end before they go
+        for each in (each for batch in batches if not _is_due(batch) for each in batch):
+            for _ in _rows(run, table, each):
+                pass
+    for batch in batches:
+        if _is_due(batch):
+            _replace(run, table, batch)
+    _remove(run, spare)
+
+
+def _is_due(batch: Sequence[Written]) -> bool:
+    return len(batch) > 1 or batch[0].steps is not None
+
+
+def _batches(parts: Sequence[Written]) -> Iterator[list[Written]]:
+    """Yield parts in the order of steps, as many as are merged into one. A large one is alone."""
+    waiting: list[Written] = []
+    for each in sorted(parts, key=lambda each: (each.part.first, each.part.last)):
+        if each.size >= LARGEST // 2:
+            yield [each]
+            continue
+        waiting.append(each)
+        if _bytes(waiting) >= LARGEST:
+            yield waiting
+            waiting = []
+    if waiting:
+        yield waiting
 
 
 def _bytes(parts: Sequence[Written]) -> int:
     return sum(each.size for each in parts)
 
 
-def _batches(parts: Sequence[Written]) -> Iterator[list[Written]]:
-    """Of parts that are small, as many as are merged at a time."""
-    batch: list[Written] = []
-    for each in parts:
-        if each.size < LARGEST // 2:
-            batch.append(each)
-        if _bytes(batch) >= LARGEST:
-            yield batch
-            batch = []
-    yield batch
+def _replace(run: Storage, table: str, parts: Sequence[Written]) -> Written:
+    """Put one part in the place of several of one attempt.
+
+    Raises:
+        _UnreadableError: one of them cannot be read to its end; nothing was changed.
+        RecordError: the new part cannot be written; nothing was changed.
+    """
+    rows: Iterator[pa.Table] = (rows for each in parts for rows in _rows(run, table, each))
+    if table in SHARED:  # somebody may have added the same rows twice
+        rows = iter([_distinct(pa.concat_tables(rows))])
+    groups = _split_by_step(rows) if table in _BY_STEP else _join_groups(rows)
+    content, checksum = parquet.encode_all(arrow_schema(table), groups)
+    first, last = min(each.part.first for each in parts), max(each.part.last for each in parts)
+    made = Part.named(table, part_name(parts[0].part.attempt, first, last, checksum))
+    assert made
+    try:
+        run.write(made.path, content)
+    except Exception as error:  # every driver has errors of its own
+        reason = getattr(error, "strerror", None) or error
+        raise RecordError(f"{run.path(made.path)} cannot be written: {reason}; nothing was lost") from None
+    _remove(run, [each.part for each in parts if each.part.path != made.path])
+    return Written(made, len(content))
 
 
-def in_groups(tables: Iterable[pa.Table]) -> Iterator[pa.Table]:
-    """Tables put together to some with enough rows."""
+def _rows(run: Storage, table: str, written: Written) -> Iterator[pa.Table]:
+    """Yield the rows that are taken from a part, a row group at a time."""
+    with _reading(written.part):
+        for rows in read_groups(run, table, written.part, whole=True):
+            yield rows if written.steps is None else rows.filter(pc.is_in(rows["step"], pa.array(written.steps, pa.int64())))
+
+
+@contextlib.contextmanager
+def _reading(part: Part) -> Iterator[None]:
+    try:
+        yield
+    except (PartGoneError, PartDamagedError):
+        raise _UnreadableError(part) from None
+
+
+def _remove(run: Storage, parts: Iterable[Part]) -> None:
+    for part in parts:
+        with contextlib.suppress(FileNotFoundError):
+            run.remove(part.path)
+
+
+def _distinct(rows: pa.Table) -> pa.Table:
+    return pl.DataFrame(pl.from_arrow(rows)).unique(maintain_order=True).to_arrow().cast(rows.schema)
+
+
+def _join_groups(tables: Iterable[pa.Table]) -> Iterator[pa.Table]:
+    """Put tables together to some with enough rows."""
     waiting, rows = list[pa.Table](), 0
     for table in tables:
         waiting.append(table)
@@ -178,8 +370,8 @@ def in_groups(tables: Iterable[pa.Table]) -> Iterator[pa.Table]:
         yield pa.concat_tables(waiting)
 
 
-def by_step(tables: Iterable[pa.Table]) -> Iterator[pa.Table]:
-    """Rows of each step, in the order of the tables."""
+def _split_by_step(tables: Iterable[pa.Table]) -> Iterator[pa.Table]:
+    """Yield the rows of each step, in the order of the tables."""
     for rows in tables:
         steps = rows["step"].to_numpy()
         changes = (steps[1:] != steps[:-1]).nonzero()[0] + 1 if len(steps) else []

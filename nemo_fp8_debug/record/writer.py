@@ -23,14 +23,12 @@ import polars as pl
 from ..core.sample import Sample
 from ..errors import ConfigError, warn
 from . import parquet
-from .histogram_budget import HistogramBudget
-from .merging import MERGED, Merger, Written
+from .merging import HISTOGRAMS, MERGED, Merger, Written
 from .schema import STEP_SCALARS, TABLES, VERSION, Part, arrow_schema, arrow_table, attempt_of_fingerprint, part_name
 from .storage import Storage
 
 #: bytes of parts that are kept while the place cannot be written
 BACKLOG = 256 << 20
-_EVERY = HistogramBudget()
 
 
 class RunRecord:
@@ -38,17 +36,17 @@ class RunRecord:
 
     in_callers_thread = False
 
-    def __init__(self, address: str | os.PathLike[str], budget: HistogramBudget = _EVERY) -> None:
+    def __init__(self, address: str | os.PathLike[str], histogram_interval: int = 1) -> None:
         """
         Args:
             address: a folder, or any fsspec address.
-            budget: which histograms are written.
+            histogram_interval: steps from one sample whose histograms are written to the next.
 
         Raises:
             ConfigError: the address is none.
         """
         self.storage = Storage.of_run(address)
-        self._budget = budget
+        self._histogram_interval = histogram_interval
         self.attempt = 0
         #: samples that were written, or wait in the backlog
         self.samples = 0
@@ -95,11 +93,12 @@ class RunRecord:
             self.attempt += 1
 
     def record(self, sample: Sample) -> None:
-        """Write one sampled step."""
-        sample = self._budget.applied(sample)
+        """Write one sampled step, and its histograms if they are due, or if it is out of turn or has NaN or infinity."""
+        is_due = sample.step % self._histogram_interval == 0 or sample.trigger is not None
+        skipped = () if is_due or sample.first_nonfinite() is not None else HISTOGRAMS
         # Histograms are large, and are written last.
         for table in sorted(map(TABLES.__getitem__, sample.tables), key=lambda table: table.by_step):
-            if columns := sample.tables[table.name]:
+            if (columns := sample.tables[table.name]) and table.name not in skipped:
                 rows = table.count_rows(columns)
                 keys: dict[str, list[Any]] = {"attempt": [self.attempt] * rows, "step": [sample.step] * rows}
                 if "consumed_samples" in table.columns:

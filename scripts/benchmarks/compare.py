@@ -42,7 +42,7 @@ def main() -> None:
                 write(folder / name, options.tensors, options.steps, seed, harmed=name == "bad")
         print(f"2 runs of {options.tensors} tensors x {options.steps} sampled steps")
         for arguments in ([], ["--json"]):
-            measure(["compare", str(folder / "baseline"), str(folder / "bad"), *arguments])
+            measure(["compare", str(folder / "bad"), "--baseline", str(folder / "baseline"), *arguments])
 
 
 def write(run: Path, tensors: int, steps: int, seed: int, harmed: bool) -> None:
@@ -94,7 +94,7 @@ def measure(arguments: list[str]) -> None:
     wall = time.perf_counter() - started
     if status:
         raise SystemExit(f"{' '.join(arguments)} failed")
-    what = " ".join(["compare", *arguments[3:]])
+    what = " ".join(["compare", *arguments[4:]])
     print(f"{what}: {wall:.1f} s, {used.ru_utime + used.ru_stime:.1f} s of the processor, {used.ru_maxrss / 1e6:.2f} GB")
 
 

@@ -222,7 +222,7 @@ def _array(values: Any, kind: pa.DataType, rows: int) -> pa.Array:
 SHOWN_FIRST = ("underflow_pct", "relative_error", "amax", "scale_ratio_log2")
 #: what is measured: a name, and what a new process runs with the folders of the baseline and the bad run, and a tensor
 TASKS = {
-    "compare": "from nemo_fp8_debug.cli import app; app(['compare', baseline, bad, '--json'])",
+    "compare": "from nemo_fp8_debug.cli import app; app(['compare', bad, '--baseline', baseline, '--json'])",
     "diagnose": "from nemo_fp8_debug.cli import app; app(['diagnose', bad, '--baseline', baseline, '--json'])",
     "diagnose alone": "from nemo_fp8_debug.cli import app; app(['diagnose', bad, '--json'])",
 }

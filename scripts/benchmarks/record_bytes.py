@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from nemo_fp8_debug import Monitor
-from nemo_fp8_debug.record.compaction import compact
+from nemo_fp8_debug.record.merging import compact
 
 WIDTH, EXPERTS, LAYERS = 256, 8, 4
 #: every table that grows with the samples
@@ -34,9 +34,7 @@ TABLES: dict[str, Any] = {
 RUNS: dict[str, dict[str, Any]] = {
     "every table": TABLES,
     "default": {},
-    'histogram_interval={"weight": 16}': {"histogram_interval": {"weight": 16}},
-    'expert_histograms="worst"': {"expert_histograms": "worst"},
-    "both": {"histogram_interval": {"weight": 16}, "expert_histograms": "worst"},
+    "histogram_interval=16": {"histogram_interval": 16},
 }
 
 

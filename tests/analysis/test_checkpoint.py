@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 import warnings
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import numpy as np
 import pytest
 import torch
 from audited import assert_audited, assert_cast
@@ -161,6 +163,13 @@ def test_lightning_checkpoint(tmp_path: Path) -> None:
     found = audit(tmp_path / "last.ckpt")
     assert found.format == "Lightning checkpoint"
     assert_audited(found, {"fc": net.fc.weight})
+
+
+def test_plain_objects_beside_the_weights(tmp_path: Path) -> None:
+    """Arguments, paths and numpy's numbers, as Megatron and Lightning save them, are read as stand-ins."""
+    beside = {"args": argparse.Namespace(seq_length=8), "output": Path("/runs"), "rng": np.random.get_state()}
+    torch.save({"model": {"a.weight": normal(8, 8)}, "checkpoint_version": 3.0, **beside}, tmp_path / "a.pt")
+    assert_audited(audit(tmp_path / "a.pt"), {"a": normal(8, 8)})
 
 
 def test_nonfinite_values_come_first(tmp_path: Path) -> None:

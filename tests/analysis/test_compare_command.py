@@ -21,8 +21,8 @@ from nemo_fp8_debug.analysis.story.summary import summarize, to_json
 from nemo_fp8_debug.cli import app
 
 
-def run_cli(*arguments: object) -> Result:
-    return CliRunner().invoke(app, ["compare", *map(str, arguments)])
+def run_cli(baseline: object, *arguments: object) -> Result:
+    return CliRunner().invoke(app, ["compare", *map(str, arguments), "--baseline", str(baseline)])
 
 
 def tables_of(result: Result) -> list[list[str]]:
@@ -129,11 +129,16 @@ class TestMistakes:
         file, command = tmp_path / "report.html", "from nemo_fp8_debug.cli import app; app()"
         reader, writer = os.pipe()
         os.close(reader)
-        arguments = ["compare", str(baseline), str(bad), "--html", str(file)]
+        arguments = ["compare", str(bad), "--baseline", str(baseline), "--html", str(file)]
         done = subprocess.run([sys.executable, "-c", command, *arguments], stdout=writer, stderr=subprocess.PIPE, text=True)
         os.close(writer)
         assert done.returncode != 0 and "Traceback" not in done.stderr
         assert "</html>" in file.read_text()[-100:]
+
+    def test_a_baseline_that_is_no_option_is_refused(self, baseline: Path, bad: Path) -> None:
+        result = CliRunner().invoke(app, ["compare", str(baseline), str(bad)])
+        assert result.exit_code == 1
+        assert "error: name the baseline with an option: compare RUN --baseline BASELINE" in result.stderr
 
     def test_runs_that_were_swapped_are_asked_about(self, baseline: Path, bad: Path) -> None:
         assert compare(bad, baseline).notes[0].endswith("were the two swapped?")

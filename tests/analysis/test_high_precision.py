@@ -50,7 +50,7 @@ def test_every_command_says_that_nothing_is_quantized(tmp_path: Path) -> None:
     found = diagnose(run)
     assert list(found.notes) == [NOTHING] and not [f for f in found.findings if f.rule == "operand"]
     assert list(diagnose(run, baseline).notes).count(NOTHING) == 1
-    for command in (("compare", baseline, run), ("diagnose", run), ("recommend", run)):
+    for command in (("compare", run, "--baseline", baseline), ("diagnose", run), ("recommend", run)):
         assert NOTHING in said(*command), command
 
 

@@ -138,7 +138,8 @@ class TestTwoRuns:
         assert (first["layer"], first["nonfinite_since"]) == ("0", 3)
 
     def test_it_is_printed_and_in_the_json(self, tmp_path: Path) -> None:
-        both = [str(self.trained(tmp_path / "baseline")), str(self.trained(tmp_path / "run", rate=8e-3))]
+        runs = self.trained(tmp_path / "run", rate=8e-3), "--baseline", self.trained(tmp_path / "baseline")
+        both = list(map(str, runs))
         assert "What the optimizers keep" in CliRunner().invoke(app, ["compare", *both]).stdout
         told = json.loads(CliRunner().invoke(app, ["compare", *both, "--json"]).stdout)
         assert told["states"][0]["tensor"] == "step of W"

@@ -129,7 +129,7 @@ def test_help_of_diagnose_says_what_a_run_without_a_baseline_is_judged_by() -> N
 
 
 def test_columns_are_obeyed_where_there_is_no_terminal(place: Path) -> None:
-    for arguments in (["compare", "baseline", "fp8"], ["diagnose", "fp8", "--baseline", "baseline"]):
+    for arguments in ([command, "fp8", "--baseline", "baseline"] for command in ("compare", "diagnose")):
         command, *rest = (str(place / "runs" / a) if a[0] != "-" and i else a for i, a in enumerate(arguments))
         narrow = run_cli(command, *rest, COLUMNS="60").stdout
         assert max(map(len, narrow.splitlines())) <= 60 and "\x1b" not in narrow

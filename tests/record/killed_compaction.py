@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 
 from nemo_fp8_debug.record import merging
-from nemo_fp8_debug.record.compaction import compact
+from nemo_fp8_debug.record.merging import compact
 
 CALLS = ("open", "os.rename", "os.remove", "os.mkdir", "os.listdir", "os.scandir")
 

@@ -17,7 +17,7 @@ from torch import nn
 from wandb_file import content
 
 from nemo_fp8_debug import FP8DebugCallback, Monitor
-from nemo_fp8_debug.record.loggers import logger_thread, recorder
+from nemo_fp8_debug.record.loggers import recorder
 
 FOLDER = Path(sys.argv[1])
 STEPS, INTERVAL = 21, 5
@@ -203,7 +203,7 @@ if __name__ == "__main__":
     joined(answer)
     of_lightning(answer)
     of_wandb(answer)
-    recorder.CLOSING, logger_thread.WAITING = 0.5, 3
+    recorder.CLOSING, recorder.WAITING = 0.5, 3
     hangs = Hangs()
     answer["losses"] |= {"without": plain, "hanging": train("hanging", [hangs])}
     answer["threads"] = hangs.threads

@@ -11,14 +11,12 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import fsspec
-import numpy as np
 import polars as pl
 import pyarrow.parquet as pq
 import pytest
 import torch
 from fsspec.implementations.memory import MemoryFileSystem
 from processes import run_script
-from samples import sample
 from small_record import measured, start
 from typer.testing import CliRunner
 
@@ -26,12 +24,11 @@ from nemo_fp8_debug import ConfigError, Monitor, RecordError, replay
 from nemo_fp8_debug.analysis.replay.replay import add_to_record
 from nemo_fp8_debug.cli import app
 from nemo_fp8_debug.core.sample import Sample
-from nemo_fp8_debug.record import compaction, copying, merging
-from nemo_fp8_debug.record.compaction import compact
+from nemo_fp8_debug.record import merging
+from nemo_fp8_debug.record.merging import compact
 from nemo_fp8_debug.record.reader import read_table
 from nemo_fp8_debug.record.schema import SCHEMAS
 from nemo_fp8_debug.record.storage import Storage
-from nemo_fp8_debug.record.thinning import Thinning
 
 SCRIPT = Path(__file__).with_name("killed_compaction.py")
 STEPS = 12
@@ -77,7 +74,7 @@ def test_the_example_of_compact(run: Path, monkeypatch: pytest.MonkeyPatch) -> N
     (run.parent / "runs").mkdir()
     run.rename(run.parent / "runs" / "a")
     monkeypatch.chdir(run.parent)
-    assert doctest.testmod(compaction) == (0, 2)
+    assert doctest.testmod(merging) == (0, 2)
 
 
 class TestMerged:
@@ -167,7 +164,7 @@ class TestRefused:
 
     def test_a_place_that_cannot_be_written(self, resumed: Path) -> None:
         Full.is_full = False
-        copying.copy_record(resumed, "full://run")
+        merging.copy_record(resumed, "full://run")
         Full.is_full = True
         with pytest.raises(RecordError, match=r"/metrics/.*cannot be written: No space left on device; nothing was lost"):
             compact("full://run", killed=True)
@@ -192,71 +189,31 @@ fsspec.register_implementation("full", Full)
 
 
 class TestThinned:
-    def test_old_histograms_go_but_for_one_in_so_many_steps_and_those_that_are_named(self, tmp_path: Path) -> None:
+    def test_histograms_go_but_for_one_in_so_many_steps_and_those_that_are_named(self, tmp_path: Path) -> None:
         record = start(tmp_path)
         for step in range(0, 100, 10):
             record.record(measured(step))
         record.record_steps({30: {"loss": 1.0, "trigger": "loss spike"}})
         record.close()
         metrics = read_table(tmp_path, "metrics")
-        expected = read_table(tmp_path, "histograms").filter(pl.col("step").is_in([0, 20, 30, 50, 70, 80, 90]))
-        compact(tmp_path, Thinning(every=50, older_than=20, keep=[20]), killed=True)
+        expected = read_table(tmp_path, "histograms").filter(pl.col("step").is_in([0, 30, 50, 90]))
+        compact(tmp_path, histograms_every=50, killed=True)
         assert read_table(tmp_path, "histograms").equals(expected, null_equal=True)
         assert read_table(tmp_path, "metrics").equals(metrics, null_equal=True)
-        compact(tmp_path, Thinning(older_than=0), killed=True)
-        assert read_table(tmp_path, "histograms")["step"].unique().to_list() == [30, 90]
+        compact(tmp_path, histograms_every=1000, killed=True)
+        assert read_table(tmp_path, "histograms")["step"].unique().to_list() == [0, 30, 90]
 
     def test_samples_with_nan_keep_their_histograms(self, tmp_path: Path) -> None:
         record = start(tmp_path)
-        for step in (0, 1, 2):
-            columns = dict(measured(step).columns) | ({"nan": [1, 0, 0]} if step == 1 else {})
+        for step in range(4):
+            columns = dict(measured(step).columns) | ({"nan": [1, 0, 0]} if step == 2 else {})
             record.record(Sample(step, {"metrics": columns, "histograms": measured(step).table("histograms")}, {}))
-        compact(tmp_path, Thinning(older_than=0), killed=True)
-        assert read_table(tmp_path, "histograms")["step"].unique().to_list() == [1, 2]
+        compact(tmp_path, histograms_every=10, killed=True)
+        assert read_table(tmp_path, "histograms")["step"].unique().to_list() == [0, 2, 3]
 
-    def test_experts_are_one_and_the_worst(self, tmp_path: Path) -> None:
-        rng, record = np.random.default_rng(0), start(tmp_path)
-        steps = [of_experts(step, rng) for step in range(3)]
-        for each in steps:
-            record.record(each)
-        compact(tmp_path, Thinning(experts=True), killed=True)
-        found = read_table(tmp_path, "histograms")
-        for step, each in enumerate(steps):
-            rows = found.filter(step=step)
-            total = np.zeros(100, np.int64)
-            for bins, counts in zip(*(each.table("histograms")[name][:4] for name in ("bins", "counts")), strict=True):
-                total[bins] += counts
-            assert rows["layer"].to_list() == [f"layers.0.experts.{step}.fc1", "layers.0.fc2", "layers.0.experts.*.fc1"]
-            assert rows["counts"].to_list() == [
-                *(list(each.table("histograms")["counts"][i]) for i in (step, 4)),
-                list(total[total > 0]),
-            ]
-            assert rows["bins"].to_list()[2] == list(np.flatnonzero(total))
-            assert rows["scale"].to_list() == [float(1 << step), 16.0, None]
-        again = read_table(tmp_path, "histograms")
-        compact(tmp_path, Thinning(experts=True), killed=True)
-        assert read_table(tmp_path, "histograms").equals(again, null_equal=True)
-
-    @pytest.mark.parametrize("odd", [{"every": 0}, {"older_than": -1}])
-    def test_numbers_out_of_range(self, odd: dict[str, int]) -> None:
-        with pytest.raises(ConfigError, match=f"{next(iter(odd))} is -?\\d; it must be a whole number"):
-            Thinning(**odd)  # type: ignore[arg-type]
-
-
-def of_experts(step: int, rng: np.random.Generator) -> Sample:
-    """Four experts, of which that of the step's number underflows, and a layer without experts."""
-    layers = [*(f"layers.0.experts.{i}.fc1" for i in range(4)), "layers.0.fc2"]
-    rows = [{"layer": layer, "underflow_pct": 30.0 if i == step else 1.0} for i, layer in enumerate(layers)]
-    bins = [np.sort(rng.choice(100, 20, replace=False)).astype(np.uint16) for _ in layers]
-    constant = {"role": "input", "recipe": "current-hybrid", "format": "e4m3", "dtype": "bfloat16", "rounded": False}
-    histograms = {
-        "layer": layers,
-        **{name: [value] * len(layers) for name, value in constant.items()},
-        "scale": [float(1 << i) for i in range(len(layers))],
-        "bins": bins,
-        "counts": [rng.integers(1, 100, 20) for _ in layers],
-    }
-    return Sample(step, {"metrics": sample(step, rows).columns, "histograms": histograms}, {})
+    def test_an_interval_below_one(self, tmp_path: Path) -> None:
+        with pytest.raises(ConfigError, match="histograms_every is 0; it must be a whole number"):
+            compact(tmp_path, histograms_every=0)
 
 
 class TestCommand:

@@ -241,7 +241,7 @@ class TestCompare:
         ) in summarize(found)
 
     def test_the_printed_ranking_has_no_single_expert(self, tmp_path: Path) -> None:
-        arguments = ["compare", str(written(tmp_path / "good", None)), str(written(tmp_path / "bad", 77))]
+        arguments = ["compare", str(written(tmp_path / "bad", 77)), "--baseline", str(written(tmp_path / "good", None))]
         result = CliRunner().invoke(app, [*arguments, "--top", "50"], env={"COLUMNS": "250"})
         assert result.exit_code == 0
         rows = [line for line in result.output.splitlines() if line.startswith("│") and "local_experts" in line]

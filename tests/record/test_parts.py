@@ -15,7 +15,7 @@ from small_record import start
 
 from nemo_fp8_debug.analysis.runs.metrics import Metrics
 from nemo_fp8_debug.record import merging
-from nemo_fp8_debug.record.compaction import compact
+from nemo_fp8_debug.record.merging import compact
 from nemo_fp8_debug.record.parts import list_parts
 from nemo_fp8_debug.record.reader import read_table
 from nemo_fp8_debug.record.storage import Storage

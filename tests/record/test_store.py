@@ -317,7 +317,7 @@ def test_any_fsspec_address(tmp_path: Path, address: str) -> None:
     run = find_run(address.removesuffix("/run"))
     assert read_fingerprint(run)["attempt"] == 1
     assert read_table(run, "metrics")["layer"].to_list() == ["attempt 1"] * (merging.MERGED + 1)
-    assert len(run.names("metrics")) == 4
+    assert len(run.names("metrics")) == 3
 
 
 @pytest.mark.parametrize("address", ["nowhere://a/b", "gs://bucket/run"])

@@ -70,7 +70,7 @@ def said(command: str, *arguments: str | Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def comparison() -> dict[str, Any]:
-    return said("compare", RECORDS / "baseline", RECORDS / "bad", "--reference", RECORDS / "reference")
+    return said("compare", RECORDS / "bad", "--baseline", RECORDS / "baseline", "--reference", RECORDS / "reference")
 
 
 @pytest.fixture(scope="module")

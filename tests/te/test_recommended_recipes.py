@@ -17,8 +17,7 @@ from processes import finished, found_in
 from recommendations import BF16, CURRENT, recommendation, run
 
 from nemo_fp8_debug.analysis.recommendation.recommend import Ends
-from nemo_fp8_debug.analysis.recommendation.snippets.megatron import per_module
-from nemo_fp8_debug.analysis.recommendation.snippets.options import flags_of, run_wide
+from nemo_fp8_debug.analysis.recommendation.snippets.megatron import flags_of, per_module, run_wide
 from nemo_fp8_debug.analysis.recommendation.snippets.te_quantizers import quantizers
 from nemo_fp8_debug.analysis.runs.metrics import Metrics
 from nemo_fp8_debug.record.schema import SCHEMAS
@@ -46,8 +45,8 @@ def test_modules_cast_as_their_recipe_says_and_all_others_as_the_run_does(tmp_pa
         (IN_E4M3, "grad_output"): [("format", "current-e4m3"), *BF16],
     }
     modules = per_module(recommendation(run(), ways))
-    options, _ = run_wide(recommendation(run(), {(RESCALED, "weight"): CURRENT}, Ends(0, 1, 2, None)))
-    assert modules
+    options = run_wide(recommendation(run(), {(RESCALED, "weight"): CURRENT}, Ends(0, 1, 2, None)))
+    assert modules and options
     values = yaml.safe_load(options.text)
     assert len(values) == 5
     (tmp_path / modules.name).write_text(modules.text)

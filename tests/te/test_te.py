@@ -19,7 +19,7 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 TE = Path(sys.prefix) / "te"
 #: what takes longest
-OTHERS = ("test_stored_weights", "test_verified", "test_inspection")
+OTHERS = ("test_stored_weights", "test_verified")
 
 
 # Long tests rest on tests/te/inside/*.py.

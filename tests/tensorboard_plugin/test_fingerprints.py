@@ -21,7 +21,7 @@ STATE = {"view": "fingerprints", "run": "bad", "baseline": "baseline", "referenc
 def test_differences_come_first_and_are_those_of_compare(frame: Open, logdir: Path, part: str) -> None:
     expected = [
         [row["setting"], row["baseline"] or "-", row["run"] or "-", "bears on precision" if row["telling"] else "differs"]
-        for row in said("compare", logdir / part, logdir / "bad")["differences"]
+        for row in said("compare", logdir / "bad", "--baseline", logdir / part)["differences"]
     ]
     assert expected
     page = frame(**STATE, against=part)

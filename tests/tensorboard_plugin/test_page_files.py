@@ -46,7 +46,7 @@ def opened(browser: Browser, file: Path, **options: Any) -> Iterator[Page]:
 @pytest.fixture(scope="module")
 def report(logdir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     file = tmp_path_factory.mktemp("report") / "report.html"
-    paths = [logdir / "baseline", logdir / "bad", logdir / "again", "--reference", logdir / "reference"]
+    paths = [logdir / "bad", logdir / "again", "--baseline", logdir / "baseline", "--reference", logdir / "reference"]
     result = CliRunner().invoke(app, ["compare", *map(str, paths), "--html", str(file)])
     assert result.exit_code == 0, result.output
     return file
@@ -81,7 +81,7 @@ class TestReport:
     def test_it_says_and_draws_what_the_commands_found(
         self, browser: Browser, report: Path, logdir: Path, diagnosis: Any
     ) -> None:
-        comparison = said("compare", logdir / "baseline", logdir / "bad", "--reference", logdir / "reference")
+        comparison = said("compare", logdir / "bad", "--baseline", logdir / "baseline", "--reference", logdir / "reference")
         with opened(browser, report) as page:
             assert page.locator("article > h1").all_inner_texts() == ["bad against baseline", "again against baseline"]
             page.locator(".report-figure").last.locator("[data-drawn]").first.wait_for()
@@ -140,11 +140,15 @@ class TestReport:
 def test_a_file_that_exists_is_kept_and_what_to_do_is_said(logdir: Path, tmp_path: Path) -> None:
     file = tmp_path / "report.html"
     file.write_text("mine")
-    result = CliRunner().invoke(app, ["compare", str(logdir / "baseline"), str(logdir / "bad"), "--html", str(file)])
+    result = CliRunner().invoke(
+        app, ["compare", str(logdir / "bad"), "--baseline", str(logdir / "baseline"), "--html", str(file)]
+    )
     assert (result.exit_code, result.stdout, file.read_text()) == (1, "", "mine")
     assert "exists and is not overwritten; give --html another name, or delete the file first" in result.stderr
     missing = tmp_path / "none" / "report.html"
-    result = CliRunner().invoke(app, ["compare", str(logdir / "baseline"), str(logdir / "bad"), "--html", str(missing)])
+    result = CliRunner().invoke(
+        app, ["compare", str(logdir / "bad"), "--baseline", str(logdir / "baseline"), "--html", str(missing)]
+    )
     assert result.exit_code == 1 and f"there is no folder {missing.parent}" in result.stderr
 
 

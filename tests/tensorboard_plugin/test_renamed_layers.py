@@ -178,7 +178,7 @@ def test_distributions_are_of_the_same_layer(page: Page, board: str, runs: Path)
 @pytest.mark.long
 def test_a_report_shows_them_beside_each_other(page: Page, runs: Path, tmp_path: Path) -> None:
     file = tmp_path / "report.html"
-    arguments = [str(runs / "baseline"), str(runs / "bad"), "--html", str(file)]
+    arguments = [str(runs / "bad"), "--baseline", str(runs / "baseline"), "--html", str(file)]
     result = CliRunner().invoke(app, ["compare", *arguments])
     assert result.exit_code == 0, result.output
     page.goto(file.as_uri())

@@ -36,7 +36,7 @@ class TestThreeRuns:
 
     @pytest.fixture(scope="class")
     def comparison(self, logdir: Path) -> Any:
-        return said("compare", logdir / "baseline", logdir / "bad", "--reference", logdir / "reference")
+        return said("compare", logdir / "bad", "--baseline", logdir / "baseline", "--reference", logdir / "reference")
 
     def test_the_sentences_and_the_findings_are_those_of_diagnose(self, frame: Open, diagnosis: Any) -> None:
         page = frame(**THREE)

@@ -26,7 +26,6 @@ from ...monitor.monitor import Monitor
 from ...options.config import Config
 from ...plan.environment import is_rescue
 from ...record.console_table import TableRecorder
-from ...record.histogram_budget import HistogramBudget
 from ...record.tensorboard import TensorBoardRecorder
 from ...record.writer import RunRecord
 from .interventions import FP8EmulationCallback, FP8PlanCallback
@@ -152,7 +151,7 @@ def _logged_step(trainer: pl.Trainer) -> int:
 
 def _recorders(trainer: pl.Trainer, config: Config) -> Iterator[Recorder]:
     assert config.output is not None
-    yield RunRecord(config.output, HistogramBudget(config.histogram_interval, config.expert_histograms))
+    yield RunRecord(config.output, config.histogram_interval)
     for logger in trainer.loggers:
         if isinstance(logger, TensorBoardLogger):
             yield TensorBoardRecorder(logger.experiment, config.max_tags)

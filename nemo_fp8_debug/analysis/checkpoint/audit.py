@@ -20,12 +20,9 @@ from ...numerics.histogram import DTYPES, Histogram, HistogramBatch
 from ...numerics.metrics import Moments, QuantizationSums
 from ...numerics.recipe import Recipe, parse_recipe, refuse_blocks
 from ...numerics.tensor_scaling import CurrentScaling
-from .extra_state import StoredScale, weight_scale
-from .read_errors import ReadErrors
-from .readers import open_checkpoint
-from .report import NO_SCALE, Audit, lacks_scale
-from .stored import ROWS, Contents
-from .weights import FP8_DTYPES, Weight, find_weights
+from .contents import Contents, open_checkpoint
+from .report import NO_SCALE, Audit, ReadErrors, lacks_scale
+from .weights import FP8_DTYPES, StoredScale, Weight, find_weights, weight_scale
 
 #: metrics of a weight alone, and of a weight under one scale and format
 _OF_WEIGHT = ("amax", "amin", "dynamic_range_log2", "outlier_log2", "kurtosis")
@@ -38,6 +35,8 @@ _CURRENT = CurrentScaling()
 _BOTH = torch.zeros(2, dtype=torch.int64)
 #: float32 values handled at once; their float64 temporaries stay in the cache
 _PIECE = 1 << 16
+#: values of a weight read at once, in multiples of so many rows: scales of 128 x 128 blocks then do not straddle two
+_BLOCK, _ROWS = 1 << 20, 128
 
 #: scales (float32 [B]) and formats of B weights
 _Cast = tuple[torch.Tensor, list[FloatFormat]]
@@ -119,7 +118,7 @@ def _see(weight: Weight, contents: Contents, recipe: Recipe, path: Path, faults:
     direct = weight.dtype not in DTYPES
     histogram = Histogram(torch.bfloat16 if direct else weight.dtype, rounded=direct)
     moments, read = None, 0
-    for block in _blocks(weight, scale):
+    for block in _blocks(weight, scale, path):
         count_into(histogram, block)
         read += block.numel()
         if direct:
@@ -129,7 +128,7 @@ def _see(weight: Weight, contents: Contents, recipe: Recipe, path: Path, faults:
     if moments is None:
         return _Seen(weight, histogram, stored, note)
     now, then, bf16 = _casts(moments.amax.float(), [stored], recipe)
-    sums = _sums(weight, scale, (now, then, bf16) if stored else (now, bf16))
+    sums = _sums(weight, scale, path, (now, then, bf16) if stored else (now, bf16))
     return _Seen(weight, histogram, stored, note, moments, sums if stored else (sums[0], sums[0], sums[1]))
 
 
@@ -141,11 +140,11 @@ def _moments(block: torch.Tensor, total: Moments | None) -> Moments:
     return total if total is not None else metrics.moments_of_float32(block)
 
 
-def _sums(weight: Weight, scale: torch.Tensor | None, casts: Sequence[_Cast]) -> tuple[QuantizationSums, ...]:
+def _sums(weight: Weight, scale: torch.Tensor | None, path: Path, casts: Sequence[_Cast]) -> tuple[QuantizationSums, ...]:
     """Sums of a weight under each of some casts, from one more reading."""
     empty = torch.zeros(0)
     totals = [metrics.quantization_sums_of_float32(empty, factor[0], formats[0]) for factor, formats in casts]
-    for block in _blocks(weight, scale):
+    for block in _blocks(weight, scale, path):
         for piece in block.reshape(-1).split(_PIECE):
             for i, (factor, formats) in enumerate(casts):
                 found = metrics.quantization_sums_of_float32(piece, factor[0], formats[0])
@@ -153,13 +152,14 @@ def _sums(weight: Weight, scale: torch.Tensor | None, casts: Sequence[_Cast]) ->
     return tuple(totals)
 
 
-def _blocks(weight: Weight, scale: torch.Tensor | None) -> Iterator[torch.Tensor]:
+def _blocks(weight: Weight, scale: torch.Tensor | None, path: Path) -> Iterator[torch.Tensor]:
     """A weight's values a block at a time: in their own dtype if it has 16 bits, otherwise in float32."""
     for part in weight.parts:
         stored = part.find()
-        if stored.dtype != weight.dtype or len(stored.shape) != 2:
-            raise RecordError(f"{stored.path} is damaged: {weight.name} is {stored.dtype} {stored.shape} there")
-        for first, block in stored.blocks():
+        if stored.dtype != weight.dtype or stored.dim() != 2:
+            raise RecordError(f"{path} is damaged: {weight.name} is {stored.dtype} {tuple(stored.shape)} there")
+        rows = max(1, _BLOCK // max(1, stored.shape[1] * _ROWS)) * _ROWS
+        for first, block in zip(range(0, len(stored), rows), stored.split(rows), strict=False):
             if weight.dtype in DTYPES:
                 yield block
             else:
@@ -174,12 +174,12 @@ def _companion(weight: Weight) -> torch.Tensor | None:
     """
     if weight.dtype not in FP8_DTYPES or weight.scale is None:
         return None
-    scale, (rows, columns) = weight.scale.find().read().float(), weight.shape
+    scale, (rows, columns) = weight.scale.find().float(), weight.shape
     if scale.numel() == 1:
         return scale.reshape(())
     if len(weight.parts) == 1 and scale.shape in ((rows,), (rows, 1)):
         return scale.reshape(rows, 1)
-    if len(weight.parts) == 1 and scale.shape == (math.ceil(rows / ROWS), math.ceil(columns / ROWS)):
+    if len(weight.parts) == 1 and scale.shape == (math.ceil(rows / _ROWS), math.ceil(columns / _ROWS)):
         return scale
     raise RecordError(
         f"{weight.name}: a scale of shape {tuple(scale.shape)} for a weight of shape {weight.shape} is not known"
@@ -193,8 +193,8 @@ def _scale_of(scale: torch.Tensor, weight: Weight, first: int, block: torch.Tens
         return scale
     if scale.shape[0] == weight.shape[0]:
         return scale[first : first + rows]
-    wide = scale[first // ROWS : math.ceil((first + rows) / ROWS)].repeat_interleave(ROWS, 0)[:rows]
-    return wide.repeat_interleave(ROWS, 1)[:, :columns]
+    wide = scale[first // _ROWS : math.ceil((first + rows) / _ROWS)].repeat_interleave(_ROWS, 0)[:rows]
+    return wide.repeat_interleave(_ROWS, 1)[:, :columns]
 
 
 def _stored_scale(

@@ -1,27 +1,44 @@
-"""Reading pickles of strangers: torch's files, DCP's metadata and Transformer Engine's extra state, without running them.
+"""Read the pickles of a checkpoint without running them: torch's files, and the metadata of distributed checkpoints.
 
-A pickle runs whatever callables it names. Here a name becomes plain data, or a stand-in that remembers its arguments and
-does nothing; nothing is imported, and any other name is refused.
+A pickle runs whatever callables it names. `torch.load` with `weights_only` runs none of them, and reads tensors. For a class
+of a checkpoint it gets a stand-in, which keeps its arguments and does nothing. Any other name is refused.
 """
 
 from __future__ import annotations
 
 import collections
 import io
-import math
 import pickle
 import pickletools
-import struct
 import zipfile
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, cast
 
 import torch
+from packaging.version import Version
 
 from ...errors import RecordError
-from .stored import Stored
+
+#: torch.load with weights_only could be made to run code before this release (CVE-2025-32434)
+_SAFE_TORCH = "2.6"
+#: classes of these packages, and these names, become stand-ins
+_STAND_IN_PACKAGES = (
+    "torch.distributed.",
+    "megatron.core.",
+    "transformer_engine.",
+    "lightning.",
+    "pytorch_lightning.",
+    "numpy.",
+    "pathlib.",
+)
+_STAND_IN_NAMES = (
+    "_io.BytesIO",
+    "argparse.Namespace",
+    "builtins.getattr",  # how some Pythons pickle a member of an enum
+    "torch.device",
+    "torch.serialization._get_layout",
+)
 
 
 class Placeholder:
@@ -44,248 +61,154 @@ class Placeholder:
     def __setitem__(self, key: Any, value: Any) -> None: ...
 
     def append(self, item: Any) -> None:
-        """What unpickling calls for subclasses of list."""
+        """Ignore an item, which unpickling appends to a subclass of list."""
 
     def get(self, name: str) -> Any:
-        """An attribute of the object; None where it has none of that name."""
+        """Return an attribute of the object, or None if it has none of that name."""
         return self.state.get(name) if isinstance(self.state, dict) else None
 
 
-#: classes of these packages, and these names, become stand-ins
-_STAND_IN_PACKAGES = (
-    "torch.distributed.",
-    "megatron.core.",
-    "transformer_engine.",
-    "lightning.",
-    "pytorch_lightning.",
-    "numpy",
-    "pathlib",
-)
-_STAND_IN_NAMES = {
-    ("_io", "BytesIO"),
-    ("argparse", "Namespace"),
-    ("builtins", "getattr"),  # how some Pythons pickle a member of an enum
-    ("torch", "device"),
-    ("torch.serialization", "_get_layout"),
-}
+def _stand_in(name: str) -> type[Placeholder] | None:
+    """Return a stand-in for a dotted name; None if the name is to be refused."""
+    if name in _STAND_IN_NAMES or name.startswith(_STAND_IN_PACKAGES):
+        return type(name.rpartition(".")[2], (Placeholder,), {})
+    return None
 
 
-def _encoded(text: str, encoding: str) -> bytes:
-    return str(text).encode("latin1")
+# --- torch.save -----------------------------------------------------------------------------------------------------------
 
 
-def _parameter(data: Any, *rest: Any) -> Any:
-    return data
+def load_torch(path: Path, offset: int = 0, length: int | None = None) -> Any:
+    """Load what torch.save wrote to a file, whose tensors stay mapped, or to a part of a file, which is read whole.
 
-
-#: elements of a tensor that repeats the values of its storage
-_MOST_EXPANDED = 1 << 28
-
-
-@dataclass(frozen=True)
-class _Region:
-    """A storage in a torch file."""
-
-    path: Path
-    offset: int
-    length: int
-    dtype: torch.dtype | None
-
-
-def _tensor(storage: Any, offset: int, size: tuple[int, ...], stride: tuple[int, ...], *rest: Any) -> Any:
-    """A tensor of a storage: still in its file, or in memory where the storage is."""
-    if not isinstance(storage, _Region):
-        return torch._utils._rebuild_tensor(storage, offset, tuple(size), tuple(stride))
-    dtype = next((r for r in rest if isinstance(r, torch.dtype)), storage.dtype)
-    if dtype is None:
-        raise pickle.UnpicklingError("a tensor without a dtype")
-    span = 1 + sum((n - 1) * step for n, step in zip(size, stride, strict=True)) if 0 not in size else 0
-    if offset < 0 or (offset + span) * dtype.itemsize > storage.length:
-        raise pickle.UnpicklingError("a tensor that exceeds its storage")
-    if math.prod(size) > max(storage.length // dtype.itemsize, _MOST_EXPANDED):
-        raise pickle.UnpicklingError("a tensor that repeats the values of its storage too many times")
-    return Stored(storage.path, storage.offset + offset * dtype.itemsize, dtype, tuple(size), tuple(stride))
-
-
-def _storage_from_bytes(data: bytes) -> Any:
-    """What `torch.storage._load_from_bytes` makes, which itself would unpickle anything."""
+    Raises:
+        RecordError: it cannot be read, is damaged, is not a torch file, or names what unpickling would run.
+    """
     try:
-        return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-    except Exception:  # of whatever the bytes make torch trip over
-        raise _Refused("torch.storage._load_from_bytes with something that is not a storage") from None
+        if length is None:
+            with path.open("rb") as file:
+                return _load_archive(file, path, str(path))
+        size = path.stat().st_size
+        if not 0 <= offset <= offset + length <= size:
+            raise RecordError(f"{path} is damaged: bytes {offset} to {offset + length} are announced, it has {size}")
+        with path.open("rb") as file:
+            file.seek(offset)
+            return load_torch_bytes(file.read(length), str(path))
+    except OSError as error:
+        raise RecordError(f"{path} cannot be read: {error.strerror or error}") from None
 
 
 def load_torch_bytes(data: bytes, source: str) -> Any:
-    """What torch.save wrote to memory, if tensors and plain values are all it holds.
+    """Load what torch.save wrote to memory.
 
     Raises:
-        RecordError: it holds something else, or is damaged.
+        RecordError: as `load_torch` does.
     """
+    return _load_archive(io.BytesIO(data), None, source)
+
+
+def _load_archive(file: IO[bytes], mapped: Path | None, source: str) -> Any:
+    _refuse_old_torch(source)
+    try:
+        with zipfile.ZipFile(file) as archive:  # an entry that is compressed may become a thousand times as long
+            compressed = any(entry.compress_type != zipfile.ZIP_STORED for entry in archive.infolist())
+        if compressed:
+            raise RecordError(f"{source} was not read: a compressed archive, which torch.save does not write")
+        file.seek(0)
+        names = torch.serialization.get_unsafe_globals_in_checkpoint(file)
+        stand_ins = {name: known for name in names if (known := _stand_in(name)) is not None}
+        if refused := sorted(set(names) - set(stand_ins)):
+            raise _refusal(source, refused[0])
+        file.seek(0)
+        with torch.serialization.safe_globals([(known, name) for name, known in stand_ins.items()]):
+            return torch.load(mapped or file, map_location="cpu", weights_only=True, mmap=mapped is not None)
+    except RecordError:
+        raise
+    except zipfile.BadZipFile as error:
+        raise RecordError(
+            f"{source} is not a torch file, or damaged ({error}); load and save again a file from before torch 1.6"
+        ) from None
+    except Exception as error:  # a damaged file makes torch raise anything, MemoryError and RecursionError included
+        raise _not_read(source, error) from None
+
+
+def _load_storage(data: bytes, source: str) -> Any:
+    """Load what torch.storage writes into a pickle."""
+    _refuse_old_torch(source)
     try:
         return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-    except Exception as error:  # of whatever the bytes make torch trip over
-        reason = str(error).partition("\n")[0] or type(error).__name__
-        raise RecordError(f"{source} was not read: torch.load with weights_only refuses it ({reason})") from None
+    except Exception as error:  # as above
+        raise _not_read(source, error) from None
 
 
-_DATA: dict[tuple[str, str], Callable[..., Any]] = {
-    ("collections", "OrderedDict"): collections.OrderedDict,
-    ("collections", "Counter"): collections.Counter,
-    ("builtins", "set"): set,
-    ("builtins", "frozenset"): frozenset,
-    ("_codecs", "encode"): _encoded,
-    ("torch", "Size"): tuple,
-    ("torch._utils", "_rebuild_tensor_v2"): _tensor,
-    ("torch._utils", "_rebuild_tensor_v3"): _tensor,
-    ("torch._utils", "_rebuild_parameter"): _parameter,
-    ("torch._utils", "_rebuild_parameter_with_state"): _parameter,
-    ("torch.storage", "_load_from_bytes"): _storage_from_bytes,
-}
-_STORAGES: dict[tuple[str, str], torch.dtype | None] = {
-    ("torch", "FloatStorage"): torch.float32,
-    ("torch", "DoubleStorage"): torch.float64,
-    ("torch", "HalfStorage"): torch.float16,
-    ("torch", "BFloat16Storage"): torch.bfloat16,
-    ("torch", "LongStorage"): torch.int64,
-    ("torch", "IntStorage"): torch.int32,
-    ("torch", "ShortStorage"): torch.int16,
-    ("torch", "CharStorage"): torch.int8,
-    ("torch", "ByteStorage"): torch.uint8,
-    ("torch", "BoolStorage"): torch.bool,
-    ("torch.storage", "UntypedStorage"): None,
-}
+def _refuse_old_torch(source: str) -> None:
+    if Version(torch.__version__) < Version(_SAFE_TORCH):
+        raise RecordError(f"{source} was not read: pickles need torch {_SAFE_TORCH} or later, this is {torch.__version__}")
 
 
-class _Refused(pickle.UnpicklingError):
-    """A name that is neither data nor has a stand-in."""
+def _not_read(source: str, error: Exception) -> RecordError:
+    reason = str(error).partition("\n")[0] or type(error).__name__
+    return RecordError(f"{source} was not read: torch.load with weights_only refuses it ({reason})")
 
 
-class _Unpickler(pickle.Unpickler):
-    def __init__(self, file: IO[bytes], region: Callable[[str], tuple[Path, int, int]] | None) -> None:
-        super().__init__(file)
-        self._region = region
-
-    def find_class(self, module: str, name: str) -> Any:
-        known = ("builtins" if module == "__builtin__" else module, name)
-        if known in _DATA:
-            return _DATA[known]
-        if known in _STORAGES:
-            return known
-        if module == "torch" and isinstance(dtype := getattr(torch, name, None), torch.dtype):
-            return dtype
-        if known in _STAND_IN_NAMES or module.startswith(_STAND_IN_PACKAGES):
-            return type(name, (Placeholder,), {})
-        raise _Refused(f"{module}.{name}")
-
-    def persistent_load(self, identity: Any) -> Any:
-        kind, storage, key, *_ = identity
-        if kind != "storage" or self._region is None:
-            raise pickle.UnpicklingError(f"a reference {identity!r}")
-        return _Region(*self._region(key), _STORAGES[storage])
+def _refusal(source: str, name: str) -> RecordError:
+    return RecordError(
+        f"{source} was not read: it names {name}, which unpickling would run; if you trust the file, load it yourself and "
+        "save its weights as safetensors"
+    )
 
 
-def load_pickle(file: IO[bytes], source: str, region: Callable[[str], tuple[Path, int, int]] | None = None) -> Any:
-    """The data in a pickle; nothing it names is run.
+# --- other pickles --------------------------------------------------------------------------------------------------------
 
-    Args:
-        source: the file, and what in it, for errors.
-        region: path, offset and length in bytes of each storage that the pickle refers to.
+
+def load_pickle(data: bytes, source: str) -> Any:
+    """Load a pickle of plain values, small tensors and classes of checkpoints.
 
     Raises:
         RecordError: the pickle is damaged, or names what is neither data nor a known class of a checkpoint.
     """
     try:
-        _check_memo(file)
-        return _Unpickler(file, region).load()
-    except _Refused as error:
-        raise RecordError(
-            f"{source} was not read: it names {error}, which unpickling would run; if you trust the file, load it "
-            "yourself and save its weights as safetensors"
-        ) from None
+        _check_memo(data)
+        return _Unpickler(io.BytesIO(data), source).load()
     except RecordError:
         raise
     except Exception as error:  # a damaged pickle can raise anything, MemoryError and RecursionError included
         raise RecordError(f"{source} is damaged: {error or type(error).__name__}") from None
 
 
-def _check_memo(file: IO[bytes]) -> None:
+def _check_memo(data: bytes) -> None:
     """Refuse a memo index larger than the pickle itself: unpickling makes room for every index below it."""
-    size = file.seek(0, io.SEEK_END)
-    file.seek(0)
-    for opcode, index, _ in pickletools.genops(file):
-        if opcode.name in ("PUT", "BINPUT", "LONG_BINPUT") and cast(int, index) > size:
-            raise pickle.UnpicklingError(f"it has the memo index {index}, in a pickle of {size} bytes")
-    file.seek(0)
+    for opcode, index, _ in pickletools.genops(data):
+        if opcode.name in ("PUT", "BINPUT", "LONG_BINPUT") and cast(int, index) > len(data):
+            raise pickle.UnpicklingError(f"it has the memo index {index}, in a pickle of {len(data)} bytes")
 
 
-class _Window(io.RawIOBase):
-    """A part of a file, as a file."""
-
-    def __init__(self, file: IO[bytes], start: int, length: int) -> None:
-        self._file, self._start, self._length, self._at = file, start, length, 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        self._at = offset + (0, self._at, self._length)[whence]
-        return self._at
-
-    def readinto(self, buffer: Any) -> int:
-        self._file.seek(self._start + self._at)
-        wanted = max(0, min(len(buffer), self._length - self._at))
-        data = self._file.read(wanted)
-        buffer[: len(data)] = data
-        self._at += len(data)
-        return len(data)
+def _rebuild_tensor(storage: Any, offset: int, size: tuple[int, ...], stride: tuple[int, ...], *rest: Any) -> Any:
+    return torch._utils._rebuild_tensor(storage, offset, tuple(size), tuple(stride))
 
 
-def load_torch(path: Path, offset: int = 0, length: int | None = None) -> Any:
-    """What torch.save wrote to a file or a part of one, with every tensor left in the file as a `Stored`.
-
-    Raises:
-        RecordError: it cannot be read, is damaged, is not a torch file, or names what unpickling would run.
-    """
-    try:
-        size = path.stat().st_size
-        end = size if length is None else offset + length
-        if not 0 <= offset <= end <= size:
-            raise RecordError(f"{path} is damaged: bytes {offset} to {end} are announced, it has {size}")
-        with path.open("rb") as file:
-            window = cast(IO[bytes], io.BufferedReader(_Window(file, offset, end - offset)))
-            with zipfile.ZipFile(window) as archive:
-                return _load_archive(archive, file, path, offset)
-    except (zipfile.BadZipFile, struct.error, EOFError, NotImplementedError, ValueError, KeyError) as error:
-        if isinstance(error, RecordError):
-            raise
-        raise RecordError(
-            f"{path} is not a torch file, or damaged ({error}); a file from before torch 1.6 must be loaded and saved again"
-        ) from None
-    except OSError as error:
-        raise RecordError(f"{path} cannot be read: {error.strerror or error}") from None
+_DATA: dict[str, Callable[..., Any]] = {
+    "collections.OrderedDict": collections.OrderedDict,
+    "collections.Counter": collections.Counter,
+    "builtins.set": set,
+    "builtins.frozenset": frozenset,
+    "torch.Size": tuple,
+    "torch._utils._rebuild_tensor_v2": _rebuild_tensor,
+}
 
 
-def _load_archive(archive: zipfile.ZipFile, file: IO[bytes], path: Path, start: int) -> Any:
-    names = {name.partition("/")[2]: info for name, info in archive.NameToInfo.items()}
-    if "data.pkl" not in names:
-        raise RecordError(f"{path} is not a torch file: an archive without data.pkl")
-    if "constants.pkl" in names:
-        raise RecordError(f"{path} is a TorchScript program, not a checkpoint; save the model's state_dict instead")
-    for name in ("data.pkl", "byteorder"):
-        if name in names and names[name].compress_type != zipfile.ZIP_STORED:  # it may become a thousand times as long
-            raise RecordError(f"{path} was not read: a compressed archive, which torch.save does not write")
-    if "byteorder" in names and archive.read(names["byteorder"]) != b"little":
-        raise RecordError(f"{path} was written on a big-endian machine, which is not supported")
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, file: IO[bytes], source: str) -> None:
+        super().__init__(file)
+        self._source = source
 
-    def region(key: str) -> tuple[Path, int, int]:
-        info = names[f"data/{key}"]
-        if info.compress_type != zipfile.ZIP_STORED:
-            raise pickle.UnpicklingError("a compressed archive, which torch.save does not write")
-        file.seek(start + info.header_offset)
-        name_length, extra_length = struct.unpack("<26xHH", file.read(30))
-        return path, start + info.header_offset + 30 + name_length + extra_length, info.file_size
-
-    return load_pickle(io.BytesIO(archive.read(names["data.pkl"])), str(path), region)
+    def find_class(self, module: str, name: str) -> Any:
+        full = f"{'builtins' if module == '__builtin__' else module}.{name}"
+        if full == "torch.storage._load_from_bytes":  # torch's own would unpickle anything
+            return lambda data: _load_storage(data, self._source)
+        if module == "torch" and isinstance(dtype := getattr(torch, name, None), torch.dtype):
+            return dtype
+        known = _DATA.get(full) or _stand_in(full)
+        if known is None:
+            raise _refusal(self._source, full)
+        return known

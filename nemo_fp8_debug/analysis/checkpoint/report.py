@@ -6,7 +6,7 @@ import math
 import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from ...core.arguments import quoted
@@ -14,6 +14,24 @@ from ...numerics.formats import FloatFormat
 
 #: state of an FP8 weight that the checkpoint holds no scale for: its codes are taken as values
 NO_SCALE = "no scale"
+
+
+@dataclass
+class ReadErrors:
+    """What could not be read, each fault once with the weights it costs."""
+
+    weights: dict[str, list[str]] = field(default_factory=dict)
+
+    def add(self, fault: str, weight: str) -> None:
+        """Note a fault, and the weight that it costs."""
+        self.weights.setdefault(fault, []).append(weight)
+
+    def sentences(self) -> list[str]:
+        """Return a sentence for each fault."""
+        return [
+            f"{fault} (costs {', '.join(names[:3])}{f' and {len(names) - 3} more' if len(names) > 3 else ''})"
+            for fault, names in self.weights.items()
+        ]
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Which tensors of a checkpoint are weights of GEMMs, and what they are called in the model."""
+"""Which tensors of a checkpoint are weights of GEMMs, what they are called, and what scales are stored for them."""
 
 from __future__ import annotations
 
@@ -7,11 +7,15 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import product
+from typing import Any
 
 import torch
 
 from ...core.layer_names import without_wrappers
-from .stored import Contents, Entry, Stored
+from ...errors import RecordError
+from ...numerics.formats import E4M3, E5M2, FloatFormat
+from .contents import Contents, Entry
+from .pickles import Placeholder, load_pickle, load_torch_bytes
 
 #: where Megatron leaves out the number of a layer or of an expert, and stacks them along a leading axis instead
 _STACKED_LAYERS = re.compile(r"((?:^|\.)layers\.)(?!\d)")
@@ -37,13 +41,13 @@ _SCALES = ("_scale_inv", "_scale")
 class Part:
     """A matrix of a weight's values, or some of its rows or columns."""
 
-    open: Callable[[], Stored]
+    open: Callable[[], torch.Tensor]
     #: where in the stored tensor, along its leading axes
     index: tuple[int, ...]
 
-    def find(self) -> Stored:
-        """The values, not read yet."""
-        return self.open().at(self.index)
+    def find(self) -> torch.Tensor:
+        """Return the values, which may still lie in a mapped file."""
+        return self.open()[self.index]
 
 
 @dataclass(frozen=True)
@@ -165,3 +169,69 @@ def _scale_at(scale: Entry, index: tuple[int, ...]) -> Part:
     """The scale of one of the stacked weights, where there is one for each."""
     stacked = len(scale.shape) > len(index) and all(i < n for i, n in zip(index, scale.shape, strict=False))
     return Part(scale.pieces[0].open, index if index and stacked else ())
+
+
+# --- the scales that Transformer Engine stores, as a module's `_extra_state` ----------------------------------------------
+
+#: where a weight's scale lies among a module's forward scales, and how many there are: X, W and Y of each GEMM in turn
+#: (FP8FwdTensors of transformer_engine/pytorch/constants.py; fc1 and fc2 are the two GEMMs of LayerNormMLP)
+_SLOTS = {"weight": (1, 3), "fc1_weight": (1, 6), "fc2_weight": (4, 6)}
+
+
+@dataclass(frozen=True)
+class StoredScale:
+    """The scale that the next cast of a weight would use."""
+
+    scale: float
+    format: FloatFormat
+    #: the scale is 1, which the engine begins with, and no amax is in the history
+    unset: bool
+
+
+def weight_scale(state: Any, parameter: str, source: str) -> StoredScale | None:
+    """The scale of a module's weight; None where the module stores none (no FP8, or a recipe without stored scales).
+
+    Args:
+        state: what the checkpoint holds as the extra state: uint8 bytes of a pickle (Transformer Engine 2), a
+            stand-in for io.BytesIO with a torch file in it (1.x), or nothing.
+        parameter: last part of the weight's name.
+        source: names the checkpoint and the module, for errors.
+
+    Raises:
+        RecordError: the state cannot be read without running code, is damaged, or has no known place for this weight.
+    """
+    found = _decoded(state, source)
+    if found is None:
+        return None
+    if not isinstance(found, Mapping):
+        raise RecordError(f"{source} is damaged: no mapping")
+    scale, history = found.get("scale_fwd"), found.get("amax_history_fwd")
+    if scale is None:
+        return None
+    extra = found.get("extra_fp8_variables")
+    limit = extra.get("fp8_max_fwd") if isinstance(extra, Mapping) else None
+    if not isinstance(scale, torch.Tensor) or not isinstance(history, torch.Tensor):
+        raise RecordError(f"{source} is damaged: its scales are no tensors")
+    slot, length = _SLOTS.get(parameter, (0, 0))
+    if scale.shape != (length,) or history.shape[1:] != (length,):
+        raise RecordError(
+            f"{source} has {tuple(scale.shape)} forward scales; which is that of `{parameter}` is not known"
+            " (in grouped layers it depends on the version of Transformer Engine)"
+        )
+    fmt = E5M2 if limit == E5M2.max else E4M3
+    # An empty history alone says nothing: one of length 1 is emptied by the update that sets the scale.
+    unset = float(scale[slot]) == 1 and bool((history[:, slot] == 0).all())
+    return StoredScale(float(scale[slot]), fmt, unset)
+
+
+def _decoded(state: Any, source: str) -> Any:
+    if isinstance(state, torch.Tensor):
+        if state.dtype != torch.uint8:
+            raise RecordError(f"{source} is damaged: extra state of dtype {state.dtype}")
+        data = state.numpy().tobytes()
+        return load_pickle(data, source) if data else None
+    if isinstance(state, Placeholder) and isinstance(state.state, tuple) and isinstance(state.state[0], bytes):
+        return load_torch_bytes(state.state[0], source)
+    if state is None:
+        return None
+    raise RecordError(f"{source} is of a kind that Transformer Engine does not write ({type(state).__name__})")

@@ -1,18 +1,25 @@
-"""Hands what loggers get of a run to their threads."""
+"""Hands what loggers get of a run to them, each in a thread of its own, so that training waits for none."""
 
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
+import tempfile
+import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, wait
+from pathlib import Path
 from typing import Any
 
 from ...core.sample import Sample
+from ...core.threads import Worker
+from ...errors import warn
 from ..scalars import ScalarRecorder
 from ..start_here import LayerMap, Overview
-from .logger_thread import LoggerThread
-from .page import ComparisonPage
-from .sink import PREFIX, Sink
+from .sinks import PREFIX, Sink
 
 #: sampled steps from one map of the layers to the next; the last one is shown in any case
 MAP_INTERVAL = 20
@@ -20,6 +27,12 @@ MAP_INTERVAL = 20
 CLOSING = 120.0
 #: of steps, for runs that were started here
 _OF_STEPS = ("loss", "grad_norm", "lr", "loss_scale")
+#: calls that may wait for a logger that is slow or hangs; what comes after them is dropped
+WAITING = 200
+#: seconds after which a call is taken to hang: the end of a run does not wait for it
+HANGING = 120.0
+#: seconds that the page of a comparison may take
+PAGE_LIMIT = 90.0
 
 
 class LoggerRecorder:
@@ -106,3 +119,106 @@ def _named(scalars: Mapping[str, float | None]) -> dict[str, float]:
     """Those that are finite, as loggers get them."""
     known = {name: float(value) for name, value in scalars.items() if value is not None and math.isfinite(value)}
     return {name if name.startswith("fp8") else PREFIX + name: value for name, value in known.items()}
+
+
+class LoggerThread:
+    """Does what a sink is asked for, in order. What it raises costs a warning of each kind, and nothing else."""
+
+    def __init__(self, sink: Sink) -> None:
+        self.sink = sink
+        self._worker = Worker(f"nemo_fp8_debug {sink.name}")
+        self._waiting: deque[Future[None]] = deque()
+        self._began = 0.0
+        self._usable = True
+        self._dropped = 0
+        self._warned: set[type] = set()
+
+    def submit(self, job: Callable[[Sink], None], needed: bool = False, last: bool = False) -> None:
+        """Do `job` after all before it; never waits.
+
+        Args:
+            needed: without it nothing after it can be done, as after opening the run.
+            last: it belongs to the end of the run, and is not dropped.
+        """
+        while self._waiting and self._waiting[0].done():
+            self._waiting.popleft()
+        if len(self._waiting) >= WAITING and not last:
+            if not self._dropped:
+                warn(f"{self.sink.name} does not keep up, or hangs; what it would get now is dropped, and the run goes on")
+            self._dropped += 1
+            return
+        self._waiting.append(self._worker.submit(lambda: self._do(job, needed)))
+
+    def _do(self, job: Callable[[Sink], None], needed: bool) -> None:
+        if not self._usable:
+            return
+        self._began = time.monotonic()
+        try:
+            job(self.sink)
+        except BaseException as error:
+            self._usable = not needed
+            if type(error) not in self._warned:
+                self._warned.add(type(error))
+                lost = "it gets nothing of this run" if needed else "what it was given is lost"
+                warn(f"the logger {self.sink.name} failed, and {lost}: {type(error).__name__}: {error}")
+
+    @property
+    def _hangs(self) -> bool:
+        return self._began > 0 and time.monotonic() - self._began > HANGING
+
+    def finish(self, deadline: float) -> None:
+        """Wait until all is done, but neither past `deadline` (of `time.monotonic`) nor for a call that hangs."""
+        pending = [future for future in self._waiting if not future.done()]
+        while pending and time.monotonic() < deadline and not self._hangs:
+            wait(pending, max(0.0, min(1.0, deadline - time.monotonic())))
+            pending = [future for future in pending if not future.done()]
+        if pending:
+            warn(f"the logger {self.sink.name} hangs or is slow; {len(pending)} calls to it are given up")
+        self._worker.close(0.0 if pending else 1.0)
+
+
+class ComparisonPage:
+    """The page that compares the run with its baseline, by the command in a process of its own.
+
+    It is made once, for all loggers, when the first one asks for it.
+    """
+
+    def __init__(self, baseline: str | None, run: str | None) -> None:
+        """
+        Args:
+            baseline: its record; None: there is no page.
+            run: the record of this run; None: there is no page.
+        """
+        self._records = (baseline, run) if baseline and run else None
+        self._lock = threading.Lock()
+        self._made: Path | None = None
+        self._tried = False
+
+    def path(self) -> Path | None:
+        """Return the file; None if there is none, of which a warning has said why."""
+        with self._lock:
+            if self._records and not self._tried:
+                self._tried, self._made = True, _made(*map(str, self._records))
+            return self._made
+
+
+def _made(baseline: str, run: str) -> Path | None:
+    page = Path(tempfile.mkdtemp(prefix="nemo_fp8_debug_")) / "fp8_compared_with_baseline.html"
+    command = [sys.executable, "-c", "from nemo_fp8_debug.cli import app; app()", "compare", run, "--baseline", baseline]
+    try:
+        done = subprocess.run(
+            [*command, "--html", str(page)],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
+            timeout=PAGE_LIMIT,
+        )
+        if page.is_file():
+            return page
+        why = (done.stderr.strip().splitlines() or ["no page was written"])[-1]
+    except (OSError, subprocess.SubprocessError) as error:
+        why = str(error)
+    warn(f"loggers get no page that compares the run with {baseline}: {why}")
+    return None

@@ -21,7 +21,6 @@ from fault_injection.training import train
 
 from held_out.plan import HeldOutRun
 from held_out.truths import find_truth, measure_chaos
-from nemo_fp8_debug.record.histogram_budget import HistogramBudget
 from nemo_fp8_debug.record.writer import RunRecord
 
 #: steps from one recorded histogram to the next, which no rule reads
@@ -88,7 +87,7 @@ def make_run(folder: Path, run: HeldOutRun) -> str:
 
 def open_record(place: Path) -> RunRecord:
     """Return what writes the record of a run."""
-    return RunRecord(place / RECORD, HistogramBudget(_HISTOGRAMS))
+    return RunRecord(place / RECORD, _HISTOGRAMS)
 
 
 def start_place(folder: Path, name: str) -> Path:

@@ -21,13 +21,12 @@ from nvfp4_on_cpu import on_cpu  # noqa: E402
 from torchtitan.trainer import Trainer  # noqa: E402
 from torchtitan_trainer import MonitoredTrainer  # noqa: E402
 
-from nemo_fp8_debug.coverage.observer import observe_coverage  # noqa: E402
 from nemo_fp8_debug.coverage.scan import ledger_of  # noqa: E402
 from nemo_fp8_debug.record.reader import find_run, read_table  # noqa: E402
 
 from .adapters import of_peft  # noqa: E402
 from .casts import Casts  # noqa: E402
-from .model import ACCUMULATED, BATCH, CONVERTERS, FORWARD, SCORES, TOKENS, config_of  # noqa: E402
+from .model import CONVERTERS, FORWARD, config_of  # noqa: E402
 
 RESULTS = Path(__file__).with_name("results.json")
 PACKAGES = ("torchtitan", "torch", "torchao", "peft", "transformers")
@@ -117,23 +116,6 @@ def of_case(case: str) -> dict[str, Any]:
     }
 
 
-def of_ledger() -> dict[str, float]:
-    """What the observer counts in a step, over the formula."""
-    with tempfile.TemporaryDirectory() as folder:
-        trainer = Trainer(config_of("bf16", folder))
-        with observe_coverage(trainer.model_parts[0]) as counted:
-            trainer.step = 1
-            trainer.train_step(trainer.batch_generator(trainer.dataloader))
-        trainer.close()
-    rows = BATCH * TOKENS * ACCUMULATED
-    of_scores = SCORES * ACCUMULATED
-    return {
-        "forward": counted.total("forward") / (rows * FORWARD + of_scores),
-        "backward": counted.total("backward") / (2 * (rows * FORWARD + of_scores)),
-        "not counted": len(counted.not_counted),
-    }
-
-
 def main() -> int:
     """With names of cases: only these, printed and not written."""
     only = sys.argv[1:]
@@ -145,7 +127,6 @@ def main() -> int:
         results = {
             "versions": {name: importlib.metadata.version(name) for name in PACKAGES},
             "cases": cases,
-            "observed over formula": of_ledger(),
             "adapters": of_peft(),
         }
         RESULTS.write_text(json.dumps(results, indent=1) + "\n")

@@ -16,6 +16,7 @@ from typing import Any
 import nemo.lightning as nl
 import nemo_checkpoint
 import nemo_run
+import yaml
 from lightning.pytorch.loggers import TensorBoardLogger
 from megatron_on_cpu import megatron_on_cpu
 from nemo.collections import llm
@@ -72,7 +73,7 @@ def trainer_options(folder: Path) -> dict[str, Any]:
         "devices": 1,
         "max_steps": 2,
         "strategy": nl.MegatronStrategy(),
-        "plugins": nl.MegatronMixedPrecision(precision="bf16-mixed"),
+        "plugins": nl.nl.MegatronMixedPrecision(precision="bf16-mixed"),
         "logger": TensorBoardLogger(folder, name="", version="a"),
         "limit_val_batches": 0,
         "num_sanity_val_steps": 0,
@@ -102,11 +103,10 @@ def blocks_of_pages(folder: Path) -> dict[str, Any]:
     return results
 
 
-def precision(snippet: Path) -> dict[str, Any]:
-    """What NeMo makes of a recommended snippet."""
-    names: dict[str, Any] = {}
-    exec(compile(snippet.read_text(), str(snippet), "exec"), names)
-    return {name: value for name, value in vars(names["precision"].dtype_config).items() if "fp8" in name or "bf16" in name}
+def precision(options: Path) -> dict[str, Any]:
+    """What NeMo makes of recommended options."""
+    plugin = nl.MegatronMixedPrecision(precision="bf16-mixed", **yaml.safe_load(options.read_text()))
+    return {name: value for name, value in vars(plugin.dtype_config).items() if "fp8" in name or "bf16" in name}
 
 
 EVERYTHING = {
@@ -125,7 +125,7 @@ def main() -> None:
     output = Path(sys.argv[1])
     recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     (output / "pages").mkdir()
-    results: dict[str, Any] = {"round_trip": round_trip(output), "precision": precision(output / "nemo_precision.py")}
+    results: dict[str, Any] = {"round_trip": round_trip(output), "precision": precision(output / "transformer_config.yaml")}
     with megatron_on_cpu():
         results["pages"] = blocks_of_pages(output / "pages")
         for case, options in (("plain", {}), ("recompute", recompute)):

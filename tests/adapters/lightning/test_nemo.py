@@ -16,18 +16,19 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from nemo_fp8_debug.analysis.checkpoint.audit import audit
 from nemo_fp8_debug.analysis.recommendation.recommend import Ends
-from nemo_fp8_debug.analysis.recommendation.snippets.options import run_wide
+from nemo_fp8_debug.analysis.recommendation.snippets.megatron import run_wide
 from nemo_fp8_debug.analysis.replay.replay import replay
 from nemo_fp8_debug.record.reader import find_run, read_fingerprint, read_table
 
 FIX = recommendation(run(), {("decoder.layers.4.mlp.linear_fc2", "input"): CURRENT}, Ends(1, 0, 8, None))
-*_, SNIPPET = run_wide(FIX)
+SNIPPET = run_wide(FIX)
 
 
 @pytest.fixture(scope="module")
 def output(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("nemo")
-    (folder / "nemo_precision.py").write_text(SNIPPET.text)
+    assert SNIPPET
+    (folder / SNIPPET.name).write_text(SNIPPET.text)
     # Not as a script: the process that Megatron starts to save a checkpoint would import all of it again.
     run_script("-c", "import nemo_runs; nemo_runs.main()", folder)
     return folder

@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import emulated_te
-import nvdlfw_inspect.api as nvdlfw
 import pytest
 import torch
-from transformer_engine.debug.pytorch.debug_state import TEDebugState
 from transformer_engine.pytorch import distributed
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
@@ -23,12 +21,3 @@ def clean_state() -> Iterator[None]:
     # A checkpoint that is not reentrant would switch a fusion off for the rest of the process.
     distributed._USE_REENTRANT_ACTIVATION_RECOMPUTE = True
     emulated_te.CASTS.clear()
-
-
-@pytest.fixture
-def fresh_session() -> Iterator[None]:
-    """No module has been built so far, and nobody inspects after the test."""
-    TEDebugState._reset()
-    yield
-    nvdlfw.end_debug()
-    TEDebugState._reset()

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from emulated_te import te
 from page_blocks import execute, find_block
 from recommendations import BF16, recommendation
@@ -14,14 +13,12 @@ from test_megatron import DENSE, casts_by_name, gpt, train
 from torch import nn
 
 from nemo_fp8_debug import Monitor
-from nemo_fp8_debug.analysis.recommendation.snippets.te_debug import features
 from nemo_fp8_debug.analysis.recommendation.snippets.te_quantizers import quantizers
 from nemo_fp8_debug.analysis.runs.run import Run
-from nemo_fp8_debug.record.reader import read_table
 
 FC2 = "decoder.layers.1.mlp.linear_fc2"
 LAYERS = {f"decoder.layers.{i}.{name}" for i in range(2) for name in DENSE}
-pytestmark = pytest.mark.usefixtures("megatron", "fresh_session")
+pytestmark = pytest.mark.usefixtures("megatron")
 
 
 @pytest.fixture
@@ -36,20 +33,9 @@ def fix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     found = recommendation(Run.read("run"), {(FC2, "input"): BF16})
     (factory,), _ = quantizers(found, for_megatron=False)
     folder.mkdir()
-    for file in (features(found), factory):
-        (folder / file.name).write_text(file.text)  # type: ignore[union-attr]
+    (folder / factory.name).write_text(factory.text)
     monkeypatch.syspath_prepend(str(folder))
     return folder
-
-
-def test_inspection(tmp_path: Path) -> None:
-    execute(find_block("python", "attach.md#inside-layernormmlp"), {})
-    model = nn.ModuleDict({"mlp": te.LayerNormMLP(32, 64, params_dtype=torch.bfloat16, bias=False)})
-    monitor = Monitor(model, str(tmp_path), interval=1, table_rows=0, on_error="raise")
-    with monitor.step(0):
-        model["mlp"](torch.ones(16, 32, dtype=torch.bfloat16)).float().sum().backward()
-    monitor.close()
-    assert ("mlp.fc2", "input") in read_table(str(tmp_path), "metrics").select("layer", "role").rows()
 
 
 def cast_inputs(model: nn.Module) -> set[str]:
@@ -63,12 +49,4 @@ def test_quantizers_of_single_operands() -> None:
     execute(find_block("python", "fix.md#what-is-written, 2"), names)
     with te.autocast(enabled=True, recipe=names["recipe"]):
         train(names["model"], steps=1)
-    assert cast_inputs(names["model"]) == LAYERS - {FC2}
-
-
-@pytest.mark.usefixtures("fix")
-def test_debug_tools() -> None:
-    names: dict[str, Any] = {"build_model": gpt}
-    execute(find_block("python", "fix.md#what-is-written, 4"), names)
-    train(names["model"], steps=1)
     assert cast_inputs(names["model"]) == LAYERS - {FC2}

@@ -8,7 +8,7 @@ from pathlib import Path
 from ....errors import ConfigError
 from ..engines import MEGATRON, TORCHAO, TRANSFORMER_ENGINE, engines_of
 from ..recommend import Recommendation
-from . import megatron, options, te_debug, te_quantizers, torchao
+from . import megatron, te_quantizers, torchao
 from .snippet import Snippet
 
 PLAN = "plan.json"
@@ -29,9 +29,8 @@ def _made(found: Recommendation) -> tuple[list[Snippet], list[str]]:
     made: list[Snippet | None] = []
     reasons: list[str] = []
     if MEGATRON in engines:
-        made += [megatron.per_module(found), *options.run_wide(found)]
+        made += [megatron.per_module(found), megatron.run_wide(found)]
     if TRANSFORMER_ENGINE in engines:
-        made.append(te_debug.features(found))
         files, reasons = te_quantizers.quantizers(found, MEGATRON in engines)
         made += files
     if TORCHAO in engines:

@@ -1,12 +1,16 @@
-"""Classes of layers that torchao quantizes in training, torchtitan's subclasses of them included."""
+"""Classes of layers that torchao quantizes in training, torchtitan's subclasses included, and their configurations."""
 
 from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Mapping
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import fields
+from enum import Enum
 from typing import Any
 
+import torch
 from torch import nn
 
 from ..base import UnknownCast
@@ -93,3 +97,29 @@ def check_attributes(module: nn.Module, options: frozenset[str]) -> None:
 @functools.cache
 def _attributes_of_linear() -> frozenset[str]:
     return frozenset(vars(nn.Linear(1, 1, device="meta")))
+
+
+def configurations(modules: Iterable[tuple[str, nn.Module]]) -> list[dict[str, Any]]:
+    """Return each configuration, `config`, with the names of the layers that have it, `layers`.
+
+    Args:
+        modules: all of a model, by global name.
+    """
+    if "torchao" not in sys.modules:
+        return []
+    found: dict[str, dict[str, Any]] = {}
+    for name, module in modules:
+        config = getattr(module, "config", None)
+        if layer_class(module) == FLOAT8_LINEAR and class_of(config) == "torchao.float8.config.Float8LinearConfig":
+            found.setdefault(repr(config), {"config": _plain(config), "layers": []})["layers"].append(name)
+    return list(found.values())
+
+
+def _plain(value: Any) -> Any:
+    if hasattr(value, "__dataclass_fields__"):
+        return {field.name: _plain(getattr(value, field.name)) for field in fields(value)}
+    if isinstance(value, Enum):
+        return value.name
+    if isinstance(value, torch.dtype):
+        return str(value).removeprefix("torch.")
+    return value if isinstance(value, (bool, type(None))) else str(value)

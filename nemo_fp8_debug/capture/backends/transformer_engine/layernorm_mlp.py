@@ -10,9 +10,7 @@ import torch
 from ...tensors import as_multiplied
 from ..base import Args, Kwargs, ScaleInUse, raw_weight
 from .casts import Held, active_recipe, cached_weight_cast, cast_of, is_quantized
-from .inspection import is_watched
-from .layernorm_output import normalized
-from .linear import first_argument
+from .linear import first_argument, normalized
 from .stored import is_read, stored_weight
 
 _FORWARD = {("fc1", "input"): 0, ("fc1", "weight"): 1, ("fc2", "input"): 3, ("fc2", "weight"): 4}
@@ -23,7 +21,7 @@ def operand_x(module: Any, args: Args, kwargs: Kwargs, part: str) -> torch.Tenso
     x = first_argument(args, kwargs)
     if part == "fc2" or is_quantized(x):
         return None
-    return normalized(module, as_multiplied(x), is_watched(module))
+    return normalized(module, as_multiplied(x))
 
 
 def operand_w(module: Any, args: Args, kwargs: Kwargs, part: str) -> torch.Tensor | None:
@@ -35,7 +33,7 @@ def operand_w(module: Any, args: Args, kwargs: Kwargs, part: str) -> torch.Tenso
 
 
 def unseen(module: Any, part: str) -> Collection[str]:
-    """X of fc2 and dY of fc1 exist inside only, and are left to `inspection`."""
+    """X of fc2 and dY of fc1 exist inside only, where no hook sees them."""
     hidden, weight = ["input"] if part == "fc2" else ["grad_output"], raw_weight(module, f"{part}_weight")
     unread = is_quantized(weight) and not is_read(stored_weight(module, f"{part}_weight"))
     return [*hidden, "weight"] if unread else hidden

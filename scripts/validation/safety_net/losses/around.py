@@ -318,7 +318,7 @@ family.add("no option", _only())
 for _option in ("what_if", "states", "activations", "dump", "verify_rows", "output_rows", "copies", "block_scales"):
     family.add(f"only {_option}", _only(**{_option: OPTIONS[_option]}))
 family.add("some layers", _only(layers=["layers.1.*"], roles=["grad_output"]))
-family.add("histograms at some steps", _only(histogram_interval=3, expert_histograms="worst"))
+family.add("histograms at some steps", _only(histogram_interval=3))
 for _recipe in ("current", "delayed", "rowwise", "blockwise", "mxfp8", "nvfp4", "bf16"):
     family.add(f"measured under {_recipe}", _only(recipe=_recipe, copies=True, block_scales=True))
 family.add("everything at every step", lambda watch: learn(watch, build_gpt(num_experts=4).bfloat16(), interval=1))

@@ -1,37 +1,69 @@
-"""Finding the tensors of a checkpoint, whatever its format; nothing of their values is read."""
+"""What a checkpoint holds, whatever its format: names, shapes, and tensors that stay in their files until they are read."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 
 from ...errors import RecordError
 from .pickles import Placeholder, load_pickle, load_torch
-from .stored import Contents, Entry, Piece, Stored, read_bytes
 
 _EXTRA = "_extra_state"
 #: levels of mappings in mappings, and entries, at the most
 _DEEPEST, _MOST = 64, 1_000_000
+#: elements of a tensor that repeats the values of its storage
+_MOST_EXPANDED = 1 << 28
 
-#: safetensors' names of dtypes: https://huggingface.co/docs/safetensors/index#format
-_SAFETENSORS = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
+
+@dataclass(frozen=True)
+class Piece:
+    """A part of a tensor that lies in one place."""
+
+    #: where the part begins in the whole tensor
+    offsets: tuple[int, ...]
+    shape: tuple[int, ...]
+    #: finds the values; raises RecordError where that fails
+    open: Callable[[], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A tensor of a checkpoint, whole or in pieces."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    pieces: tuple[Piece, ...]
+
+
+@dataclass
+class Contents:
+    """What a checkpoint holds, by the names it uses."""
+
+    format: str
+    tensors: dict[str, Entry] = field(default_factory=dict)
+    #: finds the extra state of a module: a tensor, a stand-in for io.BytesIO, or None
+    extra_states: dict[str, Callable[[], Any]] = field(default_factory=dict)
+    #: names that an index knows and no file has
+    lost: set[str] = field(default_factory=set)
+    #: what could not be read, a sentence each
+    faults: list[str] = field(default_factory=list)
+
+    def add(self, name: str, value: Any, path: Path) -> None:
+        """Add a tensor, or the extra state of a module. Ignore anything else."""
+        if name.rpartition(".")[2].startswith(_EXTRA):
+            self.extra_states[name] = lambda: value
+        elif isinstance(value, torch.Tensor):
+            if value.numel() > max(value.untyped_storage().nbytes() // value.itemsize, _MOST_EXPANDED):
+                raise RecordError(f"{path} was not read: {name} repeats the values of its storage too many times")
+            shape = tuple(value.shape)
+            self.tensors[name] = Entry(value.dtype, shape, (Piece((0,) * len(shape), shape, value.detach),))
 
 
 def open_checkpoint(path: Path) -> Contents:
@@ -54,7 +86,7 @@ def open_checkpoint(path: Path) -> Contents:
 
 def _open_file(path: Path) -> Contents:
     if path.suffix == ".safetensors":
-        return _safetensors([path], Contents("safetensors"))
+        return _safetensors([path])
     if path.name.endswith(".safetensors.index.json"):
         return _indexed(path)
     if path.suffix == ".distcp" or path.name in (".metadata", "metadata.json"):
@@ -74,7 +106,7 @@ def _open_folder(path: Path) -> Contents:
     if indices := sorted(path.glob("*.safetensors.index.json")):
         return _indexed(indices[0])
     if files := sorted(path.glob("*.safetensors")):
-        return _safetensors(files, Contents("safetensors"))
+        return _safetensors(files)
     inside = sorted(p.name for p in path.iterdir())
     shown = f"it holds {', '.join(inside[:5])}{' ...' if len(inside) > 5 else ''}" if inside else "it is empty"
     raise RecordError(
@@ -89,9 +121,16 @@ def _without_metadata(path: Path) -> str:
     return f"{path} has metadata.json but no .metadata: the checkpoint was not saved to its end, or not copied whole"
 
 
+def _bytes(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise RecordError(f"{path} cannot be read: {error.strerror or error}") from None
+
+
 def _json(path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(read_bytes(path, 0, path.stat().st_size).tobytes())
+        found = json.loads(_bytes(path))
     except (ValueError, RecursionError) as error:
         raise RecordError(f"{path} is damaged: {error}") from None
     if not isinstance(found, dict):
@@ -99,62 +138,39 @@ def _json(path: Path) -> dict[str, Any]:
     return found
 
 
-def _add(contents: Contents, name: str, value: Any) -> None:
-    """A tensor, or the extra state of a module."""
-    if name.rpartition(".")[2].startswith(_EXTRA):
-        contents.extra_states[name] = lambda: value
-    elif isinstance(value, Stored):
-        contents.tensors[name] = Entry.whole(value)
-
-
 # --- safetensors ----------------------------------------------------------------------------------------------------------
 
 
 def _indexed(index: Path) -> Contents:
-    """The files that an index of Hugging Face names."""
+    """Open the files that an index of Hugging Face names."""
     weight_map = _json(index).get("weight_map")
     if not isinstance(weight_map, dict):
         raise RecordError(f"{index} is damaged: no weight_map")
     names = {str(name) for name in weight_map.values()}
     if outside := sorted(name for name in names if Path(name).name != name):
         raise RecordError(f"{index} was not read: it names a file outside its folder, {outside[0]}")
-    contents = _safetensors([index.parent / name for name in sorted(names)], Contents("safetensors"))
+    contents = _safetensors([index.parent / name for name in sorted(names)])
     contents.lost = set(weight_map) - set(contents.tensors) - set(contents.extra_states)
     if contents.lost and not contents.faults:
         contents.faults.append(f"{index} names tensors that its files do not hold: {', '.join(sorted(contents.lost)[:3])}")
     return contents
 
 
-def _safetensors(files: list[Path], contents: Contents) -> Contents:
-    """Format: https://huggingface.co/docs/safetensors/index#format (8 bytes length, a JSON header, the values)."""
+def _safetensors(files: list[Path]) -> Contents:
+    """Open files, each of which stays mapped."""
+    contents = Contents("safetensors")
     for file in files:
         try:
-            _read_header(file, contents)
-        except RecordError as error:
-            contents.faults.append(str(error))
+            with safe_open(file, framework="pt") as opened:
+                for name in opened.keys():  # noqa: SIM118  (not a mapping)
+                    contents.add(name, opened.get_tensor(name), file)
+        except OSError as error:
+            contents.faults.append(f"{file} cannot be read: {error.strerror or error}")
+        except (SafetensorError, RuntimeError, ValueError, KeyError, TypeError, AttributeError) as error:
+            is_large = "Cannot allocate memory" in str(error)
+            why = "is larger than memory" if is_large else "is damaged, or has a dtype that is not known"
+            contents.faults.append(f"{file} {why}: {error}")
     return contents
-
-
-def _read_header(file: Path, contents: Contents) -> None:
-    length = int.from_bytes(read_bytes(file, 0, 8).tobytes(), "little")
-    try:
-        header = json.loads(read_bytes(file, 8, length).tobytes())
-        for name, about in header.items():
-            if name == "__metadata__":
-                continue
-            dtype = _SAFETENSORS.get(about["dtype"])
-            if dtype is None:
-                contents.faults.append(f"{file}: {name} has dtype {about['dtype']}, which is not known")
-                continue
-            begin, end = about["data_offsets"]
-            stored = Stored(file, 8 + length + begin, dtype, tuple(about["shape"]))
-            if end - begin != dtype.itemsize * torch.Size(stored.shape).numel():
-                raise ValueError(f"{name} has shape {stored.shape} in {end - begin} bytes")
-            _add(contents, name, stored)
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, RuntimeError) as error:
-        if isinstance(error, RecordError):
-            raise
-        raise RecordError(f"{file} is not a safetensors file, or damaged: {error}") from None
 
 
 # --- torch.save -----------------------------------------------------------------------------------------------------------
@@ -170,12 +186,13 @@ def _torch_file(path: Path) -> Contents:
             if isinstance(found.get(key), Mapping):
                 found = found[key]
                 break
-    _flatten(path, found, contents)
+    for name, value in _flatten(path, found):
+        contents.add(name, value, path)
     return contents
 
 
-def _flatten(path: Path, content: Any, contents: Contents) -> None:
-    """Entries of mappings in mappings. A small file can have mappings that hold themselves, or each other many times."""
+def _flatten(path: Path, content: Any) -> Iterator[tuple[str, Any]]:
+    """Yield entries of mappings in mappings. A small file can hold a mapping in itself, or in others many times."""
     left, seen = [("", content, 0)], 0
     while left:
         name, value, depth = left.pop()
@@ -187,17 +204,16 @@ def _flatten(path: Path, content: Any, contents: Contents) -> None:
             inner = [(f"{name}.{key}" if name else str(key), part, depth + 1) for key, part in value.items()]
             left += reversed(inner)
         else:
-            _add(contents, name, value)
+            yield name, value
 
 
 # --- DCP, Megatron's torch_dist --------------------------------------------------------------------------------------------
 
 
 def _distributed(folder: Path) -> Contents:
-    """Of `.metadata`, which is a pickle of torch.distributed.checkpoint.metadata.Metadata or a subclass."""
+    """Open a folder by its `.metadata`, a pickle of torch.distributed.checkpoint.metadata.Metadata or a subclass."""
     file = folder / ".metadata"
-    with file.open("rb") as opened:
-        metadata = load_pickle(opened, str(file))
+    metadata = load_pickle(_bytes(file), str(file))
     contents = Contents("distributed checkpoint")
     try:
         places = {
@@ -209,22 +225,29 @@ def _distributed(folder: Path) -> Contents:
                     contents.extra_states[name] = _object(folder, places.get((name, ())))
                 continue
             pieces = [_piece(folder, name, chunk, places) for chunk in chunks]
-            dtype = about.get("properties").state[0]
-            contents.tensors[name] = Entry(dtype, tuple(about.get("size")), tuple(pieces))
-    except (AttributeError, TypeError, KeyError, IndexError) as error:
+            shape = _sizes(about.get("size"))
+            contents.tensors[name] = Entry(about.get("properties").state[0], shape, tuple(pieces))
+    except (AttributeError, TypeError, ValueError, KeyError, IndexError) as error:
         raise RecordError(f"{file} is damaged, or of a version that is not known: {error}") from None
     return contents
 
 
+def _sizes(given: Any) -> tuple[int, ...]:
+    sizes = tuple(given)
+    if not all(type(size) is int and size >= 0 for size in sizes):
+        raise ValueError(f"a shape {sizes}")
+    return sizes
+
+
 def _piece(folder: Path, name: str, chunk: Placeholder, places: Mapping[Any, Placeholder]) -> Piece:
-    offsets, shape = tuple(chunk.get("offsets")), tuple(chunk.get("sizes"))
+    offsets, shape = _sizes(chunk.get("offsets")), _sizes(chunk.get("sizes"))
     info = places.get((name, offsets))
 
-    def open_() -> Stored:
+    def open_() -> torch.Tensor:
         found = _load(folder, info, f"{name} at {offsets}")
-        if not isinstance(found, Stored):
-            raise RecordError(f"{folder}: {name} is not a tensor in its file, as .metadata says")
-        return found.viewed(shape)
+        if not isinstance(found, torch.Tensor) or found.numel() != math.prod(shape):
+            raise RecordError(f"{folder}: {name} at {offsets} is not a tensor of shape {shape} in its file")
+        return found.detach().reshape(shape)
 
     return Piece(offsets, shape, open_)
 
@@ -238,12 +261,14 @@ def _object(folder: Path, info: Placeholder | None) -> Callable[[], Any]:
 
 
 def _load(folder: Path, info: Placeholder | None, what: str) -> Any:
-    """What lies at one place of a checkpoint's files."""
+    """Load what lies at one place of a checkpoint's files."""
     if info is None:
         raise RecordError(f"{folder / '.metadata'} does not say where {what} lies")
-    name = info.get("relative_path")
+    name, offset, length = (info.get(key) for key in ("relative_path", "offset", "length"))
     if not isinstance(name, str) or Path(name).name != name:
         raise RecordError(f"{folder / '.metadata'} names a file outside its folder, {name}; it was not read")
     if info.get("transform_descriptors"):
         raise RecordError(f"{folder / name} was written through {info.get('transform_descriptors')}, which is not read")
-    return load_torch(folder / name, info.get("offset"), info.get("length"))
+    if type(offset) is not int or type(length) is not int:
+        raise RecordError(f"{folder / '.metadata'} is damaged: {what} lies at {offset}, {length} bytes")
+    return load_torch(folder / name, offset, length)

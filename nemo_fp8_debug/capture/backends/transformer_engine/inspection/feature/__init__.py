@@ -1,1 +1,0 @@
-"""The folder that nvdlfw_inspect reads: it runs every file here, this one too. Internal."""

@@ -1,0 +1,413 @@
+"""Runs in Weights & Biases, MLflow and Comet, and loggers of Lightning: one protocol, and an adapter for each.
+
+All of it happens in one thread of the logger's own, so that it may wait, fail or hang. No package of a logger is imported
+before its sink opens a run: a run that is open has imported it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import importlib
+import io
+import json
+import os
+import sys
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ...errors import ConfigError, warn
+from ...options.loggers import PACKAGES, LoggerChoice, has_sqlalchemy
+from ..start_here import LayerMap
+
+#: before the names of all that loggers get
+PREFIX = "fp8/"
+#: the step that all of ours are drawn over in W&B
+_STEP = f"{PREFIX}step"
+#: metrics that MLflow takes at once, and the folder of our artifacts
+_BATCH, _FOLDER = 1000, "fp8"
+#: what Comet would do in the background of a run that is started here: it hooks frameworks and reads the program's output
+_OFF = dict.fromkeys(
+    ("auto_metric_logging", "auto_param_logging", "auto_output_logging", "auto_histogram_tensorboard_logging"), False
+) | {"log_code": False, "log_graph": False, "parse_args": False, "display_summary_level": 0}
+
+
+class Sink:
+    """One run in one logger. By itself it keeps nothing but scalars."""
+
+    #: for messages and the name of the thread
+    name: str
+    #: whether the run was started here: it gets the losses too, and is ended
+    owned = False
+
+    def open(self, fingerprint: Mapping[str, Any]) -> None:
+        """Start or join the run, and note how it is set up."""
+
+    def log(self, rows: Mapping[int, Mapping[str, float]]) -> None:
+        """Keep finite scalars by step."""
+        raise NotImplementedError
+
+    def tell(self, texts: Mapping[str, str]) -> None:
+        """Keep texts by name; later ones take the place of earlier ones."""
+
+    def show(self, layer_map: LayerMap) -> None:
+        """Show the layers of a step."""
+
+    def attach(self, page: Path) -> None:
+        """Keep a file."""
+
+    def close(self, failed: bool) -> None:
+        """End the run if it was started here. This is the last call."""
+
+
+class WandbSink(Sink):
+    """Rows of a history in W&B, with a step metric of their own.
+
+    W&B counts the rows of a history, and users may log under numbers of theirs, which must grow. So in a run that the user
+    made nothing of ours ends a row: it rides in the next row of the user's, one sample a row.
+    """
+
+    name = "wandb"
+
+    def __init__(self, run: Any = None, settings: Mapping[str, Any] | None = None) -> None:
+        """
+        Args:
+            run: that the user made; None: one is started.
+            settings: for `wandb.init`.
+        """
+        self._run, self._settings = run, dict(settings or {})
+        self.owned = run is None
+        self._waiting: deque[dict[str, float]] = deque()
+        #: the row that has a sample of ours
+        self._row: int | None = None
+
+    def open(self, fingerprint: Mapping[str, Any]) -> None:
+        """Start the run unless there is one, and declare our step."""
+        if self._run is None:
+            import wandb
+
+            # W&B would pass what the program prints through itself, in the thread that prints.
+            self._run = wandb.init(**{"reinit": "create_new", "settings": {"console": "off"}, **self._settings})
+        self._run.define_metric(_STEP, hidden=True)
+        for names in (f"{PREFIX}*", "fp8_*"):
+            self._run.define_metric(names, step_metric=_STEP)
+        plain = json.loads(json.dumps(fingerprint, default=str))
+        self._run.config.update({"fp8_debug": plain}, allow_val_change=True)
+
+    def log(self, rows: Mapping[int, Mapping[str, float]]) -> None:
+        """Log a row each, or let it wait for a row of the user's."""
+        for step, scalars in rows.items():
+            row = {**scalars, _STEP: step}
+            if self.owned:
+                self._run.log(row)
+            else:
+                self._waiting.append(row)
+        self._ride()
+
+    def _ride(self) -> None:
+        """Put the sample that has waited longest into the user's row, if that has none yet."""
+        if self._waiting and self._run.step != self._row:
+            self._run.log(self._waiting.popleft(), commit=False)
+            self._row = self._run.step
+
+    def tell(self, texts: Mapping[str, str]) -> None:
+        """Keep texts in the summary."""
+        self._run.summary.update(dict(texts))
+
+    def show(self, layer_map: LayerMap) -> None:
+        """Log a table."""
+        self._show("layers", layer_map.header, layer_map.rows, layer_map.step)
+
+    def _show(self, name: str, header: Any, rows: Any, step: int) -> None:
+        import wandb
+
+        table = {f"{PREFIX}{name}": wandb.Table(columns=list(header), data=[list(row) for row in rows])}
+        if self.owned:
+            self._run.log(table | {_STEP: step})
+        else:
+            self._run.log(table, commit=False)
+
+    def attach(self, page: Path) -> None:
+        """Log an artifact."""
+        import wandb
+
+        artifact = wandb.Artifact(f"fp8_report_{self._run.id}", type="fp8_report")
+        artifact.add_file(str(page))
+        self._run.log_artifact(artifact)
+
+    def close(self, failed: bool) -> None:
+        """Show what found no row, and end the run if it is ours."""
+        self._ride()
+        if self._waiting:
+            names = list(dict.fromkeys([_STEP, *(name for row in self._waiting for name in row)]))
+            rows = [[row.get(name) for name in names] for row in self._waiting]
+            self._show("samples_without_a_row", names, rows, 0)
+        if self.owned:
+            self._run.finish(exit_code=int(failed))
+
+
+class MlflowSink(Sink):
+    """A run in MLflow, by its client alone: the fluent functions belong to the user's thread."""
+
+    name = "mlflow"
+
+    def __init__(self, run_id: str | None = None, client: Any = None, settings: Mapping[str, Any] | None = None) -> None:
+        """
+        Args:
+            run_id: of a run that the user made; None: one is started.
+            client: None: one for `tracking_uri` of the settings, or MLflow's own.
+            settings: `tracking_uri`, `experiment_name`, `run_name`, `tags`; or `run_id`, to go on in a run.
+        """
+        self._settings = dict(settings or {})
+        self._run_id = run_id or self._settings.get("run_id")
+        self._client = client
+        self._uri, self._files = _absolute(self._settings.get("tracking_uri")), Path("mlruns").absolute()
+        self.owned = self._run_id is None
+
+    def open(self, fingerprint: Mapping[str, Any]) -> None:
+        """Start the run unless there is one."""
+        if self._client is None:
+            self._client = _make_client(self._uri, self._files)
+        if self._run_id is None:
+            options = {name: self._settings[name] for name in ("run_name", "tags") if name in self._settings}
+            self._run_id = self._client.create_run(self._experiment(), **options).info.run_id
+        self._client.log_text(self._run_id, json.dumps(fingerprint, indent=1, default=str), f"{_FOLDER}/fingerprint.json")
+
+    def _experiment(self) -> str:
+        name = self._settings.get("experiment_name", "fp8_debug")
+        found = self._client.get_experiment_by_name(name)
+        return str(found.experiment_id if found else self._client.create_experiment(name))
+
+    def log(self, rows: Mapping[int, Mapping[str, float]]) -> None:
+        """Log metrics with a step of their own each, in as few requests as MLflow allows."""
+        from mlflow.entities import Metric
+
+        now = int(1000 * time.time())
+        metrics = [Metric(name, value, now, step) for step, scalars in rows.items() for name, value in scalars.items()]
+        for i in range(0, len(metrics), _BATCH):
+            self._client.log_batch(self._run_id, metrics=metrics[i : i + _BATCH])
+
+    def tell(self, texts: Mapping[str, str]) -> None:
+        """Keep texts as tags."""
+        from mlflow.entities import RunTag
+
+        self._client.log_batch(self._run_id, tags=[RunTag(name, text[:5000]) for name, text in texts.items()])
+
+    def show(self, layer_map: LayerMap) -> None:
+        """Log a file of comma-separated values."""
+        text = io.StringIO()
+        csv.writer(text).writerows([layer_map.header, *layer_map.rows])
+        self._client.log_text(self._run_id, text.getvalue(), f"{_FOLDER}/layers/step_{layer_map.step:09d}.csv")
+
+    def attach(self, page: Path) -> None:
+        """Log an artifact."""
+        self._client.log_artifact(self._run_id, str(page), _FOLDER)
+
+    def close(self, failed: bool) -> None:
+        """End the run if it is ours."""
+        if self.owned:
+            self._client.set_terminated(self._run_id, "FAILED" if failed else "FINISHED")
+
+
+def _absolute(uri: str | None) -> str | None:
+    """Return a tracking URI that means the same folder when the client is made, in another thread and maybe elsewhere."""
+    path = (uri or "").removeprefix("file:")
+    is_path = uri is not None and "://" not in uri and (path != uri or path.startswith(".") or "/" in path)
+    return str(Path(path).absolute()) if is_path else uri
+
+
+def _make_client(uri: str | None, files: Path) -> Any:
+    """Return a client for a tracking URI, or for what MLflow is set to.
+
+    Args:
+        files: folder of a run if neither is known and no database can be opened.
+    """
+    import mlflow
+
+    if uri is None and not mlflow.is_tracking_uri_set() and not has_sqlalchemy():
+        uri = str(files)  # as earlier releases do; later ones take a database, which needs SQLAlchemy
+    # Later releases refuse a store of files, because that store gets no new features; we use none.
+    with _variable("MLFLOW_ALLOW_FILE_STORE", os.environ.get("MLFLOW_ALLOW_FILE_STORE", "true")):
+        return mlflow.MlflowClient(uri)
+
+
+@contextlib.contextmanager
+def _variable(name: str, value: str) -> Iterator[None]:
+    """Set an environment variable for a moment."""
+    before = os.environ.get(name)
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        os.environ.pop(name)
+        if before is not None:
+            os.environ[name] = before
+
+
+class CometSink(Sink):
+    """Metrics, others and assets of an experiment in Comet.
+
+    An experiment holds one current step, which `log_metric(step=...)` moves and which counts for all that is logged without
+    one. So metrics are handed over as the messages that this function makes, each with its step.
+    """
+
+    name = "comet"
+
+    def __init__(self, experiment: Any = None, settings: Mapping[str, Any] | None = None) -> None:
+        """
+        Args:
+            experiment: that the user made; None: one is started.
+            settings: for `comet_ml.start`.
+        """
+        self._experiment, self._settings = experiment, dict(settings or {})
+        self.owned = experiment is None
+
+    def open(self, fingerprint: Mapping[str, Any]) -> None:
+        """Start the experiment unless there is one."""
+        if self._experiment is None:
+            # Its hooks of frameworks would start an experiment for each run of MLflow.
+            with _variable("COMET_DISABLE_AUTO_LOGGING", "1") if "comet_ml" not in sys.modules else contextlib.nullcontext():
+                comet_ml = importlib.import_module("comet_ml")
+            config = comet_ml.ExperimentConfig(**_OFF)
+            self._experiment = comet_ml.start(**{"mode": "create", "experiment_config": config, **self._settings})
+        self._experiment.log_asset_data(dict(fingerprint), name="fp8_fingerprint.json")
+
+    def log(self, rows: Mapping[int, Mapping[str, float]]) -> None:
+        """Hand over messages, which Comet's own thread takes."""
+        from comet_ml.messages import MetricMessage
+
+        for step, scalars in rows.items():
+            for name, value in scalars.items():
+                message = MetricMessage()
+                message.set_metric(name, value=value, step=step)
+                self._experiment._enqueue_message(message)
+
+    def tell(self, texts: Mapping[str, str]) -> None:
+        """Keep texts as others."""
+        self._experiment.log_others(dict(texts))
+
+    def show(self, layer_map: LayerMap) -> None:
+        """Log a table."""
+        name = f"{PREFIX.strip('/')}_layers_step_{layer_map.step:09d}.csv"
+        self._experiment.log_table(name, [list(row) for row in layer_map.rows], headers=list(layer_map.header))
+
+    def attach(self, page: Path) -> None:
+        """Log an asset."""
+        self._experiment.log_asset(str(page), file_name=page.name)
+
+    def close(self, failed: bool) -> None:
+        """End the experiment if it is ours."""
+        if self.owned:
+            self._experiment.end()
+
+
+class CsvSink(Sink):
+    """A file beside that of a CSVLogger, which rewrites its own and must not be called from two threads."""
+
+    name = "CSVLogger"
+
+    def __init__(self, folder: str) -> None:
+        """
+        Args:
+            folder: of the logger's own `metrics.csv`.
+        """
+        self._file = Path(folder) / "fp8_metrics.csv"
+        self._columns: list[str] = []
+
+    def log(self, rows: Mapping[int, Mapping[str, float]]) -> None:
+        """Append rows. Write the file anew if a row has further columns."""
+        new: list[dict[str, Any]] = [{"step": step, **scalars} for step, scalars in rows.items()]
+        columns = list(dict.fromkeys([*self._columns, *(name for row in new for name in row)]))
+        if columns != self._columns:
+            if self._columns:
+                with self._file.open(newline="", encoding="utf-8") as file:
+                    new = [*csv.DictReader(file), *new]
+            self._columns = columns
+            self._file.parent.mkdir(parents=True, exist_ok=True)
+            with self._file.open("w", newline="", encoding="utf-8") as file:
+                csv.writer(file).writerow(columns)
+        with self._file.open("a", newline="", encoding="utf-8") as file:
+            csv.DictWriter(file, columns).writerows(new)
+
+
+class AnyLoggerSink(Sink):
+    """A logger with Lightning's `log_metrics(metrics, step)`, which the user says may be called from another thread."""
+
+    def __init__(self, logger: Any) -> None:
+        self._logger = logger
+        self.name = type(logger).__name__
+
+    def log(self, rows: Mapping[int, Mapping[str, float]]) -> None:
+        """Call the logger once a step."""
+        for step, scalars in rows.items():
+            self._logger.log_metrics(dict(scalars), step)
+
+
+# --- from what the user asked for to sinks --------------------------------------------------------------------------------
+
+
+def choose_sinks(choices: Sequence[LoggerChoice]) -> list[Sink]:
+    """Return the sinks of the option `loggers`. Call it in the thread that the user's runs were opened in.
+
+    Raises:
+        ConfigError: a package is missing, or an object is no logger that is known.
+    """
+    for choice in choices:
+        choice.check_installed()
+    sinks: list[Sink] = []
+    for choice in choices:
+        try:
+            sinks.append(_named(choice) if choice.name else _given(choice.given))
+        except ConfigError:
+            raise
+        except Exception as error:
+            warn(f"the logger {choice} gets nothing of this run: {type(error).__name__}: {error}")
+    return sinks
+
+
+def _named(choice: LoggerChoice) -> Sink:
+    """Join a run that is open, unless settings for another one are given."""
+    joined = choice.settings is None
+    package: Any = sys.modules.get(PACKAGES[str(choice.name)]) if joined else None
+    if choice.name == "wandb":
+        return WandbSink(package.run if package else None, choice.settings)
+    if choice.name == "comet":
+        return CometSink(package.get_running_experiment() if package else None, choice.settings)
+    active = package.active_run() if package else None
+    return MlflowSink(active.info.run_id if active else None, settings=choice.settings)
+
+
+def _given(logger: Any) -> Sink:
+    sink = find_sink(logger)
+    if sink is None and not hasattr(logger, "log_metrics"):
+        raise ConfigError(
+            f"{type(logger).__name__} is not a logger that is known; give a run of W&B, a run or client of MLflow, an "
+            "experiment of Comet, or a logger of Lightning"
+        )
+    return sink or AnyLoggerSink(logger)
+
+
+def find_sink(logger: Any) -> Sink | None:
+    """Return the sink of a run, an experiment or a logger of Lightning that is known; None for any other."""
+    kinds = {f"{kind.__module__.split('.')[0]}.{kind.__name__}" for kind in type(logger).__mro__}
+    names = {kind.__name__ for kind in type(logger).__mro__}
+    if "wandb.Run" in kinds:
+        return WandbSink(logger)
+    if "mlflow.MlflowClient" in kinds:
+        return MlflowSink(client=logger)
+    if "mlflow.Run" in kinds:
+        return MlflowSink(logger.info.run_id)
+    if kinds & {"comet_ml.CometExperiment", "comet_ml.BaseExperiment"}:
+        return CometSink(logger)
+    if "WandbLogger" in names:
+        return WandbSink(logger.experiment)
+    if "MLFlowLogger" in names:
+        return MlflowSink(logger.run_id, logger.experiment)
+    if "CometLogger" in names:
+        return CometSink(logger.experiment)
+    if "CSVLogger" in names:
+        return CsvSink(logger.log_dir)
+    return None
