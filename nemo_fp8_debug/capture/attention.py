@@ -26,8 +26,8 @@ from ..numerics.block_scaling import BlockRule
 from ..numerics.metrics import amax_of
 from ..numerics.tensor_scaling import CurrentScaling
 from .backends.base import Args, Backend, Kwargs, ScaleInUse, UnknownCast, unknown_cast
+from .backends.transformer_engine.environment import unread_release
 from .backends.transformer_engine.quantizers import cast_by
-from .backends.transformer_engine.release import unread_release
 from .dispatcher import Dispatcher, Pass
 from .gemms import Gemm
 from .hooks import OperandSink

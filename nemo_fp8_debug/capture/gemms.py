@@ -15,7 +15,7 @@ from .backends import BACKENDS, Backend
 from .backends.base import is_plain, raw_weight
 from .backends.in_forward import is_computed
 from .backends.parallel import first_expert
-from .overrides import emulated
+from .patching import emulated
 from .scan import ScannedModule, scan_modules
 
 

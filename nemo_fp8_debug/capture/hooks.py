@@ -28,7 +28,7 @@ from .dispatcher import Dispatcher, Guard, Mode, Pass
 from .gemms import Gemm
 from .operator_mode import AmaxReductions, Reduced, wait_for_backward, wait_for_node, with_shared_amax
 from .optimizer_weights import Masters, beside_master
-from .overrides import emulated
+from .patching import emulated
 from .tensors import as_multiplied
 
 _NOTHING: Mapping[str, Any] = {}

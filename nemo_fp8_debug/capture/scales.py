@@ -14,7 +14,7 @@ from ..numerics.recipe import Recipe
 from ..numerics.tensor_scaling import CurrentScaling
 from .backends.base import ScaleInUse, not_quantized, unknown_cast
 from .gemms import Gemm, seen_in_forward
-from .overrides import SWITCHED, emulated
+from .patching import SWITCHED, emulated
 
 #: what a run without FP8 is measured against: it needs nothing but the tensor itself
 SHADOW = Recipe(CurrentScaling())

@@ -19,8 +19,8 @@ from ..analysis.formatting import number
 from ..analysis.runs.cluster import on_cluster
 from ..analysis.runs.run import Run
 from ..analysis.story.summary import summarize, to_json
-from ..core.features import load_modules
 from ..core.keys import SHOWN_AS, STATES
+from ..core.table import load_modules
 from ..errors import ConfigError
 from ..numerics.metric_names import label_of
 from .cluster import Cluster

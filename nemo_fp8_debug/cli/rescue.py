@@ -14,8 +14,7 @@ from rich.markup import escape
 
 from ..core.keys import SHOWN_AS
 from ..errors import ConfigError, warn
-from ..plan.environment import PLAN, TAKEN
-from ..plan.plan import Plan
+from ..plan.plan import PLAN, TAKEN, Plan
 from .console import console
 
 EXAMPLES = ("fix/plan.json -- python train.py --resume checkpoints/step_1000",)

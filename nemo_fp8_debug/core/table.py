@@ -1,10 +1,43 @@
-"""A table of the record as an object: writer, readers, SQL, TensorBoard and the tab work on any of them, and name none."""
+"""Tables of the record as objects, and the features that bring them.
+
+Writer, readers, SQL, TensorBoard and the tab work on any table and name none. A folder of `observations` is a feature, whose
+modules are found by name: `table`, `observer` (what subscribes to events and how it adds up over ranks), `scalars` (its tags
+in TensorBoard), `two_runs` (what sets two records apart) and `rule` (what a diagnosis makes of its tables). Those that read
+a record import no observer.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import importlib
+import importlib.util
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
+from types import ModuleType
 from typing import Any
+
+#: in the order of the record's tables
+FEATURES = ("operands", "products", "replicas", "states", "gradients", "activations", "steps")
+_PACKAGE = f"{__name__.partition('.')[0]}.observations"
+
+
+@cache
+def load_modules(part: str) -> tuple[ModuleType, ...]:
+    """Import the module of this name of each feature that has one.
+
+    Example:
+        >>> [module.TABLES[0].name for module in load_modules("table")][:2]
+        ['metrics', 'outputs']
+    """
+    return tuple(_load_modules(part))
+
+
+def _load_modules(part: str) -> Iterator[ModuleType]:
+    for feature in FEATURES:
+        name = f"{_PACKAGE}.{feature}.{part}"
+        if importlib.util.find_spec(name) is not None:
+            yield importlib.import_module(name)
+
 
 #: columns of equal length, by name
 Columns = Mapping[str, Sequence[Any]]

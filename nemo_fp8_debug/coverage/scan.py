@@ -13,7 +13,7 @@ from torch import nn
 from ..capture.attention import in_fp8, is_attention, is_emulated
 from ..capture.backends.base import is_plain
 from ..capture.gemms import Gemm, list_gemms
-from ..capture.overrides import emulated
+from ..capture.patching import emulated
 from ..capture.scan import ScannedModule, scan_modules
 from ..core.keys import ROLES
 from .ledger import HIGH_PRECISION, OBSERVED, QUANTIZED_OBSERVED, QUANTIZED_UNOBSERVED, UNKNOWN, Entry, Ledger

@@ -12,8 +12,7 @@ from ..capture.scan import scan_modules
 from ..core.arguments import quoted
 from ..distributed import Ranks
 from ..errors import ConfigError
-from ..plan.environment import AnyPlan, plan_in_force
-from ..plan.plan import NO_CHANGES, Plan
+from ..plan.plan import NO_CHANGES, AnyPlan, Plan, plan_in_force
 from .transformer_engine import EngineChanges
 
 

@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from ..capture.gemms import Gemm, find_gemms, select
-from ..capture.overrides import EMULATED
+from ..capture.patching import EMULATED
 from ..capture.tracing import Hook
 from ..core.keys import ROLES
 from ..errors import ConfigError

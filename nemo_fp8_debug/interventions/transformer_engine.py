@@ -27,7 +27,7 @@ from ..capture.backends.transformer_engine import LINEAR
 from ..capture.backends.transformer_engine.casts import state_manager
 from ..capture.backends.transformer_engine.linear import first_argument
 from ..capture.gemms import Gemm
-from ..capture.overrides import SWITCHED
+from ..capture.patching import SWITCHED
 from ..capture.tracing import Hook
 from ..core.keys import ROLES
 from ..errors import ConfigError, warn

@@ -12,13 +12,13 @@ from torch import nn
 from ..capture.attention import find_attentions
 from ..capture.gemms import Gemm, find_unknown_gemms, list_gemms, matching, seen_in_forward, select
 from ..capture.optimizer_weights import Masters
-from ..capture.overrides import emulated
+from ..capture.patching import emulated
 from ..capture.scales import Scales
 from ..capture.scan import ScannedModule, scan_modules
 from ..core.arguments import shown
 from ..core.error_guard import ErrorGuard
-from ..core.features import load_modules
 from ..core.keys import ATTENTION, Key
+from ..core.table import load_modules
 from ..coverage.scan import build_ledger
 from ..distributed.shard_group import name_of_tensor
 from ..errors import ConfigError

@@ -14,10 +14,9 @@ from ..capture.device_to_host import DeviceToHostCopy
 from ..capture.operand_stats import OperandStats
 from ..capture.operands import Operand
 from ..core.error_guard import ErrorGuard
-from ..core.features import load_modules
 from ..core.keys import ROLES, SHOWN_AS, Key
 from ..core.observation import Observation, SampledTables, SamplePlan
-from ..core.table import Columns, concat_columns
+from ..core.table import Columns, concat_columns, load_modules
 from ..core.threads import Worker
 from ..core.waits import SAMPLE_OF_RANKS
 from ..distributed import Ranks, Reduction, ShardGroup

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import cache
 
-from ..core.features import load_modules
+from ..core.table import load_modules
 
 #: metrics in the order of the record's columns, and whether more of one is worse (1) or better (-1)
 WORSE = {

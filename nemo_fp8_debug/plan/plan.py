@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
@@ -10,6 +11,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from ..core.arguments import shown
 from ..core.keys import ROLES
 from ..core.layer_names import compile_patterns
 from ..errors import ConfigError
@@ -167,3 +169,42 @@ def _change(path: Any, given: Any) -> Change:
         return Change(**given)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None
+
+
+#: absolute path of the plan
+PLAN = "NEMO_FP8_DEBUG_PLAN"
+#: a file that the run makes once it has read the plan
+TAKEN = "NEMO_FP8_DEBUG_PLAN_TAKEN"
+
+AnyPlan = Plan | str | os.PathLike[str]
+
+
+def is_rescue() -> bool:
+    """Whether this process belongs to a run that `rescue` has started."""
+    return bool(os.environ.get(PLAN))
+
+
+def plan_in_force(own: AnyPlan | None = None) -> Plan | None:
+    """The plan of `rescue`, which goes before `own`: it was given later.
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
+    if is_rescue():
+        plan = Plan.load(os.environ[PLAN])
+        if taken := os.environ.get(TAKEN):
+            with contextlib.suppress(OSError):  # on another host, perhaps
+                Path(taken).touch()
+        return plan
+    return read_plan(own)
+
+
+def read_plan(plan: AnyPlan | None) -> Plan | None:
+    """A plan that may be given as a file.
+
+    Raises:
+        ConfigError: it cannot be read, or is neither a plan nor a path.
+    """
+    if plan is not None and not isinstance(plan, (Plan, str, os.PathLike)):
+        raise ConfigError(f"plan is {shown(plan)}; it takes the path of a plan, or a Plan")
+    return Plan.load(plan) if isinstance(plan, (str, os.PathLike)) else plan

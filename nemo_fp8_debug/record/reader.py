@@ -13,10 +13,9 @@ import pyarrow.compute as pc
 
 from ..errors import ConfigError, RecordError, warn
 from . import migration
-from .links import find_link_out
 from .parts import SHARED, Owners, list_parts, may_have, read_columns, read_each, steps_in, warn_of_damage
 from .schema import SCHEMAS, SECTIONS, Part, arrow_schema, attempt_of_fingerprint
-from .storage import Storage
+from .storage import Storage, find_link_out
 
 Address = str | os.PathLike[str]
 

@@ -8,11 +8,10 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from ..core.features import load_modules
 from ..core.keys import ROLES
 from ..core.layer_names import aggregate_key, aggregate_of, few_experts, is_aggregate
 from ..core.sample import Sample
-from ..core.table import Columns
+from ..core.table import Columns, load_modules
 from ..numerics.metric_names import METRICS, WORSE
 
 #: streamed as scalars, each tensor its own tag

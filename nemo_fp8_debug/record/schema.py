@@ -11,9 +11,8 @@ import numpy as np
 import polars as pl
 import pyarrow as pa
 
-from ..core.features import load_modules
 from ..core.keys import STEP_SCALARS as STEP_SCALARS
-from ..core.table import Table
+from ..core.table import Table, load_modules
 
 #: file of a record: what the run made of its control file, how far dumps are, and whether it has ended
 STATUS = "status.json"

@@ -8,10 +8,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..core.features import load_modules
 from ..core.keys import ROLES, SHOWN_AS
 from ..core.layer_names import aggregate_of, is_aggregate
 from ..core.sample import Sample
+from ..core.table import load_modules
 from ..numerics.limits import MADE_UP
 from ..options.trigger_rules import farthest_beyond
 

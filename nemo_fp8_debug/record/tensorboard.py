@@ -10,10 +10,10 @@ from typing import Any
 
 from tensorboard.compat.proto.summary_pb2 import Summary
 
-from ..core.features import load_modules
 from ..core.keys import ROLES, SHOWN_AS
 from ..core.layer_names import aggregate_of, few_experts
 from ..core.sample import Sample
+from ..core.table import load_modules
 from .event_file import EventWriter
 from .scalars import ScalarRecorder, tag_of
 from .start_here import Overview

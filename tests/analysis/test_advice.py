@@ -12,8 +12,7 @@ from diagnosed_runs import CULPRIT, ONSET, corrupted, falling, write
 from typer.testing import CliRunner
 
 from nemo_fp8_debug.analysis.diagnosis.diagnose import diagnose
-from nemo_fp8_debug.analysis.recommendation.flags import Undo
-from nemo_fp8_debug.analysis.recommendation.options import Given, candidates
+from nemo_fp8_debug.analysis.recommendation.options import Given, Undo, candidates
 from nemo_fp8_debug.analysis.story.story import story
 from nemo_fp8_debug.cli import app
 from nemo_fp8_debug.numerics.recipe import find_recipe

@@ -18,7 +18,7 @@ from polars.testing import assert_frame_equal
 
 from nemo_fp8_debug.analysis.bands.bands import Bands, judge
 from nemo_fp8_debug.analysis.diagnosis.diagnose import diagnose
-from nemo_fp8_debug.analysis.recommendation.flops import flops_of
+from nemo_fp8_debug.analysis.recommendation.recommend import flops_of
 from nemo_fp8_debug.analysis.runs import blocks, cluster, grid, metrics
 from nemo_fp8_debug.analysis.runs.blocks import median_of
 from nemo_fp8_debug.analysis.runs.cluster import on_cluster

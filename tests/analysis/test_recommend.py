@@ -19,10 +19,8 @@ from torch import nn
 from typer.testing import CliRunner, Result
 
 from nemo_fp8_debug import ConfigError, Emulation, Monitor, RecordError
-from nemo_fp8_debug.analysis.recommendation.flags import Flag
-from nemo_fp8_debug.analysis.recommendation.flops import coverage, flops_of
-from nemo_fp8_debug.analysis.recommendation.options import Budget, Given, candidates
-from nemo_fp8_debug.analysis.recommendation.recommend import Recommendation, over_budget, recommend
+from nemo_fp8_debug.analysis.recommendation.options import Budget, Flag, Given, candidates
+from nemo_fp8_debug.analysis.recommendation.recommend import Recommendation, coverage, flops_of, over_budget, recommend
 from nemo_fp8_debug.analysis.replay.replay import add_to_record, replay
 from nemo_fp8_debug.analysis.runs.run import Run
 from nemo_fp8_debug.cli import app

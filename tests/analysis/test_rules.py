@@ -16,9 +16,8 @@ from torch import nn
 
 from nemo_fp8_debug import Monitor
 from nemo_fp8_debug.analysis.diagnosis.finding import Finding
-from nemo_fp8_debug.analysis.diagnosis.known_issues import KNOWN
 from nemo_fp8_debug.analysis.diagnosis.rules.gradients import find_factor
-from nemo_fp8_debug.analysis.diagnosis.rules.settings import find_settings
+from nemo_fp8_debug.analysis.diagnosis.rules.settings import KNOWN, find_settings
 from nemo_fp8_debug.analysis.loss.curve import LossCurve
 from nemo_fp8_debug.analysis.loss.outcome import LossOutcome
 from nemo_fp8_debug.analysis.runs.metrics import Metrics

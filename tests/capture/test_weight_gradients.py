@@ -135,7 +135,7 @@ def test_all_zeros_are_counted(tmp_path: Path) -> None:
 
 
 def test_negative_zero_and_subnormal_values() -> None:
-    from nemo_fp8_debug.observations.gradients.sizes import GradientSizes
+    from nemo_fp8_debug.observations.gradients.observer import GradientSizes
 
     sizes = GradientSizes()
     sizes.measure([("a", torch.tensor([0.0, -0.0, 1e-40])), ("b", torch.tensor([3e38, 3e38])), ("c", torch.zeros(0))])

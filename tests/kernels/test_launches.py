@@ -15,8 +15,8 @@ from numba.core.datamodel import default_manager
 
 from nemo_fp8_debug.errors import FP8DebugWarning
 from nemo_fp8_debug.kernels.cuda import launches
-from nemo_fp8_debug.kernels.cuda.format_constants import Codes
 from nemo_fp8_debug.kernels.cuda.launches import _FIELDS, parameters
+from nemo_fp8_debug.kernels.cuda.tile import Codes
 from nemo_fp8_debug.kernels.memory import DeviceMemory
 from nemo_fp8_debug.numerics.formats import E4M3
 

@@ -89,7 +89,7 @@ def worst_tensors(record: Path) -> dict[str, str]:
 
 
 # Long tests rest on nemo_fp8_debug/record/loggers/*.py.
-# Long tests rest on nemo_fp8_debug/adapters/lightning/loggers.py.
+# Long tests rest on nemo_fp8_debug/adapters/lightning/callback.py.
 @pytest.mark.long
 def test_losses_are_the_same_with_loggers_and_with_one_that_hangs(logged: dict[str, Any]) -> None:
     losses = logged["losses"]

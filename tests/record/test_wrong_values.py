@@ -16,7 +16,7 @@ from nemo_fp8_debug import RecordError
 from nemo_fp8_debug.analysis.diagnosis.diagnose import diagnose
 from nemo_fp8_debug.analysis.replay.replay import replay
 from nemo_fp8_debug.errors import hearing
-from nemo_fp8_debug.record.checks import HISTOGRAMS, MAGNITUDES
+from nemo_fp8_debug.record.parts import HISTOGRAMS, MAGNITUDES
 from nemo_fp8_debug.record.reader import read_fingerprint, read_record
 
 ROUTES = {

@@ -8,14 +8,14 @@ A sample opens in `on_train_batch_start` and takes the step number under which L
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch.loggers import Logger, TensorBoardLogger
 
 from ...capture.grad_scale import scale_of, was_skipped
 from ...capture.patching import Watcher, patched
@@ -24,13 +24,37 @@ from ...core.sample import Recorder
 from ...errors import ConfigError, warn
 from ...monitor.monitor import Monitor
 from ...options.config import Config
-from ...plan.environment import is_rescue
+from ...plan.plan import is_rescue
 from ...record.console_table import TableRecorder
 from ...record.tensorboard import TensorBoardRecorder
 from ...record.writer import RunRecord
 from .interventions import FP8EmulationCallback, FP8PlanCallback
-from .loggers import with_loggers_of
 from .trainer import accumulates, roots
+
+#: classes whose run, or file beside theirs, can be written from another thread, and the plain names that mean them
+_KNOWN = {"WandbLogger": "wandb", "MLFlowLogger": "mlflow", "CometLogger": "comet", "CSVLogger": None}
+
+
+def with_loggers_of(trainer: pl.Trainer, asked: Sequence[Any]) -> list[Any]:
+    """What is asked for, and the loggers of the trainer that are known; a plain name means the trainer's, if it has one.
+
+    TensorBoard's have a recorder of their own. Others may not be made for calls from two threads, which a warning says.
+    """
+    own = [logger for logger in trainer.loggers if not isinstance(logger, TensorBoardLogger)]
+    known = [logger for logger in own if _class_of(logger) and not any(logger is given for given in asked)]
+    for logger in own:
+        if trainer.is_global_zero and _class_of(logger) is None and not any(logger is given for given in asked):
+            warn(
+                f"{type(logger).__name__} gets nothing: it may not be made for calls from two threads. If it is, give it to "
+                "the callback: loggers=[logger]"
+            )
+    names = {_KNOWN[_class_of(logger) or ""] for logger in known}
+    return [*(item for item in asked if not (isinstance(item, str) and item in names)), *known]
+
+
+def _class_of(logger: Logger) -> str | None:
+    return next((kind.__name__ for kind in type(logger).__mro__ if kind.__name__ in _KNOWN), None)
+
 
 #: names that modules log the losses of an evaluation under, as val_loss or eval/loss
 _OF_VALIDATION = re.compile(r"(reduced_)?(val|valid|validation|eval|dev|test)[_/.].*loss", re.IGNORECASE)

@@ -14,8 +14,7 @@ from ...interventions.apply import apply_plan, check_named
 from ...interventions.emulate import Emulation
 from ...interventions.transformer_engine import EngineChanges
 from ...numerics.recipe import parse_recipe
-from ...plan.environment import AnyPlan, plan_in_force, read_plan
-from ...plan.plan import NO_CHANGES
+from ...plan.plan import NO_CHANGES, AnyPlan, plan_in_force, read_plan
 from .trainer import accumulates, roots
 
 

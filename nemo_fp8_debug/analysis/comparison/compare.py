@@ -10,10 +10,10 @@ from functools import cached_property
 import numpy as np
 import polars as pl
 
-from ...core.features import load_modules
 from ...core.keys import MIXED, UNCAST
 from ...core.layer_names import aggregate_of, is_aggregate
 from ...core.scale_sources import ENGINE
+from ...core.table import load_modules
 from ...errors import ConfigError
 from ..loss.gap import above
 from ..loss.outcome import MAX_GAP, LossOutcome

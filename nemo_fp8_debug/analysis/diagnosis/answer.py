@@ -14,8 +14,8 @@ from importlib.resources import files
 
 import polars as pl
 
-from ...core.features import load_modules
 from ...core.scale_sources import QUANTIZED, notice
+from ...core.table import load_modules
 from .. import thresholds
 from ..comparison.compare import Comparison
 from ..comparison.onset import IN_A_ROW

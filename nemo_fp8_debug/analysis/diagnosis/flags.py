@@ -10,7 +10,7 @@ import polars as pl
 from ...core.keys import GRADIENTS, ROLES, Key
 from ...core.scale_sources import QUANTIZED
 from ..formatting import number
-from ..recommendation.flags import Flag, Undo
+from ..recommendation.options import Flag, Undo
 from ..runs.grid import interval_of
 from ..runs.run import Run
 from ..runs.settings import usual_casts

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 
-from ...core.features import load_modules
+from ...core.table import load_modules
 from .facts import Fact, Facts
 from .finding import Finding
 

@@ -16,11 +16,10 @@ from ...numerics.formats import E4M3, FloatFormat
 from ...numerics.histogram import BINS, Histogram, infinity_bin, magnitudes_of
 from ...numerics.metrics import InParts, SumsFound
 from ..memory import DeviceMemory
-from .format_constants import Codes, Values
 from .histogram import LEAST_BLOCKS
 from .launches import Grid, Stream, multiprocessors
 from .sums import SUMS, total
-from .tile import STRIP, THREADS, TILE, sums_of
+from .tile import STRIP, THREADS, TILE, Codes, Values, sums_of
 
 #: blocks of threads that a multiprocessor has room for, of 66 registers a thread and 37 KiB of shared memory at the most
 RESIDENT = 3

@@ -25,10 +25,10 @@ from ...numerics.metrics import (
     quantization_sums_of_float32,
 )
 from ..memory import DeviceMemory
-from .format_constants import Codes
 from .histogram import LEAST_BLOCKS
 from .launches import Grid, Kernel, Stream, cuda, multiprocessors, on_device
 from .sums import SUMS, fold, keep, nearest, total
+from .tile import Codes
 
 #: threads of a block: a power of two
 THREADS = 256

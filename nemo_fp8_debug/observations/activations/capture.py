@@ -2,23 +2,86 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
+from itertools import groupby
 from typing import Any
 
 import torch
 from torch import nn
 
 from ...capture.attention import is_attention
+from ...capture.backends import parallel
 from ...capture.backends.base import Args, Kwargs
 from ...capture.dispatcher import Dispatcher, Pass
-from ...capture.operands import MEASURED, Operand
+from ...capture.gemms import Gemm
+from ...capture.operands import MEASURED, NO_GEMM, Operand
+from ...capture.scan import ScannedModule, find_inside
 from ...core.error_guard import Fault, OperandGuard
-from ...core.keys import Key
+from ...core.keys import ACTIVATIONS, Key
 from .attention_logits import Scores, attention_sums, of_module, seen_logits
-from .norms import channel_sums, input_of, output_of
-from .routers import Choice, Router, load_sums, router_sums
-from .sites import Site
+from .norms import channel_sums, input_of, output_of, roles_of_norm
+from .routers import Choice, Router, find_routers, load_sums, router_sums
+
+#: norms of queries and keys, of which tensor-parallel ranks have heads of their own
+_OF_HEADS = re.compile(r"(^|\.)[qk]_?(layer)?_?norm\Z")
+
+
+@dataclass(frozen=True)
+class Site:
+    """A module whose activations are looked at."""
+
+    gemm: Gemm
+    roles: Sequence[str]
+    router: Router | None = None
+
+    @property
+    def is_copied(self) -> bool:
+        """Whether another rank counts what this one has."""
+        if "attention_logits" in self.roles or _OF_HEADS.search(self.gemm.name):
+            return False
+        return bool(parallel.copied(self.gemm.module, "input"))
+
+
+def sites_in(
+    scanned: Sequence[ScannedModule], kinds: Collection[str], scores: Collection[int]
+) -> tuple[list[Site], list[str]]:
+    """Return the modules of a model whose activations are looked at, and the names of those that torch.compile runs.
+
+    Args:
+        kinds: of activations, as the option has them.
+        scores: the ids of modules that compute attention scores.
+    """
+    roles = {role for kind in kinds for role in ACTIVATIONS[kind]}
+    left_out = {id(one.module) for one in scanned if one.compiled}
+    sites: list[Site] = []
+    compiled: list[str] = []
+    for _, of_root in groupby(scanned, key=lambda one: id(one.root)):
+        for one, found, router in _found(list(of_root), scores):
+            mine = [role for role in found if role in roles]
+            if mine and id(one.module) in left_out:
+                compiled.append(one.name)
+            elif mine:
+                sites.append(Site(Gemm(one.name, one.module, NO_GEMM), mine, router))
+    return sites, compiled
+
+
+def _found(
+    scanned: Sequence[ScannedModule], scores: Collection[int]
+) -> Iterator[tuple[ScannedModule, Sequence[str], Router | None]]:
+    for one, router in find_routers(scanned):
+        yield one, ("router_logits",), router
+    inner = {key for one in scanned if is_attention(one.module) for key in find_inside(one.module)}
+    for one in scanned:
+        if id(one.module) in inner:
+            continue
+        if found := roles_of_norm(one.module):
+            yield one, found, None
+        elif id(one.module) in scores:
+            yield one, ("attention_logits",), None
+
 
 _LOGITS = ("router_logits",)
 _NO_LOGITS = "no operator of torch showed them"

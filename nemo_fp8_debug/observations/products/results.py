@@ -19,7 +19,7 @@ from ...capture.backends.transformer_engine.casts import call_of, is_quantized
 from ...capture.dispatcher import Dispatcher
 from ...capture.gemms import Gemm
 from ...capture.operator_mode import Collectives
-from ...capture.overrides import emulated
+from ...capture.patching import emulated
 from ...capture.tensors import as_multiplied, is_dtensor, local
 from ...numerics.block_scaling import matrix
 from .checks import ProductChecks

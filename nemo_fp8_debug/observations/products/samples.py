@@ -20,7 +20,7 @@ from ...capture.backends.parallel import adds_up
 from ...capture.dispatcher import Dispatcher
 from ...capture.gemms import Gemm
 from ...capture.operands import Operand
-from ...capture.overrides import emulated
+from ...capture.patching import emulated
 from ...capture.tensors import as_multiplied, local
 from ...kernels import quantize_dequantize
 from ...numerics.block_scaling import BlockRule, matrix

@@ -17,9 +17,8 @@ from ...core.observation import SampledTables
 from ...core.table import Columns
 from ...monitor.open_step import OpenStep, RunSetup, StepObserver, counts_weight
 from ..operands.tensors import TensorObservation, join_rows, put_in_use_first
-from .optimizer import StateCapture, state_operands
+from .optimizer import StateCapture, state_operands, update_columns
 from .table import TABLES, UPDATE_METRICS
-from .update_samples import update_columns
 
 
 def observe(setup: RunSetup) -> StateObservation | None:

@@ -13,9 +13,8 @@ from typing import Any
 
 from ...core.threads import run_in_background
 from ...errors import ConfigError
-from ...record.links import TABLES, find_link_out, leads_out
 from ...record.schema import attempt_of_fingerprint
-from ...record.storage import Storage
+from ...record.storage import TABLES, Storage, find_link_out, leads_out
 from ..web import NotThere, quote_text
 
 #: the folder that a callback puts its record into, which says nothing in a name

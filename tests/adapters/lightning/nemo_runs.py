@@ -27,8 +27,7 @@ from small_models.nemo import train
 from text import Text
 
 from nemo_fp8_debug import FP8DebugCallback, FP8EmulationCallback, FP8PlanCallback
-from nemo_fp8_debug.plan.environment import PLAN
-from nemo_fp8_debug.plan.plan import Change, Plan
+from nemo_fp8_debug.plan.plan import PLAN, Change, Plan
 
 
 def rescued(folder: Path) -> dict[str, Any]:

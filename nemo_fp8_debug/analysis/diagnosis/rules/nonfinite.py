@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 import polars as pl
 
-from ....core.features import load_modules
 from ....core.keys import ROLES, SHOWN_AS
+from ....core.table import load_modules
 from ...runs.metrics import IS_NONFINITE
 from ...runs.run import Run
 from ..facts import Facts, Records, fact

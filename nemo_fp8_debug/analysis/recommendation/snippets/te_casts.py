@@ -17,9 +17,8 @@ from ....numerics.block_scaling import BlockScaling, MXFP8Scaling
 from ....numerics.recipe import BF16_RECIPE, find_recipe
 from ....numerics.tensor_scaling import CurrentScaling, DelayedScaling
 from ...runs.run import Run
-from ..flops import OPERANDS, READERS
 from ..options import STAY, Cast, Option, cast_of
-from ..recommend import Finding
+from ..recommend import OPERANDS, READERS, Finding
 from .snippet import module_of
 
 #: role -> cast; None is high precision

@@ -14,9 +14,8 @@ from typing import Any
 from ....core.keys import SHOWN_AS
 from ....core.layer_names import compile_patterns
 from ....numerics.recipe import BF16_RECIPE
-from ..flops import OPERANDS, READERS
 from ..options import STAY, UNDO, Option
-from ..recommend import Finding, Recommendation
+from ..recommend import OPERANDS, READERS, Finding, Recommendation
 from .snippet import Snippet, commented
 
 NAME = "torchao_float8.py"

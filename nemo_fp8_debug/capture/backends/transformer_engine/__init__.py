@@ -17,7 +17,7 @@ from ..base import Backend, foreign_forward
 from ..megatron import configured_recipe
 from . import grouped, layernorm_mlp, linear
 from .casts import first_microbatch, node_of, shares_amax, splits_accumulator
-from .release import unread_release
+from .environment import unread_release
 from .stored import stored_weight
 
 #: where Megatron's wrappers are, from core 0.9 on and before

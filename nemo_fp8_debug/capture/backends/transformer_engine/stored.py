@@ -15,8 +15,8 @@ import torch
 from ....numerics.formats import E2M1, E4M3, E5M2, Decoded, FloatFormat
 from ..base import ScaleInUse, UnknownCast, raw_weight
 from .casts import is_quantized
+from .environment import unread_release
 from .quantizers import cast_by
-from .release import unread_release
 
 _PACKAGE = "transformer_engine.pytorch.tensor."
 #: names of formats, of an enum of Transformer Engine or of its extension: torch's type, and the code of its largest value
