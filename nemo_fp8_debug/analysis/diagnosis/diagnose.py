@@ -172,7 +172,7 @@ def judge_facts(facts: Facts, leave_out: Collection[str] = ()) -> Judgment:
     interval = int(interval_of(facts.steps))
     out = any(f.rule == "operand" and f.strength != "hint" for f in findings)
     # If a baseline cannot exclude harm, the loss gives no all-clear.
-    in_doubt = harmed_since is None and facts.paired and loss.harm == "unknown"
+    in_doubt = harmed_since is None and facts.paired and loss.harm == "unknown" and not loss.is_far_below
     judged = _is_judged(facts, harmed_since, interval, out) and not in_doubt
     settled = int(facts.steps[min(MADE_UP, len(facts.steps) - 1)]) if len(facts.steps) else 0
     by_precision = loss.differs_from_reference is not False
