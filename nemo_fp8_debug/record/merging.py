@@ -274,15 +274,13 @@ def _merge_readable(run: Storage, table: str, parts: Sequence[Part], keep: Calla
             taken.append(Written(part, size_of(run, part), None if steps <= new & kept else frozenset(new & kept)))
         else:
             spare.append(part)
-    batches = list(_batches(taken))
-    if spare:  # what else holds their rows has to be read to its end before they go
-        for each in (each for batch in batches if not _is_due(batch) for each in batch):
+    if any(new != steps for _, steps, new in found):  # what else holds their rows has to be read to its end before they go
+        for each in taken:
             for _ in _rows(run, table, each):
                 pass
-    for batch in batches:
-        if _is_due(batch):
-            _replace(run, table, batch)
-    _remove(run, spare)
+    # A merge that was killed has perhaps written the same part already, of whose rows none count beside those it replaces.
+    made = {_replace(run, table, batch).part for batch in _batches(taken) if _is_due(batch)}
+    _remove(run, [part for part in spare if part not in made])
 
 
 def _is_due(batch: Sequence[Written]) -> bool:

@@ -6,9 +6,11 @@ import doctest
 import errno
 import json
 import os
+import random
 import shutil
 from pathlib import Path
 from typing import Any, ClassVar
+from unittest.mock import Mock
 
 import fsspec
 import polars as pl
@@ -24,6 +26,7 @@ from nemo_fp8_debug import ConfigError, Monitor, RecordError, replay
 from nemo_fp8_debug.analysis.replay.replay import add_to_record
 from nemo_fp8_debug.cli import app
 from nemo_fp8_debug.core.sample import Sample
+from nemo_fp8_debug.errors import FP8DebugWarning
 from nemo_fp8_debug.record import merging
 from nemo_fp8_debug.record.merging import compact
 from nemo_fp8_debug.record.reader import read_table
@@ -132,6 +135,27 @@ class TestMerged:
             compact(copy, killed=True)
             assert same(tables(copy), before) and len(parts(copy, "metrics")) == 2
 
+    def test_what_a_damaged_part_has_too_stays_in_another(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Two processes that merged parts of one attempt left parts that have some steps both."""
+        monkeypatch.setattr(merging, "LARGEST", 1)
+        record = start(tmp_path)
+        draws = random.Random(0)
+        for first, last in ((0, 8000), (4000, 9000)):
+            steps = range(first, last)
+            columns = {"attempt": [0] * len(steps), "step": steps, "loss": [draws.random() for _ in steps]}
+            record.write_part("steps", columns, first, last)
+        record.close()
+        wide = parts(tmp_path, "steps")[0]
+        content, row_group = bytearray(wide.read_bytes()), pq.ParquetFile(wide).metadata.row_group(0)
+        losses = next(c for c in map(row_group.column, range(row_group.num_columns)) if c.path_in_schema == "loss")
+        content[losses.data_page_offset + losses.total_compressed_size // 2] ^= 1
+        wide.write_bytes(content)
+        with pytest.warns(FP8DebugWarning, match="is left out"):
+            before = read_table(tmp_path, "steps")
+        compact(tmp_path, killed=True)
+        with pytest.warns(FP8DebugWarning, match="is left out"):
+            assert read_table(tmp_path, "steps").equals(before) and len(before) == 5000
+
 
 def monitored(run: Path, sample: bool) -> Monitor:
     """Of a run that goes on, whose first step is sampled if asked for, and all of that is recorded."""
@@ -210,6 +234,23 @@ class TestThinned:
             record.record(Sample(step, {"metrics": columns, "histograms": measured(step).table("histograms")}, {}))
         compact(tmp_path, histograms_every=10, killed=True)
         assert read_table(tmp_path, "histograms")["step"].unique().to_list() == [0, 2, 3]
+
+    @pytest.mark.parametrize("seed", range(4))
+    def test_killed_before_old_parts_are_removed(self, seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """The new part has the range of the old one then, and comes before or behind it by its checksum alone."""
+        record = start(tmp_path)
+        for step in range(6):
+            record.record(measured(100 * seed + step))
+        record.close()
+        compact(tmp_path, killed=True)
+        expected = read_table(tmp_path, "histograms")
+        with monkeypatch.context() as killed, pytest.raises(KeyboardInterrupt):
+            killed.setattr(Storage, "remove", Mock(side_effect=KeyboardInterrupt))
+            compact(tmp_path, histograms_every=1000, killed=True)
+        assert len(parts(tmp_path, "histograms")) == 2
+        compact(tmp_path, histograms_every=1000, killed=True)
+        kept = expected.filter(pl.col("step").is_in([100 * seed, 100 * seed + 5]))
+        assert read_table(tmp_path, "histograms").equals(kept, null_equal=True)
 
     def test_an_interval_below_one(self, tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match="histograms_every is 0; it must be a whole number"):
