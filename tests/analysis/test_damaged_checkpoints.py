@@ -6,6 +6,7 @@ import io
 import json
 import os
 import pickle
+import sys
 import warnings
 import zipfile
 from collections.abc import Callable, Iterator
@@ -18,6 +19,7 @@ import torch
 from audited import assert_audited
 from safetensors.torch import save_file
 from saved_checkpoints import gemm_weights, hf_state, normal, pickled, save_indexed, save_megatron
+from torch.distributed.checkpoint import save as save_distributed
 from typer.testing import CliRunner
 
 from nemo_fp8_debug.analysis.checkpoint.audit import audit
@@ -55,6 +57,63 @@ def test_hostile_torch_file(hostile: Hostile, tmp_path: Path) -> None:
     torch.save({"a.weight": normal(4, 4), "b": hostile}, tmp_path / "a.pt")
     with pytest.raises(RecordError, match=f"a.pt {REFUSED}"):
         audit(tmp_path / "a.pt")
+
+
+@pytest.mark.parametrize("name", ["_inductor", "onnx", "_export"])
+def test_modules_of_torch_are_not_imported(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`getattr(torch, name)` imports them."""
+    monkeypatch.delattr(torch, name, raising=False)
+    monkeypatch.delitem(sys.modules, f"torch.{name}", raising=False)
+    save_file({"a.weight": normal(4, 4)}, tmp_path / "a.safetensors")
+    (tmp_path / ".metadata").write_bytes(f"ctorch\n{name}\n.".encode())
+    with pytest.raises(RecordError, match=f"it names torch.{name}, which unpickling would run"):
+        audit(tmp_path)
+    assert f"torch.{name}" not in sys.modules
+
+
+WITHOUT_VALUES: dict[str, Callable[[], torch.Tensor]] = {
+    "sparse": lambda: torch.eye(4).to_sparse(),
+    "meta": lambda: torch.zeros(4, 4, device="meta"),
+    "nested": lambda: torch.nested.nested_tensor([torch.ones(2, 2), torch.ones(3, 2)]),
+}
+
+
+@pytest.mark.parametrize("kind", WITHOUT_VALUES)
+def test_a_tensor_without_values_costs_itself(kind: str, tmp_path: Path) -> None:
+    fp8 = normal(4, 4).to(torch.float8_e4m3fn)
+    state = {"a.weight": normal(4, 4), "b.weight": fp8, "b.weight_scale": WITHOUT_VALUES[kind]()}
+    torch.save(state, tmp_path / "a.pt")
+    with pytest.warns(FP8DebugWarning, match=r"a\.pt: b\.weight_scale was not read: a sparse, nested or meta tensor"):
+        assert_audited(audit(tmp_path / "a.pt"), {"a": state["a.weight"]})
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        torch.eye(4, dtype=torch.uint8).to_sparse(),
+        torch.zeros(4, dtype=torch.uint8, device="meta"),
+        pickled({"scale_fwd": torch.full((3,), 1j), "amax_history_fwd": torch.ones(1, 3)}),
+    ],
+)
+def test_an_extra_state_without_numbers(state: torch.Tensor, tmp_path: Path) -> None:
+    weight = normal(4, 4)
+    torch.save({"a.weight": weight, "a._extra_state": state}, tmp_path / "a.pt")
+    with pytest.warns(FP8DebugWarning, match=r"a\._extra_state is damaged.*costs the stored scale of a"):
+        assert_audited(audit(tmp_path / "a.pt"), {"a": weight})
+
+
+@pytest.mark.parametrize("place", [5, ("a", 1, 2), "a\0b", "\ud800"])
+def test_a_place_that_is_none(place: Any, tmp_path: Path) -> None:
+    save_distributed({"a.weight": normal(4, 4)}, checkpoint_id=tmp_path, no_dist=True)
+    metadata = pickle.loads((tmp_path / ".metadata").read_bytes())
+    (key,) = metadata.storage_data
+    if isinstance(place, str):
+        metadata.storage_data[key].relative_path = place
+    else:
+        metadata.storage_data[key] = place
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(RecordError, match=r"does not say where a\.weight at \(0, 0\) lies|cannot be read"):
+        audit(tmp_path)
 
 
 def test_pickles_are_refused_on_older_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

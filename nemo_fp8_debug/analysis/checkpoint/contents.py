@@ -13,7 +13,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from ...errors import RecordError
-from .pickles import Placeholder, load_pickle, load_torch
+from .pickles import Placeholder, has_values, load_pickle, load_torch
 
 _EXTRA = "_extra_state"
 #: levels of mappings in mappings, and entries, at the most
@@ -50,7 +50,7 @@ class Contents:
     tensors: dict[str, Entry] = field(default_factory=dict)
     #: finds the extra state of a module: a tensor, a stand-in for io.BytesIO, or None
     extra_states: dict[str, Callable[[], Any]] = field(default_factory=dict)
-    #: names that an index knows and no file has
+    #: names that an index knows and no file has, and tensors without values
     lost: set[str] = field(default_factory=set)
     #: what could not be read, a sentence each
     faults: list[str] = field(default_factory=list)
@@ -59,6 +59,9 @@ class Contents:
         """Add a tensor, or the extra state of a module. Ignore anything else."""
         if name.rpartition(".")[2].startswith(_EXTRA):
             self.extra_states[name] = lambda: value
+        elif isinstance(value, torch.Tensor) and not has_values(value):
+            self.lost.add(name)
+            self.faults.append(f"{path}: {name} was not read: a sparse, nested or meta tensor")
         elif isinstance(value, torch.Tensor):
             if value.numel() > max(value.untyped_storage().nbytes() // value.itemsize, _MOST_EXPANDED):
                 raise RecordError(f"{path} was not read: {name} repeats the values of its storage too many times")
@@ -245,7 +248,7 @@ def _piece(folder: Path, name: str, chunk: Placeholder, places: Mapping[Any, Pla
 
     def open_() -> torch.Tensor:
         found = _load(folder, info, f"{name} at {offsets}")
-        if not isinstance(found, torch.Tensor) or found.numel() != math.prod(shape):
+        if not isinstance(found, torch.Tensor) or not has_values(found) or found.numel() != math.prod(shape):
             raise RecordError(f"{folder}: {name} at {offsets} is not a tensor of shape {shape} in its file")
         return found.detach().reshape(shape)
 
@@ -262,7 +265,7 @@ def _object(folder: Path, info: Placeholder | None) -> Callable[[], Any]:
 
 def _load(folder: Path, info: Placeholder | None, what: str) -> Any:
     """Load what lies at one place of a checkpoint's files."""
-    if info is None:
+    if not isinstance(info, Placeholder):
         raise RecordError(f"{folder / '.metadata'} does not say where {what} lies")
     name, offset, length = (info.get(key) for key in ("relative_path", "offset", "length"))
     if not isinstance(name, str) or Path(name).name != name:

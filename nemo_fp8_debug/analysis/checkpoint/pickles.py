@@ -96,6 +96,15 @@ def load_torch(path: Path, offset: int = 0, length: int | None = None) -> Any:
             return load_torch_bytes(file.read(length), str(path))
     except OSError as error:
         raise RecordError(f"{path} cannot be read: {error.strerror or error}") from None
+    except RecordError:
+        raise
+    except ValueError as error:  # of a name that no file can have
+        raise RecordError(f"{str(path)!r} cannot be read: {error}") from None
+
+
+def has_values(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor has its values one by one, as sparse, nested and meta tensors have not."""
+    return tensor.layout == torch.strided and not tensor.is_nested and tensor.device.type == "cpu"
 
 
 def load_torch_bytes(data: bytes, source: str) -> Any:
@@ -206,7 +215,7 @@ class _Unpickler(pickle.Unpickler):
         full = f"{'builtins' if module == '__builtin__' else module}.{name}"
         if full == "torch.storage._load_from_bytes":  # torch's own would unpickle anything
             return lambda data: _load_storage(data, self._source)
-        if module == "torch" and isinstance(dtype := getattr(torch, name, None), torch.dtype):
+        if module == "torch" and isinstance(dtype := vars(torch).get(name), torch.dtype):  # getattr may import a module
             return dtype
         known = _DATA.get(full) or _stand_in(full)
         if known is None:

@@ -15,7 +15,7 @@ from ...core.layer_names import without_wrappers
 from ...errors import RecordError
 from ...numerics.formats import E4M3, E5M2, FloatFormat
 from .contents import Contents, Entry
-from .pickles import Placeholder, load_pickle, load_torch_bytes
+from .pickles import Placeholder, has_values, load_pickle, load_torch_bytes
 
 #: where Megatron leaves out the number of a layer or of an expert, and stacks them along a leading axis instead
 _STACKED_LAYERS = re.compile(r"((?:^|\.)layers\.)(?!\d)")
@@ -212,13 +212,15 @@ def weight_scale(state: Any, parameter: str, source: str) -> StoredScale | None:
     limit = extra.get("fp8_max_fwd") if isinstance(extra, Mapping) else None
     if not isinstance(scale, torch.Tensor) or not isinstance(history, torch.Tensor):
         raise RecordError(f"{source} is damaged: its scales are no tensors")
+    if not all(has_values(each) and each.is_floating_point() for each in (scale, history)):
+        raise RecordError(f"{source} is damaged: its scales are no numbers")
     slot, length = _SLOTS.get(parameter, (0, 0))
     if scale.shape != (length,) or history.shape[1:] != (length,):
         raise RecordError(
             f"{source} has {tuple(scale.shape)} forward scales; which is that of `{parameter}` is not known"
             " (in grouped layers it depends on the version of Transformer Engine)"
         )
-    fmt = E5M2 if limit == E5M2.max else E4M3
+    fmt = E5M2 if isinstance(limit, float | int) and limit == E5M2.max else E4M3
     # An empty history alone says nothing: one of length 1 is emptied by the update that sets the scale.
     unset = float(scale[slot]) == 1 and bool((history[:, slot] == 0).all())
     return StoredScale(float(scale[slot]), fmt, unset)
@@ -226,11 +228,16 @@ def weight_scale(state: Any, parameter: str, source: str) -> StoredScale | None:
 
 def _decoded(state: Any, source: str) -> Any:
     if isinstance(state, torch.Tensor):
-        if state.dtype != torch.uint8:
-            raise RecordError(f"{source} is damaged: extra state of dtype {state.dtype}")
+        if state.dtype != torch.uint8 or not has_values(state):
+            raise RecordError(f"{source} is damaged: extra state of dtype {state.dtype}, layout {state.layout}")
         data = state.numpy().tobytes()
         return load_pickle(data, source) if data else None
-    if isinstance(state, Placeholder) and isinstance(state.state, tuple) and isinstance(state.state[0], bytes):
+    if (
+        isinstance(state, Placeholder)
+        and isinstance(state.state, tuple)
+        and state.state
+        and isinstance(state.state[0], bytes)
+    ):
         return load_torch_bytes(state.state[0], source)
     if state is None:
         return None
