@@ -12,6 +12,7 @@ import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -69,6 +70,40 @@ def test_modules_of_torch_are_not_imported(name: str, tmp_path: Path, monkeypatc
     with pytest.raises(RecordError, match=f"it names torch.{name}, which unpickling would run"):
         audit(tmp_path)
     assert f"torch.{name}" not in sys.modules
+
+
+def test_what_others_in_the_process_allow_is_not_run(tmp_path: Path) -> None:
+    ran = list[int]()
+
+    def run(number: int) -> None:
+        ran.append(number)
+
+    class Runs:
+        def __reduce__(self) -> Any:
+            return run, (1,)
+
+    run.__qualname__ = "run"
+    with patch.object(sys.modules[__name__], "run", run, create=True), torch.serialization.safe_globals([run]):
+        torch.save({"a.weight": normal(4, 4), "b": Runs()}, tmp_path / "a.pt")
+        with pytest.raises(RecordError, match="which unpickling would run"):
+            audit(tmp_path / "a.pt")
+        assert not ran and run in torch.serialization.get_safe_globals()
+
+
+@pytest.mark.parametrize("size", [(3,), (1 << 40,)])
+def test_a_scale_beyond_its_storage(size: tuple[int, ...], tmp_path: Path) -> None:
+    """Its values would be whatever lies in memory."""
+    tensor = torch.ones(1)
+
+    class Reaches:
+        def __reduce__(self) -> Any:
+            return torch._utils._rebuild_tensor_v2, (tensor.storage(), 0, size, (1,), False, None)
+
+    state = pickled({"scale_fwd": Reaches(), "amax_history_fwd": torch.ones(1, 3)})
+    weight = normal(4, 4)
+    torch.save({"a.weight": weight, "a._extra_state": state}, tmp_path / "a.pt")
+    with pytest.warns(FP8DebugWarning, match="a tensor reaches beyond its storage"):
+        assert_audited(audit(tmp_path / "a.pt"), {"a": weight})
 
 
 WITHOUT_VALUES: dict[str, Callable[[], torch.Tensor]] = {

@@ -7,11 +7,12 @@ of a checkpoint it gets a stand-in, which keeps its arguments and does nothing. 
 from __future__ import annotations
 
 import collections
+import contextlib
 import io
 import pickle
 import pickletools
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -123,14 +124,15 @@ def _load_archive(file: IO[bytes], mapped: Path | None, source: str) -> Any:
             compressed = any(entry.compress_type != zipfile.ZIP_STORED for entry in archive.infolist())
         if compressed:
             raise RecordError(f"{source} was not read: a compressed archive, which torch.save does not write")
-        file.seek(0)
-        names = torch.serialization.get_unsafe_globals_in_checkpoint(file)
-        stand_ins = {name: known for name in names if (known := _stand_in(name)) is not None}
-        if refused := sorted(set(names) - set(stand_ins)):
-            raise _refusal(source, refused[0])
-        file.seek(0)
-        with torch.serialization.safe_globals([(known, name) for name, known in stand_ins.items()]):
-            return torch.load(mapped or file, map_location="cpu", weights_only=True, mmap=mapped is not None)
+        with _without_safe_globals():
+            file.seek(0)
+            names = torch.serialization.get_unsafe_globals_in_checkpoint(file)
+            stand_ins = {name: known for name in names if (known := _stand_in(name)) is not None}
+            if refused := sorted(set(names) - set(stand_ins)):
+                raise _refusal(source, refused[0])
+            file.seek(0)
+            with torch.serialization.safe_globals([(known, name) for name, known in stand_ins.items()]):
+                return torch.load(mapped or file, map_location="cpu", weights_only=True, mmap=mapped is not None)
     except RecordError:
         raise
     except zipfile.BadZipFile as error:
@@ -145,9 +147,21 @@ def _load_storage(data: bytes, source: str) -> Any:
     """Load what torch.storage writes into a pickle."""
     _refuse_old_torch(source)
     try:
-        return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+        with _without_safe_globals():
+            return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     except Exception as error:  # as above
         raise _not_read(source, error) from None
+
+
+@contextlib.contextmanager
+def _without_safe_globals() -> Iterator[None]:
+    """Take back for a while what others in this process allow torch.load to run, as Megatron does."""
+    allowed = torch.serialization.get_safe_globals()
+    torch.serialization.clear_safe_globals()
+    try:
+        yield
+    finally:
+        torch.serialization.add_safe_globals(allowed)
 
 
 def _refuse_old_torch(source: str) -> None:
@@ -193,6 +207,8 @@ def _check_memo(data: bytes) -> None:
 
 
 def _rebuild_tensor(storage: Any, offset: int, size: tuple[int, ...], stride: tuple[int, ...], *rest: Any) -> Any:
+    if 0 not in size and offset + sum((n - 1) * step for n, step in zip(size, stride, strict=True)) >= len(storage):
+        raise ValueError("a tensor reaches beyond its storage")  # which torch would enlarge, by whatever lies in memory
     return torch._utils._rebuild_tensor(storage, offset, tuple(size), tuple(stride))
 
 
