@@ -73,7 +73,13 @@ SIZE_OFF = _threshold(
     "SIZE_OFF",
     3.0,
     "bits",
-    "dY of a kind of GEMM is at most 1.44 bits off others in 848 clean pairs; twice that, on other batches 4 times.",
+    "dY of a kind of GEMM is at most 1.44 bits off others in 848 clean pairs; twice that.",
+)
+OTHER_BATCHES = _threshold(
+    "OTHER_BATCHES",
+    2.0,
+    "times a limit",
+    "Another seed's values differ: 2 of 128 clean pairs reach up to 1.6 times a limit.",
 )
 SAME_LOSS = _threshold(
     "SAME_LOSS", 0.02, "of the loss", "FP8 changes the loss of one batch under equal weights by less than 1%."

@@ -72,7 +72,7 @@ def trainer_options(folder: Path) -> dict[str, Any]:
         "devices": 1,
         "max_steps": 2,
         "strategy": nl.MegatronStrategy(),
-        "plugins": nl.nl.MegatronMixedPrecision(precision="bf16-mixed"),
+        "plugins": nl.MegatronMixedPrecision(precision="bf16-mixed"),
         "logger": TensorBoardLogger(folder, name="", version="a"),
         "limit_val_batches": 0,
         "num_sanity_val_steps": 0,

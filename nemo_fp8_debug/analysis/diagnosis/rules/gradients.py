@@ -77,8 +77,10 @@ def find_factor(facts: Facts) -> Iterator[Finding]:
     if len(scaled) and not alike:
         share, scale = _median(scaled["per_scale"].abs()), _median(scaled["loss_scale"])
         evidence = f"gradients carry a factor of {share * scale:.3g}, and a loss scale of {scale:.3g} is reported"
-        since = int(scaled["step"][0])
-        if share < thresholds.LEAST_SHARE:
+        is_lost, of_step = share < thresholds.LEAST_SHARE, pl.col("per_scale").abs()
+        wrong = of_step < thresholds.LEAST_SHARE if is_lost else of_step > thresholds.FACTOR
+        since = next(iter(scaled.filter(wrong)["step"].to_list()), int(scaled["step"][0]))
+        if is_lost:
             yield _factor("proof", evidence, since, "The reported loss scale is not applied.")
         elif share > thresholds.FACTOR and not _differ(share, scale):
             yield _factor("proof", evidence, since, "The loss scale is applied twice.")
@@ -456,9 +458,8 @@ def find_sizes(facts: Facts) -> Iterator[Finding]:
         )
         usual = _median(kinds["bits"]) if role in GRADIENTS and len(kinds) else 0.0
         kinds = kinds.with_columns(apart=pl.col("bits") - usual)
-        off = kinds.filter(pl.col("apart").abs() > thresholds.SIZE_OFF * (1 if facts.same_batches else 2)).sort(
-            pl.col("apart").abs(), descending=True
-        )
+        limit = thresholds.SIZE_OFF * (1 if facts.same_batches else thresholds.OTHER_BATCHES)
+        off = kinds.filter(pl.col("apart").abs() > limit).sort(pl.col("apart").abs(), descending=True)
         if off.is_empty() or len(off) == len(kinds) > 1:
             continue
         first = off.row(0, named=True)

@@ -157,6 +157,10 @@ def _explain(suspect: Suspect, facts: Facts) -> Finding:
         # A batch may have far larger gradients than others, and a scale lags behind.
         if suspect.role in GRADIENTS and found.cause in ("clipping", "underflow"):
             found = replace(found, strength="hint")
+    # If no scale is to blame, another seed's values explain some more underflow.
+    other_values = suspect.baseline is not None and not facts.same_batches and suspect.excess < thresholds.OTHER_BATCHES
+    if by_values and found.cause == "underflow" and other_values:
+        found = replace(found, strength="hint")
     if suspect.loses_later is not None and (found.cause, found.strength) == ("outlier", "hint"):
         metric, value, usual, step = suspect.loses_later
         more = f"{metric} {number(value, '%')} instead of {number(usual, '%')}"
