@@ -12,6 +12,7 @@ import numpy as np
 
 from ...core.keys import GRADIENTS, SHOWN_AS
 from ...numerics.metric_names import LABELS
+from ..comparison.onset import IN_A_ROW
 from ..formatting import number
 from ..loss.gap import CHECK_DATA, Gap
 from ..loss.outcome import OF_RANGE, LossOutcome
@@ -176,6 +177,8 @@ def _tell_doubt(found: Answer) -> str:
     if found.facts.paired and found.loss.harm == "unknown":
         return "We found nothing wrong"
     n = len(found.run.metrics.steps)
+    if n >= 2 * IN_A_ROW and not found.facts.paired:
+        return "We found nothing, but without a baseline we know no limits for these operands"
     return f"We found nothing, but {n} sample{' is' if n == 1 else 's are'} too few to be sure"
 
 

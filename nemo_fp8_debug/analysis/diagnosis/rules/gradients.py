@@ -81,9 +81,9 @@ def find_factor(facts: Facts) -> Iterator[Finding]:
         wrong = of_step < thresholds.LEAST_SHARE if is_lost else of_step > thresholds.FACTOR
         since = next(iter(scaled.filter(wrong)["step"].to_list()), int(scaled["step"][0]))
         if is_lost:
-            yield _factor("proof", evidence, since, "The reported loss scale is not applied.")
+            yield _factor("proof", evidence, since, "Find why the reported loss scale is not applied.")
         elif share > thresholds.FACTOR and not _differ(share, scale):
-            yield _factor("proof", evidence, since, "The loss scale is applied twice.")
+            yield _factor("proof", evidence, since, "Find what applies the loss scale twice.")
         elif share > thresholds.FACTOR:
             yield _factor("hint", evidence, since, "A loss summed over tokens explains that; otherwise it is scaled twice.")
     yield from _moved(mine, theirs)
@@ -95,7 +95,7 @@ def find_factor(facts: Facts) -> Iterator[Finding]:
         scale_of_both = find_common_scale(mine, theirs)
         if scale_of_both is not None and here != 0 and not _differ(here * scale_of_both, there, 1.01):
             evidence += f"; both report a loss scale of {scale_of_both:.3g}"
-            yield _factor("proof", evidence, since, "The reported loss scale is not applied.")
+            yield _factor("proof", evidence, since, "Find why the reported loss scale is not applied.")
         else:
             advice = "Other numbers of ranks or tokens explain that; otherwise the loss is divided twice, or not at all."
             yield _factor("hint", evidence, since, advice)
