@@ -175,6 +175,7 @@ def test_distributions_are_of_the_same_layer(page: Page, board: str, runs: Path)
 
 
 # Long tests rest on nemo_fp8_debug/tensorboard_plugin/page/*.py.
+# Long tests rest on nemo_fp8_debug/tensorboard_plugin/records/*.py.
 @pytest.mark.long
 def test_a_report_shows_them_beside_each_other(page: Page, runs: Path, tmp_path: Path) -> None:
     file = tmp_path / "report.html"
