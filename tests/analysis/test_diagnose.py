@@ -62,7 +62,7 @@ class TestAPair:
         assert found.culprit and (found.culprit.layer, found.culprit.role, found.culprit.since) == (CULPRIT, "input", ONSET)
         assert (found.cause, found.harm) == ("corrupted_scale", "harmful") and found.confidence in ("medium", "high")
         assert found.divergence_step is not None and found.lead == found.divergence_step - ONSET > 0
-        assert f"X of {CULPRIT} went wrong at step {ONSET} ({found.confidence} confidence)" in found.verdict()
+        assert f"X of {CULPRIT} went wrong by step {ONSET} ({found.confidence} confidence)" in found.verdict()
 
     @pytest.mark.parametrize(("later", "named"), [(5.0, True), (0.3, False)])
     def test_an_outlier_that_costs_values_only_later_is_named(self, tmp_path: Path, later: float, named: bool) -> None:
@@ -542,7 +542,7 @@ class TestCommandLine:
     def test_names_are_printed_as_they_are(self, tmp_path: Path, name: str) -> None:
         bad = write(tmp_path / "bad", corrupted, layers=[name], culprit=name)
         result = cli(bad)
-        assert result.exit_code == 0 and f"X of {name} went wrong at step" in result.stdout
+        assert result.exit_code == 0 and f"X of {name} went wrong by step" in result.stdout
 
     def test_control_characters_do_not_reach_the_terminal(self, tmp_path: Path) -> None:
         name = "a\x1b[2J\x1b]0;title\x07.fc"

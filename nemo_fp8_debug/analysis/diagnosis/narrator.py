@@ -214,7 +214,10 @@ def _tell_since(found: Answer, chosen: Finding) -> str:
         return f"at an unknown {unit}"
     if chosen.or_earlier:
         return f"since {unit} {chosen.since} or earlier"
-    return "from the first sample on" if chosen.since == found.run.metrics.steps[0] else f"at {unit} {chosen.since}"
+    if chosen.since == found.run.metrics.steps[0]:
+        return "from the first sample on"
+    # A sample shows what began at any step since the one before, and what grows is seen late.
+    return f"{'at' if chosen.is_exact or chosen.slack else 'by'} {unit} {chosen.since}"
 
 
 def _tell_evidence(found: Answer) -> str:
@@ -239,7 +242,7 @@ def tell_missed(found: Answer) -> list[str]:
         return missed
     if found.baseline is None:
         missed.append("We could have missed a fault from the first step on.")
-    elif found.loss.harm != "none":
+    elif found.cause != "software" and not (found.loss.harm == "none" and found.facts.same_batches):
         missed.append("We could have missed a fault in data, kernels or communication.")
     options = {"verification": ("GEMM results", "`verify_rows`"), "states": ("optimizer states", "`states`")}
     absent = [shown for name, shown in options.items() if found.run.table(name).is_empty()]
@@ -267,11 +270,13 @@ def tell_advice(found: Answer, fix: Fix | None) -> list[str]:
         return [NOT_FP8_ADVICE]
     changes = [] if fix is None or not (fix.changes or fix.restores) else [_tell_fix(fix, found.run.unit)]
     told = list(dict.fromkeys(filter(None, [*changes, *(f.advise() for f in chosen)])))
-    if told or found.harm != "unknown":
+    if found.decision.finding is not None or found.harm != "unknown":
         return told
-    if found.baseline is None:
-        return ["Give a baseline, a run that went well: it shows a gap that this run alone cannot."]
-    return ["Give a baseline that saw the same batches, or repeat `--baseline` for more seeds: they show smaller gaps."]
+    # What is unusual comes second: healthy runs may show it.
+    ask = "Give a baseline, a run that went well: it shows a gap that this run alone cannot."
+    if found.baseline is not None:
+        ask = "Give a baseline that saw the same batches, or repeat `--baseline` for more seeds: they show smaller gaps."
+    return [ask, *told]
 
 
 def _tell_fix(fix: Fix, unit: str) -> str:
@@ -442,8 +447,8 @@ def _tell_loss_alone(loss: LossOutcome, unit: str, since: int | None) -> str:
     if loss.begins_at_zero:
         return "The loss begins at zero and is negative, so a rise alone shows no harm. Give a baseline."
     visible = loss.run.visible_rise
-    seen = f" We would see a rise of {loss.percents(visible)} or more." if np.isfinite(visible) else ""
-    return f"The loss does not rise.{seen} Without a baseline, we cannot see a gap."
+    seen = f" (we would see {loss.percents(visible)} or more)" if np.isfinite(visible) else ""
+    return f"The loss does not rise{seen}. Without a baseline, we cannot see a gap."
 
 
 def _tell_loss_against_baseline(loss: LossOutcome, gap: Gap, unit: str, since: int | None) -> str:

@@ -214,7 +214,7 @@ def _check_nan_order(claim: Claim) -> Iterator[str]:
 
 def _check_transient(claim: Claim) -> Iterator[str]:
     known, fault, count = claim.known, claim.culprit, claim["count"]
-    since = re.findall(r"(?:went wrong at|since)(?: step| sample)? (\d+)", claim.before)
+    since = re.findall(r"(?:went wrong (?:at|by)|since)(?: step| sample)? (\d+)", claim.before)
     yield from _if(since and sum(step >= int(since[-1]) for step in known.sampled) <= count, "no sample is left after it")
     yield from _if(fault and fault.stays, "the fault stays to the end")
     if fault and fault.until is not None:
@@ -347,7 +347,7 @@ def _check_jump(claim: Claim) -> Iterator[str]:
 
 def _check_no_rise(claim: Claim) -> list[str]:
     rise = _measure_end_above_lowest(claim.known.losses)
-    visible = re.search(rf"We would see a rise of ({N})%( of the loss's range)?", claim.text)
+    visible = re.search(rf"does not rise \(we would see ({N})%( of the loss's range)?", claim.text)
     limit = float(visible[1].replace(",", "")) if visible else _HARM
     # The lowest of many windows lies below their mean by chance: two more standard errors.
     is_high = rise and not (visible and visible[2]) and rise.percent > limit + rise.reach + 2 * rise.error
@@ -419,7 +419,7 @@ def _expand(pattern: str) -> re.Pattern[str]:
     return re.compile(pattern.replace("<tensor>", f"(?P<tensor>{T})"))
 
 
-_WHEN = "(?:at @onset|(?P<start>from the first sample on)|since @earlier or earlier|at an unknown (?:step|sample))"
+_WHEN = "(?:(?:at|by) @onset|(?P<start>from the first sample on)|since @earlier or earlier|at an unknown (?:step|sample))"
 _SURE = r"(?= \(\w+ confidence\)|\.$)"
 _LATE = r"(?:In \S+, )?(?:[Ww]eights|Something)\b"
 _PERCENT = "#size%(?P<range> of the loss's range)?"
@@ -502,7 +502,7 @@ _TABLE: list[tuple[str, str, Check | None]] = [
         "#count loss(?:es)? (?:is|are) too few",
         lambda c: _if(c["count"] != len(c.known.losses.values), "other count"),
     ),
-    ("no rise", r"[Tt]he loss does not rise\.|We would see a rise of \S+%", _check_no_rise),
+    ("no rise", r"[Tt]he loss does not rise(?:\.| \(we would see \S+%)", _check_no_rise),
     ("follows", f"[Tt]he loss (?P<verb>follows|is not above) {_WHOSE}", _check_follows),
     ("little harm", f"less than the {_PERCENT} that|by less than counts as harm|slightly above the baseline's", _check_less),
     (
