@@ -216,8 +216,8 @@ def _tell_since(found: Answer, chosen: Finding) -> str:
         return f"since {unit} {chosen.since} or earlier"
     if chosen.since == found.run.metrics.steps[0]:
         return "from the first sample on"
-    # A sample shows what began at any step since the one before, and what grows is seen late.
-    return f"{'at' if chosen.is_exact or chosen.slack else 'by'} {unit} {chosen.since}"
+    # Values that leave their band may have grown for a while.
+    return f"{'by' if chosen.rule == 'operand' else 'at'} {unit} {chosen.since}"
 
 
 def _tell_evidence(found: Answer) -> str:
