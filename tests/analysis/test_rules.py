@@ -77,7 +77,7 @@ class TestMultiplier:
         ("multiplier_", "scale", "means"),
         [
             (1.0, 2.0**20, "is not applied"),
-            (2.0**32, 2.0**16, "applied twice"),
+            (2.0**32, 2.0**16, "applies the loss scale twice"),
             ([1.0] * 10 + [0.125] * 10, None, "divides the loss"),
             ([2.0**16] * 10 + [2.0**10] * 10, 2.0**16, "divides the loss"),
             ([1.0] * 10 + [0.0] * 10, None, "divides the loss"),
