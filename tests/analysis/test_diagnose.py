@@ -201,7 +201,7 @@ class TestAPair:
             write(tmp_path / name, change, consumed_samples=consumed) for name, change in (("g", nothing), ("b", corrupted))
         )
         found = diagnose(bad, baseline, by="samples")
-        assert found.culprit and found.culprit.since == 8 * ONSET and f"at sample {8 * ONSET}" in found.verdict()
+        assert found.culprit and found.culprit.since == 8 * ONSET and f"by sample {8 * ONSET}" in found.verdict()
 
     def test_nothing_quantized_can_have_done_no_harm(self, tmp_path: Path) -> None:
         """Metrics of a BF16 run are what a recipe would make of it."""
