@@ -9,7 +9,7 @@ import polars as pl
 
 from nemo_fp8_debug.analysis.loss.curve import LossCurve
 from nemo_fp8_debug.analysis.recommendation.options import Budget, Errors, Option
-from nemo_fp8_debug.analysis.recommendation.recommend import Ends, Finding, Recommendation
+from nemo_fp8_debug.analysis.recommendation.recommend import Ends, Recommendation, TensorFix
 from nemo_fp8_debug.analysis.runs.metrics import Metrics
 from nemo_fp8_debug.analysis.runs.run import Run
 from nemo_fp8_debug.plan.plan import Plan
@@ -34,7 +34,7 @@ def recommendation(run: Run, ways: Mapping[tuple[str, str], Ways], ends: Ends | 
     """Of operands that delayed scaling does not do for."""
     stay, none = Option("stay", "delayed-hybrid", None, False), Errors(0.0, 0.0, 0.0)
     findings = [
-        Finding(*key, "", (stay, *(Option(kind, recipe, none, True) for kind, recipe in these)), None)
+        TensorFix(*key, "", (stay, *(Option(kind, recipe, none, True) for kind, recipe in these)), None)
         for key, these in ways.items()
     ]
     return Recommendation(run, Budget(), tuple(findings), Plan(), None, None, ends, ())

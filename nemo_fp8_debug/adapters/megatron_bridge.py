@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..core.arguments import checks_arguments
 from ..options.config import Config
-from .session import Run
+from .session import HostRun
 
 if TYPE_CHECKING:
     from megatron.bridge.training.callbacks import Callback, CallbackContext
@@ -40,7 +40,7 @@ class FP8DebugBridgeCallback(Callback):  # type: ignore[misc]
     """
 
     def __init__(self, **options: Any) -> None:
-        self._run = Run(options)
+        self._run = HostRun(options)
         self._lr: Any = None
 
     def on_train_start(self, context: CallbackContext) -> None:

@@ -16,7 +16,7 @@ from ..capture.grad_scale import loss_and_tokens
 from ..core.arguments import checks_arguments
 from ..errors import ConfigError
 from ..options.config import Config
-from .session import Run
+from .session import HostRun
 
 
 @checks_arguments(options_of=Config)
@@ -46,7 +46,7 @@ class FP8DebugForwardStep:
     def __init__(self, forward_step: Callable[..., Any], **options: Any) -> None:
         if not callable(forward_step):
             raise ConfigError(f"forward_step is {forward_step!r}; it must be the script's function of that name")
-        self._run = Run(options)
+        self._run = HostRun(options)
         self._forward_step = forward_step
         self._step: int | None = None
         self._open = False

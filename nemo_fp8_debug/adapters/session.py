@@ -16,7 +16,7 @@ from ..monitor.monitor import Monitor
 from ..options.config import Config
 
 
-class Run:
+class HostRun:
     """A run of the host. Until it starts it holds plain values only, so that launchers can copy and pickle it."""
 
     def __init__(self, options: Mapping[str, Any]) -> None:

@@ -13,7 +13,7 @@ from ..analysis.diagnosis.diagnose import diagnose
 from ..analysis.diagnosis.narrator import tell_advice, tell_verdict
 from ..analysis.formatting import number
 from ..analysis.recommendation.options import Budget, Errors
-from ..analysis.recommendation.recommend import Finding, Recommendation
+from ..analysis.recommendation.recommend import Recommendation, TensorFix
 from ..analysis.recommendation.snippets import PLAN, snippets_of, unwritten, write
 from ..analysis.recommendation.snippets.snippet import Snippet
 from ..analysis.runs.cluster import on_cluster
@@ -141,7 +141,7 @@ def _print_findings(out: Console, found: Recommendation) -> None:
     print_rows(out, f"Cheapest changes that keep to {bounds}, worst samples", columns, rows)
 
 
-def _pair(finding: Finding, now: Errors | None, then: Errors | None, name: str) -> str:
+def _pair(finding: TensorFix, now: Errors | None, then: Errors | None, name: str) -> str:
     shown = [number(getattr(errors, name) if errors else None) for errors in (now, then)]
     about = "about " if finding.chosen.approximate and then is not None else ""
     return f"{shown[0]} -> {about}{shown[1]}" if finding.changes else shown[0]

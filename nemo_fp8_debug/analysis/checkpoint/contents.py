@@ -34,7 +34,7 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Entry:
+class CheckpointEntry:
     """A tensor of a checkpoint, whole or in pieces."""
 
     dtype: torch.dtype
@@ -47,7 +47,7 @@ class Contents:
     """What a checkpoint holds, by the names it uses."""
 
     format: str
-    tensors: dict[str, Entry] = field(default_factory=dict)
+    tensors: dict[str, CheckpointEntry] = field(default_factory=dict)
     #: finds the extra state of a module: a tensor, a stand-in for io.BytesIO, or None
     extra_states: dict[str, Callable[[], Any]] = field(default_factory=dict)
     #: names that an index knows and no file has, and tensors without values
@@ -66,7 +66,7 @@ class Contents:
             if value.numel() > max(value.untyped_storage().nbytes() // value.itemsize, _MOST_EXPANDED):
                 raise RecordError(f"{path} was not read: {name} repeats the values of its storage too many times")
             shape = tuple(value.shape)
-            self.tensors[name] = Entry(value.dtype, shape, (Piece((0,) * len(shape), shape, value.detach),))
+            self.tensors[name] = CheckpointEntry(value.dtype, shape, (Piece((0,) * len(shape), shape, value.detach),))
 
 
 def open_checkpoint(path: Path) -> Contents:
@@ -229,7 +229,7 @@ def _distributed(folder: Path) -> Contents:
                 continue
             pieces = [_piece(folder, name, chunk, places) for chunk in chunks]
             shape = _sizes(about.get("size"))
-            contents.tensors[name] = Entry(about.get("properties").state[0], shape, tuple(pieces))
+            contents.tensors[name] = CheckpointEntry(about.get("properties").state[0], shape, tuple(pieces))
     except (AttributeError, TypeError, ValueError, KeyError, IndexError) as error:
         raise RecordError(f"{file} is damaged, or of a version that is not known: {error}") from None
     return contents

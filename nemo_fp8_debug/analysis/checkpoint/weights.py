@@ -14,7 +14,7 @@ import torch
 from ...core.layer_names import without_wrappers
 from ...errors import RecordError
 from ...numerics.formats import E4M3, E5M2, FloatFormat
-from .contents import Contents, Entry
+from .contents import CheckpointEntry, Contents
 from .pickles import Placeholder, has_values, load_pickle, load_torch_bytes
 
 #: where Megatron leaves out the number of a layer or of an expert, and stacks them along a leading axis instead
@@ -38,7 +38,7 @@ _SCALES = ("_scale_inv", "_scale")
 
 
 @dataclass(frozen=True)
-class Part:
+class WeightPart:
     """A matrix of a weight's values, or some of its rows or columns."""
 
     open: Callable[[], torch.Tensor]
@@ -61,11 +61,11 @@ class Weight:
     dtype: torch.dtype
     #: [rows, columns]
     shape: tuple[int, int]
-    parts: tuple[Part, ...]
+    parts: tuple[WeightPart, ...]
     #: key of the module's extra state, where the checkpoint has one
     extra_state: str | None
     #: of an FP8 weight: the tensor to multiply it by
-    scale: Part | None = None
+    scale: WeightPart | None = None
     #: one of several that its module may hold
     expert: bool = False
 
@@ -104,7 +104,7 @@ def _no_gemm(path: str, dimensions: int, dtype: torch.dtype) -> str | None:
     return None if dtype in DTYPES else f"of dtype {str(dtype).removeprefix('torch.')}"
 
 
-def _stacked_axes(path: str, entry: Entry) -> list[re.Pattern[str]]:
+def _stacked_axes(path: str, entry: CheckpointEntry) -> list[re.Pattern[str]]:
     """What the leading axes of a tensor count: layers, experts, both or neither."""
     axes = [_STACKED_LAYERS] if _STACKED_LAYERS.search(path) else []
     if _STACKED_EXPERTS.search(path) and len(entry.shape) - len(axes) == 3:
@@ -137,14 +137,14 @@ def module_of_state(key: str) -> str:
 
 
 def _unstack(
-    path: str, axes: list[re.Pattern[str]], entry: Entry, states: Mapping[str, str], scale: Entry | None
+    path: str, axes: list[re.Pattern[str]], entry: CheckpointEntry, states: Mapping[str, str], scale: CheckpointEntry | None
 ) -> Iterator[Weight]:
     """The matrices that a tensor stacks, each with its share of the pieces."""
-    parts: dict[tuple[int, ...], list[Part]] = {}
+    parts: dict[tuple[int, ...], list[WeightPart]] = {}
     for piece in entry.pieces:
         for index in product(*(range(n) for n in piece.shape[: len(axes)])):
             whole = tuple(o + i for o, i in zip(piece.offsets, index, strict=False))
-            parts.setdefault(whole, []).append(Part(piece.open, index))
+            parts.setdefault(whole, []).append(WeightPart(piece.open, index))
     for whole, found in parts.items():
         numbered = _numbered(path, axes, whole)
         parameter = numbered.rpartition(".")[2]
@@ -160,15 +160,15 @@ def _unstack(
         )
 
 
-def _scale_of(name: str, tensors: Mapping[str, Entry]) -> Entry | None:
+def _scale_of(name: str, tensors: Mapping[str, CheckpointEntry]) -> CheckpointEntry | None:
     found = (tensors.get(name + suffix) for suffix in _SCALES)
     return next((entry for entry in found if entry is not None and len(entry.pieces) == 1), None)
 
 
-def _scale_at(scale: Entry, index: tuple[int, ...]) -> Part:
+def _scale_at(scale: CheckpointEntry, index: tuple[int, ...]) -> WeightPart:
     """The scale of one of the stacked weights, where there is one for each."""
     stacked = len(scale.shape) > len(index) and all(i < n for i, n in zip(index, scale.shape, strict=False))
-    return Part(scale.pieces[0].open, index if index and stacked else ())
+    return WeightPart(scale.pieces[0].open, index if index and stacked else ())
 
 
 # --- the scales that Transformer Engine stores, as a module's `_extra_state` ----------------------------------------------

@@ -18,8 +18,7 @@ from .narrator import tell_advice, tell_headline, tell_verdict
 
 if TYPE_CHECKING:  # it imports torch
     from ..recommendation.options import Budget
-    from ..recommendation.recommend import Finding as Fix
-    from ..recommendation.recommend import Recommendation
+    from ..recommendation.recommend import Recommendation, TensorFix
 
 
 @dataclass(frozen=True)
@@ -56,7 +55,7 @@ class Diagnosis(Answer):
             operands = list(dict.fromkeys([*flags, *(over_budget(run, budget) if alone else ())]))
         return recommend(run, operands, budget, flags)
 
-    def find_fix(self, recommended: Recommendation) -> Fix | None:
+    def find_fix(self, recommended: Recommendation) -> TensorFix | None:
         """Return the change of the blamed tensor among recommended ones; None: no cast is to blame."""
         blamed, own = find_blamed(self), self.run.own_names
         if blamed is None or blamed.layer is None:
@@ -65,7 +64,7 @@ class Diagnosis(Answer):
         return next((each for each in recommended.findings if (each.layer, each.role) == key), None)
 
     @cached_property
-    def fix(self) -> Fix | None:
+    def fix(self) -> TensorFix | None:
         """The first change on the ladder that helps the blamed tensor; None: no cast is to blame, or nothing is known."""
         blamed = find_blamed(self)
         if not self.replays or blamed is None or blamed.layer is None or blamed.role is None:

@@ -21,7 +21,7 @@ from .answer import Answer
 from .finding import CAUSES, NOT_FP8_ADVICE, Finding
 
 if TYPE_CHECKING:  # it imports torch
-    from ..recommendation.recommend import Finding as Fix
+    from ..recommendation.recommend import TensorFix
 
 #: share of a tensor that is lost, from which a format represents it badly
 _BADLY = 0.1
@@ -259,7 +259,7 @@ def tell_verdict_reason(found: Answer) -> str:
     return " ".join(filter(None, [*trouble, reference, *tell_missed(found)]))
 
 
-def tell_advice(found: Answer, fix: Fix | None) -> list[str]:
+def tell_advice(found: Answer, fix: TensorFix | None) -> list[str]:
     """Return what to do, a sentence each. The first is the advice, the others say where to look.
 
     Args:
@@ -279,7 +279,7 @@ def tell_advice(found: Answer, fix: Fix | None) -> list[str]:
     return [ask, *told]
 
 
-def _tell_fix(fix: Fix, unit: str) -> str:
+def _tell_fix(fix: TensorFix, unit: str) -> str:
     """Return the change that helps a tensor, in a sentence."""
     if fix.restores:
         return f"Restore the FP8 state of {fix.name} (scales and amax histories) from the checkpoint."
@@ -295,7 +295,7 @@ def _tell_fix(fix: Fix, unit: str) -> str:
     return f"{what}{back}{_tell_gain(fix)}."
 
 
-def _tell_gain(fix: Fix) -> str:
+def _tell_gain(fix: TensorFix) -> str:
     """Return what the change makes of the worst metric, in a clause; empty if that is not known."""
     now, then = fix.options[0].errors, fix.chosen.errors
     if fix.metric is None or now is None or then is None or getattr(then, fix.metric) is None:

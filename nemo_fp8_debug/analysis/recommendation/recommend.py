@@ -85,7 +85,7 @@ _AT_THE_ENDS = 0.25
 
 
 @dataclass(frozen=True)
-class Finding:
+class TensorFix:
     """An operand, and what can be done about it."""
 
     layer: str
@@ -162,7 +162,7 @@ class Recommendation:
 
     run: Run
     budget: Budget
-    findings: tuple[Finding, ...]
+    findings: tuple[TensorFix, ...]
     plan: Plan
     #: share of all GEMMs' FLOPs in FP8, as the run is and under the plan; None where shapes are not known. If the run is not
     #: quantized, as if all that was measured were
@@ -178,7 +178,7 @@ class Recommendation:
         return self.run.quantization == QUANTIZED
 
     @property
-    def to_change(self) -> list[Finding]:
+    def to_change(self) -> list[TensorFix]:
         """Findings that ask for a change."""
         return [finding for finding in self.findings if finding.changes]
 
@@ -238,7 +238,7 @@ def recommend(
     for key, (recipe, _, dtype) in about.items():
         flag, stay = flag_of[key], Option(STAY, recipe, now.get(key), key not in too_bad)
         options = (stay, *(options_of(key, given[key], dtype, judged, budget, flag) if key in too_bad else ()))
-        finding = Finding(*key, flag.why, options, None, budget.worst_of(now.get(key)), flag.undo)
+        finding = TensorFix(*key, flag.why, options, None, budget.worst_of(now.get(key)), flag.undo)
         alone = left(_plan([finding]))
         cost = before - alone if before is not None and alone is not None and _known(key[0], flops) else None
         findings.append(replace(finding, cost=cost))
@@ -317,9 +317,9 @@ def _taken_out(plan: Plan, keys: Collection[Key]) -> set[Key]:
     return out
 
 
-def _plan(findings: Sequence[Finding]) -> Plan:
+def _plan(findings: Sequence[TensorFix]) -> Plan:
     """One change an operand; a layer of which two operands leave FP8 leaves as a whole, for no GEMM of it is left."""
-    layers: dict[str, list[Finding]] = {}
+    layers: dict[str, list[TensorFix]] = {}
     for finding in findings:
         if finding.changes:
             layers.setdefault(finding.layer, []).append(finding)
@@ -358,7 +358,7 @@ def _ends(run: Run, plan: Plan, left: Callable[[Plan], float | None]) -> Ends | 
     return Ends(start, end, n, left(Plan(tuple(Change(f"re:^decoder[.]layers[.]{b}[.]", BF16_RECIPE.name) for b in whole))))
 
 
-def _notes(run: Run, findings: Sequence[Finding]) -> list[str]:
+def _notes(run: Run, findings: Sequence[TensorFix]) -> list[str]:
     notes = list(filter(None, [notice(run.quantization)]))
     changed = [f for f in findings if f.changes]
     in_bf16 = [f for f in changed if f.chosen.kind == "bf16"]

@@ -23,7 +23,7 @@ from ...record.schema import SCHEMAS
 from ...record.storage import Storage
 from . import cluster
 from .grid import KEY, Floats, Grid, Ints
-from .source import Bools, Held, Source, some_of
+from .source import Bools, HeldRows, Source, some_of
 
 Result = TypeVar("Result")
 #: groups of columns
@@ -79,7 +79,7 @@ class Metrics:
             >>> metrics.tensors.row(0), metrics.steps.tolist(), metrics.frame(["mse"])["mse"].to_list()
             (('fc1', 'input'), [0, 5], [1.0, 2.0])
         """
-        return cls._of(Held(rows))
+        return cls._of(HeldRows(rows))
 
     @classmethod
     def read(cls, run: Storage, held: int = HELD) -> Metrics:

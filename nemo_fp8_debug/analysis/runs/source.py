@@ -57,7 +57,7 @@ class Source(Protocol):
         """Those of a text column, in the order of their first rows; None: that takes reading them."""
 
 
-class Held:
+class HeldRows:
     """Rows in memory."""
 
     def __init__(self, rows: pl.DataFrame) -> None:

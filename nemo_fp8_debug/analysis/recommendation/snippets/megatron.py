@@ -20,7 +20,7 @@ from ....numerics.recipe import BF16_RECIPE, Recipe, find_recipe
 from ....numerics.tensor_scaling import CurrentScaling, DelayedScaling
 from ...comparison.compare import quantized
 from ..options import STAY, cast_of
-from ..recommend import Ends, Finding, Recommendation, block_of
+from ..recommend import Ends, Recommendation, TensorFix, block_of
 from .snippet import Snippet, commented, first_for_all, module_of
 
 NAME, OPTIONS = "megatron_modules.yaml", "transformer_config.yaml"
@@ -40,7 +40,7 @@ _HOW_OPTIONS = (
 
 def per_module(found: Recommendation) -> Snippet | None:
     """The file; None where nothing changes."""
-    by_pattern: dict[str, list[Finding]] = {}
+    by_pattern: dict[str, list[TensorFix]] = {}
     for finding in found.to_change:
         by_pattern.setdefault(local_name(module_of(finding.layer), found), []).append(finding)
     if not by_pattern:
@@ -69,7 +69,7 @@ def _recipe(recipe: Recipe) -> dict[str, str]:
     return {"fp8_quantization_recipe": RECIPES[type(recipe.scaling)], "fp8_format": recipe.fp8_format}
 
 
-def _coarser(finding: Finding, recipe: Recipe, name: str) -> str:
+def _coarser(finding: TensorFix, recipe: Recipe, name: str) -> str:
     chosen = finding.chosen
     if chosen.recipe == BF16_RECIPE.name:
         return f"{finding.name}: BF16 is for all three GEMMs of the module, not only for the two that read this operand."
@@ -119,7 +119,7 @@ def flags_of(values: dict[str, Any]) -> list[str]:
     return flags
 
 
-def _at_an_end(finding: Finding, ends: Ends | None) -> bool:
+def _at_an_end(finding: TensorFix, ends: Ends | None) -> bool:
     block = block_of(finding.layer)
     return ends is not None and block is not None and (block < ends.start or block >= ends.blocks - ends.end)
 
@@ -133,7 +133,7 @@ def _in_use(found: Recommendation) -> Recipe | None:
     return recipe if recipe and _can_be_said(recipe) else None
 
 
-def _menu(findings: list[Finding], ends: Ends | None) -> list[Recipe]:
+def _menu(findings: list[TensorFix], ends: Ends | None) -> list[Recipe]:
     """Recipes of all the findings' options that Megatron has options for; formats that differ by role in either way."""
     recipes = [option.parsed for finding in findings for option in finding.options if option.kind != STAY]
     both = [Recipe(r.scaling, fmt) for r in recipes for fmt in ("hybrid", "e4m3") if fmt in r.scaling.formats]
@@ -146,7 +146,7 @@ def _can_be_said(recipe: Recipe) -> bool:
     return recipe.fp8_format in ("hybrid", "e4m3") and (plain or isinstance(recipe.scaling, DelayedScaling))
 
 
-def _options(recipe: Recipe | None, found: Recommendation, unsolved: list[Finding]) -> tuple[dict[str, Any], list[str]]:
+def _options(recipe: Recipe | None, found: Recommendation, unsolved: list[TensorFix]) -> tuple[dict[str, Any], list[str]]:
     """Fields of TransformerConfig; what they cannot express, or say of more than was asked for."""
     coarser = [
         f"{f.name}: no option of the whole run does it; recipes of modules do, see the other files." for f in unsolved

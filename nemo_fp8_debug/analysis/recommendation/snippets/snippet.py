@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from ....core.layer_names import aggregate_of
 from ....numerics.recipe import Recipe
 from ..options import STAY, cast_of
-from ..recommend import Finding
+from ..recommend import TensorFix
 
 
 @dataclass(frozen=True)
@@ -30,12 +30,12 @@ def commented(*paragraphs: str) -> str:
     return "".join(f"# {line}\n" for text in paragraphs for line in wrapper.wrap(text))
 
 
-def first_for_all(findings: Sequence[Finding], recipes: Iterable[Recipe]) -> Recipe | None:
+def first_for_all(findings: Sequence[TensorFix], recipes: Iterable[Recipe]) -> Recipe | None:
     """The first recipe under which every operand keeps the budget, as far as is known."""
     return next((recipe for recipe in recipes if all(_meets(finding, recipe) for finding in findings)), None)
 
 
-def _meets(finding: Finding, recipe: Recipe) -> bool:
+def _meets(finding: TensorFix, recipe: Recipe) -> bool:
     wanted = cast_of(recipe, finding.role)
     others = (option for option in finding.options if option.meets and option.kind != STAY)
     return any(cast_of(option.parsed, finding.role) == wanted for option in others)

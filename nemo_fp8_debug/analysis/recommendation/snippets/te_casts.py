@@ -18,7 +18,7 @@ from ....numerics.recipe import BF16_RECIPE, find_recipe
 from ....numerics.tensor_scaling import CurrentScaling, DelayedScaling
 from ...runs.run import Run
 from ..options import STAY, Cast, Option, cast_of
-from ..recommend import OPERANDS, READERS, Finding
+from ..recommend import OPERANDS, READERS, TensorFix
 from .snippet import module_of
 
 #: role -> cast; None is high precision
@@ -104,7 +104,7 @@ def by_gemm(casts: Casts) -> ByGemm:
     return {(role, gemm): casts[role] for role in ROLES for gemm in READERS[role]}
 
 
-def changed(name: str, casts: Casts, findings: Sequence[Finding]) -> Module:
+def changed(name: str, casts: Casts, findings: Sequence[TensorFix]) -> Module:
     """A module with the cheapest options of its operands that kernels can multiply, all of them together.
 
     Args:
@@ -125,7 +125,7 @@ def _cost(way: Sequence[tuple[int, Option]]) -> int:
     return sum(place for place, _ in way)
 
 
-def _menu(findings: Sequence[Finding]) -> list[Option]:
+def _menu(findings: Sequence[TensorFix]) -> list[Option]:
     """Options that every one of the findings has, in order of cost."""
     others = [{o.recipe for o in f.options if o.meets and o.kind != STAY} for f in findings]
     own = findings[0].options if findings else ()
@@ -159,7 +159,7 @@ def _is_delayed(cast: Cast | None) -> bool:
     return cast is not None and isinstance(cast[0], DelayedScaling)
 
 
-def _other(name: str, findings: Sequence[Finding], options: Mapping[str, Option]) -> tuple[str, ...]:
+def _other(name: str, findings: Sequence[TensorFix], options: Mapping[str, Option]) -> tuple[str, ...]:
     """Where the plan has another option."""
     said = {}
     for finding in findings:

@@ -17,7 +17,7 @@ from ....core.keys import ROLES
 from ....numerics.block_scaling import BlockScaling, MXFP8Scaling
 from ....numerics.tensor_scaling import CurrentScaling, DelayedScaling
 from ..options import Cast
-from ..recommend import READERS, Finding, Recommendation
+from ..recommend import READERS, Recommendation, TensorFix
 from . import te_casts
 from .megatron import local_name, parts_of
 from .snippet import Snippet, commented, module_of
@@ -176,7 +176,7 @@ _HOW_MODULES = (
 
 def quantizers(found: Recommendation, for_megatron: bool) -> tuple[list[Snippet], list[str]]:
     """The files, and why there are none; neither where nothing changes."""
-    by_module: dict[str, list[Finding]] = {}
+    by_module: dict[str, list[TensorFix]] = {}
     for finding in found.to_change:
         by_module.setdefault(module_of(finding.layer), []).append(finding)
     if not by_module:

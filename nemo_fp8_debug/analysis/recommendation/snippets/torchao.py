@@ -15,7 +15,7 @@ from ....core.keys import SHOWN_AS
 from ....core.layer_names import compile_patterns
 from ....numerics.recipe import BF16_RECIPE
 from ..options import STAY, UNDO, Option
-from ..recommend import OPERANDS, READERS, Finding, Recommendation
+from ..recommend import OPERANDS, READERS, Recommendation, TensorFix
 from .snippet import Snippet, commented
 
 NAME = "torchao_float8.py"
@@ -82,7 +82,7 @@ def configuration(found: Recommendation) -> tuple[list[Snippet], list[str]]:
     recorded = found.run.fingerprint.get("torchao", {}).get("configurations")
     entries = [(entry["config"], list(entry["layers"])) for entry in recorded] if isinstance(recorded, list) else []
     by_layer = {layer: i for i, (_, layers) in enumerate(entries) for layer in layers}
-    findings: dict[str, list[Finding]] = {}
+    findings: dict[str, list[TensorFix]] = {}
     for finding in found.to_change:
         matches = compile_patterns([finding.layer])
         layers = [finding.layer] if finding.layer in by_layer else [layer for layer in by_layer if matches(layer)]
@@ -100,7 +100,9 @@ def configuration(found: Recommendation) -> tuple[list[Snippet], list[str]]:
     return [Snippet(NAME, "conversion of layers, torchao", text, tuple(coarser))], []
 
 
-def _changed(layer: str, config: Mapping[str, Any], findings: Sequence[Finding]) -> tuple[dict[str, Any] | None, list[str]]:
+def _changed(
+    layer: str, config: Mapping[str, Any], findings: Sequence[TensorFix]
+) -> tuple[dict[str, Any] | None, list[str]]:
     """The configuration of a layer with the cheapest options that its products can multiply; None: not converted."""
     menus = [_menu(finding) for finding in findings]
     for way in sorted(itertools.product(*(enumerate(menu) for menu in menus)), key=lambda way: sum(i for i, _ in way)):
@@ -111,7 +113,7 @@ def _changed(layer: str, config: Mapping[str, Any], findings: Sequence[Finding])
     raise AssertionError("BF16 can always be multiplied")
 
 
-def _menu(finding: Finding) -> list[Option]:
+def _menu(finding: TensorFix) -> list[Option]:
     return [option for option in finding.options if option.meets and _can_be_said(option, finding.options[0])]
 
 
@@ -143,7 +145,7 @@ def _can_be_multiplied(config: Mapping[str, Any]) -> bool:
     return not any(all((role, product) in wide for role in pair) for product, pair in OPERANDS.items())
 
 
-def _coarser(findings: Sequence[Finding], options: Sequence[Option]) -> Iterator[str]:
+def _coarser(findings: Sequence[TensorFix], options: Sequence[Option]) -> Iterator[str]:
     for finding, option in zip(findings, options, strict=True):
         if option.recipe != finding.chosen.recipe and finding.chosen.kind != STAY:
             yield f"{finding.name}: torchao has no {finding.chosen.recipe} here; it has {option.recipe} instead."
