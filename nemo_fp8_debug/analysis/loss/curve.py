@@ -200,6 +200,11 @@ class LossCurve:
         return measure_scale(self.losses)
 
     @property
+    def vanishes(self) -> bool:
+        """Return True if the loss falls to a thousandth, so that most gradients are nearly zero and some are not."""
+        return self.scale is not None and self.scale.is_range and bool((self.losses >= 0).all())
+
+    @property
     def begins_at_zero(self) -> bool:
         """Whether the loss is negative and its first values are within a tenth of its range from zero."""
         finite = self.losses[np.isfinite(self.losses)]

@@ -161,6 +161,9 @@ def _explain(suspect: Suspect, facts: Facts) -> Finding:
     other_values = suspect.baseline is not None and not facts.same_batches and suspect.excess < thresholds.OTHER_BATCHES
     if by_values and found.cause == "underflow" and other_values:
         found = replace(found, strength="hint")
+    # If the loss is almost zero, most of its gradients are too, and some are not.
+    if by_values and suspect.role in GRADIENTS and facts.loss.run.vanishes:
+        return replace(found, strength="hint", of_kind="gradients")
     if suspect.loses_later is not None and (found.cause, found.strength) == ("outlier", "hint"):
         metric, value, usual, step = suspect.loses_later
         more = f"{metric} {number(value, '%')} instead of {number(usual, '%')}"
