@@ -46,7 +46,7 @@ _ATTENTION, _MLP = (
 
 @functools.lru_cache(maxsize=1 << 16)
 def purpose_of(layer: str) -> str | None:
-    """What a GEMM is for; None where its name does not tell.
+    """Return what a GEMM is for; None: its name does not say.
 
     >>> purpose_of("decoder.layers.3.self_attention.linear_qkv"), purpose_of("model.layers.0.mlp.experts.5.w2")
     ('attention in', 'expert mlp out')
@@ -343,12 +343,12 @@ class JudgedRun:
 
     @property
     def all_covered(self) -> bool:
-        """Whether nine of ten have a band."""
+        """Return True if at least nine in ten operands have a band."""
         return len(self.covered) >= 0.9 * self.operands > 0
 
 
 def told(judged: JudgedRun | None) -> str:
-    """What a run without a baseline was judged by, in a sentence."""
+    """Return what stood for the baseline of a run, in a sentence."""
     if judged is None:
         known = "no bands of healthy runs were learned from models of its class"
     elif not len(judged.covered):
@@ -377,7 +377,7 @@ def judge(run: Run, bands: Bands) -> JudgedRun:
 
 
 def _judge(bands: Bands, kinds: OfKinds) -> tuple[pl.DataFrame, pl.DataFrame]:
-    """Of some operands, those beyond the bands and those that have any; columns as of `JudgedRun`."""
+    """Return the operands beyond their bands, and those that have a band, with the columns of `JudgedRun`."""
     covered = np.zeros(len(kinds.tensors), dtype=bool)
     onset, excess = np.full(len(covered), np.iinfo(np.int64).max), np.zeros(len(covered))
     least = np.where(kinds.tensors["role"].to_numpy() == "grad_output", OF_GRADIENTS, 1.0)

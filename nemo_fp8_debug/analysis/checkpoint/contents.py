@@ -1,4 +1,4 @@
-"""What a checkpoint holds, whatever its format: names, shapes, and tensors that stay in their files until they are read."""
+"""Contents of a checkpoint in any format: names, shapes, and tensors that stay in their files until they are read."""
 
 from __future__ import annotations
 
