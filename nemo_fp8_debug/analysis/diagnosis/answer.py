@@ -199,7 +199,7 @@ def state_harm(loss: LossOutcome, stopped_at: int | None, decision: Decision, sa
     """Return the harm that a verdict states; see `Answer.harm`.
 
     A gap to a baseline of other batches that is surely above 0, and beyond the limit, makes harm likely if a fault is known
-    that may have made it, and the gap was not there before.
+    that may have made it and lasts, and the gap was not there before.
 
     Args:
         sampled: int64 [S]: steps of the samples, ascending.
@@ -208,8 +208,9 @@ def state_harm(loss: LossOutcome, stopped_at: int | None, decision: Decision, sa
         return "harmful"
     if loss.harm == "unknown" and loss.gap is not None and decision.finding is not None:
         above = loss.gap.percent > loss.max_gap and loss.gap.interval()[0] > 0
-        known = decision.finding.kind not in _NO_EVIDENCE and decision.finding.strength != "hint"
-        if above and known and _came_with(loss, decision.finding.since, sampled):
+        found = decision.finding
+        known = found.kind not in _NO_EVIDENCE and found.strength != "hint" and not found.is_transient
+        if above and known and _came_with(loss, found.since, sampled):
             return "likely"
     if loss.harm != "none":
         return loss.harm

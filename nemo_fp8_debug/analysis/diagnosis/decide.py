@@ -124,7 +124,7 @@ def _stands_out(found: Finding, findings: Sequence[Finding], latest: int) -> boo
         f
         for f in findings
         if f.rule == "operand" and f.excess is not None and _tensor(f) != _tensor(found)
-        if (f.since or 0) <= latest and thresholds.STANDS_OUT * f.excess >= found.excess
+        if (f.since or 0) <= latest and thresholds.TIMES_USUAL * f.excess >= found.excess
     ]
     return len({_tensor(f) for f in near}) <= 1 and all(f.cause == found.cause for f in near)
 
@@ -150,5 +150,7 @@ def _is_also_wrong(found: Finding, culprit: Finding) -> bool:
     if found.operand is None or found.strength == "hint" or found.operand == culprit.operand or found.kind not in OF_FP8:
         return False
     alike = (found.cause, found.since) == (culprit.cause, culprit.since)
-    near = found.excess is not None and culprit.excess is not None and thresholds.STANDS_OUT * found.excess >= culprit.excess
+    near = (
+        found.excess is not None and culprit.excess is not None and thresholds.TIMES_USUAL * found.excess >= culprit.excess
+    )
     return not found.may_follow_the_loss or (alike and near)

@@ -10,7 +10,6 @@ from typing import NamedTuple
 from ...core.keys import Key
 from ...errors import RecordError
 from ...numerics.limits import MADE_UP
-from .. import thresholds
 from ..bands.bands import Bands, bands_for, judge, told
 from ..comparison.compare import Comparison, compare
 from ..comparison.onset import IN_A_ROW
@@ -195,6 +194,8 @@ def _add_rise(facts: Facts, findings: Sequence[Finding]) -> LossOutcome:
         loss.gap is not None and (loss.gap.paired or loss.gap.percent <= loss.max_gap)
     ):
         return loss  # a rise that is gone by the end is no harm
+    if loss.gap is not None and loss.gap.interval()[0] <= 0:
+        return loss  # noise may have brought it to where it ends
     steps = sorted({f.since for f in findings if f.since is not None and f.strength != "hint"})
     rises = [(step, rises_with(loss.run, loss.baseline, step, facts.steps, lasting=loss.max_gap)) for step in steps]
     harmful = [(step, rise) for step, rise in rises if rise is not None and rise > loss.max_gap]
@@ -247,10 +248,10 @@ def _list_not_compared(run: Run, baseline: Run | None) -> list[str]:
         missed.append(f"what happened after {run.unit} {ends[-1]}, where the baseline ends")
     if len(losses) and len(steps):
         unsampled = losses[-1] - steps[-1]
-        if unsampled > max(interval_of(steps), thresholds.UNSEEN * (losses[-1] - losses[0])):
+        if unsampled > interval_of(steps):
             missed.append(f"what happened after {run.unit} {steps[-1]}, the last sample")
     mine, theirs = set(run.metrics.tensors.rows()), set(baseline.metrics.tensors.rows())
-    if len(mine - theirs) > thresholds.UNSEEN * len(mine):
+    if mine - theirs:
         missed.append(f"{len(mine - theirs)} of {len(mine)} tensors, which the baseline does not have")
     return missed
 

@@ -217,6 +217,8 @@ class Finding:
     slack: int = 0
     #: whether it may have begun long before `since`
     or_earlier: bool = False
+    #: whether it was over after a sample or two
+    is_transient: bool = False
 
     @property
     def operand(self) -> str | None:

@@ -278,7 +278,8 @@ class LossCurve:
         return Scale.choose(self.scale_to_lowest, floor)
 
     def _least_rise(self, floor: float) -> float:
-        return max(thresholds.RISE_PART * self._whole(floor), thresholds.RISE_SIGMAS * self.noise)
+        # The minimum of a noisy curve lies below it by chance, by 3 to 4 standard deviations.
+        return max(thresholds.MAX_GAP / 100 * self._whole(floor), 2 * thresholds.DEPARTS_SIGMAS * self.noise)
 
     @property
     def visible_rise(self) -> float:

@@ -247,7 +247,8 @@ def above(run: LossCurve, baseline: LossCurve) -> int | None:
     first = stays(smooth > thresholds.DEPARTS_SIGMAS * noise, apart, half)
     if first is None:
         return None
-    plain = float(np.median(smooth[first:])) > thresholds.DEPARTS_PLAINLY * noise
+    # Three times as far needs no second test.
+    plain = float(np.median(smooth[first:])) > 3 * thresholds.DEPARTS_SIGMAS * noise
     return int(aligned.steps[first]) if plain or _is_sure(aligned, first) else None
 
 
@@ -278,4 +279,4 @@ def _is_sure(aligned: Aligned, first: int) -> bool:
     n = len(aligned.steps)
     start = max(min(max(first, round((1 - PART) * n)), n - TOO_FEW), 0)
     found = gap_of(aligned, after=int(aligned.steps[start]) - 1)
-    return found is None or found.infinite or found.interval(thresholds.DEPARTS_SURE)[0] > 0
+    return found is None or found.infinite or found.interval(thresholds.SURE)[0] > 0

@@ -163,12 +163,12 @@ class LossOutcome:
             return "harmful"
         assert self.since is not None
         rise = rises_at(self.run, self.baseline, self.since)
-        least = thresholds.JUMPS if self.same_model else 2 * thresholds.JUMPS
+        least = thresholds.OTHER_SEEDS if self.same_model else 2 * thresholds.OTHER_SEEDS
         if rise is not None and rise > least:
             return "harmful"
         # The loss of a deeper model falls farther, but neither rises by itself nor at a step.
         moved = rise is not None or self.run.diverged_at is not None or self.run.stepped_up is not None
-        if moved and found.percent > 2 * thresholds.JUMPS:
+        if moved and found.percent > 2 * thresholds.OTHER_SEEDS:
             return "harmful"
         return "unknown" if self.stepped_up is None else "likely"
 
@@ -192,7 +192,7 @@ class LossOutcome:
         least = max(thresholds.OTHER_SEEDS if self.same_model else thresholds.OTHER_MODELS, self.max_gap)
         if self.seeds is None or not self.same_model:
             return least
-        nearer = min(self.seeds.nearer * least, self.max_gap + self.seeds.reach(thresholds.DEPARTS_SURE))
+        nearer = min(self.seeds.nearer * least, self.max_gap + self.seeds.reach(thresholds.SURE))
         return max(nearer, self.seeds.reach(_LIKELY))
 
     @property

@@ -32,7 +32,7 @@ class Rise(NamedTuple):
     @property
     def is_sure(self) -> bool:
         """Whether noise hardly makes it."""
-        return self.chance < 1 - thresholds.STEP_SURE
+        return self.chance < 1 - thresholds.SURE
 
 
 def rises_at(run: LossCurve, baseline: LossCurve | None, step: int) -> float | None:
@@ -184,7 +184,7 @@ def farthest_jump(run: LossCurve, baseline: LossCurve) -> Jump | None:
     (own, noise), (apart, of_apart), (theirs, _) = (_jumps(each, behind) for each in series)
     sizes = np.where(theirs < apart / 2, np.minimum(own, apart), 0.0)
     at = int(np.argmax(sizes))
-    least = -float(ndtri(thresholds.SEARCH_CHANCE / places)) * max(noise, of_apart)
+    least = -float(ndtri((1 - thresholds.SURE) / places)) * max(noise, of_apart)
     times = float(sizes[at]) / least if least else np.inf * float(sizes[at] > 0)
     where = at + _BEFORE * behind
     lasting = series[1][-max(round(PART * len(series[1])), behind) :].mean() - series[1][at:where].mean()

@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, TypeVar
 
 import joblib
+import numpy as np
 import polars as pl
 import torch
 
@@ -28,6 +29,7 @@ from ...record.reader import find_run, read_table
 from ...record.schema import SCHEMAS
 from ...record.storage import Storage
 from ...record.writer import add_rows
+from ..runs.metrics import Metrics
 from .recomputed import OPERAND, Job, Recomputed, by_key, dumped_tensors, of_histograms, of_tensors, recorded_histograms
 
 _J = TypeVar("_J")
@@ -129,15 +131,14 @@ def replay(
     wanted = None if recipe is None else parse_recipe(recipe)
     if wanted and source == "histograms":
         refuse_blocks(wanted, "replay from histograms, which know nothing of blocks (dumps do),")
-    recorded = _rows_of(read_table(run, "metrics"), only)
+    metrics = _keep(Metrics.read(run), only)
+    recorded = (metrics if steps is None else metrics.over(np.array(sorted(steps)))).frame()
+    scales = _scales(metrics, wanted)
     known = pl.col("grad_scale").is_finite() & (pl.col("grad_scale") != 0)
     multipliers = dict(read_table(run, "steps", ["step", "grad_scale"]).filter(known).iter_rows())
     jobs = [
-        Job(str(run), source, wanted, int(step[0]), about, scales, multipliers.get(step[0]), only)
-        for (step, about), scales in zip(
-            recorded.group_by("step", maintain_order=True), _scales(recorded, wanted), strict=True
-        )
-        if steps is None or step[0] in steps
+        Job(str(run), source, wanted, int(step[0]), about, scales.get(step[0], {}), multipliers.get(step[0]), only)
+        for step, about in recorded.group_by("step", maintain_order=True)
     ]
     if source == "dumps":
         there = {(attempt, step) for attempt, step, rank, _ in dumped_files(run) if rank == 0}
@@ -146,24 +147,26 @@ def replay(
     return pl.concat([pl.DataFrame(schema=SCHEMAS["replayed"]), *frames])
 
 
-def _rows_of(recorded: pl.DataFrame, only: Collection[Key] | None) -> pl.DataFrame:
+def _keep(metrics: Metrics, only: Collection[Key] | None) -> Metrics:
+    """Return the metrics of some operands, with the experts of an aggregate."""
     if only is None:
-        return recorded
-    keys = recorded.select(OPERAND).unique(maintain_order=True)
+        return metrics
+    keys = metrics.tensors.select(OPERAND)
     kept = pl.Series([key in only or aggregate_key(*key) in only for key in keys.rows()], dtype=pl.Boolean)
-    return recorded.join(keys.filter(kept), on=OPERAND, how="semi", maintain_order="left")
+    return metrics.within(keys.filter(kept))
 
 
-def _scales(recorded: pl.DataFrame, recipe: Recipe | None) -> list[dict[Key, torch.Tensor | CurrentScaling | BlockRule]]:
-    """For each sampled step what a recipe would have cast each operand with."""
+def _scales(metrics: Metrics, recipe: Recipe | None) -> dict[int, dict[Key, torch.Tensor | CurrentScaling | BlockRule]]:
+    """Return by sampled step what a recipe would have cast each operand with."""
     if recipe is None:
-        return [{} for _ in range(recorded["step"].n_unique())]
+        return {}
+    recorded = metrics.frame(["amax"])
     recorded = recorded.filter(~pl.col("layer").map_elements(is_aggregate, pl.Boolean))
     emulated = EmulatedScales(recipe, recorded.select(OPERAND).unique(maintain_order=True).rows())
-    found = []
-    for _, about in recorded.group_by("step", maintain_order=True):
+    found = {}
+    for step, about in recorded.group_by("step", maintain_order=True):
         keys = about.select(OPERAND).rows()
-        found.append({key: emulated.next_scale(key) for key in keys})
+        found[int(step[0])] = {key: emulated.next_scale(key) for key in keys}
         emulated.observe(keys, torch.tensor(about["amax"].fill_null(0).to_list(), dtype=torch.float32))
     return found
 

@@ -131,8 +131,8 @@ def find_first_step(facts: Facts) -> Iterator[Finding]:
     mine, theirs = (each.losses[each.steps == step] for each in (run, baseline))
     if step != run.steps[0] or not len(mine) or not len(theirs):
         return
-    same_weights = np.median([abs(each.weight_bits) for each in sizes]) < thresholds.SAME_WEIGHTS
-    if not same_weights or not abs(mine[0] - theirs[0]) <= thresholds.SAME_LOSS * abs(theirs[0]):
+    same_weights = np.median([abs(each.weight_bits) for each in sizes]) < thresholds.RANGE_MOVES
+    if not same_weights or not abs(mine[0] - theirs[0]) <= thresholds.MAX_GAP / 100 * abs(theirs[0]):
         return
     bits = np.array([each.bits for each in sizes])
     usual = float(np.median(bits))

@@ -92,7 +92,7 @@ def _times(row: Mapping[str, Any]) -> str:
 
 def _factor(row: Mapping[str, Any]) -> str:
     factor = row["factor"]
-    if row["shape"] != "all" or factor is None or abs(factor - 1) < thresholds.ROUNDING:
+    if row["shape"] != "all" or factor is None or round(factor, 2) == 1:
         return ""
     return f", by a factor of {factor:.5g}"
 

@@ -323,7 +323,7 @@ def _largest_move(steps: Ints, bits: Floats) -> _Move | None:
     kept = min(close / move, lasting / move) >= thresholds.AT_ONCE if move else False
     return (
         _Move(int(steps[place]), move)
-        if abs(move) >= max(thresholds.NORM_MOVES, thresholds.NORM_SIGMAS * _noise(bits)) and kept
+        if abs(move) >= max(thresholds.NEAR, thresholds.NORM_SIGMAS * _noise(bits)) and kept
         else None
     )
 
@@ -366,7 +366,7 @@ def _where(norms: GradientNorms, move: _Move) -> str | None:
         (move.bits, "dY of all layers moves with it, so the loss is multiplied"),
         (0.0, "no dY moves with it, so gradients are multiplied after the backward pass"),
     ):
-        if len(bits) and float(np.mean(np.abs(bits - expected) <= thresholds.NEAR)) >= thresholds.MOST_LAYERS:
+        if len(bits) and float(np.mean(np.abs(bits - expected) <= thresholds.NEAR)) >= thresholds.MOST:
             return told
     return None
 
@@ -402,7 +402,7 @@ def _apart(norms: GradientNorms, facts: Facts) -> Iterator[Finding]:
         start = int(both["step"][0])
         yield Finding("gradient norm", cause, "clear", evidence, since=start, is_exact=True, advice=advice)
         return
-    far = {sign: sign * smooth > 2.0 for sign in (1, -1)}
+    far = {sign: sign * smooth > 2 * thresholds.NORM_APART for sign in (1, -1)}
     lasting = (stays(high, sign * bits, 2) for sign, high in far.items())
     first, end = next((place for place in lasting if place is not None), None), len(smooth)
     if first is None:
@@ -431,7 +431,7 @@ def _compare_gradients(facts: Facts, bits: float) -> str:
     """
     sizes = sizes_against_baseline(facts).filter(role="grad_output")["bits"].to_numpy()
     for expected, told in ((bits, "so is dY of all layers"), (0.0, "dY is the baseline's in all layers")):
-        if len(sizes) and float(np.mean(np.abs(sizes - expected) <= thresholds.NEAR)) >= thresholds.MOST_LAYERS:
+        if len(sizes) and float(np.mean(np.abs(sizes - expected) <= thresholds.NEAR)) >= thresholds.MOST:
             return told
     return "" if len(sizes) else "no dY is recorded"
 

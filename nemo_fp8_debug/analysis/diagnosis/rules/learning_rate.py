@@ -58,7 +58,7 @@ def find_learning_rate(facts: Facts) -> Iterator[Finding]:
         f"it left the baseline's {before} and was {what} it at {both['step'][farthest]}: "
         f"{number(both['lr'][farthest])} instead of {number(both['lr_baseline'][farthest])}"
     )
-    strength = "clear" if times > thresholds.RATE_LARGE else "hint"
+    strength = "clear" if times > thresholds.FACTOR else "hint"
     yield Finding("learning rate", "learning_rate", strength, evidence, since=since, is_exact=True)
 
 
@@ -67,7 +67,7 @@ def _rises(mine: pl.DataFrame, unit: str) -> Iterator[Finding]:
     for i in range(thresholds.FEW, len(rates)):
         highest = float(rates[:i].max())
         level = not (np.diff(rates[i - thresholds.FEW : i]) > 0).any()
-        if level and rates[i:].min() >= highest and rates[i:].max() > thresholds.RATE_LARGE * highest:
+        if level and rates[i:].min() >= highest and rates[i:].max() > thresholds.FACTOR * highest:
             rise = i + int(np.argmax(rates[i:] > thresholds.RATE_DIFFERS * highest))
             most = number(float(rates[i:].max()))
             evidence = f"it rose from {number(highest)} at {unit} {steps[rise - 1]} to {most} after its warm-up"

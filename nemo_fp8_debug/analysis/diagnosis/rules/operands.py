@@ -142,7 +142,7 @@ def find_operands(facts: Facts) -> Iterator[Finding]:
     found = [_explain(each, facts) for each in suspects(facts)]
     for each, finding in zip(suspects(facts), found, strict=True):
         rivals = [one.excess for one in suspects(facts) if each.role in GRADIENTS or one.role not in GRADIENTS]
-        weak = each.excess < thresholds.STRONG_PART * max(rivals)
+        weak = each.excess * thresholds.TIMES_USUAL < max(rivals)
         yield replace(finding, strength="hint") if weak and finding.strength == "clear" else finding
 
 
@@ -153,7 +153,7 @@ def _explain(suspect: Suspect, facts: Facts) -> Finding:
     if suspect.baseline is not None and suspect.samples < IN_A_ROW and found.cause != "nonfinite":
         if not suspect.cut_off:
             times = "1 sample" if suspect.samples == 1 else f"{suspect.samples} samples"
-            found = replace(found, evidence=f"{found.evidence}; it lasted for {times}, a transient")
+            found = replace(found, evidence=f"{found.evidence}; it lasted for {times}, a transient", is_transient=True)
         # A batch may have far larger gradients than others, and a scale lags behind.
         if suspect.role in GRADIENTS and found.cause in ("clipping", "underflow"):
             found = replace(found, strength="hint")
@@ -265,7 +265,7 @@ def _grew_from_zero(suspect: Suspect) -> bool:
     run = suspect.course
     start = int(np.searchsorted(run.steps, suspect.since))
     lost = np.fmax(run.underflow, run.overflow)
-    return bool((run.amax[:start] == 0).any() and np.nan_to_num(lost[-1]) < 1.0)
+    return bool((run.amax[:start] == 0).any() and np.nan_to_num(lost[-1]) < thresholds.LOST_MORE)
 
 
 def _has_jumped_anywhere(run: Course, start: int, error: float) -> bool:
@@ -330,7 +330,7 @@ def _explain_values(suspect: Suspect, start: int, has_scale: bool) -> Finding:
     evidence = f"its scale is {'right' if has_scale else 'unknown'}; {losses}"
     if more_over > 0.01 and over >= np.nan_to_num(under):
         return _name(suspect, "clipping", "hint", losses)
-    if more_under > 1.0:
+    if more_under > thresholds.LOST_MORE:
         return _name(suspect, "underflow", sure, evidence)
     return _name(suspect, "unknown", "hint", evidence)
 
@@ -446,7 +446,7 @@ def _with_courses(
                 *(layer, role, since, excess, samples, bool(cut_off), by),
                 Course.of(mine, layer, role),
                 other,
-                usual[role] + thresholds.ROLE_SPREAD,
+                usual[role] + thresholds.OUTLIER_HIGHER,
                 _find_losses(out_of_band, layer, role),
             )
         )
@@ -508,7 +508,7 @@ def _outstanding_expert(
     of_layer = pl.col("layer").map_elements(aggregate_of, pl.String) == layer
     rows = experts.filter(pl.col("role") == role, pl.col("onset") <= soon).filter(of_layer)
     each = rows.group_by("layer").agg(pl.col("onset").min(), pl.col("excess").max()).sort("excess", descending=True)
-    alone = len(each) == 1 or (len(each) > 1 and each["excess"][0] > thresholds.STANDS_OUT * each["excess"][1])
+    alone = len(each) == 1 or (len(each) > 1 and each["excess"][0] > thresholds.TIMES_USUAL * each["excess"][1])
     return (each["layer"][0], role, each["onset"][0], each["excess"][0]) if alone else None
 
 
@@ -531,7 +531,7 @@ def _strongest_first(out_of_band: pl.DataFrame, run: Run) -> list[tuple[str, str
     tensors = tensors.join(_order_of_nonfinite(run, tensors), on=[*_KEY, "onset"], how="left", maintain_order="left")
     is_gradient = pl.col("role").is_in(GRADIENTS)
     strongest = pl.when(is_gradient).then(pl.col("excess").max()).otherwise(pl.col("excess").filter(~is_gradient).max())
-    tensors = tensors.with_columns(weak=pl.col("excess") < thresholds.STRONG_PART * strongest)
+    tensors = tensors.with_columns(weak=pl.col("excess") * thresholds.TIMES_USUAL < strongest)
     ordered = tensors.sort("weak", "onset", -pl.col("excess"), "order", nulls_last=True, maintain_order=True)
     return ordered.head(_LOOKED_INTO).select(*_KEY, "onset", "excess", "samples").rows()
 

@@ -85,7 +85,7 @@ def _differs(run: Run, baseline: Run) -> RecipeChange | None:
     mine, theirs = (_constant(each.metrics) for each in (run, baseline))
     both = mine.join(theirs, on=_KEY, suffix="_baseline", maintain_order="left")
     differ = both.filter(pl.col("recipe") != pl.col("recipe_baseline"))
-    if differ.is_empty() or len(differ) > thresholds.MOST_OPERANDS * len(both):
+    if differ.is_empty() or len(differ) > thresholds.MOST * len(both):
         return None
     first = differ.row(0, named=True)
     step = run.metrics.within(differ.head(1)).frame(["recipe"]).drop_nulls("recipe")["step"].min()

@@ -149,7 +149,7 @@ def _decays(run: Run) -> tuple[Ints, Floats]:
 def _fall_of_most(moves: Floats) -> float:
     """Return the fall that three in four layers surpass."""
     enough = np.isfinite(moves).sum() >= thresholds.FEW
-    return float(np.nanquantile(-moves, 1 - thresholds.MOST_LAYERS)) if enough else 0.0
+    return float(np.nanquantile(-moves, 1 - thresholds.MOST)) if enough else 0.0
 
 
 def _sum_rates(run: Run, steps: Ints) -> Floats:
