@@ -49,10 +49,14 @@ LOST_MORE = _threshold("LOST_MORE", 0.5, "% of values", "Half of the least under
 OUTLIER_HIGHER = _threshold(
     "OUTLIER_HIGHER", 2.0, "bits", "The largest of n Gaussian values moves by less than one bit between samples."
 )
-MOST = _threshold("MOST", 0.75, "of layers", "A decay or a factor acts on all layers; three in four leave room for noise.")
+MOST = _threshold(
+    "MOST", 0.75, "of layers", "A decay, a factor or a setting acts on all; three in four leave room for noise."
+)
 # Settings and steps -----------------------------------------------------------------------------------------------------
 RATE_DIFFERS = _threshold("RATE_DIFFERS", 1.05, "times", "Schedules computed in other ways differ by rounding only.")
-FACTOR = _threshold("FACTOR", 1.5, "times", "Gradients are multiplied by whole numbers and powers of two by mistake.")
+FACTOR = _threshold(
+    "FACTOR", 1.5, "times", "By mistake, gradients are multiplied by 2 or more; learning rates are tuned in factors of 2."
+)
 NORM_SIGMAS = _threshold("NORM_SIGMAS", 6.0, "standard deviations", "Chance of less than 1e-8 a step for Gaussian noise.")
 NORM_APART = _threshold(
     "NORM_APART", 1.0, "bits", "First gradient norms of clean pairs of other seeds differ by at most 0.46 bits; twice that."
@@ -87,7 +91,9 @@ DECAY = _threshold("DECAY", 1.0, "weight decay", "Decays in use lie between 0.01
 RANGE_MOVES = _threshold("RANGE_MOVES", 1e-3, "bits", "A step of BF16 is 2^-8; decay moves the range by less.")
 STEP_LARGE = _threshold("STEP_LARGE", 0.1, "of the weight", "Adam changes a weight by about a thousandth of its size.")
 # Between GEMMs ----------------------------------------------------------------------------------------------------------
-TIMES_USUAL = _threshold("TIMES_USUAL", 4.0, "times", "Norms of healthy layers move by less than two bits.")
+TIMES_USUAL = _threshold(
+    "TIMES_USUAL", 4.0, "times", "Healthy layers move by less than two bits; what a fault drags along moves less."
+)
 LOGIT = _threshold("LOGIT", 50.0, "", "exp(50) tells one key from all others.")
 COLLAPSED = _threshold("COLLAPSED", 0.95, "of the tokens", "One expert gets nearly all; an even router gives 1/experts.")
 UNEVEN = _threshold("UNEVEN", 0.6, "of the tokens", "A router that was so uneven all along has not collapsed.")
@@ -97,7 +103,7 @@ MAX_GAP = _threshold("MAX_GAP", 2.0, "%", "What counts as harm, unless you say o
 DEPARTS_SIGMAS = _threshold(
     "DEPARTS_SIGMAS", 4.0, "standard deviations", "Of a smoothed loss: chance of 3e-5, in some thirty independent windows."
 )
-SURE = _threshold("SURE", 0.999, "confidence", "One false departure in a thousand runs.")
+SURE = _threshold("SURE", 0.999, "confidence", "One false rise of the loss in a thousand runs.")
 NEAR_ZERO = _threshold("NEAR_ZERO", 1e-3, "of the loss", "Of a loss that fell to a thousandth, nothing is left to lose.")
 LEVEL_NEAR_ZERO = _threshold(
     "LEVEL_NEAR_ZERO", 0.1, "of the range", "Nearer to zero, the level of a loss that crosses zero is an accident."
