@@ -164,7 +164,8 @@ class TestInParallel:
     """The same rows in the same order, wherever they are computed."""
 
     @pytest.fixture(scope="class")
-    def long(self, tmp_path_factory: pytest.TempPathFactory) -> tuple[Storage, pl.DataFrame]:
+    @classmethod
+    def long(cls, tmp_path_factory: pytest.TempPathFactory) -> tuple[Storage, pl.DataFrame]:
         run = train(tmp_path_factory.mktemp("long"), DELAYED, steps=20)
         steps = [replay_step(run, step) for step in range(20)]
         return run, pl.concat(steps)

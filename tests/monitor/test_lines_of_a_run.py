@@ -60,6 +60,7 @@ class TestLinesOfARun:
         monitor = Monitor(two_layers(), recorders=[])
         in_a_step(monitor, 1, lambda: torch.tensor(1.0))
         with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
             monitor.close()
         assert told == []
 
@@ -74,6 +75,7 @@ class TestLinesOfARun:
             monitor.expect_steps(*steps)
         in_a_step(monitor, 1, lambda: torch.tensor(1.0))
         with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
             monitor.close()
         assert told == []  # it is said once
 

@@ -28,7 +28,8 @@ from nemo_fp8_debug.record.reader import read_fingerprint, read_table
 
 class TestTransformerEngine:
     @pytest.fixture(scope="class")
-    def run(self, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    @classmethod
+    def run(cls, tmp_path_factory: pytest.TempPathFactory) -> Path:
         output = tmp_path_factory.mktemp("te")
         import_logs(TE, output)
         return output
@@ -118,7 +119,8 @@ class TestTwoRanks:
     """Logs written here by nvdlfw_inspect itself."""
 
     @pytest.fixture(scope="class")
-    def logs(self, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    @classmethod
+    def logs(cls, tmp_path_factory: pytest.TempPathFactory) -> Path:
         folder = tmp_path_factory.mktemp("logs")
         run_script(nvdlfw_run.__file__, folder)
         return folder
@@ -169,7 +171,7 @@ class TestMsProbe:
                 y.retain_grad()
                 y.square().mean().backward()
                 for role, tensor in (("input", x), ("grad_output", y.grad)):
-                    amax[step, role] = max(amax.get((step, role), 0.0), float(tensor.abs().max()))
+                    amax[step, role] = max(amax.get((step, role), 0.0), tensor.abs().max().item())
             optimizer.step()
             optimizer.zero_grad()
         rows = table(SECOND_MONITOR, tmp_path / "run").filter(layer="fc2")

@@ -135,7 +135,8 @@ class TestHangs:
         assert read_table(run, "steps")["step"].to_list() == ALL
 
     @pytest.fixture(scope="class")
-    def ended(self) -> dict[str, list[Any]]:
+    @classmethod
+    def ended(cls) -> dict[str, list[Any]]:
         """What each process said whose record hangs to its end."""
         told = run_script("-c", "import outages; outages.hang_in_turn()")
         *found, statuses = map(json.loads, told.splitlines())

@@ -31,11 +31,13 @@ def verdict(page: Page) -> str:
 
 class TestThreeRuns:
     @pytest.fixture(scope="class")
-    def diagnosis(self, logdir: Path) -> Any:
+    @classmethod
+    def diagnosis(cls, logdir: Path) -> Any:
         return said("diagnose", logdir / "bad", "--baseline", logdir / "baseline", "--reference", logdir / "reference")
 
     @pytest.fixture(scope="class")
-    def comparison(self, logdir: Path) -> Any:
+    @classmethod
+    def comparison(cls, logdir: Path) -> Any:
         return said("compare", logdir / "bad", "--baseline", logdir / "baseline", "--reference", logdir / "reference")
 
     def test_the_sentences_and_the_findings_are_those_of_diagnose(self, frame: Open, diagnosis: Any) -> None:

@@ -82,7 +82,7 @@ def record(folder: Path, fault: bool, fp8: bool, model: type[nn.Module] = MLP, s
                 for parameter in net.parameters():
                     if parameter.grad is not None:
                         parameter -= 0.5 * parameter.grad
-            report(loss=float(loss))
+            report(loss=loss.item())
         if fp8:
             emulation.end_step()
     monitor.close()

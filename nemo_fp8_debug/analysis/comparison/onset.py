@@ -348,7 +348,8 @@ def measured(evidence: Evidence, pair: Pair) -> tuple[Floats, Floats, Floats]:
     """[T, S] each: what the baseline has, what the run has, and how many times the least rise that counts that is above
     the band; -inf where it does not count."""
     expected, found = pair.of(evidence.metric)
-    excess = evidence.scaled(found) - _usual(evidence, expected, pair)
+    with np.errstate(invalid="ignore"):  # both may be infinite
+        excess = evidence.scaled(found) - _usual(evidence, expected, pair)
     excess /= least_rise_of(evidence, pair)
     counts = ~np.isnan(excess) & (pair.loses_more | (not evidence.of_error) | (excess > evidence.anyway))
     return expected, found, np.where(counts, excess, -np.inf)
