@@ -165,7 +165,9 @@ def _tell_no_cause(found: Answer, sure: str) -> str:
     if found.cause == "unknown":
         return "We cannot tell what is wrong." if harmed else f"{_tell_doubt(found)}."
     clear = any(each.strength != "hint" for each in list_unusual(found))
-    return "We found nothing that harms the loss." if clear else "We found nothing wrong."
+    if clear:
+        return "We found nothing that harms the loss."
+    return "We found nothing certain." if found.decision.likeliest else "We found nothing wrong."
 
 
 def _tell_doubt(found: Answer) -> str:
@@ -178,7 +180,7 @@ def _tell_doubt(found: Answer) -> str:
         return "We found nothing wrong"
     n = len(found.run.metrics.steps)
     if n >= 2 * IN_A_ROW and not found.facts.paired:
-        return "We found nothing, but without a baseline we know no limits for these operands"
+        return "We found nothing, but we can judge these operands only by a baseline"
     return f"We found nothing, but {n} sample{' is' if n == 1 else 's are'} too few to be sure"
 
 
@@ -447,7 +449,7 @@ def _tell_loss_alone(loss: LossOutcome, unit: str, since: int | None) -> str:
     if loss.begins_at_zero:
         return "The loss begins at zero and is negative, so a rise alone shows no harm. Give a baseline."
     visible = loss.run.visible_rise
-    seen = f" (we would see {loss.percents(visible)} or more)" if np.isfinite(visible) else ""
+    seen = f" (a rise below {loss.percents(visible)} would not show)" if np.isfinite(visible) else ""
     return f"The loss does not rise{seen}. Without a baseline, we cannot see a gap."
 
 
@@ -475,8 +477,8 @@ def _tell_loss_against_baseline(loss: LossOutcome, gap: Gap, unit: str, since: i
     if low > loss.max_gap and not gap.paired:
         return f"The loss {end}. {_tell_other_seeds(loss, gap)}"
     unknown = f"We cannot tell whether the loss is {loss.percents(loss.max_gap)} above {whose}: it {end}."
-    # A gap that is larger than what we would see is seen: only whether it is harm is open.
-    visible = f" We would see a gap of {loss.percents(gap.visible)} or more." if gap.percent < gap.visible else ""
+    # A gap that is larger than what would show is seen: only whether it is harm is open.
+    visible = f" A gap below {loss.percents(gap.visible)} would not show." if gap.percent < gap.visible else ""
     return unknown + visible
 
 

@@ -347,7 +347,7 @@ def _check_jump(claim: Claim) -> Iterator[str]:
 
 def _check_no_rise(claim: Claim) -> list[str]:
     rise = _measure_end_above_lowest(claim.known.losses)
-    visible = re.search(rf"does not rise \(we would see ({N})%( of the loss's range)?", claim.text)
+    visible = re.search(rf"does not rise \(a rise below ({N})%( of the loss's range)?", claim.text)
     limit = float(visible[1].replace(",", "")) if visible else _HARM
     # The lowest of many windows lies below their mean by chance: two more standard errors.
     is_high = rise and not (visible and visible[2]) and rise.percent > limit + rise.reach + 2 * rise.error
@@ -502,7 +502,7 @@ _TABLE: list[tuple[str, str, Check | None]] = [
         "#count loss(?:es)? (?:is|are) too few",
         lambda c: _if(c["count"] != len(c.known.losses.values), "other count"),
     ),
-    ("no rise", r"[Tt]he loss does not rise(?:\.| \(we would see \S+%)", _check_no_rise),
+    ("no rise", r"[Tt]he loss does not rise(?:\.| \(a rise below \S+%)", _check_no_rise),
     ("follows", f"[Tt]he loss (?P<verb>follows|is not above) {_WHOSE}", _check_follows),
     ("little harm", f"less than the {_PERCENT} that|by less than counts as harm|slightly above the baseline's", _check_less),
     (
@@ -510,7 +510,7 @@ _TABLE: list[tuple[str, str, Check | None]] = [
         f"[Ww]e cannot tell whether the loss is #limit%(?: of the loss's range)? above {_WHOSE}",
         _check_cannot_tell,
     ),
-    ("visible gap", f"We would see a gap of {_PERCENT} or more", _check_visible),
+    ("visible gap", f"A gap below {_PERCENT} would not show", _check_visible),
     (
         "other seeds",
         f"Another seed can explain up to {_PERCENT}|another seed ends #limit% or more above this mean",
@@ -520,7 +520,7 @@ _TABLE: list[tuple[str, str, Check | None]] = [
     ("too low", "loss is too low to trust", lambda c: _if(c.known.apart.percent > -c.known.apart.reach, "it is not")),
     ("losses agree", "in @step, in which the losses agree", _check_agree),
     ("harm is likely", "harm is likely|probably harms", lambda c: _if(c.known.harmed is False, "the run is not harmed")),
-    ("nothing found", r"We found nothing (?:wrong|that harms the loss)\.", _check_nothing_found),
+    ("nothing found", r"We found nothing (?:wrong|certain|that harms the loss)\.", _check_nothing_found),
     ("same trouble", "The baseline has the same trouble: (?!both losses rise)", lambda c: ["the baseline is clean"]),
     ("both losses rise", r"the run's from @loss_at on, the baseline's from (?P<theirs>\d+) on", _check_both_rise),
     ("missed", "what happened after @step, (?:where the baseline ends|the last sample)", _check_missed),

@@ -70,6 +70,10 @@ def find_first_nonfinite(facts: Facts) -> Iterator[Finding]:
     evidence = f"the first NaN or infinity is in {first.what} at {facts.unit} {first.step}"
     if others:
         evidence += "; then in " + ", in ".join(f"{each.what} at {each.step}" for each in others)
+    loss = facts.loss.run
+    lost = loss.steps[~np.isfinite(loss.losses)]
+    if len(lost) and loss.lost_at is None and len(after := loss.steps[loss.steps > lost[-1]]):
+        evidence += f"; the loss is a number again from {after[0]} on"
     operand = next((each for each in others if each.role in ROLES), None)
     if first.layer is None and operand is not None:
         evidence += "; no operand was sampled in between"
