@@ -28,13 +28,17 @@ def look_at_producer(layer: str, role: str) -> str:
     return f"Look at what computes {SHOWN_AS[role]} of {layer}{f': {producer}' if producer else ''}."
 
 
-def advise_on_nonfinite(layer: str | None, role: str | None, what: str = "") -> str:
+def advise_on_nonfinite(layer: str | None, role: str | None, what: str = "", is_sampled: bool = True) -> str:
     """Return where to look for the source of NaN or infinity, and how to sample the step at which more comes up.
 
     Args:
         what: has them first, if no tensor of a layer does.
+        is_sampled: whether operands were sampled at that step.
     """
     look = look_at_producer(layer, role) if layer and role else f"Look at what computes {what}."
+    if not layer and not is_sampled:
+        look += " No operand was sampled at that step, so any layer may have made it: resume before it with `interval=1`."
+        return f"No recipe fixes NaN. {look}"
     return f"No recipe fixes NaN. {look} `triggers=['nonfinite']` samples the step after a loss or gradient norm of NaN."
 
 

@@ -117,7 +117,9 @@ def tell_verdict(found: Answer, advice: Sequence[str]) -> str:
     """
     loss = tell_loss(found.loss, found.run.unit, found.divergence_step)
     trouble = (_tell_trouble(found, found.confidence), _tell_evidence(found), _tell_unusual(found))
-    sentences = [*trouble, *_tell_next(advice), loss]
+    # Another cast only hides what sets a wrong scale.
+    is_scale = found.culprit is not None and found.culprit.kind == "scale"
+    sentences = [*trouble, *_tell_next(advice, 2 if is_scale else 1), loss]
     if found.harm == "likely" and found.loss.harm == "unknown":
         sentences.append("With this fault, harm is likely.")
     if found.stopped_at is not None:
@@ -232,9 +234,9 @@ def _tell_evidence(found: Answer) -> str:
     return tell_sentence(chosen.evidence) + (f" Also wrong by then: {also}." if also else "")
 
 
-def _tell_next(advice: Sequence[str]) -> list[str]:
+def _tell_next(advice: Sequence[str], most: int) -> list[str]:
     first = next(iter(advice), "")
-    return [f"Next: {first[0].lower()}{first[1:]}"] if first else []
+    return [f"Next: {first[0].lower()}{first[1:]}", *advice[1:most]] if first else []
 
 
 def tell_missed(found: Answer) -> list[str]:
@@ -243,7 +245,9 @@ def tell_missed(found: Answer) -> list[str]:
     if found.decision.finding is not None:
         return missed
     if found.baseline is None:
-        missed.append("We could have missed a fault from the first step on.")
+        missed.append(
+            "We could have missed a fault in data, kernels or communication, and one of operands from the first step on."
+        )
     elif found.cause != "software" and not (found.loss.harm == "none" and found.facts.same_batches):
         missed.append("We could have missed a fault in data, kernels or communication.")
     options = {"verification": ("GEMM results", "`verify_rows`"), "states": ("optimizer states", "`states`")}
@@ -277,7 +281,8 @@ def tell_advice(found: Answer, fix: TensorFix | None) -> list[str]:
     # What is unusual comes second: healthy runs may show it.
     ask = "Give a baseline, a run that went well: it shows a gap that this run alone cannot."
     if found.baseline is not None:
-        ask = "Give a baseline that saw the same batches, or repeat `--baseline` for more seeds: they show smaller gaps."
+        same = "" if found.facts.same_batches else "Give a baseline that saw the same batches, or repeat"
+        ask = f"{same or 'Repeat'} `--baseline` for more seeds: they show smaller gaps."
     return [ask, *told]
 
 

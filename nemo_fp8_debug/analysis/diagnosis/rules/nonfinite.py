@@ -80,7 +80,7 @@ def find_first_nonfinite(facts: Facts) -> Iterator[Finding]:
         if values.weights_are_finite:
             evidence += ", but all W are finite, so it comes up anew in each step"
             first = replace(first, layer=operand.layer, role=operand.role)
-    advice = advise_on_nonfinite(first.layer, first.role, first.what)
+    advice = advise_on_nonfinite(first.layer, first.role, first.what, first.step in facts.steps)
     yield Finding("nonfinite", "nonfinite", "clear", evidence, first.layer, first.role, first.step, advice)
 
 

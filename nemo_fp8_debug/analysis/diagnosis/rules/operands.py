@@ -285,7 +285,9 @@ def _explain_scale(suspect: Suspect, out: slice, error: float, usual: float) -> 
     scale, wanted = _moves(run.scale[around]), _moves((run.scale - run.off)[around])
     moved, asked, off = float(scale.sum()), float(wanted.sum()), error + usual
     evidence = f"the scale is {abs(off):.1f} bits {'too large' if off > 0 else 'too small'}"
-    evidence += f"; {usual:+.1f} are usual" if abs(usual) >= 0.1 else ""
+    evidence += f"; usually {abs(usual):.1f} bits {'too large' if usual > 0 else 'too small'}" if abs(usual) >= 0.1 else ""
+    lost = {"underflow": _highest(run.underflow[out]), "overflow": _highest(run.overflow[out])}
+    evidence += "".join(f"; {name} {number(value, '%')}" for name, value in lost.items() if value >= thresholds.LOST_MORE)
     cause = "clipping" if error > 0 else "underflow"
     known = run.scale[np.isfinite(run.scale)]
     if len(known) > thresholds.LASTING and (known == known[0]).all() and known[0] == 0.0:
@@ -303,7 +305,7 @@ def _explain_scale(suspect: Suspect, out: slice, error: float, usual: float) -> 
     if stands and abs(moved) < abs(asked) / 2 and asked * np.sign(error) < -thresholds.SCALE_OFF / 2:
         evidence += f"; it stands still while the values moved by {-asked:+.1f} bits"
         return _name(suspect, "stale_scale", "clear", evidence)
-    return _name(suspect, cause, "clear", evidence)
+    return replace(_name(suspect, cause, "clear", evidence), advice=CAUSES["clipping"].advice)
 
 
 def _explain_values(suspect: Suspect, start: int, has_scale: bool) -> Finding:

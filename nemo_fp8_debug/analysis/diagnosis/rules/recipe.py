@@ -52,8 +52,9 @@ def find_recipe_changes(facts: Facts) -> Iterator[Finding]:
             what = f"is {each.now} from {facts.unit} {each.step} on and was {each.before}"
         else:
             what = f"is {each.now} from the first sample on and {each.before} in the baseline"
-        others = len(each.keys) - 1
-        more = f"; so is that of {others} other operand{'' if others == 1 else 's'}" if others else ""
+        others = [key for key in each.keys if key != (each.layer, each.role)]
+        more = f"; so is that of {len(others)} other operands" if others else ""
+        more = f"; so is that of {SHOWN_AS[others[0][1]]} of {others[0][0]}" if len(others) == 1 else more
         evidence = f"the recipe of {SHOWN_AS[each.role]} of {each.layer} {what}{more}"
         yield Finding("recipe", "changed_recipe", "clear", evidence, each.layer, each.role, each.step)
 
