@@ -123,7 +123,7 @@ def _stands_out(found: Finding, findings: Sequence[Finding], latest: int) -> boo
     near = [
         f
         for f in findings
-        if f.rule == "operand" and f.excess is not None and _tensor(f) != _tensor(found)
+        if f.excess is not None and _tensor(f) != _tensor(found)
         if (f.since or 0) <= latest and thresholds.TIMES_USUAL * f.excess >= found.excess
     ]
     return len({_tensor(f) for f in near}) <= 1 and all(f.cause == found.cause for f in near)

@@ -23,7 +23,7 @@ from .decide import Circumstances, Decision, decide
 from .diagnosis import Diagnosis
 from .facts import Facts, Records
 from .finding import Finding
-from .rule import find_all
+from .rule import find_all, load_rules
 from .rules.losses import find_stop, skipped_steps
 from .rules.operands import judged_samples
 
@@ -169,7 +169,7 @@ def judge_facts(facts: Facts, leave_out: Collection[str] = ()) -> Judgment:
     loss, stopped_at = _add_rise(facts, findings), find_stop(skipped_steps(facts).run)
     harmed_since = min((step for step in (loss.harmful_since, stopped_at) if step is not None), default=None)
     interval = int(interval_of(facts.steps))
-    out = any(f.rule == "operand" and f.strength != "hint" for f in findings)
+    out = any(f.is_out_of_band and f.strength != "hint" for f in findings)
     # If a baseline cannot exclude harm, the loss gives no all-clear.
     in_doubt = harmed_since is None and facts.paired and loss.harm == "unknown" and not loss.is_far_below
     judged = _is_judged(facts, harmed_since, interval, out) and not in_doubt
@@ -234,8 +234,8 @@ def _find_shared(found: Diagnosis, records: Records) -> Sequence[Finding]:
 def _find_alone(run: Run, max_gap: float) -> list[Finding]:
     """Return findings that need no comparison and are no hints."""
     facts = Facts.of(Records(run), LossOutcome(run.loss, None, max_gap))
-    needed = ("operand", "zeros", "nonfinite", "wrong product", "replicas", "gradient norm", "gradient factor")
-    return [f for f in find_all(facts, only=needed) if f.strength != "hint" and f.cause != "unknown"]
+    others = [rule.name for rule in load_rules() if not rule.needs_no_baseline]
+    return [f for f in find_all(facts, leave_out=others) if f.strength != "hint" and f.cause != "unknown"]
 
 
 def _list_not_compared(run: Run, baseline: Run | None) -> list[str]:

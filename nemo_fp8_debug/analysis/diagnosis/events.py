@@ -8,29 +8,13 @@ from dataclasses import dataclass
 from ...core.keys import SHOWN_AS
 from ..loss.outcome import LossOutcome
 from .finding import CAUSES, Finding
+from .rule import load_rules
 
 #: kinds of events, in the order in which events of one step are shown
 KINDS = (
     *("lr", "recipe", "replica", "product", "scale", "values", "nonfinite", "warning"),
     *("loss", "reference", "multiplier", "grad_norm", "weights", "optimizer"),
 )
-#: by rule, the kind of event; of a tensor out of band it depends on the cause
-_KIND_OF_RULE = {
-    "learning rate": "lr",
-    "recipe": "recipe",
-    "replicas": "replica",
-    "wrong product": "product",
-    "nonfinite": "nonfinite",
-    "level": "loss",
-    "reference": "reference",
-    "gradient factor": "multiplier",
-    "gradient norm": "grad_norm",
-    "sizes": "multiplier",
-    "weight decay": "weights",
-    "frozen weights": "weights",
-    "weight steps": "weights",
-    "skipped steps": "optimizer",
-}
 
 
 @dataclass(frozen=True)
@@ -54,7 +38,9 @@ def list_events(
     Args:
         warning: step, score, layer and role of the first early warning.
     """
-    found = [_make_event(each) for each in findings if each.since is not None and each.cause != "none"]
+    kinds = {rule.name: rule.event for rule in load_rules()}
+    dated = [each for each in findings if each.since is not None and each.cause != "none"]
+    found = [_make_event(each, kinds.get(each.rule, "")) for each in dated]
     if warning is not None:
         step, _, layer, role = warning
         what = f"early warning: {SHOWN_AS[role]} of {layer} is beyond what healthy runs do"
@@ -76,10 +62,9 @@ def _list_loss_events(loss: LossOutcome) -> Iterator[Event]:
         yield Event(diverges, "loss", "the loss diverges")
 
 
-def _make_event(found: Finding) -> Event:
+def _make_event(found: Finding, kind: str) -> Event:
     assert found.since is not None
-    kind = _KIND_OF_RULE.get(found.rule)
-    if kind is None:
+    if not kind:
         scale = found.kind == "scale" and not found.may_follow_the_loss
         kind = "nonfinite" if found.cause == "nonfinite" else "scale" if scale else "values"
     what = CAUSES[found.cause].means if found.cause != "unknown" else found.evidence

@@ -230,6 +230,11 @@ class Finding:
         return f"{SHOWN_AS[self.role]} of {self.layer}" if self.layer and self.role else None
 
     @property
+    def is_out_of_band(self) -> bool:
+        """Whether it is about a tensor that left its band."""
+        return self.excess is not None
+
+    @property
     def kind(self) -> str:
         """The kind of the finding, a key of `EXPLAINS`."""
         return self.of_kind or CAUSES[self.cause].kind

@@ -69,7 +69,7 @@ def _flag_compared(found: Answer, flagged: dict[Key, Flag], out: Mapping[Key, tu
         key = (row["layer"], row["role"])
         flagged.setdefault(key, Flag(what, out.get(key)))
     for each in found.findings:
-        if each.rule != "operand" or each.strength == "hint" or each.cause == "nonfinite":
+        if not each.is_out_of_band or each.strength == "hint" or each.cause == "nonfinite":
             continue
         if not each.may_follow_the_loss and each.layer and each.role:
             key = (each.layer, each.role)

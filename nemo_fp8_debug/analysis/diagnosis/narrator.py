@@ -221,7 +221,7 @@ def _tell_since(found: Answer, chosen: Finding) -> str:
     if chosen.since == found.run.metrics.steps[0]:
         return "from the first sample on"
     # Values that leave their band may have grown for a while.
-    return f"{'by' if chosen.rule == 'operand' else 'at'} {unit} {chosen.since}"
+    return f"{'by' if chosen.is_out_of_band else 'at'} {unit} {chosen.since}"
 
 
 def _tell_evidence(found: Answer) -> str:
@@ -322,7 +322,7 @@ def tell_why(row: Mapping[str, Any], found: Answer, zero_since: int | None = Non
         row: of `rank_tensors`.
         zero_since: first sample from which on all its values are zero; None: they are not.
     """
-    candidates = (found.culprit, *found.decision.also, *(f for f in found.findings if f.rule == "operand"))
+    candidates = (found.culprit, *found.decision.also, *(f for f in found.findings if f.is_out_of_band))
     named = next((f for f in candidates if f is not None and (f.layer, f.role) == (row["layer"], row["role"])), None)
     zero = "" if zero_since is None else f" All its values are zero since {found.run.unit} {zero_since}."
     if named is not None and named in (found.culprit, *found.decision.also):

@@ -85,7 +85,7 @@ def _named(found: Answer) -> pl.DataFrame:
 
     add([found.culprit], BLAMED)
     add(found.decision.also, ALSO_WRONG)
-    add([f for f in found.findings if f.rule == "operand"], OUT)
+    add([f for f in found.findings if f.is_out_of_band], OUT)
     return pl.DataFrame([(*key, *about) for key, about in groups.items()], _SCHEMA, orient="row")
 
 

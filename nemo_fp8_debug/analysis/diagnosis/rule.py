@@ -26,6 +26,10 @@ class Rule:
     #: facts that it reads
     needs: Sequence[Fact[object]]
     find: Find
+    #: kind of its events, one of `events.KINDS`; empty: each finding decides
+    event: str = ""
+    #: whether its findings hold without a baseline, so that a run and its baseline may share them
+    needs_no_baseline: bool = False
 
     @property
     def description(self) -> str:
@@ -33,17 +37,21 @@ class Rule:
         return self.find.__doc__ or ""
 
 
-def rule(name: str, causes: Sequence[str], needs: Sequence[Fact[object]]) -> Callable[[Find], Find]:
+def rule(
+    name: str, causes: Sequence[str], needs: Sequence[Fact[object]], event: str = "", needs_no_baseline: bool = False
+) -> Callable[[Find], Find]:
     """Register a function as the rule of this name.
 
     Args:
         name: unique.
         causes: keys of `finding.CAUSES`.
         needs: facts that the function reads.
+        event: kind of its events, one of `events.KINDS`; empty: each finding decides.
+        needs_no_baseline: whether its findings hold without a baseline.
     """
 
     def register(find: Find) -> Find:
-        _REGISTRY[name] = Rule(name, tuple(causes), tuple(needs), find)
+        _REGISTRY[name] = Rule(name, tuple(causes), tuple(needs), find, event, needs_no_baseline)
         return find
 
     return register
@@ -69,15 +77,14 @@ def list_needed_facts() -> dict[str, Fact[object]]:
     return {each.name: each for rule in load_rules() for each in rule.needs}
 
 
-def find_all(facts: Facts, leave_out: Collection[str] = (), only: Collection[str] | None = None) -> Iterator[Finding]:
+def find_all(facts: Facts, leave_out: Collection[str] = ()) -> Iterator[Finding]:
     """Yield the findings of all rules, and past the end of a shorter baseline also those that need none.
 
     Args:
-        leave_out: names of rules, for an ablation.
-        only: names of rules; None: all.
+        leave_out: names of rules.
     """
     for each in load_rules():
-        if each.name in leave_out or (only is not None and each.name not in only):
+        if each.name in leave_out:
             continue
         found = list(each.find(facts))
         yield from found

@@ -55,7 +55,7 @@ def _first(rows: pl.DataFrame) -> FirstWrongProduct | None:
     return FirstWrongProduct(row, len(others) - 1, len(later), int((later["outcome"] == "beyond").sum()))
 
 
-@rule("wrong product", ("wrong_product", "wrong_reduction"), (wrong_products,))
+@rule("wrong product", ("wrong_product", "wrong_reduction"), (wrong_products,), event="product", needs_no_baseline=True)
 def find_wrong_products(facts: Facts) -> Iterator[Finding]:
     """Name a product or a sum over ranks that is beyond its error bound. That needs no baseline.
 

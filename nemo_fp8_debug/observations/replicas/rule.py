@@ -39,7 +39,7 @@ def copies_apart(records: Records) -> CopiesApart | None:
     return CopiesApart(row, len(apart.filter(step=row["step"])) - 1, int(equal[-1]) if len(equal) else None)
 
 
-@rule("replicas", ("replicas",), (copies_apart,))
+@rule("replicas", ("replicas",), (copies_apart,), event="replica", needs_no_baseline=True)
 def find_copies_apart(facts: Facts) -> Iterator[Finding]:
     """Name copies that ranks must hold alike and do not. That needs no baseline.
 

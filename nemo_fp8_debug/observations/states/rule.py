@@ -55,7 +55,7 @@ def lost_steps(records: Records) -> pl.DataFrame:
     return still.group_by("layer", maintain_order=True).agg(pl.col("step").min(), n=pl.len()).filter(pl.col("n") > 1)
 
 
-@rule("weight steps", ("step_size", "frozen_weights"), (weight_steps, lost_steps))
+@rule("weight steps", ("step_size", "frozen_weights"), (weight_steps, lost_steps), event="weights")
 def find_weight_steps(facts: Facts) -> Iterator[Finding]:
     """Name the first weight whose steps are far too large, or lost in rounding.
 

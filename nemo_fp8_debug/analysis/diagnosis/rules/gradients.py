@@ -61,7 +61,7 @@ def _read_factors(run: Run) -> pl.DataFrame:
     return known.select("step", "grad_scale", "loss_scale", *_UNITS).sort("step")
 
 
-@rule("gradient factor", ("multiplier",), (gradient_factors,))
+@rule("gradient factor", ("multiplier",), (gradient_factors,), event="multiplier", needs_no_baseline=True)
 def find_factor(facts: Facts) -> Iterator[Finding]:
     """Name a wrong factor between the loss and the gradients.
 
@@ -235,7 +235,13 @@ class _Move(NamedTuple):
     bits: float
 
 
-@rule("gradient norm", ("dead", "multiplier", "software", "unknown"), (gradient_norms, sizes_against_baseline))
+@rule(
+    "gradient norm",
+    ("dead", "multiplier", "software", "unknown"),
+    (gradient_norms, sizes_against_baseline),
+    event="grad_norm",
+    needs_no_baseline=True,
+)
 def find_norm(facts: Facts) -> Iterator[Finding]:
     """Name a gradient norm that is zero, that moves at once to another level, or that is not the baseline's.
 
@@ -439,7 +445,7 @@ def _compare_gradients(facts: Facts, bits: float) -> str:
 # Sizes by kind of GEMM -----------------------------------------------------------------------------------------------
 
 
-@rule("sizes", ("multiplier", "software"), (sizes_against_baseline,))
+@rule("sizes", ("multiplier", "software"), (sizes_against_baseline,), event="multiplier")
 def find_sizes(facts: Facts) -> Iterator[Finding]:
     """Name kinds of GEMM whose dY or W has another size than in the baseline, from the start.
 

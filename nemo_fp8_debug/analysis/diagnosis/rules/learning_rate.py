@@ -33,7 +33,7 @@ def learning_rates(records: Records) -> LearningRates:
     return LearningRates(mine, theirs)
 
 
-@rule("learning rate", ("learning_rate",), (learning_rates,))
+@rule("learning rate", ("learning_rate",), (learning_rates,), event="lr")
 def find_learning_rate(facts: Facts) -> Iterator[Finding]:
     """Name a learning rate that leaves the baseline's, or that rises after its warm-up.
 

@@ -18,7 +18,7 @@ from ..finding import Finding
 from ..rule import rule
 
 
-@rule("reference", ("software",), ())
+@rule("reference", ("software",), (), event="reference")
 def find_reference(facts: Facts) -> Iterator[Finding]:
     """Name precision as not guilty: a run in BF16 that differs in nothing else does the same.
 
@@ -33,7 +33,7 @@ def find_reference(facts: Facts) -> Iterator[Finding]:
         yield Finding("reference", "software", "clear", evidence, since=other.harmful_since, advice=advice, is_exact=True)
 
 
-@rule("level", ("software",), ())
+@rule("level", ("software",), (), event="loss")
 def find_level(facts: Facts) -> Iterator[Finding]:
     """Name a loss that goes up to another level and stays there, in a run without a baseline.
 
@@ -89,7 +89,7 @@ def skipped_steps(records: Records) -> SkippedSteps:
     return SkippedSteps(_flags(records.run), usual if isinstance(usual, float) else 0.0)
 
 
-@rule("skipped steps", ("skipped",), (skipped_steps,))
+@rule("skipped steps", ("skipped",), (skipped_steps,), event="optimizer")
 def find_skipped(facts: Facts) -> Iterator[Finding]:
     """Name an optimizer that takes no step any longer, or skips many.
 

@@ -55,7 +55,7 @@ def nonfinite_values(records: Records) -> NonfiniteValues:
     return NonfiniteValues(tuple(found), operand is not None and _weights_are_finite(run, operand.step))
 
 
-@rule("nonfinite", ("nonfinite",), (nonfinite_values,))
+@rule("nonfinite", ("nonfinite",), (nonfinite_values,), event="nonfinite", needs_no_baseline=True)
 def find_first_nonfinite(facts: Facts) -> Iterator[Finding]:
     """Name where the first NaN or infinity comes up, in order of execution.
 

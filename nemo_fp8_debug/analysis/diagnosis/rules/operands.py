@@ -133,6 +133,7 @@ def judged_samples(records: Records) -> Ints:
     "operand",
     ("corrupted_scale", "stale_scale", "clipping", "underflow", "outlier", "nonfinite", "dead"),
     (suspects, judged_samples),
+    needs_no_baseline=True,
 )
 def find_operands(facts: Facts) -> Iterator[Finding]:
     """Name why an operand left its band: its scale, or its values.

@@ -41,7 +41,7 @@ def recipe_changes(records: Records) -> list[RecipeChange]:
     return [each for each in found if each is not None]
 
 
-@rule("recipe", ("changed_recipe",), (recipe_changes,))
+@rule("recipe", ("changed_recipe",), (recipe_changes,), event="recipe")
 def find_recipe_changes(facts: Facts) -> Iterator[Finding]:
     """Name operands whose recipe changes in mid-run, or differs from the baseline's.
 

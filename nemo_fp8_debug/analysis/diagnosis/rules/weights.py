@@ -112,7 +112,7 @@ def weight_decays(records: Records) -> Decays:
     return Decays(steps, decays, np.zeros(0) if records.baseline is None else _decays(records.baseline)[1])
 
 
-@rule("weight decay", ("weight_decay",), (weight_decays,))
+@rule("weight decay", ("weight_decay",), (weight_decays,), event="weights")
 def find_decay(facts: Facts) -> Iterator[Finding]:
     """Name weights of most layers that shrink faster than under any decay in use.
 
@@ -200,7 +200,7 @@ def still_weights(records: Records) -> StillWeights:
     return StillWeights(stopped, tuple(layer for layer in constant if layer not in moving), len(both))
 
 
-@rule("frozen weights", ("frozen_weights",), (still_weights,))
+@rule("frozen weights", ("frozen_weights",), (still_weights,), event="weights")
 def find_still_weights(facts: Facts) -> Iterator[Finding]:
     """Name a layer whose weights stopped to learn, and weights that never move.
 

@@ -57,7 +57,7 @@ def zero_tensors(records: Records) -> list[ZeroTensor]:
     ]
 
 
-@rule("zeros", ("dead",), (zero_tensors,))
+@rule("zeros", ("dead",), (zero_tensors,), needs_no_baseline=True)
 def find_zeros(facts: Facts) -> Iterator[Finding]:
     """Name tensors that become zero together, one finding for each role and sample.
 
