@@ -5,7 +5,14 @@
     python scripts/structure.py --list "walks over the model" # the places behind a figure
     python scripts/structure.py --keep main                   # put the figures of a commit into structure.json
 
-It parses the package and imports nothing. Strings count as names only if they are the whole string.
+It parses the package and imports nothing. A file names a table of the record if its text has the table's name, as a string,
+
+- as an argument of a call, an index, one side of a comparison, a default or a value of what is called table, schema or rows;
+- in a list, or among the keys of a dict, in which at least half of the strings are names of tables or options;
+- as a `name` or `NAME`;
+
+or if it defines, reads or sets the option of that name in a `config`. Files that define the table do not count. Neither do
+strings that only equal its name, such as a key of a checkpoint, and names of variables.
 """
 
 from __future__ import annotations
@@ -18,7 +25,7 @@ import json
 import re
 import subprocess
 import tarfile
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -33,6 +40,8 @@ _HOOK = rf"(?!{_OPTIMIZER_HOOK}){_ANY_HOOK.pattern}"
 _WALK = re.compile(r"\.((named_)?(modules|children)|_modules\.(values|items))$")
 _ORDERED = (ast.Lt, ast.LtE, ast.Gt, ast.GtE)
 _SORTS = ("max", "min", "sorted", "sort", "setdefault")
+_ABOUT_TABLES = re.compile(r"table|schema|rows|columns|listed|packed|part\b", re.IGNORECASE)
+_NAMES_TABLE = re.compile(r"table|schema|^name$", re.IGNORECASE)
 _LATEST_IN_SQL = re.compile(r"max\(attempt\)|order by attempt", re.IGNORECASE)
 
 
@@ -228,22 +237,66 @@ def table_names(files: Files) -> dict[str, set[str]]:
     return found
 
 
-def namers(files: Files, table: str, definitions: set[str]) -> list[Place]:
-    """List files, except those that define `table`, that have its name as a string or an identifier."""
-    found = [(file, next((node for node in file.nodes if _names(node, table)), None)) for file in files]
+def option_names(files: Files) -> set[str]:
+    """Return the options of a run: the fields of a class called Config."""
+    bodies = [node.body for _, node in classes(files) if node.name == "Config"]
+    return {name_of(each.target) for body in bodies for each in body if isinstance(each, ast.AnnAssign)}
+
+
+def namers(files: Files, table: str, definitions: set[str], known: Collection[str]) -> list[Place]:
+    """List files, except those that define `table`, that name it or the option of its name.
+
+    Args:
+        known: names of all tables and options.
+    """
+    found = [(file, next((node for node in file.nodes if _names(node, table, known)), None)) for file in files]
     return [file.place(node, table) for file, node in found if node and file.path not in definitions]
 
 
-def _names(node: ast.AST, table: str) -> bool:
-    if isinstance(node, ast.alias):
-        return table in (node.name.split(".")[-1], node.asname)
-    if isinstance(node, ast.ImportFrom):
-        return table == (node.module or "").split(".")[-1]
-    if isinstance(node, ast.keyword):
-        return table == node.arg
-    if isinstance(node, ast.ClassDef | FunctionNode):
-        return table == node.name
-    return table == _word_of(node)
+def _names(node: ast.AST, table: str, known: Collection[str]) -> bool:
+    if isinstance(node, ast.List | ast.Tuple | ast.Set | ast.Dict):
+        listed = _strings(node.keys if isinstance(node, ast.Dict) else node.elts)
+        return table in listed and len(listed & set(known)) >= max(2, len(listed) / 2)
+    return table in _strings(_values_about_tables(node)) or _is_option(node, table)
+
+
+def _values_about_tables(node: ast.AST) -> list[ast.AST]:
+    """Return what is handed to, compared with, or kept as something that is called a table or its name."""
+    if isinstance(node, ast.Call):
+        return [*node.args, *(each.value for each in node.keywords)] if _ABOUT_TABLES.search(ast.unparse(node.func)) else []
+    if isinstance(node, ast.Subscript):
+        return list(ast.walk(node.slice)) if _ABOUT_TABLES.search(ast.unparse(node.value)) else []
+    if isinstance(node, ast.Compare):
+        sides = [node.left, *node.comparators]
+        return sides if any(_ABOUT_TABLES.search(name_of(side)) for side in sides) else []
+    if isinstance(node, ast.arguments):
+        pairs = [*zip(node.args[len(node.args) - len(node.defaults) :], node.defaults, strict=True)]
+        pairs += [(each, value) for each, value in zip(node.kwonlyargs, node.kw_defaults, strict=True) if value]
+        return [value for each, value in pairs if _ABOUT_TABLES.search(each.arg)]
+    if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
+        targets = [each for target in _targets(node) for each in ast.walk(target)]
+        return list(ast.walk(node.value)) if any(_NAMES_TABLE.search(name_of(each)) for each in targets) else []
+    return []
+
+
+def _is_option(node: ast.AST, option: str) -> bool:
+    """Return True if an option is defined, read of a config, or set in a call that makes one."""
+    if isinstance(node, ast.Attribute):
+        return node.attr == option and name_of(node.value).lower().endswith("config")
+    if isinstance(node, ast.Call):
+        about = [node.func, *(each.func for each in node.args if isinstance(each, ast.Call))]
+        is_config = any(name_of(each) == "Config" for each in about)
+        return is_config and any(each.arg == option for each in node.keywords)
+    is_config = isinstance(node, ast.ClassDef) and node.name == "Config"
+    return is_config and any(option in map(name_of, _targets(each)) for each in node.body)
+
+
+def _targets(node: ast.AST) -> list[ast.expr]:
+    return node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
+
+
+def _strings(nodes: Iterable[ast.AST | None]) -> set[str]:
+    return {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
 
 
 # Imports
@@ -332,6 +385,8 @@ def measure(files: Files) -> dict[str, Figure]:
     lines, functions = sum(len(file.text.splitlines()) for file in files), named_functions(files)
     words = [place for place in functions if "_" not in place.what.strip("_")]
     hooks, walked, rows = calls(files, _HOOK), walks(files), row_choosers(files)
+    tables = table_names(files)
+    known = tables.keys() | option_names(files)
     figures = {
         "files": [Place(file.path, 1, file.module) for file in files],
         "lines": Figure(lines),
@@ -354,7 +409,7 @@ def measure(files: Files) -> dict[str, Figure]:
         "import circles of files": file_circles(files),
         "import circles of siblings": sibling_circles(files),
         "uses of parse_recipe": uses_of(files, "parse_recipe"),
-        **{f"files that name {table}": namers(files, table, where) for table, where in table_names(files).items()},
+        **{f"files that name {table}": namers(files, table, where, known) for table, where in tables.items()},
     }
     return {name: Figure(len(found), found) if isinstance(found, list) else found for name, found in figures.items()}
 

@@ -36,8 +36,6 @@ ACTIVATIONS = {
     "attention": {"attention_logits": "logits"},
 }
 _OF_ACTIVATIONS = {role: shown for roles in ACTIVATIONS.values() for role, shown in roles.items()}
-#: roles of tensors that nothing casts, by the table of the record that has them
-UNCAST = {"states": tuple(STATES), "activations": tuple(_OF_ACTIVATIONS)}
 #: how people write the operand roles, and those
 SHOWN_AS = {
     **{"input": "X", "weight": "W", "grad_output": "dY"},

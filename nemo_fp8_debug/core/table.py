@@ -1,23 +1,22 @@
 """Tables of the record as objects, and the features that bring them.
 
-Writer, readers, SQL, TensorBoard and the tab work on any table and name none. A folder of `observations` is a feature, whose
-modules are found by name: `table`, `observer` (what subscribes to events and how it adds up over ranks), `scalars` (its tags
-in TensorBoard), `two_runs` (what sets two records apart) and `rule` (what a diagnosis makes of its tables). Those that read
-a record import no observer.
+Writer, readers, SQL, TensorBoard and the tab work on any table and name none. A folder of `observations` is a feature. It
+says in which `PLACE` of a record its tables come. Its modules are found by name: `table`, `observer` (what subscribes to
+events and how it adds up over ranks), `scalars` (its tags in TensorBoard), `two_runs` (what sets two records apart) and
+`rule` (what a diagnosis makes of its tables). Those that read a record import no observer.
 """
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
+import pkgutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from types import ModuleType
 from typing import Any
 
-#: in the order of the record's tables
-FEATURES = ("operands", "products", "replicas", "states", "gradients", "activations", "steps")
 _PACKAGE = f"{__name__.partition('.')[0]}.observations"
 
 
@@ -33,8 +32,10 @@ def load_modules(part: str) -> tuple[ModuleType, ...]:
 
 
 def _load_modules(part: str) -> Iterator[ModuleType]:
-    for feature in FEATURES:
-        name = f"{_PACKAGE}.{feature}.{part}"
+    folders = pkgutil.iter_modules(importlib.import_module(_PACKAGE).__path__)
+    features = [importlib.import_module(f"{_PACKAGE}.{folder.name}") for folder in folders]
+    for feature in sorted(features, key=lambda feature: feature.PLACE):
+        name = f"{feature.__name__}.{part}"
         if importlib.util.find_spec(name) is not None:
             yield importlib.import_module(name)
 
@@ -69,6 +70,9 @@ class Table:
         histograms: name of the table that has histograms of the same tensors; empty: there is none.
         by_step: whether the parts keep the rows of a step together, as those with lists in each row do.
         is_added_later: whether rows are added to a record whose run is over, by several writers.
+        has_what_if: whether rows of recipes that were tried are in it too; their `scale_source` is `what-if`.
+        checks: what a verdict asks for if a record lacks it, as people call it; empty: it asks for nothing.
+        option: which a run has to set for these rows, if a verdict asks for them.
     """
 
     name: str
@@ -78,6 +82,9 @@ class Table:
     histograms: str = ""
     by_step: bool = False
     is_added_later: bool = False
+    has_what_if: bool = False
+    checks: str = ""
+    option: str = ""
 
     def count_rows(self, columns: Columns) -> int:
         """Return how many rows columns have."""

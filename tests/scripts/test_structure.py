@@ -46,7 +46,7 @@ class Watcher:
         self.handle.remove()
 
     def see_step(self, parts, parse_recipe=None):
-        return max(parts, key=lambda part: part.attempt).first_step, {"states": parse_recipe("bf16")}
+        return max(parts, key=lambda part: part.attempt).first_step, SCHEMAS["states"], parse_recipe("bf16")
 
 
 def remove_first(values):
@@ -99,3 +99,31 @@ def test_the_places_behind_a_figure(package: Path, capsys: pytest.CaptureFixture
         "tiny/high/top.py:2: imports tiny/low.py",
         "tiny/low.py:8: imports tiny/high/top.py",
     ]
+
+
+@pytest.mark.parametrize(
+    ("text", "counts"),
+    [
+        ('run.table("states")', True),
+        ('read_rows(run, name="states")', True),
+        ('TABLES["states"], tables[wanted or "states"]', True),
+        ('known = "states" in tables', True),
+        ('def read(run, table="states"): ...', True),
+        ('class Observer:\n    name = "states"', True),
+        ('LISTED = ("metrics", "states", "operands")', True),
+        ('shown = {"states": 1, "verify_rows": 2}', True),
+        ("step.config.states, monitor._config.states", True),
+        ('replace(Config(), states=("update",))', True),
+        ('saved = {"states": 1, "step": 2, "rng": 3}; saved.get("states")', False),
+        ('LABELS = ("values", "states", "scale", "metrics", "weights")', False),
+        ("states = {}; self.states = states; from .states import states", False),
+        ('warn("no states were seen", kind="states")', False),
+    ],
+)
+def test_what_names_a_table(text: str, counts: bool) -> None:
+    tables = (
+        'TABLES = (Table("metrics", {}), Table("states", {}))\n\nclass Config:\n    states = ()\n    verify_rows: int = 0\n'
+    )
+    files = structure.parse({"tiny/table.py": tables, "tiny/reader.py": text})
+    found = structure.measure(files)["files that name states"]
+    assert [place.file for place in found.places] == ["tiny/reader.py"] * counts

@@ -10,11 +10,12 @@ from functools import cached_property
 import numpy as np
 import polars as pl
 
-from ...core.keys import MIXED, UNCAST
+from ...core.keys import MIXED
 from ...core.layer_names import aggregate_of, is_aggregate
 from ...core.scale_sources import ENGINE
 from ...core.table import load_modules
 from ...errors import ConfigError
+from ...record.schema import TABLES
 from ..loss.gap import above
 from ..loss.outcome import MAX_GAP, LossOutcome
 from ..loss.seeds import Beside, beside
@@ -98,7 +99,7 @@ class Comparison:
         steps = pl.Series(self.run.metrics.steps)
         tail = steps.tail(max(1, round(len(steps) * TAIL)))
         columns = ["step", "layer", "role", "recipe", *_WEIGHED]
-        tables = (self.run.table(name) for name in UNCAST)
+        tables = (self.run.table(table.name) for table in TABLES.values() if table.has_what_if)
         uncast = [rows.filter(scale_source="what-if").select(columns) for rows in tables]
         rows = pl.concat([self.run.others.select(columns), *uncast]).filter(pl.col("step").is_in(tail.implode()))
         return rows.group_by("layer", "role", "recipe", maintain_order=True).agg(pl.median(*_WEIGHED))

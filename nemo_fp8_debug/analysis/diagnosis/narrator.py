@@ -12,6 +12,7 @@ import numpy as np
 
 from ...core.keys import GRADIENTS, SHOWN_AS
 from ...numerics.metric_names import LABELS
+from ...record.schema import TABLES
 from ..comparison.onset import IN_A_ROW
 from ..formatting import number
 from ..loss.gap import CHECK_DATA, Gap
@@ -250,10 +251,10 @@ def tell_missed(found: Answer) -> list[str]:
         )
     elif found.cause != "software" and not (found.loss.harm == "none" and found.facts.same_batches):
         missed.append("We could have missed a fault in data, kernels or communication.")
-    options = {"verification": ("GEMM results", "`verify_rows`"), "states": ("optimizer states", "`states`")}
-    absent = [shown for name, shown in options.items() if found.run.table(name).is_empty()]
+    absent = [table for table in TABLES.values() if table.checks and found.run.table(table.name).is_empty()]
     if absent:
-        what, how = (" and ".join(words) for words in zip(*absent, strict=True))
+        what = " and ".join(table.checks for table in absent)
+        how = " and ".join(f"`{table.option}`" for table in absent)
         missed.append(f"To check {what} too, record with {how}.")
     return missed
 

@@ -17,7 +17,7 @@ from ...analysis.diagnosis.rules.nonfinite import FirstNonfinite, first_of_rows
 from ...analysis.formatting import number
 from ...analysis.runs.metrics import IS_NONFINITE
 from ...analysis.runs.run import Run
-from ...core.keys import UNCAST
+from .table import TABLES
 
 _Loads = np.ndarray[tuple[int, int], np.dtype[np.int64]]
 _LOGITS, _ROUTER = "attention_logits", "router_logits"
@@ -89,9 +89,8 @@ def _read_both(records: Records, role: str) -> tuple[pl.DataFrame | None, pl.Dat
 
 
 def _read(run: Run) -> pl.DataFrame:
-    rows = run.table("activations").filter(
-        pl.col("scale_source") != "what-if", pl.col("role").is_in(list(UNCAST["activations"]))
-    )
+    table = TABLES[0]
+    rows = run.table(table.name).filter(pl.col("scale_source") != "what-if", pl.col("role").is_in(list(table.roles)))
     return rows.filter(~pl.col("step").is_in(run.made_up_for.implode()))
 
 

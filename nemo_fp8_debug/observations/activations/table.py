@@ -21,6 +21,6 @@ _COLUMNS = {**TENSORS, **typed("float64", *COUNTS, *METRICS), "loads": "list[int
 _ROLES = tuple(role for roles in ACTIVATIONS.values() for role in roles)
 
 TABLES = (
-    Table("activations", _COLUMNS, METRICS, _ROLES, "activation_histograms"),
+    Table("activations", _COLUMNS, METRICS, _ROLES, "activation_histograms", has_what_if=True),
     Table("activation_histograms", HISTOGRAMS, by_step=True),
 )

@@ -15,7 +15,7 @@ from ...numerics.metric_names import label_of
 from .table import TABLES
 
 #: name in JSON, title of the table, and its columns behind layer and tensor
-NAME, TITLE = "activations", "What lies between GEMMs, baseline -> run, medians over the later half of the run"
+NAME, TITLE = TABLES[0].name, "What lies between GEMMs, baseline -> run, medians over the later half of the run"
 HEADINGS = ("metric", "baseline", "run", "log2 of the ratio")
 _KEY = ["layer", "role"]
 #: percentages, of which one point is added before they are divided, since they may be zero
@@ -56,7 +56,7 @@ def compare_runs(baseline: Run, run: Run) -> pl.DataFrame:
 
 def _values(run: Run) -> pl.DataFrame:
     """step, layer, role, metric, value"""
-    rows = run.table("activations").filter(pl.col("scale_source") != "what-if").with_columns(size=_ROOT_MEAN_SQUARE)
+    rows = run.table(NAME).filter(pl.col("scale_source") != "what-if").with_columns(size=_ROOT_MEAN_SQUARE)
     return rows.unpivot(_METRICS, index=["step", *_KEY], variable_name="metric").drop_nulls("value")
 
 

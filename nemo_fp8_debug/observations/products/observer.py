@@ -112,7 +112,8 @@ class ProductStep(StepObserver):
     """Products in one sampled step."""
 
     def __init__(self, step: OpenStep) -> None:
-        chosen = Chosen(step.config.output_rows, step.config.verify_rows, states=step.config.states)
+        config = step.config
+        chosen = Chosen(config.output_rows, config.verify_rows, keeps_gradients="update" in config.states)
         gemms = {gemm.name: gemm for gemm in step.known if gemm.name in step.chosen and not gemm.backend.in_forward}
         self._queue, options = CheckQueue(), (chosen, step.number, step.guard)
         self.products = {

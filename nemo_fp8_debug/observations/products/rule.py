@@ -13,6 +13,7 @@ from ...analysis.diagnosis.finding import Finding
 from ...analysis.diagnosis.rule import rule
 from ...analysis.formatting import number
 from ...core.keys import RESULTS, ROLES, SHOWN_AS
+from .table import OUTPUTS, VERIFICATION
 
 #: as `product`: what ranks make of their dW
 _REDUCTION = "reduction"
@@ -39,7 +40,7 @@ class FirstWrongProduct(NamedTuple):
 @fact
 def wrong_products(records: Records) -> list[FirstWrongProduct]:
     """Return the first wrong product and the first wrong reduction."""
-    rows = records.run.table("verification")
+    rows = records.run.table(VERIFICATION.name)
     reduced = pl.col("product") == _REDUCTION
     return [found for some in (~reduced, reduced) if (found := _first(rows.filter(some))) is not None]
 
@@ -111,11 +112,11 @@ def describe_culprit(found: Finding, records: Records) -> Iterator[str]:
     Args:
         found: about an operand.
     """
-    rows = records.run.table("outputs")
-    reached = _describe_reach(found, rows, None if records.baseline is None else records.baseline.table("outputs"))
+    rows = records.run.table(OUTPUTS.name)
+    reached = _describe_reach(found, rows, None if records.baseline is None else records.baseline.table(OUTPUTS.name))
     if reached:
         yield reached
-    verified = records.run.table("verification")
+    verified = records.run.table(VERIFICATION.name)
     for product, result in RESULTS.items():
         here = (pl.col("layer") == found.layer) & (pl.col("product") == product) & (pl.col("step") >= (found.since or 0))
         shares = _share_errors(rows.filter(here), verified.filter(here))

@@ -8,7 +8,7 @@ forward of a layer to its backward is k columns of X and k of W.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -46,8 +46,8 @@ class Chosen:
     errors: int = 0
     #: rows and columns of each whose result is compared with what it ought to be
     verify: int = 0
-    #: of the optimizer's tensors, as in `core.keys.STATES`
-    states: Sequence[str] = ()
+    #: whether the rows of dW are kept, which the error of the step of W takes
+    keeps_gradients: bool = False
 
     @property
     def rows(self) -> int:
@@ -200,7 +200,7 @@ class Products:
             if self._chosen.errors and a.rows and b.rows and a.rows.values.shape[1] == b.rows.values.shape[1]:
                 terms = Terms.product(a.rows, b.rows)
                 self._sums[product] = terms.sums()
-                if product == "wgrad" and "update" in self._chosen.states:
+                if product == "wgrad" and self._chosen.keeps_gradients:
                     self.weight_gradient = terms.values, terms.values + terms.error
             if self._checks:
                 splits = self._gemm.backend.splits_accumulator(self._gemm.module, product)

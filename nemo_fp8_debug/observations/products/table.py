@@ -27,5 +27,7 @@ VERIFICATION = Table(
         **typed("float64", "error_over_bound", "factor", "relative_error"),
         **typed("int64", "row", "column", "values_beyond", "rows_beyond", "columns_beyond"),
     },
+    checks="GEMM results",
+    option="verify_rows",
 )
 TABLES = (OUTPUTS, VERIFICATION)

@@ -18,6 +18,7 @@ from ...analysis.runs.metrics import IS_NONFINITE
 from ...analysis.runs.run import Run
 from ...core.keys import SHOWN_AS, STATES
 from ..products.rule import share_in_percent
+from .table import TABLES
 
 #: of the error of the step of a weight
 _OF_UPDATE = {
@@ -89,7 +90,7 @@ def _is_off(course: LayerCourse) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
 
 
 def _read(run: Run, *roles: str) -> pl.DataFrame:
-    rows = run.table("states").filter(pl.col("scale_source") != "what-if")
+    rows = run.table(TABLES[0].name).filter(pl.col("scale_source") != "what-if")
     rows = rows.filter(pl.col("role").is_in(roles)) if roles else rows
     return rows.filter(~pl.col("step").is_in(run.made_up_for.implode()))
 

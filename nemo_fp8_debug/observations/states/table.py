@@ -23,6 +23,15 @@ UPDATE_METRICS = {
 _METRICS = {**STATE_METRICS, **UPDATE_METRICS}
 
 TABLES = (
-    Table("states", {**TENSORS, **typed("float64", *_METRICS)}, _METRICS, tuple(STATES), "state_histograms"),
+    Table(
+        "states",
+        {**TENSORS, **typed("float64", *_METRICS)},
+        _METRICS,
+        tuple(STATES),
+        "state_histograms",
+        has_what_if=True,
+        checks="optimizer states",
+        option="states",
+    ),
     Table("state_histograms", HISTOGRAMS, by_step=True),
 )

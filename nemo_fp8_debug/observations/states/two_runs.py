@@ -11,9 +11,10 @@ from ...analysis.comparison.drift import TAIL
 from ...analysis.formatting import number
 from ...analysis.runs.run import Run
 from ...core.keys import SHOWN_AS
+from .table import TABLES
 
 #: name in JSON, title of the table, and its columns behind layer and tensor
-NAME, TITLE = "states", "What the optimizers keep, baseline -> run, medians over the later half of the run"
+NAME, TITLE = TABLES[0].name, "What the optimizers keep, baseline -> run, medians over the later half of the run"
 HEADINGS = ("size (log2 of the ratio)", "root mean square", "share of the squared norm %", "NaN or infinity since")
 _KEY = ["layer", "role"]
 _SHOWN = ("rms_baseline", "rms_run", "size_log2", "share_baseline", "share_run")
@@ -55,7 +56,7 @@ def compare_runs(baseline: Run, run: Run) -> pl.DataFrame:
 
 def _sizes(run: Run) -> pl.DataFrame:
     """step, layer, role, share_pct, rms (null where it is zero or not known), lost (NaN and infinite values)."""
-    rows = run.table("states").filter(pl.col("scale_source") != "what-if")
+    rows = run.table(NAME).filter(pl.col("scale_source") != "what-if")
     return rows.select("step", *_KEY, "share_pct", rms=_ROOT_MEAN_SQUARE, lost=pl.col("nan") + pl.col("inf"))
 
 
