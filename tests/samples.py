@@ -16,6 +16,7 @@ from nemo_fp8_debug.capture.operands import Operand
 from nemo_fp8_debug.core.sample import Sample
 from nemo_fp8_debug.numerics.formats import E4M3
 from nemo_fp8_debug.numerics.metric_columns import unscaled
+from nemo_fp8_debug.numerics.recipe import parse_recipe
 from nemo_fp8_debug.numerics.tensor_scaling import CurrentScaling
 from nemo_fp8_debug.observations.operands.measure import measure
 from nemo_fp8_debug.record.schema import SCHEMAS
@@ -70,7 +71,7 @@ def measured_sample(step: int, tensors: Mapping[tuple[str, str], torch.Tensor]) 
     operands = []
     for (layer, role), x in tensors.items():
         gemm = Gemm(layer, nn.Linear(1, 1), torch_linear.BACKEND)
-        operand = Operand(gemm, role, ScaleInUse(CurrentScaling(), E4M3, "current-hybrid", "current"))
+        operand = Operand(gemm, role, ScaleInUse(CurrentScaling(), E4M3, parse_recipe("current-hybrid"), "current"))
         operand.add(x, 0)
         operands.append(operand)
     measured = measure(collect(operands))

@@ -11,14 +11,14 @@ from ..core.keys import MIXED, Key
 from ..kernels.cpu.histograms import Histograms
 from ..numerics.histogram import Histogram
 from ..numerics.metrics import Moments, QuantizationSums, merge, total_sums
-from ..numerics.recipe import Scaling, parse_recipe
+from ..numerics.recipe import NamesRecipe
 from ..numerics.tensor_scaling import CurrentScaling, scales_of
 from .backends.base import ScaleInUse
 from .operands import Operand
 
 
 @dataclass(frozen=True)
-class Cast:
+class Cast(NamesRecipe):
     """How an operand was cast, in words."""
 
     recipe: str
@@ -31,11 +31,6 @@ class Cast:
     copy_recipe: str = ""
     copy_format: str = ""
     copy_source: str = ""
-
-    @property
-    def scaling(self) -> Scaling:
-        """The rule of its scale."""
-        return parse_recipe(self.recipe).scaling
 
 
 @dataclass
@@ -137,11 +132,11 @@ def _shard(operand: Operand, known: _UnderScales) -> OperandStats:
 
 def cast_of(use: ScaleInUse, operand: Operand) -> Cast:
     """How an operand was cast, in words."""
-    words = use.recipe, use.format.name, use.source, str(operand.dtype).removeprefix("torch.")
+    words = use.recipe.name, use.format.name, use.source, str(operand.dtype).removeprefix("torch.")
     if not _copy_is_known(operand):
         return Cast(*words)
     copy = operand.copy_casts[0]
-    return Cast(*words, copy.recipe, copy.format.name, copy.source)
+    return Cast(*words, copy.recipe.name, copy.format.name, copy.source)
 
 
 def _copy_is_known(operand: Operand) -> bool:

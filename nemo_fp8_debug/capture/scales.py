@@ -56,12 +56,12 @@ class Scales:
             if not engine.quantizes(role):
                 return not_quantized(role)
             recipe = engine.recipes[role]
-            return ScaleInUse(engine.scale(role), recipe.format_of(role), recipe.name, "engine")
+            return ScaleInUse(engine.scale(role), recipe.format_of(role), recipe, "engine")
         if self.auto and gemm.backend.foreign(gemm.module) and not seen_in_forward(gemm):
             return unknown_cast(role)
         scale = self._emulated.next_scale((gemm.name, role))
         source = "emulated" if isinstance(scale, torch.Tensor) else "current"
-        return ScaleInUse(scale, self._recipe.format_of(role), self._recipe.name, source)
+        return ScaleInUse(scale, self._recipe.format_of(role), self._recipe, source)
 
     def observe(self, amax: Mapping[Key, float]) -> None:
         """End of a sampled step: emulated histories take the amax of each operand."""

@@ -102,6 +102,21 @@ def parse_recipe(value: str | Mapping[str, Any] | Recipe) -> Recipe:
     return _of_options(dict(value) if isinstance(value, Mapping) else {"name": value})
 
 
+class NamesRecipe:
+    """What has the name of a recipe."""
+
+    recipe: str
+
+    @functools.cached_property
+    def parsed(self) -> Recipe:
+        """The recipe, read once. Internal: recipes are not public.
+
+        Raises:
+            ConfigError: no recipe here has this name.
+        """
+        return parse_recipe(self.recipe)
+
+
 def find_recipe(name: str | None) -> Recipe | None:
     """Return the recipe that a record names.
 
@@ -112,7 +127,7 @@ def find_recipe(name: str | None) -> Recipe | None:
         None if there is no such recipe here: a framework may have more.
     """
     try:
-        return None if name is None else parse_recipe(name)
+        return None if name is None else _named(name)
     except ConfigError:
         return None
 

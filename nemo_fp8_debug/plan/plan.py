@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
 import os
 from collections.abc import Sequence
@@ -15,13 +14,13 @@ from ..core.arguments import shown
 from ..core.keys import ROLES
 from ..core.layer_names import compile_patterns
 from ..errors import ConfigError
-from ..numerics.recipe import Recipe, parse_recipe
+from ..numerics.recipe import NamesRecipe, Recipe
 
 VERSION = 1
 
 
 @dataclass(frozen=True)
-class Change:
+class Change(NamesRecipe):
     """Operands that are cast otherwise than the run's recipe says.
 
     Args:
@@ -64,11 +63,6 @@ class Change:
         object.__setattr__(self, "roles", tuple(self.roles))
         compile_patterns([self.layer])
         _ = self.parsed
-
-    @functools.cached_property
-    def parsed(self) -> Recipe:
-        """The recipe, read once. Internal: recipes are not public."""
-        return parse_recipe(self.recipe)
 
 
 @dataclass(frozen=True)

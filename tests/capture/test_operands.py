@@ -22,9 +22,9 @@ from nemo_fp8_debug.observations.operands.measure import measure
 
 #: casts of a step's calls: one histogram of them all, one histogram a call up to `KEPT_APART`, and what comes after
 IN_USE = {
-    "one scale, of the whole": ScaleInUse(CurrentScaling(), E4M3, "current", "current"),
-    "one scale, held": ScaleInUse(torch.tensor(3.0), E4M3, "delayed", "engine"),
-    "a scale a call": ScaleInUse(CurrentScaling(), E4M3, "current", "engine"),
+    "one scale, of the whole": ScaleInUse(CurrentScaling(), E4M3, parse_recipe("current"), "current"),
+    "one scale, held": ScaleInUse(torch.tensor(3.0), E4M3, parse_recipe("delayed"), "engine"),
+    "a scale a call": ScaleInUse(CurrentScaling(), E4M3, parse_recipe("current"), "engine"),
 }
 
 

@@ -91,10 +91,10 @@ def tensors_of(seen: Operand) -> dict[int, torch.Tensor]:
 
 
 CASES: dict[str, Callable[[], Operand]] = {
-    "delayed": lambda: operand(ScaleInUse(torch.tensor(8.0), E4M3, "delayed-e4m3", "engine"), torch.bfloat16),
-    "current": lambda: operand(ScaleInUse(CurrentScaling(), E4M3, "current-e4m3", "engine"), torch.float16),
-    "blocks": lambda: operand(ScaleInUse(MXFP8Scaling(), E4M3, "mxfp8-e4m3", "engine"), torch.bfloat16),
-    "float32": lambda: operand(ScaleInUse(torch.tensor(8.0), E4M3, "delayed-e4m3", "engine"), torch.float32),
+    "delayed": lambda: operand(ScaleInUse(torch.tensor(8.0), E4M3, parse_recipe("delayed-e4m3"), "engine"), torch.bfloat16),
+    "current": lambda: operand(ScaleInUse(CurrentScaling(), E4M3, parse_recipe("current-e4m3"), "engine"), torch.float16),
+    "blocks": lambda: operand(ScaleInUse(MXFP8Scaling(), E4M3, parse_recipe("mxfp8-e4m3"), "engine"), torch.bfloat16),
+    "float32": lambda: operand(ScaleInUse(torch.tensor(8.0), E4M3, parse_recipe("delayed-e4m3"), "engine"), torch.float32),
 }
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -14,7 +13,7 @@ from ...errors import ConfigError
 from ...numerics.block_scaling import BlockScaling, MXFP8Scaling
 from ...numerics.limits import LEAST_VALUES
 from ...numerics.metric_names import LABELS
-from ...numerics.recipe import BF16_RECIPE, Recipe, Scaling, find_recipe, parse_recipe
+from ...numerics.recipe import BF16_RECIPE, NamesRecipe, Recipe, Scaling, find_recipe
 from ...numerics.tensor_scaling import CurrentScaling, DelayedScaling
 from ..replay.replay import replay
 from ..runs.run import Run
@@ -126,7 +125,7 @@ def _exceeded(metric: str, value: float, limit: float) -> str:
 
 
 @dataclass(frozen=True)
-class Option:
+class Option(NamesRecipe):
     """A way to cast an operand."""
 
     #: stay, undo, margin, history, current, format, block or bf16
@@ -139,15 +138,6 @@ class Option:
     meets: bool
     #: whether errors are approximate: of float32 values that were rounded to bfloat16
     approximate: bool = False
-
-    @functools.cached_property
-    def parsed(self) -> Recipe:
-        """The recipe, read once.
-
-        Raises:
-            ConfigError: the record names one that is not known here.
-        """
-        return parse_recipe(self.recipe)
 
 
 def cast_of(recipe: Recipe, role: str) -> Cast:
@@ -223,7 +213,7 @@ def candidates(given: Given) -> Iterator[tuple[str, Recipe]]:
     """Yield kinds of changes and their recipes, in order of cost; a recipe that undoes a change is not yielded again.
 
     Example:
-        >>> given = Given(parse_recipe("delayed(margin=4)"), "e4m3", "input", Undo("delayed", since=80))
+        >>> given = Given(find_recipe("delayed(margin=4)"), "e4m3", "input", Undo("delayed", since=80))
         >>> [(kind, recipe.name) for kind, recipe in candidates(given)][:2]
         [('undo', 'delayed-hybrid'), ('margin', 'delayed-hybrid(margin=5)')]
     """

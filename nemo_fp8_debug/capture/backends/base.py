@@ -29,8 +29,8 @@ class ScaleInUse:
     #: a float32 scalar tensor that holds through the step, or the rule that finds scales anew for each tensor
     scale: torch.Tensor | CurrentScaling | BlockRule
     format: FloatFormat
-    #: name of the recipe that the scale belongs to
-    recipe: str
+    #: which the scale belongs to
+    recipe: Recipe
     #: "engine": read from what quantizes the operand; "emulated": a history kept here; "current": the operand's own amax;
     #: "not quantized": the engine left this operand in high precision, and current scaling is what it might use;
     #: "expected": as "engine", but codes are rounded by chance: metrics are expected values;
@@ -73,7 +73,7 @@ _SHADOW = Recipe(CurrentScaling())
 @functools.cache
 def not_quantized(role: str) -> ScaleInUse:
     """Of an operand that its engine leaves in high precision."""
-    return ScaleInUse(CurrentScaling(), _SHADOW.format_of(role), _SHADOW.name, "not quantized")
+    return ScaleInUse(CurrentScaling(), _SHADOW.format_of(role), _SHADOW, "not quantized")
 
 
 @functools.cache

@@ -113,7 +113,7 @@ def _block_scales(operands: _Operands) -> Rows:
     counted = [s for s in operands.rows if s.block_scales is not None]
     if not counted:
         return {}
-    rules: list[Any] = [s.cast.scaling for s in counted]
+    rules: list[Any] = [s.cast.parsed.scaling for s in counted]
     found = distributions(torch.stack([s.block_scales for s in counted if s.block_scales is not None]), rules)
     return operands.about(counted) | {
         "recipe": [s.cast.recipe for s in counted],
@@ -194,7 +194,7 @@ def _order(places: Sequence[int]) -> torch.Tensor:
 
 def _rule(stat: OperandStats) -> CurrentScaling | None:
     """The rule that finds a scale from the amax of the whole tensor."""
-    rule = stat.cast.scaling
+    rule = stat.cast.parsed.scaling
     if isinstance(rule, CurrentScaling):
         return rule
     return CurrentScaling() if stat.sums is None else None  # delayed scaling without a history yet

@@ -180,7 +180,7 @@ class DumpedOperand:
         if self._operand.calls + self._operand.copies > call:
             use = use or self._operand.in_use
             scale = use.scale
-            key, about = (*self._operand.key, call), (use.recipe, use.format, use.source)
+            key, about = (*self._operand.key, call), (use.recipe.name, use.format, use.source)
             if isinstance(scale, BlockRule):  # a dump has one scale: its codes are those of current scaling
                 scale, about = CurrentScaling(), (SHADOW.name, SHADOW.format_of(self._operand.role), "current")
             self._dump.add(Dumped(*self._where, *key, *about), local(x.detach()), scale)

@@ -132,7 +132,7 @@ def _named(rule: CurrentScaling | BlockRule, fmt: FloatFormat, config: Any) -> S
     """A cast, named as hybrid where the configuration as a whole is."""
     targets = [getattr(config, next(iter(of_role.values()))).target_dtype for of_role in CASTS.values()]
     hybrid = targets == [torch.float8_e4m3fn, torch.float8_e4m3fn, torch.float8_e5m2]
-    return ScaleInUse(rule, fmt, Recipe(rule, "hybrid" if hybrid else fmt.name).name, "engine")
+    return ScaleInUse(rule, fmt, Recipe(rule, "hybrid" if hybrid else fmt.name), "engine")
 
 
 def _mxfp8_cast(module: Any, role: str) -> ScaleInUse:
@@ -140,7 +140,7 @@ def _mxfp8_cast(module: Any, role: str) -> ScaleInUse:
     _choice(module.kernel_preference, "KernelPreference", ("EMULATED",), "kernel_preference")
     _choice(module.scale_calculation_mode, "ScaleCalculationMode", ("RCEIL",), "scale_calculation_mode")
     rule = MXFP8Scaling(by_logarithm=True)
-    use = ScaleInUse(rule, FORMATS["e4m3"], Recipe(rule, "e4m3").name, "engine")
+    use = ScaleInUse(rule, FORMATS["e4m3"], Recipe(rule, "e4m3"), "engine")
     return replace(use, products={"wgrad": None}) if module.wgrad_with_hp and role != "weight" else use
 
 

@@ -47,6 +47,6 @@ def nvfp4_cast(module: Any, role: str) -> ScaleInUse:
     if role == "grad_output":
         raise UnknownCast("its NVFP4Linear rounds dY stochastically, so that its codes cannot be told")
     rule = TorchaoNVFP4Scaling()
-    use = ScaleInUse(rule, E2M1, Recipe(rule).name, "engine")
+    use = ScaleInUse(rule, E2M1, Recipe(rule), "engine")
     # The copy of X for wgrad is transformed before its cast, and not measured.
     return ScaleInUse(use.scale, use.format, use.recipe, use.source, {"wgrad": None}) if role == "input" else use

@@ -26,7 +26,6 @@ import torch
 
 from ....numerics.block_scaling import BlockRule
 from ....numerics.nvfp4_scaling import SIGN_MASK, NVFP4Scaling
-from ....numerics.recipe import parse_recipe
 from ...patching import SWITCHED
 from ..base import Args, Kwargs, ScaleInUse, UnknownCast, not_quantized, raw_weight
 from .environment import check_environment
@@ -91,8 +90,7 @@ def _copy(quantizer: Any, use: ScaleInUse, te_recipe: Any, role: str) -> tuple[S
         return None, True
     if isinstance(rule, NVFP4Scaling) and rule.row_scaled:
         rule = replace(rule, row_scaled=False)  # the kernel gives the rows of X scales of their own, and not its columns
-    recipe = replace(parse_recipe(use.recipe), scaling=rule)
-    return replace(use, scale=rule, recipe=recipe.name), False
+    return replace(use, scale=rule, recipe=replace(use.recipe, scaling=rule)), False
 
 
 def _is_square(rule: BlockRule, role: str) -> bool:

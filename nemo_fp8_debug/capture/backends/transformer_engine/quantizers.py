@@ -273,12 +273,12 @@ def _in_use(
 ) -> ScaleInUse:
     """Named as the recipe is where that gives this format, and otherwise by the format."""
     asked = getattr(getattr(te_recipe, "fp8_format", None), "name", "").lower()
-    return ScaleInUse(scale, fmt, _name(rule, asked, fmt, role), "engine")
+    return ScaleInUse(scale, fmt, _recipe_of(rule, asked, fmt, role), "engine")
 
 
 @functools.lru_cache(maxsize=256)
-def _name(rule: CurrentScaling | DelayedScaling | BlockRule, asked: str, fmt: FloatFormat, role: str) -> str:
+def _recipe_of(rule: CurrentScaling | DelayedScaling | BlockRule, asked: str, fmt: FloatFormat, role: str) -> Recipe:
     usable = asked in rule.formats and Recipe(rule, asked).format_of(role) == fmt
     if not usable and fmt.name not in rule.formats:
         raise UnknownCast(f"its quantizer casts to {fmt.name}, which is not known here of {type(rule).__name__}")
-    return Recipe(rule, asked if usable else fmt.name).name
+    return Recipe(rule, asked if usable else fmt.name)
