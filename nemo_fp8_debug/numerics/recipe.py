@@ -107,9 +107,9 @@ class NamesRecipe:
 
     recipe: str
 
-    @functools.cached_property
+    @property
     def parsed(self) -> Recipe:
-        """The recipe, read once. Internal: recipes are not public.
+        """The recipe; names are read once. Internal: recipes are not public.
 
         Raises:
             ConfigError: no recipe here has this name.
