@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, TypeVar
 
 from ..core.sample import Recorder, Sample
 from ..core.threads import Worker
@@ -26,6 +26,7 @@ Steps = Mapping[int, Mapping[str, Any]]
 #: hands one thing to a recorder
 Record = Callable[[Recorder], None]
 ErrorGuard = Callable[[str], AbstractContextManager[None]]
+_T = TypeVar("_T")
 
 
 class Recording:
@@ -64,15 +65,19 @@ class Recording:
         """
         self.deliver(wait=True)
         self._submitted += 1
-        self._enqueue(lambda: self._record(measure))
+        self._enqueue(lambda: self._record("while measuring", measure, lambda recorder, sample: recorder.record(sample)))
 
     def submit_steps(self, steps: Callable[[], Steps]) -> None:
         """Record scalars by step in the background."""
-        self._enqueue(lambda: self._record_steps(steps))
+        self._enqueue(lambda: self._record("while recording steps", steps, lambda recorder, of: recorder.record_steps(of)))
 
     def submit_validation(self, step: int, losses: Callable[[], Mapping[str, float]]) -> None:
         """Record the losses of an evaluation in the background."""
-        self._enqueue(lambda: self._record_validation(step, losses))
+
+        def hand(recorder: Recorder, found: Mapping[str, float]) -> None:
+            recorder.record_validation(step, found)
+
+        self._enqueue(lambda: self._record("while recording an evaluation", losses, hand))
 
     def submit_job(self, job: Callable[[], None]) -> None:
         """Do something else in the background, after all that was submitted before."""
@@ -135,22 +140,10 @@ class Recording:
             warn(f"recording hangs for {STUCK:.0f} s; the run goes on, and steps are not sampled until it does no longer")
         return future.done()
 
-    def _record(self, measure: Callable[[], Sample | None]) -> Record | None:
-        with self._errors("while measuring"):
-            if (sample := measure()) is not None:
-                return self._here(lambda recorder: recorder.record(sample))
-        return None
-
-    def _record_steps(self, steps: Callable[[], Steps]) -> Record | None:
-        with self._errors("while recording steps"):
-            values = steps()
-            return self._here(lambda recorder: recorder.record_steps(values))
-        return None
-
-    def _record_validation(self, step: int, losses: Callable[[], Mapping[str, float]]) -> Record | None:
-        with self._errors("while recording an evaluation"):
-            values = losses()
-            return self._here(lambda recorder: recorder.record_validation(step, values))
+    def _record(self, doing: str, measure: Callable[[], _T | None], hand: Callable[[Recorder, _T], None]) -> Record | None:
+        with self._errors(doing):
+            if (found := measure()) is not None:
+                return self._here(lambda recorder: hand(recorder, found))
         return None
 
     def _here(self, record: Record) -> Record:

@@ -59,7 +59,9 @@ class Summary:
         """
         if not (record := self._record):
             return
-        found = f"recorded {record.samples} samples" if record.samples >= self.due else _partly(record.samples, self.due)
+        found = f"recorded {record.samples} samples"
+        if record.samples < self.due:
+            found = f"recorded only {record.samples} of {self.due} samples (warnings say why)"
         notes = [
             f"{record.lost} parts of the record could not be written" if record.lost else "",
             "sampling ended before the run did" if over else "",
@@ -79,7 +81,3 @@ class Summary:
     def _show(self, text: str) -> None:
         with contextlib.suppress(Exception):  # standard output may be closed, which is no matter of the run's
             show(f"nemo_fp8_debug: {text}")
-
-
-def _partly(samples: int, due: int) -> str:
-    return f"recorded only {samples} of {due} samples (warnings say why)"

@@ -68,7 +68,9 @@ class SampledStep:
 
     def open(self, heard: bool) -> None:
         """Find what to look at, and look at it if the first rank has said so."""
-        self._expected = self._counted_here()  # whatever fails from here on, the part of this rank is missed
+        own, guard = self._watched.shard_group, self._watched.errors.guard
+        # Whatever fails from here on, the part of this rank is missed.
+        self._expected = counted_parts(self._known, self._config, self._dumped, own, self._watched.rank)
         scanned = scan_modules(self._watched.model.roots)
         compiled = self._leave_out_compiled(scanned)
         names = {gemm.name for gemm in self._known}
@@ -77,7 +79,6 @@ class SampledStep:
         known, patterns = self._known, self._dumped
         dumped = {gemm.name for gemm in matching(known, patterns)} if patterns else set()
         chosen = {gemm.name for gemm in matching(known, self._config.layers)}
-        own, guard = self._watched.shard_group, self._watched.errors.guard
         counts = partial(counts_weight, own, self._watched.rank)
         weighed = [gemm for gemm in known if gemm.name in chosen]
         gradients = WeightGradients(weighed, scanned, len(own.ranks), counts, guard, self._dispatcher)
@@ -90,9 +91,6 @@ class SampledStep:
             step.observers[observation.name] = observation.observe(step)
         if heard:
             self._subscribe(step)
-
-    def _counted_here(self) -> set[Key]:
-        return counted_parts(self._known, self._config, self._dumped, self._watched.shard_group, self._watched.rank)
 
     def _leave_out_compiled(self, scanned: Sequence[ScannedModule]) -> Collection[int]:
         """Layers that torch.compile has been called on since the monitor was attached; all modules that run inside of it."""

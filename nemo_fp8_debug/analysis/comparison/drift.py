@@ -123,6 +123,10 @@ def _shared(column: str, out_of_band: pl.DataFrame, rows: pl.DataFrame) -> bool:
 
 #: metrics whose ratios count, and what is added to either side: percent of underflow and overflow below this are noise
 _FLOORS = {"underflow_pct": 0.01, "overflow_pct": 0.01, "relative_error": 0.0}
+#: of a tensor, by its errors; null if it is zero or unknown
+ROOT_MEAN_SQUARE = pl.when((pl.col("mse") > 0) & (pl.col("relative_error") > 0)).then(
+    pl.col("mse").sqrt() / pl.col("relative_error")
+)
 #: share of the paired samples, from the end, that the ranking looks at
 TAIL = 0.5
 #: metrics of either run that stand beside the ranking

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Generic, TypeVar
@@ -28,6 +28,18 @@ class Records:
     comparison: Comparison | None = None
     #: bands of healthy runs that stand for a baseline
     bands: JudgedRun | None = None
+
+
+def read_unusual(
+    read: Callable[[Run], pl.DataFrame], run: Run, baseline: Run | None, keys: Sequence[str] = ("layer", "role")
+) -> pl.DataFrame:
+    """Return the rows that `read` finds in a run, without those of tensors that it finds in the baseline too.
+
+    Args:
+        keys: columns that tell a tensor.
+    """
+    rows = read(run)
+    return rows if baseline is None else rows.join(read(baseline), on=keys, how="anti", maintain_order="left")
 
 
 class Fact(Generic[Value_co]):

@@ -10,7 +10,7 @@ import polars as pl
 
 from ...analysis import thresholds
 from ...analysis.diagnosis.courses import LayerCourse, courses
-from ...analysis.diagnosis.facts import Facts, Records, fact
+from ...analysis.diagnosis.facts import Facts, Records, fact, read_unusual
 from ...analysis.diagnosis.finding import Finding
 from ...analysis.diagnosis.rule import rule
 from ...analysis.diagnosis.rules.nonfinite import FirstNonfinite, first_of_rows
@@ -179,9 +179,4 @@ def _where(facts: Facts) -> str:
 
 def find_nonfinite(run: Run, baseline: Run | None) -> list[FirstNonfinite]:
     """Return the first NaN or infinity between GEMMs that the baseline does not have."""
-    columns = ["step", "layer", "role", "nonfinite_order"]
-    rows = _read(run).filter(IS_NONFINITE).select(columns)
-    if baseline is not None:
-        usual = _read(baseline).filter(IS_NONFINITE).select("layer", "role").unique()
-        rows = rows.join(usual, on=["layer", "role"], how="anti", maintain_order="left")
-    return first_of_rows(rows)
+    return first_of_rows(read_unusual(lambda each: _read(each).filter(IS_NONFINITE), run, baseline))

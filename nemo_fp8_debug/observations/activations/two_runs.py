@@ -7,7 +7,7 @@ from typing import Any
 
 import polars as pl
 
-from ...analysis.comparison.drift import TAIL
+from ...analysis.comparison.drift import ROOT_MEAN_SQUARE, TAIL
 from ...analysis.formatting import number
 from ...analysis.runs.run import Run
 from ...core.keys import SHOWN_AS
@@ -20,9 +20,6 @@ HEADINGS = ("metric", "baseline", "run", "log2 of the ratio")
 _KEY = ["layer", "role"]
 #: percentages, of which one point is added before they are divided, since they may be zero
 _PERCENTAGES = ("sink_pct", "dropped_pct")
-_IS_KNOWN = (pl.col("mse") > 0) & (pl.col("relative_error") > 0)
-#: of a tensor; null if it is zero or unknown
-_ROOT_MEAN_SQUARE = pl.when(_IS_KNOWN).then(pl.col("mse").sqrt() / pl.col("relative_error"))
 _METRICS = ("size", "amax", *(name for name in TABLES[0].metrics if name != "idle_experts"))
 
 
@@ -56,7 +53,7 @@ def compare_runs(baseline: Run, run: Run) -> pl.DataFrame:
 
 def _values(run: Run) -> pl.DataFrame:
     """step, layer, role, metric, value"""
-    rows = run.table(NAME).filter(pl.col("scale_source") != "what-if").with_columns(size=_ROOT_MEAN_SQUARE)
+    rows = run.table(NAME).filter(pl.col("scale_source") != "what-if").with_columns(size=ROOT_MEAN_SQUARE)
     return rows.unpivot(_METRICS, index=["step", *_KEY], variable_name="metric").drop_nulls("value")
 
 

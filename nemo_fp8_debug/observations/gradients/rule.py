@@ -9,7 +9,7 @@ import numpy as np
 import polars as pl
 
 from ...analysis import thresholds
-from ...analysis.diagnosis.facts import Facts, Records, fact
+from ...analysis.diagnosis.facts import Facts, Records, fact, read_unusual
 from ...analysis.diagnosis.finding import Finding
 from ...analysis.diagnosis.rule import rule
 from ...analysis.diagnosis.rules.nonfinite import WEIGHT_GRADIENT, FirstNonfinite
@@ -165,10 +165,7 @@ def find_first_step(facts: Facts) -> Iterator[Finding]:
 
 def find_nonfinite(run: Run, baseline: Run | None) -> list[FirstNonfinite]:
     """Return the first weight gradient with NaN or infinity that the baseline does not have."""
-    rows = _read(run).filter(pl.col("nonfinite") > 0)
-    if baseline is not None:
-        usual = _read(baseline).filter(pl.col("nonfinite") > 0).select("layer").unique()
-        rows = rows.join(usual, on="layer", how="anti", maintain_order="left")
+    rows = read_unusual(lambda each: _read(each).filter(pl.col("nonfinite") > 0), run, baseline, ["layer"])
     if rows.is_empty():
         return []
     # The backward pass comes to the last layer first.

@@ -9,7 +9,7 @@ import polars as pl
 
 from ...analysis import thresholds
 from ...analysis.diagnosis.courses import LayerCourse, courses
-from ...analysis.diagnosis.facts import Facts, Records, fact
+from ...analysis.diagnosis.facts import Facts, Records, fact, read_unusual
 from ...analysis.diagnosis.finding import Finding
 from ...analysis.diagnosis.rule import rule
 from ...analysis.diagnosis.rules.nonfinite import OPTIMIZER, WEIGHT_GRADIENT, FirstNonfinite
@@ -45,10 +45,7 @@ def lost_steps(records: Records) -> pl.DataFrame:
 
     Steps without a learning rate do not count, and weights that stand still in the baseline neither.
     """
-    mine = _read(records.run, "update").filter(norm=0.0)
-    if records.baseline is not None:
-        theirs = _read(records.baseline, "update").filter(norm=0.0).select("layer").unique()
-        mine = mine.join(theirs, on="layer", how="anti", maintain_order="left")
+    mine = read_unusual(lambda run: _read(run, "update").filter(norm=0.0), records.run, records.baseline, ["layer"])
     moved = _read(records.run, "weight_gradient").filter(pl.col("norm") > 0).select("step", "layer")
     rates = records.run.steps.filter(pl.col("lr") > 0).select("step")
     still = mine.join(moved, on=["step", "layer"], how="semi", maintain_order="left")
@@ -97,10 +94,7 @@ def _read(run: Run, *roles: str) -> pl.DataFrame:
 
 def find_nonfinite(run: Run, baseline: Run | None) -> list[FirstNonfinite]:
     """Return the first NaN or infinity of what an optimizer steps by and keeps, that the baseline does not have."""
-    rows = _read(run).filter(IS_NONFINITE)
-    if baseline is not None:
-        usual = _read(baseline).filter(IS_NONFINITE).select("layer", "role").unique()
-        rows = rows.join(usual, on=["layer", "role"], how="anti", maintain_order="left")
+    rows = read_unusual(lambda each: _read(each).filter(IS_NONFINITE), run, baseline)
     if rows.is_empty():
         return []
     order = pl.col("role").replace_strict({role: i for i, role in enumerate(STATES)}, return_dtype=pl.Int64)

@@ -7,7 +7,7 @@ from typing import Any
 
 import polars as pl
 
-from ...analysis.comparison.drift import TAIL
+from ...analysis.comparison.drift import ROOT_MEAN_SQUARE, TAIL
 from ...analysis.formatting import number
 from ...analysis.runs.run import Run
 from ...core.keys import SHOWN_AS
@@ -18,9 +18,6 @@ NAME, TITLE = TABLES[0].name, "What the optimizers keep, baseline -> run, median
 HEADINGS = ("size (log2 of the ratio)", "root mean square", "share of the squared norm %", "NaN or infinity since")
 _KEY = ["layer", "role"]
 _SHOWN = ("rms_baseline", "rms_run", "size_log2", "share_baseline", "share_run")
-_IS_KNOWN = (pl.col("mse") > 0) & (pl.col("relative_error") > 0)
-#: of a tensor; null if it is zero or unknown
-_ROOT_MEAN_SQUARE = pl.when(_IS_KNOWN).then(pl.col("mse").sqrt() / pl.col("relative_error"))
 
 
 def compare_runs(baseline: Run, run: Run) -> pl.DataFrame:
@@ -57,7 +54,7 @@ def compare_runs(baseline: Run, run: Run) -> pl.DataFrame:
 def _sizes(run: Run) -> pl.DataFrame:
     """step, layer, role, share_pct, rms (null where it is zero or not known), lost (NaN and infinite values)."""
     rows = run.table(NAME).filter(pl.col("scale_source") != "what-if")
-    return rows.select("step", *_KEY, "share_pct", rms=_ROOT_MEAN_SQUARE, lost=pl.col("nan") + pl.col("inf"))
+    return rows.select("step", *_KEY, "share_pct", rms=ROOT_MEAN_SQUARE, lost=pl.col("nan") + pl.col("inf"))
 
 
 def show_row(row: Mapping[str, Any]) -> Iterator[str]:

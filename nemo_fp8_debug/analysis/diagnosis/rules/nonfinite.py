@@ -12,7 +12,7 @@ from ....core.keys import ROLES, SHOWN_AS
 from ....core.table import load_modules
 from ...runs.metrics import IS_NONFINITE
 from ...runs.run import Run
-from ..facts import Facts, Records, fact
+from ..facts import Facts, Records, fact, read_unusual
 from ..finding import Finding, advise_on_nonfinite
 from ..rule import rule
 
@@ -90,10 +90,7 @@ def _weights_are_finite(run: Run, step: int) -> bool:
 
 
 def _of_operands(run: Run, baseline: Run | None) -> list[FirstNonfinite]:
-    rows = _lost_operands(run)
-    if baseline is not None:
-        rows = rows.join(_lost_operands(baseline).select("layer", "role").unique(), on=["layer", "role"], how="anti")
-    return first_of_rows(rows)
+    return first_of_rows(read_unusual(_lost_operands, run, baseline))
 
 
 def first_of_rows(rows: pl.DataFrame) -> list[FirstNonfinite]:

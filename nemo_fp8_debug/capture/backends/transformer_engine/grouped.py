@@ -9,8 +9,8 @@ import torch
 
 from ...tensors import as_multiplied
 from ..base import Args, Kwargs, ScaleInUse, UnknownCast, raw_weight
-from .casts import Held, active_recipe, cached_weight_cast, call_of, cast_of, is_quantized
-from .linear import first_argument
+from .casts import Held, cached_weight_cast, call_of, cast_of, is_quantized
+from .linear import first_argument, named_weight
 from .stored import is_read, stored_weight
 
 
@@ -26,11 +26,8 @@ def operand_x(module: Any, args: Args, kwargs: Kwargs, part: str) -> torch.Tenso
 
 
 def operand_w(module: Any, args: Args, kwargs: Kwargs, part: str) -> torch.Tensor | None:
-    """W as it is cast; in high precision as it is multiplied."""
-    weight = raw_weight(module, f"weight{part}")
-    if weight is None or is_quantized(weight):
-        return None
-    return weight if active_recipe(module) is not None else as_multiplied(weight)
+    """See `named_weight`."""
+    return named_weight(module, f"weight{part}")
 
 
 def operand_dy(grad: torch.Tensor, module: Any, args: Args, kwargs: Kwargs, part: str) -> torch.Tensor | None:

@@ -9,8 +9,8 @@ import torch
 
 from ...tensors import as_multiplied
 from ..base import Args, Kwargs, ScaleInUse, raw_weight
-from .casts import Held, active_recipe, cached_weight_cast, cast_of, is_quantized
-from .linear import first_argument, normalized
+from .casts import Held, cached_weight_cast, cast_of, is_quantized
+from .linear import first_argument, named_weight, normalized
 from .stored import is_read, stored_weight
 
 _FORWARD = {("fc1", "input"): 0, ("fc1", "weight"): 1, ("fc2", "input"): 3, ("fc2", "weight"): 4}
@@ -25,11 +25,8 @@ def operand_x(module: Any, args: Args, kwargs: Kwargs, part: str) -> torch.Tenso
 
 
 def operand_w(module: Any, args: Args, kwargs: Kwargs, part: str) -> torch.Tensor | None:
-    """W as it is cast; in high precision as it is multiplied."""
-    weight = raw_weight(module, f"{part}_weight")
-    if weight is None or is_quantized(weight):
-        return None
-    return weight if active_recipe(module) is not None else as_multiplied(weight)
+    """See `named_weight`."""
+    return named_weight(module, f"{part}_weight")
 
 
 def unseen(module: Any, part: str) -> Collection[str]:

@@ -34,8 +34,13 @@ def operand_x(module: Any, args: Args, kwargs: Kwargs, part: str) -> torch.Tenso
 
 
 def operand_w(module: Any, args: Args, kwargs: Kwargs, part: str) -> torch.Tensor | None:
+    """See `named_weight`."""
+    return named_weight(module)
+
+
+def named_weight(module: Any, name: str = "weight") -> torch.Tensor | None:
     """W as it is cast; in high precision as it is multiplied."""
-    weight = raw_weight(module)
+    weight = raw_weight(module, name)
     if weight is None or is_quantized(weight):
         return None
     return weight if active_recipe(module) is not None else as_multiplied(weight)
