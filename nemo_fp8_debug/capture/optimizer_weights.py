@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from .backends.base import ScaleInUse, StoredCodes, raw_weight
 from .gemms import Gemm
@@ -71,11 +72,11 @@ class Masters:
         raise LookupError("ranks keep parts of its master weight, and which one this rank has is not known")
 
 
-def find_buffers(scanned: Iterable[ScannedModule]) -> list[Any]:
-    """Return Megatron's buffers of gradients, of which ranks may keep parts."""
+def find_buffers(scanned: Iterable[ScannedModule]) -> list[tuple[nn.Module, Any]]:
+    """Return Megatron's buffers of gradients, of which ranks may keep parts, each with the module that has it."""
     names = "buffers", "expert_parallel_buffers"
-    lists = [vars(one.module).get(name) for one in scanned for name in names]
-    return [buffer for found in lists if isinstance(found, list) for buffer in found]
+    held = [(one.module, vars(one.module).get(name)) for one in scanned for name in names]
+    return [(module, buffer) for module, found in held if isinstance(found, list) for buffer in found]
 
 
 def beside_master(stored: StoredCodes, masters: Masters | None) -> tuple[torch.Tensor, ScaleInUse, ScaleInUse]:

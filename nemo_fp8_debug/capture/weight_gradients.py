@@ -29,16 +29,14 @@ from .backends.parallel import copied_part, gradient_ranks, groups
 from .data_parallel import Sharded, active_ddp
 from .dispatcher import Dispatcher
 from .gemms import Gemm
-from .optimizer_weights import is_split_by_zero
+from .optimizer_weights import find_buffers, is_split_by_zero
 from .patching import patched
 from .scan import ScannedModule
 from .tensors import is_dtensor
 
 _LOOKING = "while looking at gradients of weights"
-#: lists of Megatron's gradient buffers, in its DDP
-_BUFFERS = ("buffers", "expert_parallel_buffers")
 #: of a weight that Megatron adds up once more after `finish_grad_sync`
-_ADDED_LATER = ("shared_embedding", "average_gradients_across_tp_domain")
+ADDED_LATER = ("shared_embedding", "average_gradients_across_tp_domain")
 _FUSED = ("fuse_wgrad_accumulation", "gradient_accumulation_fusion")
 
 
@@ -140,7 +138,8 @@ class WeightGradients:
             self._dispatcher.at_close(patched(module, "finish_grad_sync", _call_first, watcher))
 
     def _find(self) -> list[WatchedWeight]:
-        sharded, buffers = Sharded(self._scanned), _buffers_of(self._scanned)
+        sharded, buffers = Sharded(self._scanned), find_buffers(self._scanned)
+        buffers = [(module, buffer) for module, buffer in buffers if hasattr(module, "finish_grad_sync")]
         self._sharded = sharded
         found: dict[int, WatchedWeight] = {}
         for gemm in self._gemms:
@@ -152,7 +151,7 @@ class WeightGradients:
                 found[id(weight)].names.append(gemm.name)
             elif weight is not None and weight.requires_grad and weight.is_leaf and weight.dim() > 1:
                 one = WatchedWeight([gemm.name], gemm.module, *place, weight, self._counts(gemm), own is not None)
-                one.is_fused = hasattr(weight, "main_grad") and any(getattr(gemm.module, name, False) for name in _FUSED)
+                one.is_fused = adds_to_main_grad(gemm.module, weight)
                 if self._is_known(one, buffers):
                     found[id(weight)] = one
         return list(found.values())
@@ -168,7 +167,7 @@ class WeightGradients:
         for module, buffer in buffers:
             if weight in buffer.param_index_map:
                 one.buffer, one.reducer = buffer, module
-                later = any(getattr(weight, name, False) for name in _ADDED_LATER)
+                later = any(getattr(weight, name, False) for name in ADDED_LATER)
                 return not later and bool(buffer.data_parallel_group.size() == ranks)
         one.needs_ddp = ranks > 1
         return not _is_delayed(one.module) and not (one.is_fused and one.needs_ddp)
@@ -269,11 +268,14 @@ def _is_delayed(module: Any) -> bool:
     return store is not None and bool(store.delay_wgrad_compute())
 
 
-def _buffers_of(scanned: Sequence[ScannedModule]) -> list[tuple[Any, Any]]:
-    """Return each of Megatron's gradient buffers, with the DDP that has it."""
-    held = [(one.module, vars(one.module).get(name)) for one in scanned for name in _BUFFERS]
-    lists = [(module, found) for module, found in held if isinstance(found, list) and hasattr(module, "finish_grad_sync")]
-    return [(module, buffer) for module, found in lists for buffer in found]
+def adds_to_main_grad(module: nn.Module, weight: Any = None) -> bool:
+    """Return True if a GEMM adds the gradient of its weight to what is there, and autograd gets nothing of it.
+
+    Args:
+        weight: None: the one that the module calls so.
+    """
+    held = raw_weight(module) if weight is None else weight
+    return hasattr(held, "main_grad") and any(getattr(module, name, False) for name in _FUSED)
 
 
 def _is_distributed(buffer: Any) -> bool:

@@ -107,7 +107,7 @@ class SampledStep:
 
     def _subscribe(self, step: OpenStep) -> None:
         model, dispatcher = self._watched.model, self._dispatcher
-        model.masters.buffers = find_buffers(step.scanned)
+        model.masters.buffers = [buffer for _, buffer in find_buffers(step.scanned)]
         if self._config.eager:
             dispatcher.at_close(partial(torch.compiler.set_stance("force_eager").__exit__, None, None, None))
         self._multiplier = GradScale(model.roots, step.compiled, partial(step.guard, _MULTIPLIER), dispatcher)

@@ -25,9 +25,9 @@ from ...capture.gemms import Gemm
 from ...capture.optimizer_weights import begin_of_part, find_buffers, is_split_by_zero, weight_of
 from ...capture.scan import ScannedModule
 from ...capture.tensors import is_dtensor, local
+from ...capture.weight_gradients import ADDED_LATER, adds_to_main_grad
 from ...numerics.gemm_error import spread
 from .gradient_parts import GradientParts, bound_of_sum
-from .results import adds_to_main_grad
 from .verification import NOT_REDUCED, OTHER_REDUCTION, PARTS_MISSING
 from .verification import REDUCED_ROWS as ROWS
 
@@ -83,10 +83,10 @@ def of_megatron(module: nn.Module, weight: Any, buffers: Sequence[Any]) -> tuple
     Megatron may divide all gradients by the tokens of a step, and clips them in place.
 
     Args:
-        buffers: as `find_buffers` has them.
+        buffers: those that `find_buffers` finds.
     """
     ranks = gradient_ranks(module)
-    shared = any(getattr(weight, name, False) for name in ("shared_embedding", "average_gradients_across_tp_domain"))
+    shared = any(getattr(weight, name, False) for name in ADDED_LATER)
     if ranks is None or shared:
         return OTHER, None
     for buffer in buffers:
@@ -185,7 +185,7 @@ class ReducedGradients:
             guard: a context that keeps an exception out of the training loop.
             dispatcher: of the step.
         """
-        self._buffers, self._sharded = find_buffers(scanned), Sharded(scanned)
+        self._buffers, self._sharded = [buffer for _, buffer in find_buffers(scanned)], Sharded(scanned)
         self._gradients: dict[str, _Gradient] = {}
         for gemm in gemms:
             weight = weight_of(gemm)
@@ -246,7 +246,7 @@ class ReducedGradients:
     def _see_summand(self, one: _Gradient, grad: torch.Tensor | None) -> None:
         weight = one.weight
         main = getattr(weight, "main_grad", None)
-        if main is not None and adds_to_main_grad(one.gemm):  # the GEMM has done so, and autograd gets nothing of it
+        if main is not None and adds_to_main_grad(one.gemm.module):  # the GEMM has done so, and autograd gets nothing of it
             one.add(True, one.block(main))
         elif grad is not None and not is_dtensor(grad):
             own = one.block(grad)

@@ -21,6 +21,7 @@ from ...capture.gemms import Gemm
 from ...capture.operator_mode import Collectives
 from ...capture.patching import emulated
 from ...capture.tensors import as_multiplied, is_dtensor, local
+from ...capture.weight_gradients import adds_to_main_grad
 from ...numerics.block_scaling import matrix
 from .checks import ProductChecks
 from .nodes import bias_of, product_node, watch
@@ -105,7 +106,7 @@ class Results:
         mode = None
         if adds_up(self._gemm.module, "dgrad") and weight is not None and weight.dim() == 2:
             mode = BeforeSums(self._checks, "dgrad", (y.numel() // max(y.shape[-1], 1), weight.shape[1]))
-        fused = MainGrad(self._gemm, self._checks, call_of(y)) if adds_to_main_grad(self._gemm) else None
+        fused = MainGrad(self._gemm, self._checks, call_of(y)) if adds_to_main_grad(self._gemm.module) else None
         around = [part for part in (mode, fused) if part is not None]
 
         def begin(grads: Any) -> None:
@@ -199,12 +200,6 @@ def _first_tensor(given: tuple[Args, Kwargs]) -> torch.Tensor | None:
     """X of all GEMMs that a module runs."""
     args, kwargs = given
     return next((x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)), None)
-
-
-def adds_to_main_grad(gemm: Gemm) -> bool:
-    """Whether the GEMM adds the gradient of its weight to what is there, and autograd gets nothing of it."""
-    names = ("fuse_wgrad_accumulation", "gradient_accumulation_fusion")
-    return any(getattr(gemm.module, name, False) for name in names) and hasattr(raw_weight(gemm.module), "main_grad")
 
 
 #: packages whose hooks before a forward gather or count operands, and do not change them
