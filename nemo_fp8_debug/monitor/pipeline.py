@@ -139,19 +139,16 @@ class Pipeline:
     def close(self) -> None:
         """The run is over; what is under way is waited for."""
         with self._errors.guard("while ranks part"):
-            self._close()
-
-    def _close(self) -> None:
-        self.settle()
-        if self._speaking:
-            with self._ranks.patience.spending(SAMPLE_OF_RANKS, reserve=True) as seconds:
-                self._speaking.join(seconds)
-        if self._worker:
-            with self._ranks.patience.spending(SAMPLE_OF_RANKS, reserve=True) as seconds:
-                self._worker.close(0.0 if self.over else seconds)
-        for group in filter(None, (self._shard_group.group, self._shard_group.leaders_group)):
-            group.close(in_sync=not self.over)
-        self._ranks.close(in_sync=not self.over)
+            self.settle()
+            if self._speaking:
+                with self._ranks.patience.spending(SAMPLE_OF_RANKS, reserve=True) as seconds:
+                    self._speaking.join(seconds)
+            if self._worker:
+                with self._ranks.patience.spending(SAMPLE_OF_RANKS, reserve=True) as seconds:
+                    self._worker.close(0.0 if self.over else seconds)
+            for group in filter(None, (self._shard_group.group, self._shard_group.leaders_group)):
+                group.close(in_sync=not self.over)
+            self._ranks.close(in_sync=not self.over)
 
     def finish(self, tables: Tables, scalars: Mapping[str, float]) -> dict[str, Columns]:
         """Return the tables of a sample as they are recorded, in the order of the record.

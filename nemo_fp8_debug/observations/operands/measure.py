@@ -12,6 +12,7 @@ import torch
 
 from ...capture.operand_stats import OperandStats, added_up
 from ...core.layer_names import aggregate_of, is_aggregate
+from ...core.table import concat_columns
 from ...kernels.cpu.histograms import Histograms
 from ...numerics.delayed_state import EmulatedScales
 from ...numerics.expert_groups import ExpertAggregates
@@ -210,9 +211,8 @@ def _moments(stats: Sequence[OperandStats], totals: Histograms) -> Moments:
 
 
 def _what_if(stats: Sequence[OperandStats], operands: _Operands, others: Sequence[EmulatedScales]) -> Rows:
-    tables = _what_if_by_histograms(stats, operands, [o for o in others if not o.recipe.in_blocks])
-    tables += _what_if_directly(stats, operands, others)
-    return {name: [value for table in tables for value in table[name]] for name in tables[0]} if tables else {}
+    by_histograms = _what_if_by_histograms(stats, operands, [o for o in others if not o.recipe.in_blocks])
+    return concat_columns([*by_histograms, *_what_if_directly(stats, operands, others)])
 
 
 def _what_if_by_histograms(
@@ -246,11 +246,8 @@ def _table(
 ) -> Rows:
     keys = [s.key for s in operands.rows]
     columns = operands.columns(chosen, sums, scale, lambda rows: other.formats([keys[i] for i in rows]))
-    return columns | _named(other, len(columns["layer"]))
-
-
-def _named(other: EmulatedScales, n: int) -> Rows:
-    return {"recipe": [other.recipe.name] * n, "scale_source": ["what-if"] * n}
+    n = len(columns["layer"])
+    return columns | {"recipe": [other.recipe.name] * n, "scale_source": ["what-if"] * n}
 
 
 def _histograms(stats: Sequence[OperandStats], scale: torch.Tensor) -> Rows:
