@@ -92,7 +92,7 @@ class BlockRule(ABC):
         """Scales of blocks of the given amax.
 
         Args:
-            amax: float32 [blocks of rows, blocks of columns].
+            amax: float32, of any shape.
             whole: float32 scalar, amax of the whole tensor; only a two-level rule looks at it.
             fmt: format of the codes.
             dtype: of the tensor before the cast.
@@ -231,29 +231,26 @@ class RowwiseScaling(BlockRule):
         return BlockScales(scale, scale, torch.where(scale > 0, 1 / scale.double(), 0.0))
 
 
-def scales_of_amax(rule: BlockRule, whole: torch.Tensor, fmt: FloatFormat, dtype: torch.dtype) -> BlockScales:
-    """The scales that each amax leads to, [32768] on the device of `whole`: a block's amax is a magnitude of its dtype.
+def scales_of_amax(
+    rule: BlockRule, whole: torch.Tensor, fmt: FloatFormat, dtype: torch.dtype, bins: slice = slice(None)
+) -> BlockScales:
+    """Return the scales that each amax leads to, on the device of `whole`: a block's amax is a magnitude of its dtype.
 
     Args:
         whole: float32 scalar, amax of the whole tensor; only a two-level rule looks at it.
         fmt: format of the codes.
         dtype: of the tensor before the cast, torch.bfloat16 or torch.float16.
+        bins: which of the 32,768 magnitudes can be an amax.
     """
     if rule.two_level:
-        return BlockScales(
-            *(column[:, 0] for column in rule.scales(_amax_of_a_block(dtype, whole.device), whole, fmt, dtype))
-        )
-    return _scales_of_amax(rule, fmt, dtype, whole.device)
+        return rule.scales(magnitudes_of(dtype, whole.device)[bins], whole, fmt, dtype)
+    return _one_level_scales(rule, fmt, dtype, whole.device)
 
 
 @functools.lru_cache(maxsize=64)
-def _scales_of_amax(rule: BlockRule, fmt: FloatFormat, dtype: torch.dtype, device: torch.device) -> BlockScales:
-    amax = _amax_of_a_block(dtype, device)
-    return BlockScales(*(column[:, 0] for column in rule.scales(amax, amax[0, 0], fmt, dtype)))
-
-
-def _amax_of_a_block(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    return magnitudes_of(dtype, device)[:, None]
+def _one_level_scales(rule: BlockRule, fmt: FloatFormat, dtype: torch.dtype, device: torch.device) -> BlockScales:
+    amax = magnitudes_of(dtype, device)
+    return rule.scales(amax, amax[0], fmt, dtype)
 
 
 def matrix(x: torch.Tensor) -> torch.Tensor:

@@ -86,11 +86,11 @@ def odd_one_out(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
-#: of a matrix [80, 2120]: what has gaps in memory, begins in the midst of a word, takes several panels, is not a matrix
+#: of a matrix [80, 2120]: what has gaps in memory, begins in the midst of a word, is not a matrix
 VIEWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "whole": lambda x: x,
     "columns": lambda x: x[3:, 5:1100],
-    "columns that fill panels": lambda x: x[:, 1 : 1 + 2048],
+    "columns of whole blocks": lambda x: x[:, 1 : 1 + 2048],
     "every second column": lambda x: x[:, ::2],
     "transposed": lambda x: x.t(),
     "one row": lambda x: x[1],

@@ -98,7 +98,7 @@ def test_a_row_that_holds_infinity_is_lost_and_the_others_are_not() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("shape", [(3, 2500), (40, 1024), (2000, 1030), (1, 5000), (5, 4096)], ids=str)
 def test_compiled_loops_are_the_plain_ones(shape: tuple[int, int], dtype: torch.dtype, threads: int) -> None:
-    """Rows longer than a panel, of any bits, NaN and infinity among them, and by several threads."""
+    """Rows of any length and bits, NaN and infinity among them, and by several threads."""
     normal = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
     rare = torch.where(torch.rand(shape, generator=torch.Generator().manual_seed(1)) < 1e-4, torch.inf, normal)
     patterns = random_patterns(shape[0] * shape[1], dtype).view(shape)

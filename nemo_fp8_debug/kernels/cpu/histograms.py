@@ -16,9 +16,9 @@ from ...numerics import metrics
 from ...numerics.formats import FloatFormat
 from ...numerics.histogram import BINS, DTYPES, LANES, Histogram, HistogramBatch, infinity_bin, magnitudes
 from ...numerics.metrics import Moments, QuantizationSums
-from .casts import rounded, spacing
 from .histogram import occupied
 from .jit import jit
+from .quantize import rounded, spacing
 
 Floats = npt.NDArray[np.float64]
 Integers = npt.NDArray[np.int64]

@@ -14,7 +14,7 @@ import torch
 from numba.np.numpy_support import carray
 
 from ...numerics.formats import FloatFormat
-from .casts import rounded, spacing
+from ...numerics.metrics import SCALE_ROUNDING
 from .jit import JOB, Work, counts_at, floats_at, jit, job_at, next_share, values_at, work
 from .jit import counters_at as words_at
 from .threads import share_out
@@ -28,6 +28,27 @@ _By = tuple[np.float32, np.float32, np.float32, np.float32, np.float32]
 DTYPES = (torch.bfloat16, torch.float32)
 #: values one thread gets at the least
 GRAIN = 1 << 16
+
+
+@functools.cache
+def spacing(fmt: FloatFormat) -> Floats:
+    """Return [4]: limit, what lies beyond it, the lowest binade, and what brings values of a binade to its multiples.
+
+    See `rounded`.
+    """
+    anchor = 1.5 * 2.0**23 * fmt.min_subnormal / fmt.min_normal
+    return np.array([fmt.max, fmt.max * SCALE_ROUNDING, fmt.min_normal, anchor], np.float32)
+
+
+@jit
+def rounded(value: np.float32, lowest: np.float32, anchor: np.float32) -> np.float32:
+    """Cast a value, not negative and not beyond a format's limit, to the format, of which `spacing` has the rest.
+
+    Added to 1.5 * 2^23 spacings of the format, float32's own rounding gives a multiple of the spacing.
+    """
+    exponent = np.int32(np.float32(value).view(np.int32) & 0x7F800000)
+    above = max(exponent.view(np.float32), lowest) * anchor
+    return (value + above) - above
 
 
 def quantize_dequantize(x: torch.Tensor, scale: float, scale_inv: float, fmt: FloatFormat, threads: int) -> torch.Tensor:
@@ -96,7 +117,7 @@ def _reading(dtype: torch.dtype) -> Work:
             share = next_share(job)
             if share >= shares:
                 return
-            numbers[JOB + share] = _amax(x[n * share // shares : n * (share + 1) // shares], sign, infinity)
+            numbers[JOB + share] = largest_pattern(x[n * share // shares : n * (share + 1) // shares], sign, infinity)
 
     return read
 
@@ -125,8 +146,8 @@ def _cast_float32(x: Floats, out: Floats, by: _By) -> None:
 
 
 @jit
-def _amax(x: Words, sign: Any, infinity: Any) -> int:
-    """The largest pattern without its sign that is not NaN's; `sign` and `infinity` are of the words' type."""
+def largest_pattern(x: Words, sign: Any, infinity: Any) -> int:
+    """Return the largest pattern without its sign that is not NaN's; `sign` and `infinity` are of the words' type."""
     top = sign ^ sign
     for i in range(x.size):
         magnitude = x[i] & ~sign
