@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import secrets
 import socket
 import threading
 import weakref
@@ -49,15 +48,11 @@ class Peers:
         first = {network.loopback_of: rank for rank, network in reversed(list(enumerate(networks)))}
         return sorted({*range(min(LOWEST, len(networks))), *sorted(first.values())[:LOWEST]})
 
-    @staticmethod
-    def new_token() -> str:
-        """By which ranks of one run know each other."""
-        return secrets.token_hex(16)
-
     def meet(self, token: str, peers: Mapping[int, tuple[Network, int]], store_host: str | None) -> None:
         """Know the others.
 
         Args:
+            token: by which ranks of one run know each other.
             peers: network and port of each rank that is asked.
             store_host: a rank beside the store may know its own host by a loopback address alone; this one leads there.
         """

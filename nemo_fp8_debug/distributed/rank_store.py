@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import secrets
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -255,7 +256,7 @@ class Ranks:
             found = self.read_of_all("network")
             networks = [Network(**one["network"]) for one in found]
             peers = {rank: found[rank] for rank in Peers.chosen(networks) if found[rank]["port"]}
-            self.publish("networks", {"peers": peers, "token": Peers.new_token(), "fault": unreachable(networks)})
+            self.publish("networks", {"peers": peers, "token": secrets.token_hex(16), "fault": unreachable(networks)})
         met = self.read("networks")
         if self._peers:
             peers = {int(rank): (Network(**one["network"]), one["port"]) for rank, one in met["peers"].items()}

@@ -54,9 +54,7 @@ class Histogram:
         return float(_of_host(self.dtype)[finite[-1]]) if len(finite) else 0.0
 
     def __add__(self, other: Histogram) -> Histogram:
-        if self.dtype != other.dtype:
-            raise ValueError(f"cannot add a histogram of {other.dtype} to one of {self.dtype}")
-        return Histogram(self.dtype, self.counts + other.counts, self.rounded or other.rounded)
+        return Histogram.total((self, other))
 
     @classmethod
     def total(cls, histograms: Sequence[Histogram]) -> Histogram:

@@ -164,11 +164,9 @@ class Config:
                 raise ConfigError(f"{name} is {shown(value)}; it must be a path")
         if self.last_step is not None and self.last_step < self.first_step:
             raise ConfigError(f"last_step {self.last_step} is before first_step {self.first_step}: nothing is sampled")
-        check_choices("roles", self.roles, ROLES)
-        if self.states:
-            check_choices("states", self.states, STATES)
-        if self.activations:
-            check_choices("activations", self.activations, ACTIVATIONS)
+        for name, known in {"roles": ROLES, "states": STATES, "activations": ACTIVATIONS}.items():
+            if name == "roles" or getattr(self, name):
+                check_choices(name, getattr(self, name), known)
         for name in ("replicas", "gradients", "copies", "block_scales", "eager", "log_every_tensor"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} is {shown(getattr(self, name))}; it is True or False")

@@ -63,9 +63,9 @@ class Control:
         lists = [content[key] for key in ("layers", "dump") if isinstance(content.get(key), list)]
         if any(str(pattern).startswith("re:") for patterns in lists for pattern in patterns):
             raise ConfigError(f"{NAME} takes globs only: a regular expression can be such that it never ends")
-        changes: dict[str, Any] = {key: tuple(v) if isinstance(v, list) else v for key, v in content.items()}
-        replace(Config(), **changes)
-        return cls(changes, steps)
+        control = cls.of_plain({"changes": content, "steps": steps})
+        replace(Config(), **control.changes)
+        return control
 
     @property
     def plain(self) -> dict[str, Any]:
@@ -87,8 +87,8 @@ class Control:
         return "; ".join(shown) or "all is as the run was started with"
 
     def __str__(self) -> str:
-        content = {key: list(v) if isinstance(v, tuple) else v for key, v in self.changes.items()}
-        return str(yaml.safe_dump(content | ({} if self.steps is None else {"steps": self.steps}), sort_keys=False))
+        content = self.plain["changes"] | ({} if self.steps is None else {"steps": self.steps})
+        return str(yaml.safe_dump(content, sort_keys=False))
 
 
 def _load(text: str) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -138,6 +139,13 @@ class WrongProduct:
 
 
 Rule = Threshold | NonFinite | LossSpike | EarlyWarning | WrongProduct
+#: rules that have a name alone
+_NAMED: Mapping[str, Callable[[], Rule]] = {
+    "loss_spike": LossSpike,
+    "nonfinite": NonFinite,
+    "early_warning": EarlyWarning,
+    "wrong_product": WrongProduct,
+}
 
 
 def parse_rule(text: Any) -> Rule:
@@ -147,14 +155,8 @@ def parse_rule(text: Any) -> Rule:
     Raises:
         ConfigError: it is none.
     """
-    if text == "loss_spike":
-        return LossSpike()
-    if text == "nonfinite":
-        return NonFinite()
-    if text == "early_warning":
-        return EarlyWarning()
-    if text == "wrong_product":
-        return WrongProduct()
+    if isinstance(text, str) and text in _NAMED:
+        return _NAMED[text]()
     found = _RULE.fullmatch(text.strip()) if isinstance(text, str) else None
     try:
         if found and found["metric"] in METRICS and found["role"] in (None, *ROLES):
