@@ -20,7 +20,7 @@ import torch
 
 from benchmarks.common.paired import Estimate, timed
 from nemo_fp8_debug import Monitor
-from nemo_fp8_debug.capture.hooks import Hook
+from nemo_fp8_debug.capture.tracing import Hook
 
 INTERVAL = 100
 NEVER = 10**9
