@@ -72,5 +72,5 @@ def run_cli(baseline: object, *arguments: object) -> Result:
 
 
 def first_out(baseline: Path, bad: Path, **how: Any) -> tuple[str, str, int]:
-    row = compare(baseline, bad, **how).out_of_band.row(0, named=True)
+    row = compare(bad, baseline, **how).out_of_band.row(0, named=True)
     return row["layer"], row["role"], row["onset"]

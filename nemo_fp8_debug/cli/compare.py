@@ -66,7 +66,7 @@ def command(
         other = others.pop() if reference else None
         comparisons = []
         for run_read in others:
-            comparisons.append(compare(first, run_read, other, by, rename or ()))
+            comparisons.append(compare(run_read, first, other, by, rename or ()))
             over()
         ranked = [by_harm(found.tensors.to_dicts(), diagnose_comparison(found)) for found in comparisons]
     if html is not None:  # before anything is printed: whoever reads that may stop reading

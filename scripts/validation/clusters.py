@@ -62,7 +62,7 @@ def timed(folder: Path, address: str | None) -> tuple[float, str]:
     drop_from_memory(folder)
     with on_cluster(address):
         began = time.perf_counter()
-        found = diagnose_comparison(compare(folder / "baseline", folder / "bad"))
+        found = diagnose_comparison(compare(folder / "bad", folder / "baseline"))
         assert found.comparison is not None
         told = [to_json(found.comparison), found.to_json(), story(found)]
         seconds = time.perf_counter() - began

@@ -76,7 +76,7 @@ def of_fault(proxy: Proxy, faults: Faults, local: str) -> dict[str, Any]:
     for table in ("metrics", "histograms"):
         there, expected = (read_record(run, table).drop("attempt") for run in (address, local))
         assert there.equals(expected, null_equal=True), (faults, table)
-    found["tensors_compared"] = len(compare(local, address).tensors)
+    found["tensors_compared"] = len(compare(address, local).tensors)
     found |= {"requests_in_all": proxy.requests, "hit": proxy.hit, "seconds_in_all": round(time.monotonic() - began, 1)}
     print(faults, found, flush=True)
     return found

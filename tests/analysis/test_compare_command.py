@@ -48,11 +48,11 @@ class TestCommandLine:
         assert CULPRIT[0] in ranked[0]
         assert len(ranked) == 3
         assert "0.1 ->" in ranked[0]
-        found = compare(baseline, bad)
+        found = compare(bad, baseline)
         assert (
             len(left) == len(found.out_of_band) and CULPRIT[0] in left[0] and str(found.out_of_band["onset"][0]) in left[0]
         )
-        assert result.output.splitlines()[-1] == summarize(compare(baseline, bad))
+        assert result.output.splitlines()[-1] == summarize(compare(bad, baseline))
 
     def test_ranks_tensors_by_harm_as_diagnose_does_and_not_by_drift(self, tmp_path: Path, baseline: Path) -> None:
         def spread(step: int) -> list[dict[str, Any]]:
@@ -67,7 +67,7 @@ class TestCommandLine:
         assert listed == by_harm
         found = strict_json(run_cli(baseline, bad, "--json").stdout)["tensors"]
         assert [(row["layer"], row["tensor"]) for row in found] == by_harm
-        assert by_harm != [tuple(row) for row in compare(baseline, bad).tensors.select("layer", "tensor").rows()]
+        assert by_harm != [tuple(row) for row in compare(bad, baseline).tensors.select("layer", "tensor").rows()]
 
     def test_lists_no_more_tensors_than_asked(self, baseline: Path, bad: Path) -> None:
         result = run_cli(baseline, bad, "--top", 1)
@@ -78,7 +78,7 @@ class TestCommandLine:
         result = run_cli(baseline, bad, "--reference", reference, "--json", "--top", 1)
         assert result.exit_code == 0
         found = strict_json(result.stdout)
-        expected = json.loads(json.dumps(to_json(compare(baseline, bad, reference))))
+        expected = json.loads(json.dumps(to_json(compare(bad, baseline, reference))))
         assert {name: told for name, told in found.items() if name != "tensors"} == {
             name: told for name, told in expected.items() if name != "tensors"
         }
@@ -141,8 +141,8 @@ class TestMistakes:
         assert "error: name the baseline with an option: compare RUN --baseline BASELINE" in result.stderr
 
     def test_runs_that_were_swapped_are_asked_about(self, baseline: Path, bad: Path) -> None:
-        assert compare(bad, baseline).notes[0].endswith("were the two swapped?")
-        assert not any("swapped" in note for note in compare(baseline, bad).notes)
+        assert compare(baseline, bad).notes[0].endswith("were the two swapped?")
+        assert not any("swapped" in note for note in compare(bad, baseline).notes)
 
     def test_the_same_run_twice_is_said(self, baseline: Path) -> None:
         assert compare(baseline, baseline).notes[0] == "Both runs are the same record."

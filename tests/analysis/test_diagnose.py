@@ -419,7 +419,7 @@ class TestReference:
         assert f"{100 * (ends['run'] / ends['bf16'] - 1):+.3g}%" in found.verdict()
         assert found.about_fp8 == is_fp8 and (found.culprit is not None) == bool(is_fp8)
         assert found.cause == {None: "none", False: "software", True: "corrupted_scale"}[is_fp8]
-        for text in (tell_reference(found.loss), summarize(compare(good, bad, bf16))):
+        for text in (tell_reference(found.loss), summarize(compare(bad, good, bf16))):
             assert ("FP8 does not explain the loss" in text) != bool(is_fp8)
 
     def test_one_that_ends_early_acquits_nobody(self, tmp_path: Path) -> None:

@@ -46,7 +46,7 @@ def said(*arguments: object) -> str:
 
 def test_every_command_says_that_nothing_is_quantized(tmp_path: Path) -> None:
     baseline, run = loop(tmp_path / "baseline"), loop(tmp_path / "run")
-    assert list(compare(baseline, run).notes) == [NOTHING.replace("the run", "the baseline"), NOTHING]
+    assert list(compare(run, baseline).notes) == [NOTHING.replace("the run", "the baseline"), NOTHING]
     found = diagnose(run)
     assert list(found.notes) == [NOTHING] and not [f for f in found.findings if f.rule == "operand"]
     assert list(diagnose(run, baseline).notes).count(NOTHING) == 1

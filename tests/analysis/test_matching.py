@@ -64,7 +64,7 @@ class TestSteps:
     @pytest.mark.parametrize("steps", [range(0, 200, 15), range(5, 200, 10), range(3, 200, 7), range(0, 90, 10)])
     def test_runs_of_other_intervals_and_lengths(self, tmp_path: Path, steps: range) -> None:
         baseline, bad = write(tmp_path / "baseline"), write(tmp_path / "bad", steps, since=40)
-        found = compare(baseline, bad)
+        found = compare(bad, baseline)
         onset = min(step for step in steps if step >= 40)
         assert found.out_of_band.select("layer", "role", "onset").rows()[0] == (*CULPRIT, onset)
         assert found.tensors.select("layer", "role").rows()[0] == CULPRIT and found.tensors["drift_log2"][0] > 3
@@ -72,12 +72,12 @@ class TestSteps:
     def test_what_comes_after_the_good_run_is_told(self, tmp_path: Path) -> None:
         baseline, bad = write(tmp_path / "baseline", range(0, 100, 10)), write(tmp_path / "bad", range(0, 300, 10))
         assert "The baseline's samples end at step 90, the run's at 290: nothing later is judged." in (
-            compare(baseline, bad).notes
+            compare(bad, baseline).notes
         )
 
     def test_a_single_sample_ranks_and_says_that_it_tells_no_onset(self, tmp_path: Path) -> None:
         baseline, bad = write(tmp_path / "baseline", range(1)), write(tmp_path / "bad", range(1), since=0)
-        found = compare(baseline, bad)
+        found = compare(bad, baseline)
         assert found.tensors.select("layer", "role").rows()[0] == CULPRIT
         assert found.out_of_band.is_empty() and found.notes[0].startswith(
             "1 samples of the run are within the baseline's steps"
@@ -92,7 +92,7 @@ class TestSamples:
     def test_batch_sizes_may_differ(self, tmp_path: Path) -> None:
         baseline, bad = write(tmp_path / "baseline", batch=8), write(tmp_path / "bad", range(0, 100, 5), since=50, batch=16)
         assert first_out(baseline, bad, by="samples") == (*CULPRIT, 800)
-        assert "from sample 800" in summarize(compare(baseline, bad, by="samples"))
+        assert "from sample 800" in summarize(compare(bad, baseline, by="samples"))
 
     def test_steps_between_those_that_know_are_filled_in(self, tmp_path: Path) -> None:
         baseline, bad = write(tmp_path / "baseline", batch=8), write(tmp_path / "bad", since=100, batch=8)
@@ -100,7 +100,7 @@ class TestSamples:
         record.open(FINGERPRINT)
         record.record_steps({step: {"loss": 9.0} for step in range(105, 190, 10)})
         record.close()
-        loss = compare(baseline, bad, by="samples").run.loss
+        loss = compare(bad, baseline, by="samples").run.loss
         assert dict(zip(loss.steps, loss.losses, strict=True))[105 * 8] == 9.0
 
     def test_a_run_that_does_not_know_is_refused(self, tmp_path: Path) -> None:
@@ -111,13 +111,13 @@ class TestSamples:
 
     def test_another_way_is_refused(self, tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match="cannot be matched by 'epochs'; choose from step, samples"):
-            compare(write(tmp_path / "baseline"), tmp_path / "baseline", by="epochs")
+            compare(tmp_path / "baseline", write(tmp_path / "baseline"), by="epochs")
 
 
 class TestRecipes:
     def test_what_was_measured_differently_is_told(self, tmp_path: Path) -> None:
         runs = []
-        for name, recipe, source in (("fp8", "current-hybrid", "engine"), ("bf16", "delayed-hybrid", "emulated")):
+        for name, recipe, source in (("bf16", "delayed-hybrid", "emulated"), ("fp8", "current-hybrid", "engine")):
             record = RunRecord(tmp_path / name)
             record.open(
                 {"recipe": {"measured_against": recipe}, "risky_features_on": {"fp8_param": True} if name == "fp8" else {}}
@@ -138,7 +138,7 @@ class TestRecipes:
 class TestWhere:
     def test_groups_and_lead(self, tmp_path: Path) -> None:
         baseline, bad = write(tmp_path / "baseline"), write(tmp_path / "bad", since=100)
-        found = compare(baseline, bad)
+        found = compare(bad, baseline)
         lead = found.out_of_band["lead"][0]
         assert found.divergence_step is not None and lead == found.divergence_step - 100
         groups = {(r["by"], r["group"]): r for r in found.groups().to_dicts()}
@@ -173,7 +173,7 @@ class TestWhere:
                 worse = {"underflow_pct": 30.0, "mse": 1.0} if bad and step >= 20 else {}
                 record.record(sample(step, [r | (worse if harmed(r) else {}) for r in rows(depths=12)]))
             record.close()
-        verdict = summarize(compare(tmp_path / "baseline", tmp_path / "bad"))
+        verdict = summarize(compare(tmp_path / "bad", tmp_path / "baseline"))
         assert (said in verdict) if said else ("tensors out of band are" not in verdict)
 
 
@@ -185,4 +185,4 @@ class TestSeveral:
         assert [one["out_of_band"][0]["onset"] for one in found] == [60, 120]
         assert [one["runs"]["run"]["path"] for one in found] == [str(path) for path in bad]
         printed = run_cli(baseline, *bad).stdout
-        assert all(summarize(compare(baseline, path)) in printed for path in bad)
+        assert all(summarize(compare(path, baseline)) in printed for path in bad)

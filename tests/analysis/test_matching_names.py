@@ -21,20 +21,20 @@ class TestNames:
         baseline = write(tmp_path / "baseline")
         bad = write(tmp_path / "bad", since=100, named=lambda depth, kind: prefix + megatron(depth, kind))
         for one, other in ((baseline, bad), (bad, baseline)):
-            assert any(note.startswith("Names were matched with ") for note in compare(one, other).notes)
+            assert any(note.startswith("Names were matched with ") for note in compare(other, one).notes)
         assert first_out(baseline, bad) == (*CULPRIT, 100)
 
     def test_layers_are_matched_one_to_one(self, tmp_path: Path) -> None:
         baseline, bad = write(tmp_path / "baseline"), write(tmp_path / "bad", since=100, named=foreign)
         assert first_out(baseline, bad) == (*CULPRIT, 100)
-        (told,) = compare(baseline, bad).notes
+        (told,) = compare(bad, baseline).notes
         assert "matched one to one, by order and size of W" in told and "c_out for linear_fc2" in told
 
     @pytest.mark.parametrize("other", [{"wider": 2}, {"depths": 3}])
     def test_layers_of_another_shape_are_not(self, tmp_path: Path, other: dict[str, int]) -> None:
         baseline, bad = write(tmp_path / "baseline"), write(tmp_path / "bad", named=foreign, **other)
         with pytest.raises(RecordError, match="no sampled step and tensor in common"):
-            compare(baseline, bad)
+            compare(bad, baseline)
 
     def test_by_hand(self, tmp_path: Path) -> None:
         baseline, bad = write(tmp_path / "baseline"), write(tmp_path / "bad", since=100, named=foreign)
@@ -66,7 +66,7 @@ class TestModels:
     def test_another_model_is_refused(self, tmp_path: Path) -> None:
         baseline, bad = write(tmp_path / "baseline"), write(tmp_path / "bad", wider=2)
         with pytest.raises(RecordError, match=r"are runs of different models: W of .* has 4096 values and 8192"):
-            compare(baseline, bad)
+            compare(bad, baseline)
 
     def test_a_layer_of_another_size_is_left_out(self, tmp_path: Path) -> None:
         def padded(depth: int, kind: str) -> str:
@@ -79,7 +79,7 @@ class TestModels:
         for step in range(0, 200, 10):
             record.record(sample(step, [r | ({"n": 99} if r["layer"] == other else {}) for r in rows()]))
         record.close()
-        found = compare(baseline, tmp_path / "bad")
+        found = compare(tmp_path / "bad", baseline)
         assert other not in found.tensors["layer"] and len(found.tensors) == 7 * 3
         assert (
             found.notes[0]
@@ -88,7 +88,7 @@ class TestModels:
 
     def test_layers_of_one_run_alone_are_told(self, tmp_path: Path) -> None:
         baseline, bad = write(tmp_path / "baseline"), write(tmp_path / "bad", depths=3)
-        assert compare(baseline, bad).notes == (
+        assert compare(bad, baseline).notes == (
             "The baseline has 2 layers and the run 3: layers of one name lie at other depths, so what sets them apart may "
             "be that.",
             "4 layers are in the run alone, as decoder.layers.2.self_attention.linear_qkv.",

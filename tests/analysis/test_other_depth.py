@@ -16,18 +16,18 @@ from nemo_fp8_debug.analysis.diagnosis.diagnose import diagnose
 @pytest.mark.parametrize(("mine", "theirs"), [(3, 2), (2, 3), (5, 3)])
 def test_a_layer_that_is_last_in_one_run_alone_is_not_accused(tmp_path: Path, mine: int, theirs: int) -> None:
     run, baseline = write_of_depth(tmp_path / "run", mine), write_of_depth(tmp_path / "baseline", theirs)
-    assert diagnose(run, baseline).culprit is None and compare(baseline, run).out_of_band.is_empty()
+    assert diagnose(run, baseline).culprit is None and compare(run, baseline).out_of_band.is_empty()
 
 
 def test_inputs_are_those_of_the_layer_as_far_from_the_input(tmp_path: Path) -> None:
     run, baseline = (write_of_depth(tmp_path / str(depth), depth, "input") for depth in (3, 2))
-    assert compare(baseline, run).out_of_band["layer"].to_list() == [of_depth(1)]
+    assert compare(run, baseline).out_of_band["layer"].to_list() == [of_depth(1)]
 
 
 @pytest.mark.parametrize("culprit", [0, 1])
 def test_a_gradient_that_is_out_beside_both_layers_is_named(tmp_path: Path, culprit: int) -> None:
     run, baseline = write_of_depth(tmp_path / "run", 4, extra={culprit: 20.0}), write_of_depth(tmp_path / "baseline", 3)
-    found = compare(baseline, run).out_of_band
+    found = compare(run, baseline).out_of_band
     assert found["layer"].to_list() == [of_depth(culprit)]
     named = diagnose(run, baseline).culprit
     assert named is not None and named.operand == f"dY of {of_depth(culprit)}"

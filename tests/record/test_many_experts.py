@@ -221,7 +221,7 @@ def written(folder: Path, worst: int | None, nan: bool = False) -> Path:
 
 class TestCompare:
     def test_folds_are_ranked_and_the_worst_expert_is_named(self, tmp_path: Path) -> None:
-        found = compare(written(tmp_path / "good", None), written(tmp_path / "bad", 77))
+        found = compare(written(tmp_path / "bad", 77), written(tmp_path / "good", None))
         assert found.tensors["layer"].to_list()[0] == name_of(2, "*", "linear_fc1")
         assert len(found.tensors) == LAYERS
         assert len(found.experts) == LAYERS * EXPERTS
@@ -234,7 +234,7 @@ class TestCompare:
         assert len(to_json(found)["experts"]) == LAYERS * EXPERTS
 
     def test_the_expert_that_first_held_nan_is_named(self, tmp_path: Path) -> None:
-        found = compare(written(tmp_path / "good", None), written(tmp_path / "bad", 9, nan=True))
+        found = compare(written(tmp_path / "bad", 9, nan=True), written(tmp_path / "good", None))
         assert (
             f"The first tensor with NaN or infinity is X of {name_of(2, '*', 'linear_fc1')}, at step 0. "
             f"Of its experts, the first tensor with NaN or infinity is X of {name_of(2, 9, 'linear_fc1')}, at step 0."

@@ -87,7 +87,7 @@ def todays_key(key: str) -> str:
 def test_compare_ranks_as_the_release_that_wrote_it_did() -> None:
     good, bad, twin = old_runs(3)
     now, then = (
-        todays(each) for each in (to_json(compare(good, bad, twin)), json.loads((OLD / "compare_3.json").read_text()))
+        todays(each) for each in (to_json(compare(bad, good, twin)), json.loads((OLD / "compare_3.json").read_text()))
     )
     for part in ("unit", "experts", "differences", "what_if"):
         assert now[part] == then[part]
@@ -105,7 +105,7 @@ def test_diagnose_sees_the_same_harm() -> None:
 
 def test_schema_2_is_compared_and_diagnosed() -> None:
     good, bad, _ = old_runs(2)
-    found = compare(good, bad)
+    found = compare(bad, good)
     assert found.divergence_step is not None and len(found.tensors) == 15
     assert diagnose(bad, good).harm == "harmful"
 

@@ -55,8 +55,8 @@ def tab(runs: Path) -> Tab:
 def test_names_are_those_that_compare_matches(tab: Tab, runs: Path) -> None:
     for run in ("bad", "foreign"):
         told = tab.json("names", run=run, baseline="baseline")
-        assert told["names"] == dict(compare(runs / "baseline", runs / run).run.renamed_to)
-        assert told["how"] in compare(runs / "baseline", runs / run).notes
+        assert told["names"] == dict(compare(runs / run, runs / "baseline").run.renamed_to)
+        assert told["how"] in compare(runs / run, runs / "baseline").notes
     assert told["names"][foreign(1, "mlp.linear_fc2")] == LAYER and "c_out for linear_fc2" in told["how"]
     assert tab.json("names", run="bad", baseline="baseline")["names"][OWN] == LAYER
     assert tab.json("names", run="baseline", baseline="bad")["names"][LAYER] == OWN

@@ -38,7 +38,7 @@ def band(logdir: Path) -> Any:
 
 
 def test_markers_lie_at_the_steps_that_compare_tells(page: Page, logdir: Path) -> None:
-    found = compare(logdir / "baseline", logdir / "bad")
+    found = compare(logdir / "bad", logdir / "baseline")
     onset = found.out_of_band.filter(layer=CULPRIT, role="input")["onset"][0]
     expected = f"diverges {found.divergence_step},leaves {onset},chosen {ONSET - EVERY}"
     expect(page.locator("[data-drawn]")).to_have_attribute("data-drawn", expected)

@@ -43,7 +43,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def found(pair: Path) -> Comparison:
-    return compare(pair / "good", pair / "bad")
+    return compare(pair / "bad", pair / "good")
 
 
 @pytest.fixture(scope="module")
@@ -88,14 +88,14 @@ def test_who_is_out_since_when_and_by_what_is_as_compare_says(tab: Tab, found: C
 
 
 def test_what_chance_does_to_one_of_many_is_called_so(tab: Tab, pair: Path) -> None:
-    assert compare(pair / "good", pair / "barely").out_of_band.is_empty()
+    assert compare(pair / "barely", pair / "good").out_of_band.is_empty()
     told = answer(tab, CHANCE, run="barely")
     assert (told["since"], told["chance"]) == (ONSET, True)
 
 
 def test_it_is_so_of_runs_that_were_trained(logdir: Path) -> None:
     runs = {"run": "bad", "baseline": "baseline"}
-    answers = check_onsets(Tab(logdir), compare(logdir / "baseline", logdir / "bad"), **runs)
+    answers = check_onsets(Tab(logdir), compare(logdir / "bad", logdir / "baseline"), **runs)
     assert any(told["since"] is not None for told in answers.values())
 
 
@@ -175,7 +175,7 @@ def test_gradients_beside_another_depth_are_those_of_compare(tmp_path: Path) -> 
     """Out by name alone, out beside the layer as far from the output too, and out in neither."""
     write_of_depth(tmp_path / "good", 2)
     write_of_depth(tmp_path / "bad", 4, extra={0: 20.0})
-    found = compare(tmp_path / "good", tmp_path / "bad")
+    found = compare(tmp_path / "bad", tmp_path / "good")
     assert found.out_of_band["layer"].to_list() == [of_depth(0)]
     told = check_onsets(Tab(tmp_path), found)
     assert len(told) == 2 and told[of_depth(1), "grad_output"]["metrics"]["outlier_log2"]["beyond"] > 0

@@ -106,19 +106,19 @@ class Comparison:
 
 
 def compare(
-    baseline: str | os.PathLike[str] | Run,
     run: str | os.PathLike[str] | Run,
+    baseline: str | os.PathLike[str] | Run,
     reference: str | os.PathLike[str] | Run | None = None,
     by: str = "step",
     renames: Sequence[str] = (),
     max_gap: float = MAX_GAP,
     others: Sequence[str | os.PathLike[str] | Run] = (),
 ) -> Comparison:
-    """Compare the records of two runs.
+    """Compare the record of a run with that of a baseline.
 
     Args:
-        baseline: the record of a run that went well, or a folder above it; a path or any fsspec address.
-        run: likewise, the record of the run to explain.
+        run: the record of the run to explain, or a folder above it; a path or any fsspec address.
+        baseline: likewise, the record of a run that went well.
         reference: likewise, the record of a run that differs from `run` in one thing, as BF16 instead of FP8; None: there is
             none.
         by: what the runs are matched by: `step`, or `samples` that were consumed, for runs of other batch sizes.
@@ -140,7 +140,7 @@ def compare(
         ConfigError: `by` or `renames` cannot be used, or one of `others` is of another model than the baseline.
 
     Example:
-        >>> found = compare("runs/baseline", "runs/bad", "runs/reference")
+        >>> found = compare("runs/bad", "runs/baseline", "runs/reference")
         >>> found.divergence_step
         61
         >>> found.tensors.select("layer", "role").row(0)

@@ -118,7 +118,7 @@ def comparison_of(
     Arguments are those of `diagnose`.
     """
     first, *others = list_baselines(baseline)
-    return compare(_read(first, by), _read(run, by), _read_reference(reference, by), by, max_gap=max_gap, others=others)
+    return compare(_read(run, by), _read(first, by), _read_reference(reference, by), by, max_gap=max_gap, others=others)
 
 
 def _read_reference(path: Source | None, by: str) -> Run | None:

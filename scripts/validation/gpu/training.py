@@ -158,4 +158,4 @@ def of_rates(setup: Setup, folder: Path, steps: int) -> tuple[list[Measure], str
         measure(f"loss after {steps} steps, learning rate {RATE:g}", good[-1]),
         measure(f"the same, learning rate {BAD_RATES[setup.size]:g}", bad[-1]),
     ]
-    return losses, summarize(compare(folder / "good", folder / "bad"))
+    return losses, summarize(compare(folder / "bad", folder / "good"))

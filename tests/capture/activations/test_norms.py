@@ -137,7 +137,7 @@ class TestTwoRuns:
         return folder
 
     def test_a_channel_that_stands_out_comes_first(self, tmp_path: Path) -> None:
-        found = compare(self.trained(tmp_path / "baseline"), self.trained(tmp_path / "run", outlier=64.0)).features[
+        found = compare(self.trained(tmp_path / "run", outlier=64.0), self.trained(tmp_path / "baseline")).features[
             "activations"
         ]
         first = found.filter(metric="channel_ratio").row(0, named=True)

@@ -202,6 +202,6 @@ def test_the_ledger_tells_what_an_attention_was_told(monkeypatch: pytest.MonkeyP
 def test_readers_show_the_operands_of_attention(tmp_path: Path) -> None:
     train(RECIPES["current"], tmp_path / "a", steps=6)
     train(RECIPES["delayed"], tmp_path / "b", steps=6)
-    compared = compare(tmp_path / "a", tmp_path / "b")
+    compared = compare(tmp_path / "b", tmp_path / "a")
     assert summarize(compared) and diagnose(tmp_path / "b", tmp_path / "a").verdict() and diagnose(tmp_path / "b").verdict()
     assert "dP" in set(onsets(*(Metrics.of(read_table(tmp_path / name, "metrics")) for name in "ab"))["tensor"])

@@ -183,7 +183,7 @@ def test_analyses_take_weights_whose_errors_are_not_known(tmp_path: Path) -> Non
     for name in ("a", "b"):
         torch.manual_seed(0)
         trained(tmp_path / name, Model(RECIPES["mxfp8"]), RECIPES["mxfp8"], lambda name: None, lambda: None)
-    assert compare(tmp_path / "a", tmp_path / "b").out_of_band.is_empty()
+    assert compare(tmp_path / "b", tmp_path / "a").out_of_band.is_empty()
     assert diagnose(tmp_path / "a", tmp_path / "b").culprit is None
     assert not [change for change in recommend(tmp_path / "a").plan.changes if change.role == "weight"]
 
