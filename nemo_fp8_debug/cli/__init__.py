@@ -1,9 +1,11 @@
-"""The command line, `nemo-fp8-debug COMMAND`: a file a command, imported when asked for; torch takes seconds. Internal."""
+"""The command line, `nemo-fp8-debug COMMAND`. Commands are imported when asked for. Internal."""
 
 from __future__ import annotations
 
+import importlib
 import os
 import warnings
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any
 
 import typer
@@ -14,68 +16,28 @@ from typer.main import get_command
 from .._version import __version__
 from .console import explained
 
-COMMANDS = (
-    *("compare", "diagnose", "gate", "learn", "recommend", "rescue", "control", "replay", "audit", "import", "view"),
-    *("compact", "sql"),
-)
+#: the module of each command; that alone is imported, since torch takes seconds
+COMMANDS = {
+    "compare": "explain",
+    "diagnose": "explain",
+    "gate": "healthy",
+    "learn": "healthy",
+    "recommend": "explain",
+    "rescue": "steer",
+    "control": "steer",
+    "replay": "formats",
+    "audit": "formats",
+    "import": "records",
+    "view": "records",
+    "compact": "records",
+    "sql": "records",
+}
 
 
-def _module_of(name: str) -> Any:
-    """The module of a command, with `command` and `EXAMPLES`; it alone is imported, since torch takes seconds."""
-    match name:
-        case "compare":
-            from . import compare
-
-            return compare
-        case "diagnose":
-            from . import diagnose
-
-            return diagnose
-        case "gate":
-            from . import gate
-
-            return gate
-        case "learn":
-            from . import learn
-
-            return learn
-        case "recommend":
-            from . import recommend
-
-            return recommend
-        case "rescue":
-            from . import rescue
-
-            return rescue
-        case "control":
-            from . import control
-
-            return control
-        case "replay":
-            from . import replay
-
-            return replay
-        case "audit":
-            from . import audit
-
-            return audit
-        case "import":
-            from . import imports
-
-            return imports
-        case "view":
-            from . import view
-
-            return view
-        case "compact":
-            from . import compact
-
-            return compact
-        case "sql":
-            from . import sql
-
-            return sql
-    raise KeyError(name)
+def load_command(name: str) -> tuple[Callable[..., None], Sequence[str]]:
+    """Return the function of a command, and examples of what follows its name."""
+    module = importlib.import_module(f".{COMMANDS[name]}", __package__)
+    return getattr(module, f"{name}_command"), module.EXAMPLES[name]
 
 
 class _Commands(TyperGroup):
@@ -90,12 +52,12 @@ class _Commands(TyperGroup):
         # torch's; some commands import it late, and some in processes of their own
         warnings.filterwarnings("ignore", "The pynvml package", FutureWarning)
         os.environ.setdefault("PYTHONWARNINGS", "ignore:The pynvml package:FutureWarning")
-        module = _module_of(cmd_name)
-        examples = (escape(f"nemo-fp8-debug {cmd_name} {rest}") for rest in module.EXAMPLES)
+        command, endings = load_command(cmd_name)
+        examples = (escape(f"nemo-fp8-debug {cmd_name} {rest}") for rest in endings)
         alone = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich")
         # A paragraph each, as Typer breaks no lines otherwise.
         make = alone.command(cmd_name, epilog="\n\n".join(["[bold]Examples[/]", *examples]))
-        make(explained(module.command, 2 if cmd_name == "gate" else 1))
+        make(explained(command, 2 if cmd_name == "gate" else 1))
         return get_command(alone)
 
 

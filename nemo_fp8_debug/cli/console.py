@@ -1,4 +1,4 @@
-"""What all commands share: how they print, and how they refuse."""
+"""What all commands share: options, how they print, and how they refuse."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -18,6 +18,22 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 from rich.text import Text
 
 from ..errors import ConfigError, FP8DebugWarning, RecordError
+
+#: arguments and options of several commands
+Record = Annotated[str, typer.Argument(help="the run's record, or a folder above it; any fsspec address")]
+By = Annotated[str, typer.Option(metavar="step|samples", help="match the runs by step, or by samples consumed")]
+Top = Annotated[int, typer.Option(metavar="N", help="tensors to list", min=1)]
+AsJson = Annotated[bool, typer.Option("--json", help="print JSON")]
+AsWholeJson = Annotated[bool, typer.Option("--json", help="print JSON, with every tensor")]
+#: of commands that read long records
+Cluster = Annotated[
+    str | None,
+    typer.Option(
+        "--cluster",
+        metavar="ray|dask|ADDRESS",
+        help="share the work on long records: ray or dask on this machine, or ray://HOST:10001 or tcp://HOST:8786",
+    ),
+]
 
 #: columns of a terminal at the least, and if there is no terminal
 _NARROWEST, _NO_TERMINAL = 40, 200

@@ -19,7 +19,7 @@ from nemo_fp8_debug.analysis.diagnosis.diagnose import diagnose
 from nemo_fp8_debug.analysis.loss.gate import CANNOT_TELL, FAIL, PASS, accept, gate
 from nemo_fp8_debug.analysis.runs.run import Run
 from nemo_fp8_debug.cli import app
-from nemo_fp8_debug.cli.gate import told
+from nemo_fp8_debug.cli.healthy import tell_outcome
 from nemo_fp8_debug.errors import ConfigError
 
 
@@ -78,7 +78,7 @@ class TestFarBelow:
         for run, good in low:
             found = accept([run], [good], 2.0)
             assert found and found.outcome == FAIL and found.loss.gap < -12
-            assert "check for repeated data, leaked labels or a missing mask" in " ".join(told(found, "step"))
+            assert "check for repeated data, leaked labels or a missing mask" in " ".join(tell_outcome(found, "step"))
             verdict = diagnose(run, good)
             assert verdict.harm == "unknown" and "% below the baseline's (95% interval" in verdict.verdict()
             assert verdict.cause == "none" and "The loss is too low to trust." in verdict.verdict()

@@ -22,7 +22,7 @@ from torch import nn
 from typer.testing import CliRunner, Result
 
 from nemo_fp8_debug import Monitor, diagnose
-from nemo_fp8_debug.cli import COMMANDS, _module_of, app
+from nemo_fp8_debug.cli import COMMANDS, app, load_command
 from nemo_fp8_debug.cli.listing import Column, filled, print_rows
 from nemo_fp8_debug.record.schema import STATUS
 
@@ -98,7 +98,7 @@ def _train(folder: Path, scale: float) -> None:
 def test_examples_of_help_run(command: str, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(place)
     told = run_cli(command, "--help", COLUMNS="200").output
-    for example in _module_of(command).EXAMPLES:
+    for example in load_command(command)[1]:
         assert f"nemo-fp8-debug {command} {example}" in told
         if command == "rescue":  # what its command prints is not its own
             operand = "decoder.layers.1.mlp.linear_fc2:X"

@@ -42,7 +42,7 @@ assert torch.equal(torch.mm(x[0], y[0]), torch.addmm(torch.zeros(1), x[0], y[0],
 LOSSES = """
 import sys, torch
 if "import the package" in sys.argv:
-    import nemo_fp8_debug.adapters.lightning.callback, nemo_fp8_debug.cli.diagnose, nemo_fp8_debug.monitor.monitor
+    import nemo_fp8_debug.adapters.lightning.callback, nemo_fp8_debug.cli.explain, nemo_fp8_debug.monitor.monitor
 torch.manual_seed(0)
 model = torch.nn.Sequential(torch.nn.Linear(48, 96), torch.nn.GELU(), torch.nn.Linear(96, 48)).bfloat16()
 optimizer = torch.optim.AdamW(model.parameters(), 1e-2)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from nemo_fp8_debug import Config, ConfigError, RecordError
 from nemo_fp8_debug.analysis.bands.bands import SHIPPED, Bands
 from nemo_fp8_debug.analysis.checkpoint.audit import audit
-from nemo_fp8_debug.cli.control import _show, _status
+from nemo_fp8_debug.cli.steer import _print_status, _read_status
 from nemo_fp8_debug.core.layer_names import compile_patterns
 from nemo_fp8_debug.numerics.recipe import parse_recipe
 from nemo_fp8_debug.options.control_file import FIELDS, Control
@@ -91,8 +91,8 @@ def _bands(content: bytes, folder: Path) -> None:
 def _status_file(content: bytes, folder: Path) -> None:
     (folder / "status.json").write_bytes(content)
     with expect(RecordError):
-        _status(Storage(folder))
-        _show(Storage(folder))
+        _read_status(Storage(folder))
+        _print_status(Storage(folder))
 
 
 def _status_values(content: object, folder: Path) -> None:

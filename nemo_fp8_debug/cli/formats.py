@@ -1,0 +1,166 @@
+"""`nemo-fp8-debug` replay and audit: what other formats would make of a run's tensors, and of a checkpoint's weights."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import polars as pl
+import typer
+
+from ..analysis.checkpoint.audit import audit
+from ..analysis.checkpoint.report import Audit
+from ..analysis.comparison.compare import split_experts
+from ..analysis.formatting import jsonable, number
+from ..analysis.replay.replay import SOURCES, add_to_record, replay
+from ..core.keys import SHOWN_AS
+from ..core.layer_names import compile_patterns
+from ..errors import ConfigError, RecordError
+from ..numerics.recipe import parse_recipe
+from ..record.reader import find_run
+from .console import AsWholeJson, Record, Top, console, print_json, say, working
+from .listing import TENSOR, Column, print_rows
+
+EXAMPLES = {
+    "replay": (
+        'runs/fp8 --recipe current --recipe "delayed(margin=1)"',
+        "runs/fp8 --recipe current-e5m2 --json",
+    ),
+    "audit": (
+        "checkpoints/step_1000",
+        'checkpoints/step_1000 --layers "*.mlp.*" --json',
+    ),
+}
+
+
+_SHOWN = ("relative_error", "underflow_pct", "overflow_pct")
+
+
+def replay_command(
+    run: Record,
+    recipe: Annotated[
+        list[str], typer.Option(metavar="RECIPE", help="'current', 'current-e5m2', 'delayed(margin=1)'; may be repeated")
+    ],
+    source: Annotated[
+        str, typer.Option(metavar="histograms|dumps", help="what to recompute from: histograms or dumps")
+    ] = "histograms",
+    cluster: Annotated[
+        str | None, typer.Option(metavar="ADDRESS", help="ray, ray://HOST:PORT, or tcp://HOST:PORT of a Dask scheduler")
+    ] = None,
+    top: Top = 15,
+    as_json: AsWholeJson = False,
+) -> None:
+    """Recompute every metric under other recipes, add them to the record, and show what would have changed.
+
+    Tensors are listed by relative error under the scales in use, worst first; medians over all steps.
+    """
+    if source not in SOURCES:
+        raise ConfigError(f"--source {source!r}: expected {' or '.join(SOURCES)}")
+    parsed = [parse_recipe(name) for name in recipe]
+    storage = find_run(run)
+    recipes = ", ".join(wanted.name for wanted in parsed)
+    say(console(stderr=as_json), f"replay adds rows under {recipes} to the table `replayed` of {storage}.")
+    with working(f"reading {run}", *(f"recomputing under {wanted.name}" for wanted in parsed)) as over:
+        frames = {"in use": replay(storage, None, source, cluster)}
+        if frames["in use"].is_empty():
+            raise RecordError(f"{storage} has no {source} to replay")
+        for wanted in parsed:
+            over()
+            frames[wanted.name] = replay(storage, wanted, source, cluster)
+            add_to_record(storage, frames[wanted.name])
+    added = sum(len(frame) for frame in frames.values()) - len(frames["in use"])
+    if as_json:
+        print_json(jsonable({"run": str(storage), "added": added, "tensors": _plain_medians(frames)}))
+        return
+    _print_replayed(frames, top)
+    say(console(), f"added {added} rows to the table `replayed` of {storage}")
+
+
+def _medians(frames: dict[str, pl.DataFrame]) -> dict[str, pl.DataFrame]:
+    return {
+        name: frame.group_by("layer", "role", maintain_order=True).agg(pl.median(*_SHOWN)) for name, frame in frames.items()
+    }
+
+
+def _plain_medians(frames: dict[str, pl.DataFrame]) -> list[dict[str, object]]:
+    """A row a tensor and recipe, `in use` for the scales of the run."""
+    return [{"recipe": name, **row} for name, rows in _medians(frames).items() for row in rows.to_dicts()]
+
+
+def _print_replayed(frames: dict[str, pl.DataFrame], top: int) -> None:
+    medians = _medians(frames)
+    listed, experts = split_experts(medians["in use"])
+    what = f"{len(listed)} tensors" + (", experts of a layer as one" if len(experts) else "")
+    headings = [f"{metric} {name}" for metric in ("relative error", "underflow %", "overflow %") for name in frames]
+    worst = listed.sort("relative_error", descending=True, nulls_last=True).head(top)
+    by_key = {name: {(r["layer"], r["role"]): r for r in rows.to_dicts()} for name, rows in medians.items()}
+    rows = []
+    for layer, role in worst.select("layer", "role").rows():
+        found = [by_key[name].get((layer, role), {}) for name in frames]
+        rows.append((layer, SHOWN_AS[role], *(number(row.get(metric)) for metric in _SHOWN for row in found)))
+    print_rows(console(), f"{what}, worst first; medians over all steps", (*TENSOR, *map(Column, headings)), rows)
+
+
+def audit_command(
+    checkpoint: Annotated[
+        Path, typer.Argument(help="folder of Megatron, NeMo 2 or DCP, safetensors, or a file of torch.save or Lightning")
+    ],
+    layers: Annotated[
+        list[str] | None,
+        typer.Option(metavar="PATTERN", help="only weights whose names match this pattern; may be repeated"),
+    ] = None,
+    recipe: Annotated[
+        str, typer.Option(metavar="RECIPE", help="FP8 recipe to serve in, a name or JSON; its format of weights counts")
+    ] = "current",
+    top: Annotated[int, typer.Option(metavar="N", help="weights to list", min=1)] = 15,
+    as_json: Annotated[bool, typer.Option("--json", help="print JSON, with every weight")] = False,
+) -> None:
+    """Check a checkpoint's weights: what they lose in FP8 and BF16, and whether stored scales still fit them."""
+    with working(f"reading {checkpoint}"):
+        found = audit(checkpoint, _parse_recipe(recipe), compile_patterns(layers))
+    if as_json:
+        print_json(found.to_json())
+    else:
+        _print_audit(found, top)
+
+
+def _parse_recipe(text: str) -> str | dict[str, Any]:
+    if not text.lstrip().startswith("{"):
+        return text
+    try:
+        parsed: dict[str, Any] = json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"--recipe {text!r} is not valid JSON: {error}") from None
+    return parsed
+
+
+def _print_audit(found: Audit, top: int) -> None:
+    out, fp8 = console(), found.fp8_format.name
+    headings = (
+        "amax",
+        "outliers (log2)",
+        f"{fp8} error %",
+        "underflow %",
+        "stored scale: ratio (log2)",
+        "error %",
+        "overflow %",
+    )
+    columns = (
+        *(Column("weight", "name"), Column("dtype", "text")),
+        *(*map(Column, headings), Column("BF16 error %"), Column("stored scale", "text")),
+    )
+    rows = []
+    for row in found.rows[:top]:
+        now, stored = row["fp8_current"], row["fp8_stored"] or {}
+        cast = number(row["amax"]), number(row["outlier_log2"]), _show_error(now), number(now["underflow_pct"])
+        kept = number(stored.get("scale_ratio_log2")), _show_error(stored), number(stored.get("overflow_pct"))
+        rows.append((row["layer"], row["dtype"], *cast, *kept, _show_error(row["bf16"]), stored.get("state", "-")))
+    print_rows(out, f"{found.path}: {found.format}, worst first", columns, rows, entry=" ".join)
+    for sentence in found.verdict():
+        say(out, sentence)
+
+
+def _show_error(cast: dict[str, Any]) -> str:
+    error = cast.get("relative_error")
+    return number(None if error is None else 100 * error)
