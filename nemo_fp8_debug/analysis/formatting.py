@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 import numpy as np
@@ -16,18 +17,32 @@ def number(value: float | None, unit: str = "", prefix: str = "") -> str:
 
 
 def jsonable(value: Any) -> Any:
-    """Return containers and numbers as JSON has them: null for NaN and infinities."""
-    if isinstance(value, Mapping):
-        return {str(key): jsonable(held) for key, held in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [jsonable(held) for held in value]
+    """Return a value as JSON has it, with null for NaN and infinities.
+
+    A table becomes a list of rows. An object becomes what its `to_json` returns, or else the fields of its dataclass.
+
+    Example:
+        >>> jsonable({"loss": np.float32("nan"), "rows": pl.DataFrame({"step": [0, 10]})})
+        {'loss': None, 'rows': [{'step': 0}, {'step': 10}]}
+    """
+    if value is None or isinstance(value, (str, int)):
+        return value
     if isinstance(value, np.generic):
         value = value.item()
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, pl.DataFrame):
+        return _list_rows(value)
+    if hasattr(value, "to_json"):
+        value = value.to_json()
+    elif is_dataclass(value):
+        value = {each.name: getattr(value, each.name) for each in fields(value)}
+    if isinstance(value, Mapping):
+        return {str(key): jsonable(held) for key, held in value.items()}
+    return [jsonable(held) for held in value] if isinstance(value, (list, tuple)) else value
 
 
-def plain_rows(table: pl.DataFrame) -> list[dict[str, Any]]:
-    """Rows of a table, as `jsonable` makes them; many at once."""
+def _list_rows(table: pl.DataFrame) -> list[dict[str, Any]]:
     floats = [name for name, kind in table.schema.items() if kind == pl.Float64]
     finite = table.with_columns(pl.when(pl.col(name).is_finite()).then(pl.col(name)).alias(name) for name in floats)
     rows: list[dict[str, Any]] = finite.to_dicts()

@@ -17,6 +17,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
+from ..analysis.formatting import jsonable
 from ..errors import ConfigError, FP8DebugWarning, RecordError
 
 #: arguments and options of several commands
@@ -81,9 +82,9 @@ def say(out: Console, text: str) -> None:
     out.print(Text(printable(text)), soft_wrap=not out.is_terminal and _columns() is None)
 
 
-def print_json(value: Mapping[str, Any]) -> None:
-    """For programs, and for people who look in: a key a line, and of tables a row a line."""
-    for piece in _json(value, "\n"):
+def print_json(value: Any) -> None:
+    """Print what `jsonable` makes of a value, for programs and people: a key a line, and of tables a row a line."""
+    for piece in _json(jsonable(value), "\n"):
         sys.stdout.write(piece)
     print()
 
@@ -99,7 +100,7 @@ def _json(value: Any, line: str) -> Iterator[str]:
             yield f"{',' if i else '{'}{inner}{json.dumps(key)}: "
             yield from _json(item, inner)
         yield f"{line}}}"
-    elif isinstance(value, list | tuple) and value and all(isinstance(item, Mapping) for item in value):
+    elif isinstance(value, list) and value and all(isinstance(item, Mapping) for item in value):
         for i, row in enumerate(value):
             yield f"{',' if i else '['}{inner}{json.dumps(row)}"
         yield f"{line}]"

@@ -12,7 +12,7 @@ import typer
 from ..analysis.checkpoint.audit import audit
 from ..analysis.checkpoint.report import Audit
 from ..analysis.comparison.compare import split_experts
-from ..analysis.formatting import jsonable, number
+from ..analysis.formatting import number
 from ..analysis.replay.replay import SOURCES, add_to_record, replay
 from ..core.keys import SHOWN_AS
 from ..core.layer_names import compile_patterns
@@ -71,7 +71,7 @@ def replay_command(
             add_to_record(storage, frames[wanted.name])
     added = sum(len(frame) for frame in frames.values()) - len(frames["in use"])
     if as_json:
-        print_json(jsonable({"run": str(storage), "added": added, "tensors": _plain_medians(frames)}))
+        print_json({"run": str(storage), "added": added, "tensors": _plain_medians(frames)})
         return
     _print_replayed(frames, top)
     say(console(), f"added {added} rows to the table `replayed` of {storage}")
@@ -120,7 +120,7 @@ def audit_command(
     with working(f"reading {checkpoint}"):
         found = audit(checkpoint, _parse_recipe(recipe), compile_patterns(layers))
     if as_json:
-        print_json(found.to_json())
+        print_json(found)
     else:
         _print_audit(found, top)
 

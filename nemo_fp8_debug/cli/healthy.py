@@ -52,7 +52,7 @@ def gate_command(
         few = "share fewer than 10 losses in what is compared, or the baseline's are all zero"
         raise RecordError(f"{run[0]} and its baseline {few}")
     if as_json:
-        print_json(found.to_json())
+        print_json(found)
     else:
         for line in tell_outcome(found, runs[0].unit):
             say(console(), line)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import webbrowser
-from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -54,7 +53,7 @@ def import_command(
     if as_json:
         counts = {"steps": len(steps), "first": steps[0], "last": steps[-1], "tensors": len(found.tensors), "losses": losses}
         told = {"tool": found.tool, "files": len(found.files), "output": output, **counts}
-        print_json({**told, "metrics": dict(found.mapped), "left_out": dict(found.left_out)})
+        print_json({**told, "metrics": found.mapped, "left_out": found.left_out})
         return
     out = console()
     say(out, f"Imported {len(found.files)} {found.tool} {'file' if len(found.files) == 1 else 'files'} into {output}")
@@ -138,14 +137,9 @@ def compact_command(
             over()
         done = compact(place, every, killed, over)
     if as_json:
-        print_json(_plain_sizes(done))
+        print_json({"run": str(done.run), "before": done.before, "after": done.after, "left_as_they_were": done.left})
     else:
         _print_sizes(done)
-
-
-def _plain_sizes(done: Compacted) -> dict[str, object]:
-    before, after = ({table: asdict(size) for table, size in sizes.items()} for sizes in (done.before, done.after))
-    return {"run": str(done.run), "before": before, "after": after, "left_as_they_were": done.left}
 
 
 def _print_sizes(done: Compacted) -> None:

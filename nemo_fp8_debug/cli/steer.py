@@ -14,7 +14,6 @@ from typing import Annotated, Any
 import typer
 from rich.markup import escape
 
-from ..analysis.formatting import jsonable
 from ..core.keys import SHOWN_AS
 from ..errors import ConfigError, RecordError, warn
 from ..options.control_file import NAME, Control
@@ -76,7 +75,7 @@ def control_command(
         else:
             say(console(), f"wrote {storage.path(NAME)}; the run applies it from its next sampled step on{heard}")
     elif as_json:
-        print_json(jsonable(_read_status(storage)))
+        print_json(_read_status(storage))
     else:
         _print_status(storage)
 

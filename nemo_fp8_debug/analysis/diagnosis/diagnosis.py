@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -85,44 +85,39 @@ class Diagnosis(Answer):
 
     def to_json(self) -> dict[str, Any]:
         """Return plain values."""
+        other = self.loss.reference_outcome
         plain: dict[str, Any] = jsonable(
             {
                 "headline": tell_headline(self),
                 "verdict": self.verdict(),
-                "next": list(self.advice),
-                "fix": None if self.fix is None else self.fix.to_json(),
-                "notes": list(self.notes),
+                "next": self.advice,
+                "fix": self.fix,
+                "notes": self.notes,
                 "cause": self.cause,
                 "about_fp8": self.about_fp8,
                 "confidence": self.confidence,
                 "harm": self.harm,
-                "gap": None if self.loss.gap is None else self.loss.gap.to_json(),
-                "reference": self._reference_json(),
-                "seeds": None if self.loss.seeds is None else self.loss.seeds.to_json(),
+                "gap": self.loss.gap,
+                "reference": other
+                and {
+                    "gap": other.gap,
+                    "run_above": self.loss.gap_to_reference,
+                    "differs": self.loss.differs_from_reference,
+                },
+                "seeds": self.loss.seeds,
                 "divergence_step": self.divergence_step,
                 "diverges": self.loss.diverges,
                 "lead": self.lead,
-                "culprit": None if self.culprit is None else asdict(self.culprit),
-                "cause_finding": None if self.decision.finding is None else asdict(self.decision.finding),
-                "likeliest": [asdict(finding) for finding in self.decision.likeliest],
-                "details": list(self.details),
+                "culprit": self.culprit,
+                "cause_finding": self.decision.finding,
+                "likeliest": self.decision.likeliest,
+                "details": self.details,
                 "early_warning": self.warning and dict(zip(("step", "score", "layer", "role"), self.warning, strict=True)),
-                "also_wrong": [asdict(finding) for finding in self.decision.also],
-                "events": [asdict(event) for event in self.events],
-                "findings": [asdict(finding) for finding in self.findings],
-                "shared": [asdict(finding) for finding in self.shared],
-                "not_compared": list(self.not_compared),
+                "also_wrong": self.decision.also,
+                "events": self.events,
+                "findings": self.findings,
+                "shared": self.shared,
+                "not_compared": self.not_compared,
             }
         )
         return plain
-
-    def _reference_json(self) -> dict[str, Any] | None:
-        """Return the reference run's gap to the baseline, the run's gap to it, and whether they differ."""
-        other, apart = self.loss.reference_outcome, self.loss.gap_to_reference
-        if other is None:
-            return None
-        return {
-            "gap": None if other.gap is None else other.gap.to_json(),
-            "run_above": None if apart is None else apart.to_json(),
-            "differs": self.loss.differs_from_reference,
-        }

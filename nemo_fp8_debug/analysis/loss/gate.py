@@ -13,7 +13,6 @@ from scipy.special import stdtrit
 
 from ...errors import ConfigError
 from .. import thresholds
-from ..formatting import jsonable
 from .curve import LossCurve
 from .gap import FEWEST, PART, Gap, align, gap_of
 
@@ -84,23 +83,20 @@ class Gate:
         return max(1, math.ceil((needed - n) * self.spacing / self.part))
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values."""
+        """Return what JSON shows, for `jsonable`."""
         low, high = self.bounds
-        plain: dict[str, Any] = jsonable(
-            {
-                "outcome": self.outcome,
-                "max_gap": self.max_gap,
-                "gap": self.gap,
-                "low": low,
-                "high": high,
-                "of": self.of,
-                "is_far_below": self.is_far_below,
-                "more_steps": self.more_steps,
-                "gaps": [each.to_json() for each in self.gaps],
-                "published": [{"gap": gap, "of": what} for gap, what in PUBLISHED],
-            }
-        )
-        return plain
+        return {
+            "outcome": self.outcome,
+            "max_gap": self.max_gap,
+            "gap": self.gap,
+            "low": low,
+            "high": high,
+            "of": self.of,
+            "is_far_below": self.is_far_below,
+            "more_steps": self.more_steps,
+            "gaps": self.gaps,
+            "published": [{"gap": gap, "of": what} for gap, what in PUBLISHED],
+        }
 
 
 THIS_PAIR, THE_RECIPE = "this pair", "the recipe"
@@ -234,9 +230,8 @@ class Acceptance:
         return next(name for name, each in self.gates.items() if each.outcome == self.outcome)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values: those of the training loss, and by name those of evaluations."""
-        validation = {name: each.to_json() for name, each in self.validation.items()}
-        whole = {"outcome": self.outcome, "validation": validation, "not_judged": dict(self.not_judged)}
+        """Return what JSON shows, for `jsonable`: the training loss, and by name those of evaluations."""
+        whole = {"outcome": self.outcome, "validation": self.validation, "not_judged": self.not_judged}
         return self.loss.to_json() | whole
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,7 @@ from ...errors import RecordError
 from ...numerics.recipe import BF16_RECIPE, find_recipe
 from ...plan.plan import Change, Plan
 from ..comparison.compare import quantized
-from ..formatting import number
+from ..formatting import jsonable, number
 from ..runs.metrics import Metrics
 from ..runs.run import Run
 from .engines import why_none
@@ -140,8 +140,8 @@ class TensorFix:
         return f"{SHOWN_AS[self.role]} of {self.layer}"
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain values, with the chosen option and the change as text."""
-        return asdict(self) | {"chosen": asdict(self.chosen), "change": self.change}
+        """Return what JSON shows, for `jsonable`: the fields, the chosen option, and the change as text."""
+        return vars(self) | {"chosen": self.chosen, "change": self.change}
 
 
 @dataclass(frozen=True)
@@ -183,17 +183,20 @@ class Recommendation:
         return [finding for finding in self.findings if finding.changes]
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values."""
-        return {
-            "run": self.run.path,
-            "quantization": self.run.quantization,
-            "budget": asdict(self.budget),
-            "findings": [f.to_json() for f in self.findings],
-            "plan": [asdict(change) for change in self.plan.changes],
-            "fp8_coverage": {"before": self.before, "after": self.after},
-            "ends": asdict(self.ends) if self.ends else None,
-            "notes": list(self.notes),
-        }
+        """Return plain values."""
+        plain: dict[str, Any] = jsonable(
+            {
+                "run": self.run.path,
+                "quantization": self.run.quantization,
+                "budget": self.budget,
+                "findings": self.findings,
+                "plan": self.plan.changes,
+                "fp8_coverage": {"before": self.before, "after": self.after},
+                "ends": self.ends,
+                "notes": self.notes,
+            }
+        )
+        return plain
 
 
 def recommend(

@@ -181,7 +181,7 @@ def make_loss_headline(loss: LossOutcome, unit: str) -> dict[str, Any]:
         "title": tell_loss_headline(loss, unit),
         "since": loss.harmful_since,
         "unit": unit,
-        "gap": None if loss.gap is None else loss.gap.to_json(),
+        "gap": loss.gap,
         "gap_told": None if loss.gap is None else tell_loss(loss, unit),
     }
 

@@ -10,7 +10,7 @@ from ...numerics.metric_names import LABELS, label_of
 from ..comparison.compare import Comparison
 from ..comparison.drift import concentrated
 from ..diagnosis.narrator import show_value, tell_loss, tell_reference
-from ..formatting import jsonable, number, plain_rows
+from ..formatting import jsonable, number
 from ..loss.gap import above
 
 #: rows of each table
@@ -182,7 +182,7 @@ def to_json(found: Comparison) -> dict[str, Any]:
         "verdict": summarize(found),
         "notes": list(found.notes),
         "unit": found.run.unit,
-        "gap": None if found.loss.gap is None else found.loss.gap.to_json(),
+        "gap": found.loss.gap,
         "harm": found.loss.harm,
         "runs": {
             name: {
@@ -204,4 +204,4 @@ def to_json(found: Comparison) -> dict[str, Any]:
         "what_if": found.what_if(),
         **found.features,
     }
-    return jsonable(plain) | {name: plain_rows(table) for name, table in tables.items()}  # type: ignore[no-any-return]
+    return jsonable(plain | tables)  # type: ignore[no-any-return]

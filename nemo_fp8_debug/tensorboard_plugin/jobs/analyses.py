@@ -68,7 +68,7 @@ def judge_run(
         "markdown": story_markdown(told),
         "comparison": comparison,
         "diagnosis": diagnosis,
-        "recommendation": None if recommendation is None else recommendation.to_json(),
+        "recommendation": recommendation,
         "snippets": [] if recommendation is None else _list_snippets(recommendation),
     }
 
