@@ -23,8 +23,7 @@ from .errors import ConfigError, FP8DebugWarning, RecordError
 if TYPE_CHECKING:
     from .adapters.lightning.callback import FP8DebugCallback
     from .adapters.lightning.interventions import FP8EmulationCallback, FP8PlanCallback
-    from .adapters.megatron_bridge import FP8DebugBridgeCallback
-    from .adapters.megatron_lm import FP8DebugForwardStep
+    from .adapters.megatron import FP8DebugBridgeCallback, FP8DebugForwardStep
     from .adapters.transformers import FP8DebugTrainerCallback
     from .analysis.checkpoint.audit import audit
     from .analysis.comparison.compare import compare
@@ -48,9 +47,9 @@ _FROM = {
     "Change": "plan.plan",
     "Config": "options.config",
     "Emulation": "interventions.emulate",
-    "FP8DebugBridgeCallback": "adapters.megatron_bridge",
+    "FP8DebugBridgeCallback": "adapters.megatron",
     "FP8DebugCallback": "adapters.lightning.callback",
-    "FP8DebugForwardStep": "adapters.megatron_lm",
+    "FP8DebugForwardStep": "adapters.megatron",
     "FP8DebugTrainerCallback": "adapters.transformers",
     "FP8EmulationCallback": "adapters.lightning.interventions",
     "FP8PlanCallback": "adapters.lightning.interventions",

@@ -3,6 +3,5 @@
 None is imported before it is asked for, so that only those who use a host need it:
 
     from nemo_fp8_debug.adapters.transformers import FP8DebugTrainerCallback
-    from nemo_fp8_debug.adapters.megatron_bridge import FP8DebugBridgeCallback
-    from nemo_fp8_debug.adapters.megatron_lm import FP8DebugForwardStep
+    from nemo_fp8_debug.adapters.megatron import FP8DebugBridgeCallback, FP8DebugForwardStep
 """

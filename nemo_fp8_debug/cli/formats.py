@@ -9,8 +9,7 @@ from typing import Annotated, Any
 import polars as pl
 import typer
 
-from ..analysis.checkpoint.audit import audit
-from ..analysis.checkpoint.report import Audit
+from ..analysis.checkpoint.audit import Audit, audit
 from ..analysis.comparison.compare import split_experts
 from ..analysis.formatting import number
 from ..analysis.replay.replay import SOURCES, add_to_record, replay

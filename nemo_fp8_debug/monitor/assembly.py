@@ -20,12 +20,11 @@ from ..options.control_file import Control
 from ..options.trigger_rules import parse_rule
 from ..record.console_table import TableRecorder
 from ..record.dump import TensorDump
-from ..record.event_file import EventFile
 from ..record.loggers.recorder import ComparisonPage, LoggerRecorder
 from ..record.loggers.sinks import choose_sinks
 from ..record.scalars import ScalarRecorder
 from ..record.storage import Storage
-from ..record.tensorboard import TensorBoardRecorder
+from ..record.tensorboard import EventFile, TensorBoardRecorder
 from ..record.writer import RunRecord
 from .delivery import Delivery
 from .live_control import LiveControl

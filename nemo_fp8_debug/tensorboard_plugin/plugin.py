@@ -23,10 +23,20 @@ from .records.logdir import Logdir, Root, parse_flags
 from .records.part_matrices import PartMatrices
 from .records.run_summary import describe_run, read_losses, read_other_recipes
 from .records.tensor_history import DumpedTensors, find_nearest_step, read_histograms, read_timeline
-from .runs_table import RunsTable, list_runs, order_by_color, suggest_parts
-from .verdict_cache import Headlines
-from .web import Parameter, Route, read_count, read_one_of, read_some_of, read_step, read_text
-from .wsgi import PageScript, answer_route, build_wsgi, list_own_names
+from .runs_table import Headlines, RunsTable, list_runs, order_by_color, suggest_parts
+from .web import (
+    PageScript,
+    Parameter,
+    Route,
+    answer_route,
+    build_wsgi,
+    list_own_names,
+    read_count,
+    read_one_of,
+    read_some_of,
+    read_step,
+    read_text,
+)
 
 NAME = "fp8"
 #: seconds that the list of tabs waits for the first record

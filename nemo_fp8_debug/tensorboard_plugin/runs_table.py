@@ -13,6 +13,7 @@ import numpy as np
 import polars as pl
 from tensorboard.context import RequestContext
 
+from .._version import __version__
 from ..analysis.formatting import jsonable
 from ..core.scale_sources import HIGH_PRECISION
 from ..errors import RecordError, hearing
@@ -20,11 +21,11 @@ from ..record.parts import PartDamagedError, PartGoneError, order_newest_first, 
 from ..record.reader import read_fingerprint
 from ..record.schema import STATUS, attempt_of_fingerprint
 from ..record.storage import Storage
-from .cache import Cache
+from .cache import Cache, VerdictCache, find_cache_folder
+from .jobs.job_queue import JobQueue
 from .records.logdir import Logdir
 from .records.part_matrices import PartMatrices, RecordIndex
 from .records.run_summary import find_quantization
-from .verdict_cache import Headlines
 from .web import Refused
 
 #: a record grows while its newest part is younger than so many seconds, or so many times what usually passes between samples
@@ -190,6 +191,49 @@ def _last_loss(run: Storage, index: RecordIndex) -> tuple[int | None, float | No
         if len(losses):
             return int(losses["step"][-1]), float(losses["loss"][-1])
     return None, None
+
+
+_BY = "step"
+
+
+class Headlines:
+    """Headlines, under what they depend on: the records as they are, the package's version, the options."""
+
+    def __init__(self, jobs: JobQueue, parts: PartMatrices, logdir: Logdir) -> None:
+        """
+        Args:
+            jobs: compute them.
+        """
+        self._jobs, self._parts, self._logdir = jobs, parts, logdir
+        self._kept = VerdictCache(find_cache_folder() / "verdicts")
+
+    def known(self, run: str, baseline: str | None) -> Any:
+        """Return the headline of a run that was judged before, as it is now; None if it was not."""
+        return self._kept.get(self._identity([run, baseline, None]))
+
+    def ask(self, run: str, baseline: str | None, reference: str | None) -> dict[str, Any]:
+        """Return how far the headline of a run is, as `JobQueue.ask` does; begin it if it is not known."""
+        identity = self._identity([run, baseline, reference])
+        if (known := self._kept.get(identity)) is not None:
+            return {"state": "done", "result": known}
+        records = identity["records"]
+        places = dict(zip(("run", "baseline", "reference"), (record["place"] for record in records), strict=True))
+        version = " ".join(record["version"] for record in records)
+        answer = self._jobs.ask({"kind": "headline", **places, "by": _BY, "version": version}, version)
+        # What is damaged may be an outage.
+        if answer["state"] == "done" and not any(record["damaged"] for record in records):
+            self._kept.put(identity, answer["result"])
+        return answer
+
+    def _identity(self, names: list[str | None]) -> dict[str, Any]:
+        return {"package": __version__, "by": _BY, "records": [self._state_of(name) for name in names]}
+
+    def _state_of(self, name: str | None) -> dict[str, Any]:
+        if name is None:
+            return {"place": None, "version": "", "damaged": {}}
+        record = self._logdir.record(name)
+        index = self._parts.index(record)
+        return {"place": str(record), "version": index.version, "damaged": jsonable(index.damaged)}
 
 
 #: rows that are kept, a few words each

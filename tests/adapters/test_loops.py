@@ -18,7 +18,7 @@ from processes import finished, run_script
 from text_windows import VOCABULARY
 
 from nemo_fp8_debug import ConfigError, FP8DebugWarning
-from nemo_fp8_debug.adapters.megatron_lm import FP8DebugForwardStep
+from nemo_fp8_debug.adapters.megatron import FP8DebugForwardStep
 from nemo_fp8_debug.record.reader import find_run, read_table
 
 RECIPES = Path(__file__).parents[2] / "recipes"

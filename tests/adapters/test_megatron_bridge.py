@@ -19,7 +19,7 @@ from text_windows import TextWindows
 from torch.utils.data import DataLoader
 
 from nemo_fp8_debug import ConfigError
-from nemo_fp8_debug.adapters.megatron_bridge import FP8DebugBridgeCallback
+from nemo_fp8_debug.adapters.megatron import FP8DebugBridgeCallback
 from nemo_fp8_debug.record.reader import find_run, read_table
 
 

@@ -16,8 +16,7 @@ from mistaken_runs import in_a_step, sampled, trained, two_layers, warned
 from torch import nn
 
 from nemo_fp8_debug import ConfigError, FP8DebugCallback, FP8DebugWarning, FP8EmulationCallback, FP8PlanCallback, Monitor
-from nemo_fp8_debug.adapters.megatron_bridge import FP8DebugBridgeCallback
-from nemo_fp8_debug.adapters.megatron_lm import FP8DebugForwardStep
+from nemo_fp8_debug.adapters.megatron import FP8DebugBridgeCallback, FP8DebugForwardStep
 from nemo_fp8_debug.adapters.transformers import FP8DebugTrainerCallback
 from nemo_fp8_debug.options.config import Config
 from nemo_fp8_debug.record.reader import read_table

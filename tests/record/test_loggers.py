@@ -20,7 +20,7 @@ from torch import nn
 
 from nemo_fp8_debug import Config, ConfigError, FP8DebugWarning, Monitor
 from nemo_fp8_debug.record.reader import read_table
-from nemo_fp8_debug.record.start_here import LayerMap, Overview
+from nemo_fp8_debug.record.scalars import LayerMap, Overview
 
 SAMPLED = [0, 5, 10, 15, 20]
 

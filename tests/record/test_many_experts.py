@@ -23,9 +23,8 @@ from nemo_fp8_debug.core.layer_names import aggregate_of, compile_patterns, few_
 from nemo_fp8_debug.core.sample import Sample
 from nemo_fp8_debug.options.trigger_rules import parse_rule
 from nemo_fp8_debug.record.console_table import TableRecorder
-from nemo_fp8_debug.record.event_file import EventFile
 from nemo_fp8_debug.record.scalars import EXPERTS_SHOWN, STREAMED, ScalarRecorder
-from nemo_fp8_debug.record.tensorboard import TensorBoardRecorder
+from nemo_fp8_debug.record.tensorboard import EventFile, TensorBoardRecorder
 from nemo_fp8_debug.record.writer import RunRecord
 
 LAYERS, EXPERTS, ROLES = 4, 128, ("input", "weight", "grad_output")

@@ -21,7 +21,7 @@ from small_record import measured
 
 from nemo_fp8_debug import read_record
 from nemo_fp8_debug.monitor import recorder_queue
-from nemo_fp8_debug.record import merging, request_limits
+from nemo_fp8_debug.record import merging, storage
 from nemo_fp8_debug.record.storage import Storage
 from nemo_fp8_debug.record.writer import RunRecord
 
@@ -78,8 +78,8 @@ def test_an_outage_costs_two_requests_and_no_step_if_it_ends(
     proxy: Proxy, monkeypatch: pytest.MonkeyPatch, faults: Faults
 ) -> None:
     """The first one, and another when the run ends; drivers repeat what is refused."""
-    monkeypatch.setattr(request_limits, "LIMIT", 1.2)
-    monkeypatch.setattr(request_limits, "REST", 1000)
+    monkeypatch.setattr(storage, "LIMIT", 1.2)
+    monkeypatch.setattr(storage, "REST", 1000)
     outage = s3_faults.Outage(faults, steps=6, pause=0.0)
     lost = s3_faults.of_outage(proxy, outage, new_address())
     assert lost["steps_recorded"] == s3_faults.LEAVES and (lost["requests"] == 2 or faults.gone)
@@ -91,8 +91,8 @@ def test_an_outage_costs_two_requests_and_no_step_if_it_ends(
 
 
 def test_a_place_that_failed_is_asked_again_later(proxy: Proxy, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(request_limits, "LIMIT", 1.2)
-    monkeypatch.setattr(request_limits, "REST", 3)
+    monkeypatch.setattr(storage, "LIMIT", 1.2)
+    monkeypatch.setattr(storage, "REST", 3)
     proxy.faults, place = Faults(silent=True), Storage.of_run(new_address())
 
     def is_written() -> bool:

@@ -18,9 +18,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.plugins.custom_scalar import layout_pb2
 
 from nemo_fp8_debug.core.sample import Sample
-from nemo_fp8_debug.record.event_file import EventFile
 from nemo_fp8_debug.record.scalars import STREAMED, ScalarRecorder
-from nemo_fp8_debug.record.tensorboard import TensorBoardRecorder
+from nemo_fp8_debug.record.tensorboard import EventFile, TensorBoardRecorder
 
 #: what tags have instead of metrics whose axis could not be read
 STREAMED_AS = {"mse": ("mse_log10", -4.0), "cosine": ("cosine_distance_log10", math.log10(1 - 0.9996))}

@@ -24,7 +24,7 @@ from nemo_fp8_debug.analysis.replay.replay import replay
 from nemo_fp8_debug.analysis.story.story import story
 from nemo_fp8_debug.analysis.story.summary import to_json
 from nemo_fp8_debug.errors import hearing
-from nemo_fp8_debug.tensorboard_plugin.jobs import analyses, job_queue, worker_process
+from nemo_fp8_debug.tensorboard_plugin.jobs import analyses, job_queue
 
 
 def write_run(folder: Path, harmed: bool) -> Path:
@@ -59,7 +59,7 @@ def tab(logdir: Path) -> Tab:
 def test_what_is_known_so_far_is_told_part_by_part(logdir: Path) -> None:
     told: list[Mapping[str, Any]] = []
     request = {"kind": "verdict", "run": str(logdir / "bad"), "baseline": str(logdir / "baseline"), "reference": None}
-    answer = worker_process.answer_request(request | {"by": "step"}, told.append)
+    answer = job_queue.answer_request(request | {"by": "step"}, told.append)
     assert [partial["stage"] for partial in told] == ["loss", "comparison", "diagnosis"]
     loss, compared, diagnosed = (partial["story"]["headline"] for partial in told)
     done = answer["result"]["story"]["headline"]
@@ -135,7 +135,7 @@ def test_what_cannot_be_answered_is_explained(logdir: Path, monkeypatch: pytest.
     """In this process: what the child would say."""
 
     def answered(**request: Any) -> str:
-        answer = worker_process.answer_request(dict(request))
+        answer = job_queue.answer_request(dict(request))
         assert answer["state"] == "failed"
         return str(answer["error"])
 

@@ -24,7 +24,7 @@ from verdict_records import HOSTILE
 from nemo_fp8_debug.analysis.diagnosis.diagnose import diagnose
 from nemo_fp8_debug.analysis.story.story import story
 from nemo_fp8_debug.record.reader import read_table
-from nemo_fp8_debug.tensorboard_plugin import runs_table, verdict_cache
+from nemo_fp8_debug.tensorboard_plugin import cache, runs_table
 from nemo_fp8_debug.tensorboard_plugin.runs_table import order_by_color
 
 Open = Callable[..., Page]
@@ -151,8 +151,8 @@ def test_a_headline_is_that_of_the_verdict_and_is_kept(
 
 
 def test_what_is_kept_depends_on_all_of_its_key_and_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(verdict_cache, "_MOST", 3)
-    mine = verdict_cache.VerdictCache(tmp_path / "verdicts")
+    monkeypatch.setattr(cache, "_MOST", 3)
+    mine = cache.VerdictCache(tmp_path / "verdicts")
     for i in range(5):
         mine.put({"package": "1", "records": [i]}, {"harm": i})
         os.utime(max((tmp_path / "verdicts").iterdir(), key=lambda path: path.stat().st_mtime_ns), (i, i))
@@ -169,11 +169,11 @@ def test_what_is_kept_depends_on_all_of_its_key_and_is_bounded(tmp_path: Path, m
 
 def test_a_cache_folder_that_cannot_be_written_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
-    mine = verdict_cache.VerdictCache(tmp_path / "file" / "verdicts")
+    mine = cache.VerdictCache(tmp_path / "file" / "verdicts")
     mine.put({"a": 1}, {})
     assert mine.get({"a": 1}) is None
     monkeypatch.setenv("XDG_CACHE_HOME", "not/absolute")
-    assert verdict_cache.find_cache_folder() == Path.home() / ".cache" / "nemo_fp8_debug"
+    assert cache.find_cache_folder() == Path.home() / ".cache" / "nemo_fp8_debug"
 
 
 class _Board:

@@ -20,7 +20,7 @@ from processes import GUARD
 from typer.testing import CliRunner
 
 from nemo_fp8_debug.cli import app
-from nemo_fp8_debug.tensorboard_plugin.wsgi import is_local
+from nemo_fp8_debug.tensorboard_plugin.web import is_local
 
 
 @pytest.fixture(scope="module")

@@ -28,8 +28,7 @@ from ...plan.plan import is_rescue
 from ...record.console_table import TableRecorder
 from ...record.tensorboard import TensorBoardRecorder
 from ...record.writer import RunRecord
-from .interventions import FP8EmulationCallback, FP8PlanCallback
-from .trainer import accumulates, roots
+from .interventions import FP8EmulationCallback, FP8PlanCallback, accumulates, roots
 
 #: classes whose run, or file beside theirs, can be written from another thread, and the plain names that mean them
 _KNOWN = {"WandbLogger": "wandb", "MLFlowLogger": "mlflow", "CometLogger": "comet", "CSVLogger": None}

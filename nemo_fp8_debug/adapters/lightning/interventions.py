@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import lightning.pytorch as pl
+from torch import nn
 
 from ...capture.gemms import find_gemms, select, without_ends
 from ...core.arguments import check_strings, checked_number, checks_arguments
@@ -15,7 +16,18 @@ from ...interventions.emulate import Emulation
 from ...interventions.transformer_engine import EngineChanges
 from ...numerics.recipe import parse_recipe
 from ...plan.plan import NO_CHANGES, AnyPlan, plan_in_force, read_plan
-from .trainer import accumulates, roots
+
+
+def roots(trainer: pl.Trainer, pl_module: pl.LightningModule) -> list[nn.Module]:
+    """The model; under NeMo's MegatronStrategy the chunks of the pipeline."""
+    chunks = getattr(trainer.strategy, "megatron_parallel", None)
+    return list(chunks) if chunks is not None else [pl_module]
+
+
+def accumulates(trainer: pl.Trainer) -> bool:
+    """Whether the next batch adds its gradients to this one's; under manual optimization each batch stands alone."""
+    result: bool = trainer.fit_loop._should_accumulate()
+    return result
 
 
 class _Intervention(pl.Callback):

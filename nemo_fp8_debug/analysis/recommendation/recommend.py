@@ -13,7 +13,7 @@ import polars as pl
 
 from ...core.keys import ROLES, SHOWN_AS, Key
 from ...core.layer_names import compile_patterns, is_aggregate
-from ...core.scale_sources import QUANTIZED, notice
+from ...core.scale_sources import HIGH_PRECISION, NOT_READ, QUANTIZED, notice
 from ...errors import RecordError
 from ...numerics.recipe import BF16_RECIPE, find_recipe
 from ...plan.plan import Change, Plan
@@ -21,7 +21,6 @@ from ..comparison.compare import quantized
 from ..formatting import jsonable, number
 from ..runs.metrics import Metrics
 from ..runs.run import Run
-from .engines import why_none
 from .options import STAY, UNDO, Budget, Errors, Flag, Given, Judged, Option, Undo, options_of, replayable
 
 #: the GEMMs of a linear layer: Y = X W, dX = dY W, dW = dY X, and the two operands that each multiplies
@@ -385,3 +384,43 @@ def _notes(run: Run, findings: Sequence[TensorFix]) -> list[str]:
 
 def _few(names: Sequence[str], most: int = 3) -> str:
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
+TORCHAO, TRANSFORMER_ENGINE, MEGATRON = "torchao", "Transformer Engine", "Megatron"
+
+
+def engines_of(run: Run) -> frozenset[str]:
+    """The frameworks whose configuration decides how a run casts; none if nothing is quantized, or if that was not read.
+
+    A record that does not say what was sampled is of a log of Transformer Engine, or from before that was recorded.
+    """
+    if run.quantization in (HIGH_PRECISION, NOT_READ):
+        return frozenset()
+    backends = _backends(run)
+    if backends is None:
+        return frozenset((MEGATRON, TRANSFORMER_ENGINE))
+    found = {engine for engine in (TORCHAO, TRANSFORMER_ENGINE, MEGATRON) if any(b.startswith(engine) for b in backends)}
+    if run.fingerprint.get("backend_options") and (found != {TORCHAO} or run.fingerprint["backend_options"].get("fp8")):
+        found |= {MEGATRON, TRANSFORMER_ENGINE}
+    return frozenset(found)
+
+
+def why_none(run: Run) -> str | None:
+    """Why a run gets no configuration of an engine, a sentence; None if it gets one."""
+    if engines_of(run):
+        return None
+    return f"No configuration of an engine is written: {_reason_without_engine(run)}."
+
+
+def _reason_without_engine(run: Run) -> str:
+    if run.quantization == HIGH_PRECISION:
+        return "nothing in the run is quantized"
+    if run.quantization == NOT_READ:
+        return "whether the run quantizes, and by what, was not read"
+    kinds = ", ".join(sorted(_backends(run) or ())) or "no layers"
+    return f"the run quantizes by emulation over {kinds}, which are layers of no engine"
+
+
+def _backends(run: Run) -> list[str] | None:
+    sampled: Any = run.fingerprint.get("sampled")
+    return list(map(str, sampled["backends"])) if isinstance(sampled, Mapping) and "backends" in sampled else None

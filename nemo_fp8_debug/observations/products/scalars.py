@@ -6,8 +6,7 @@ import math
 
 from ...core.keys import RESULTS
 from ...core.sample import Sample
-from ...record.scalars import Tags
-from ...record.start_here import StartHere
+from ...record.scalars import StartHere, Tags
 from .table import OUTPUTS, VERIFICATION
 
 #: what the summary calls its scalars

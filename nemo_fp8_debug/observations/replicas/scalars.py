@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from ...core.sample import Sample
-from ...record.scalars import Tags
-from ...record.start_here import StartHere
+from ...record.scalars import StartHere, Tags
 from .table import TABLES
 
 #: what the summary calls its scalars

@@ -17,8 +17,7 @@ from typing import Any
 from ...core.sample import Sample
 from ...core.threads import Worker
 from ...errors import warn
-from ..scalars import ScalarRecorder
-from ..start_here import LayerMap, Overview
+from ..scalars import LayerMap, Overview, ScalarRecorder
 from .sinks import PREFIX, Sink
 
 #: sampled steps from one map of the layers to the next; the last one is shown in any case

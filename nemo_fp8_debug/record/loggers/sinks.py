@@ -21,7 +21,7 @@ from typing import Any
 
 from ...errors import ConfigError, warn
 from ...options.loggers import PACKAGES, LoggerChoice, has_sqlalchemy
-from ..start_here import LayerMap
+from ..scalars import LayerMap
 
 #: before the names of all that loggers get
 PREFIX = "fp8/"

@@ -24,6 +24,7 @@ from ..records.run_summary import WHAT_IF_METRICS, tabulate_rows
 if TYPE_CHECKING:  # torch takes seconds to import
     from ...analysis.recommendation.recommend import Recommendation
 
+
 #: told what is known so far
 Tell = Callable[[Mapping[str, Any]], None]
 

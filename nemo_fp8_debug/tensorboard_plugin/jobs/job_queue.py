@@ -1,4 +1,8 @@
-"""Run what is too large for TensorBoard's own process: one child process at a time, whose memory goes with it."""
+"""Run what is too large for TensorBoard's own process: one child process at a time, whose memory goes with it.
+
+The child reads one request from stdin, and ends when that is closed. It writes lines of JSON to stdout: what it knows so
+far, and last the answer.
+"""
 
 from __future__ import annotations
 
@@ -12,16 +16,21 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import wait
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
-from ...core.threads import run_in_background
-from ...errors import warn
+import joblib
 
+from ...analysis.formatting import jsonable
+from ...core.threads import run_in_background
+from ...errors import ConfigError, RecordError, warn
+
+#: told what is known so far
+_Tell = Callable[[Mapping[str, Any]], None]
 #: environment variable: GiB that a job may take
 MEMORY = "NEMO_FP8_DEBUG_JOB_GIB"
 _GIB = 1 << 30
@@ -69,7 +78,7 @@ _TOO_LARGE = (
     f"TensorBoard with the environment variable {MEMORY} set to more."
 )
 # The child finds its modules where this process does; the folder that it is started in is not among them.
-_PROGRAM = "import sys; sys.path[:] = {}; from nemo_fp8_debug.tensorboard_plugin.jobs.worker_process import main; main()"
+_PROGRAM = "import sys; sys.path[:] = {}; from nemo_fp8_debug.tensorboard_plugin.jobs.job_queue import main; main()"
 
 
 @dataclass
@@ -245,3 +254,63 @@ def _kill(child: subprocess.Popen[bytes]) -> None:
         os.killpg(child.pid, signal.SIGKILL)
     with contextlib.suppress(subprocess.TimeoutExpired):
         child.wait(5)
+
+
+#: by how much the child gives way to others, TensorBoard's own above all
+_NICE = 5
+
+
+def main() -> None:
+    """Answer one request."""
+    request = json.loads(sys.stdin.buffer.readline())
+    run_in_background("fp8-parent", _end_with_the_parent)
+    os.nice(_NICE)
+    out = os.dup(1)
+    os.dup2(2, 1)  # what libraries print is not part of the answer
+    with os.fdopen(out, "w") as file:
+
+        def write(line: dict[str, Any]) -> None:
+            file.write(json.dumps(line, allow_nan=False) + "\n")
+            file.flush()
+
+        write(answer_request(request, lambda partial: write({"state": "working", "partial": jsonable(partial)})))
+
+
+def answer_request(request: dict[str, Any], tell: _Tell = lambda partial: None) -> dict[str, Any]:
+    """Return what a request comes to, as the browser gets it.
+
+    Args:
+        tell: called with what is known so far.
+    """
+    try:
+        # For so little, others take longer to start, and one process was promised.
+        with joblib.parallel_config("sequential"):
+            return {"state": "done", "result": jsonable(_compute(request.pop("kind"), request, tell))}
+    except (ConfigError, RecordError) as error:
+        return _failed(str(error))
+    except MemoryError:
+        return _failed("It takes more memory than there is; run `nemo-fp8-debug` on a larger machine.")
+    except Exception as error:  # of a record that no check has found out
+        told = " ".join(f"{type(error).__name__}: {error}".split())
+        return _failed(f"It could not be computed ({told}).")
+
+
+def _compute(kind: str, request: dict[str, Any], tell: _Tell) -> Any:
+    """Compute what a kind of job is about."""
+    # Imported when asked for: it takes as long as some jobs.
+    from .analyses import judge_headline, judge_run, try_recipe
+
+    if kind == "verdict":
+        return judge_run(**request, tell=tell)
+    if kind == "headline":
+        del request["version"]  # it tells jobs of a record that grows apart
+        return judge_headline(**request)
+    return try_recipe(**request)
+
+
+def _end_with_the_parent() -> None:
+    while os.read(0, 1):  # sys.stdin could not be closed at exit while it is read
+        pass
+    with contextlib.suppress(OSError):
+        os.killpg(0, signal.SIGKILL)  # and what this process started
+    os._exit(1)

@@ -13,7 +13,7 @@ from ...errors import ConfigError
 from ..records.logdir import name_roots
 from ..records.thinning import shorten_verdict, spread_steps
 from ..runs_table import suggest_parts
-from ..wsgi import SCRIPT
+from ..web import SCRIPT
 from .contents import (
     PackedAnswers,
     PageContents,

@@ -13,8 +13,7 @@ from werkzeug.serving import BaseWSGIServer, WSGIRequestHandler, make_server
 from ...errors import ConfigError
 from ..plugin import FP8Plugin
 from ..records.logdir import Root
-from ..web import Foreign, NotThere
-from ..wsgi import SCRIPT, PageScript, build_wsgi, is_local
+from ..web import SCRIPT, Foreign, NotThere, PageScript, build_wsgi, is_local
 from .contents import encode_script
 
 #: of a page in one file: nothing is loaded from anywhere

@@ -30,7 +30,7 @@ with importing_bridge():
     except ModuleNotFoundError:  # before 0.4 there is no such recipe of Bridge's
         from compat.bridge_0_3 import configured
 
-from nemo_fp8_debug.adapters.megatron_bridge import FP8DebugBridgeCallback
+from nemo_fp8_debug.adapters.megatron import FP8DebugBridgeCallback
 from nemo_fp8_debug.record.reader import find_run, read_table
 
 SEQUENCE, WIDTH, VOCABULARY = 64, 64, 512

@@ -16,7 +16,7 @@ from werkzeug.test import EnvironBuilder
 from nemo_fp8_debug.record.schema import SCHEMAS
 from nemo_fp8_debug.tensorboard_plugin.plugin import FP8Plugin
 from nemo_fp8_debug.tensorboard_plugin.records.logdir import Root
-from nemo_fp8_debug.tensorboard_plugin.wsgi import answer_route, build_wsgi, list_own_names
+from nemo_fp8_debug.tensorboard_plugin.web import answer_route, build_wsgi, list_own_names
 
 from .limits import Finding
 from .mutations import words

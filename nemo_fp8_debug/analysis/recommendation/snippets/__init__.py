@@ -6,8 +6,7 @@ import os
 from pathlib import Path
 
 from ....errors import ConfigError
-from ..engines import MEGATRON, TORCHAO, TRANSFORMER_ENGINE, engines_of
-from ..recommend import Recommendation
+from ..recommend import MEGATRON, TORCHAO, TRANSFORMER_ENGINE, Recommendation, engines_of
 from . import megatron, te_quantizers, torchao
 from .snippet import Snippet
 
