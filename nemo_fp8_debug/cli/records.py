@@ -88,7 +88,7 @@ def view_command(
 
 
 def _export(folder: Path, runs: list[str]) -> None:
-    from ..tensorboard_plugin.page.export import export_page
+    from ..tensorboard_plugin.page.server import export_page
 
     with working(f"writing {folder}"):
         files, size = export_page(folder, runs)

@@ -1,20 +1,36 @@
-"""Serve the tab's page by itself, on the tab's own routes; the HTML around its script."""
+"""The tab's page by itself: served on the tab's own routes, or as a folder that opens from a file share without a server."""
 
 from __future__ import annotations
 
+import os
 import socket
 from collections.abc import Callable, Iterable, Sequence
+from datetime import date
 from html import escape
+from itertools import permutations
+from pathlib import Path
 from typing import Any
 
 from werkzeug import Request, Response
 from werkzeug.serving import BaseWSGIServer, WSGIRequestHandler, make_server
 
+from ..._version import __version__
 from ...errors import ConfigError
 from ..plugin import FP8Plugin
-from ..records.logdir import Root
+from ..records.logdir import Root, name_roots
+from ..records.thinning import shorten_verdict, spread_steps
+from ..runs_table import suggest_parts
 from ..web import SCRIPT, Foreign, NotThere, PageScript, build_wsgi, is_local
-from .contents import encode_script
+from .contents import (
+    PackedAnswers,
+    PageContents,
+    RouteClient,
+    ShownTensor,
+    choose_tensors,
+    encode_script,
+    list_metrics,
+    list_steps,
+)
 
 #: of a page in one file: nothing is loaded from anywhere
 _ALONE = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
@@ -108,3 +124,163 @@ def _missing(request: Request) -> Response:
 
 def _foreign(request: Request) -> Response:
     raise Foreign("This name is not the server's; open the address that it printed, or name the server with --host.")
+
+
+#: sampled steps of a run at most
+_STEPS = 128
+#: characters of all maps, of all distributions, and of an answer that stands in the page itself
+_MAPS, _DISTRIBUTIONS, _INLINE = 24_000_000, 16_000_000, 1000
+#: steps of a run with distributions, tensors of a verdict with timelines of all steps, rows of its lists, verdicts
+_HISTOGRAMS, _TENSORS, _ROWS, _VERDICTS = 6, 12, 1000, 20
+#: bytes of a value in a map, packed
+_PACKED = 4.5
+_MISSING = (
+    "This page has no server: it has no answer to that. `nemo-fp8-debug view` of the runs serves all of it; what is in this "
+    "page stands at its top."
+)
+
+
+def export_page(folder: str | os.PathLike[str], addresses: Sequence[str]) -> tuple[int, int]:
+    """Write the page of the runs below some addresses into a new folder; returns how many files and bytes.
+
+    Raises:
+        ConfigError: the folder exists or cannot be made, or there is no run.
+    """
+    place = Path(folder)
+    if place.exists():
+        raise ConfigError(f"{place} exists and is not overwritten; give --export another folder")
+    exported = _Export(RouteClient(name_roots(addresses)))
+    exported.fill()
+    try:
+        place.mkdir(parents=True)
+        return _written(place, exported.contents.held)
+    except OSError as error:
+        raise ConfigError(f"{place} cannot be written: {error.strerror}") from None
+
+
+def _written(place: Path, held: PackedAnswers) -> tuple[int, int]:
+    inline: dict[str, str] = {}
+    files: dict[str, str] = {}
+    (place / "data").mkdir()
+    for i, (name, text) in enumerate(held):
+        if len(text) <= _INLINE:
+            inline[name] = text
+            continue
+        files[name] = f"data/{i:05}.js"
+        (place / files[name]).write_text(
+            f"fp8DebugPage.held[{encode_script(name)}] = {encode_script(text)};", encoding="utf-8"
+        )
+    data = {"held": inline, "files": files, "missing": _MISSING}
+    (place / "data.js").write_text(render_data(data), encoding="utf-8")
+    (place / "page.js").write_bytes(SCRIPT.read_bytes())
+    scripts = '<script src="data.js"></script>\n<script src="page.js"></script>'
+    (place / "index.html").write_text(render_page("FP8", scripts), encoding="utf-8")
+    written = [path for path in place.rglob("*") if path.is_file()]
+    return len(written), sum(path.stat().st_size for path in written)
+
+
+class _Export:
+    """Answers to all that the views ask, as far as there is room."""
+
+    def __init__(self, client: RouteClient) -> None:
+        self.contents, self._client = PageContents(client), client
+        listed = client.ask("runs")["runs"]
+        self._runs = [run["name"] for run in listed if run["state"] not in ("unreadable", "empty")]
+        if not self._runs:
+            raise ConfigError("there is no run record with samples below these folders; name a folder above some")
+        self._told = [f"Written by nemo-fp8-debug {__version__} on {date.today().isoformat()}: this page does not change."]
+        self._matter: dict[str, list[ShownTensor]] = {}
+
+    def fill(self) -> None:
+        """Ask for all of it, the verdicts first: what they name comes first where room is short."""
+        self._verdicts()
+        tables = [(run, table) for run in self._runs for table in self._client.ask("run", run=run)["tables"]]
+        columns = sum(self._width(run, table) for run, table in tables)
+        room = int(_MAPS / _PACKED / max(1, columns))
+        for run, table in tables:
+            self._maps(run, table, max(1, min(_STEPS, room)))
+        for run in self._runs:
+            self.contents.add_about(run=run)
+            self.contents.add_fingerprints(run)
+        for run, baseline in permutations(self._runs, 2):
+            self.contents.add_names(run, baseline)
+        self._tensors()
+        self.contents.add_rows(suggest_parts(self._runs)["baseline"])
+        self.contents.add_runs([*self._told, _NEEDS_SERVER])
+
+    def _verdicts(self) -> None:
+        parts = suggest_parts(self._runs)
+        baseline, reference = parts["baseline"], parts["reference"]
+        others = [run for run in self._runs if run not in (baseline, reference)] or [self._runs[0]]
+        for run in others[:_VERDICTS]:
+            names = {
+                part: name for part, name in (("baseline", baseline), ("reference", reference)) if name not in (None, run)
+            }
+            job = self._client.await_verdict({"run": run, "baseline": None, "reference": None} | names)
+            if job["state"] == "done":
+                result, told = shorten_verdict(job["result"], _ROWS)
+                job, self._told = job | {"result": result}, [*self._told, *told]
+                for name in (run, *names.values()):
+                    self._note(name, names.get("baseline"), choose_tensors(result, _TENSORS))
+            self.contents.add_verdict({"run": run, **names}, job)
+            for name in names.values():
+                self.contents.add_fingerprints(str(name), run)
+            self._against(run, baseline if baseline != run else None)
+        if len(others) > _VERDICTS:
+            self._told.append(f"Verdicts are those of the first {_VERDICTS} of {len(others)} runs.")
+
+    def _note(self, run: str, baseline: str | None, tensors: Iterable[ShownTensor]) -> None:
+        """That tensors of a verdict matter, as the record of a run calls them."""
+        matter = self._matter.setdefault(run, [])
+        found = [self._client.rename_tensor(run, baseline, tensor) for tensor in tensors]
+        matter += [tensor for tensor in found if tensor not in matter]
+
+    def _against(self, run: str, baseline: str | None) -> None:
+        if baseline is not None:
+            self.contents.add_about(run=run, baseline=baseline)
+            for tensor in self._matter.get(run, []):
+                self.contents.add_about(run=run, baseline=baseline, layer=tensor.layer, role=tensor.role)
+
+    def _width(self, run: str, table: str) -> int:
+        return len(self._client.ask("run", run=run, table=table)["tensors"]["layer"]) * len(list_metrics(table))
+
+    def _since(self, run: str) -> list[int | None]:
+        return [tensor.since for tensor in self._matter.get(run, [])]
+
+    def _maps(self, run: str, table: str, most: int) -> None:
+        every = list_steps(self._client, run, table)
+        steps = spread_steps(every, most, self._since(run))
+        self.contents.add_run(run, table, steps)
+        tensors = len(self._client.ask("run", run=run, table=table)["tensors"]["layer"])
+        for metric in list_metrics(table):
+            self.contents.add_about(run=run, metric=metric, table=table)
+            self.contents.add_frames(run, metric, table, steps)
+            self.contents.add_course(run, metric, table, tensors)
+        if len(steps) < len(every):
+            self._told.append(f"{run}: {len(steps)} of {len(every):,} sampled steps are in this page.")
+
+    def _tensors(self) -> None:
+        """Timelines of the tensors that matter, and distributions of as many as there is room for."""
+        taken, there, all_of_them = 0, 0, 0
+        for run in self._runs:
+            matter = [(tensor.layer, tensor.role) for tensor in self._matter.get(run, [])]
+            for layer, role in matter:
+                self.contents.add_timeline(run, layer, role)
+                self.contents.add_about(run=run, layer=layer, role=role)
+            about = self._client.ask("run", run=run)
+            steps = spread_steps(about["steps"], _HISTOGRAMS, self._since(run))
+            self.contents.add_others(run, steps)
+            tensors = list(dict.fromkeys([*matter, *zip(about["tensors"]["layer"], about["tensors"]["role"], strict=True)]))
+            all_of_them += len(tensors)
+            for layer, role in tensors:
+                if taken < _DISTRIBUTIONS * (self._runs.index(run) + 1) / len(self._runs):
+                    taken += (size := self.contents.add_histograms(run, layer, role, steps))
+                    there += size > 0
+        self._told.append(
+            f"Distributions of {there:,} of {all_of_them:,} tensors are in it, at up to {_HISTOGRAMS} steps of each run."
+        )
+
+
+_NEEDS_SERVER = (
+    "Verdicts of other choices of runs and recipes that were not recorded need the server: `nemo-fp8-debug view`."
+)

@@ -22,9 +22,9 @@ from ...errors import hearing
 from ...record.outline import Outline
 from ...record.parquet import GROUP
 from ...record.parts import PartDamagedError, PartGoneError, list_parts, read_columns, read_outline, read_rows
+from ...record.scan import TableIndex, read_new_names
 from ...record.schema import SCHEMAS, Part, attempt_of_fingerprint
 from ...record.storage import Storage
-from ...record.table_index import TableIndex, read_new_names
 from ..cache import Cache
 from ..web import NotReadable
 

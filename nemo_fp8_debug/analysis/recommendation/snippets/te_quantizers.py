@@ -1,5 +1,8 @@
 """A quantizer factory for Transformer Engine's `CustomRecipe`, which changes single operands and nothing else.
 
+A GEMM multiplies two operands that its kernel can take together. So an operand that leaves FP8 does so in the two GEMMs that
+read it, and takes its partner along in these two only.
+
 Source: `pytorch/quantization.py`, `pytorch/custom_recipes/quantizer_factories.py` and `pytorch/tensor/hybrid_tensor.py` of
 Transformer Engine 2.20.2; 2.19 is the first that has `IdentityQuantizer` and `HybridQuantizer`. `megatron/core/fp8_utils.py`
 and `extensions/transformer_engine.py` of megatron-core 0.17.1.
@@ -7,21 +10,191 @@ and `extensions/transformer_engine.py` of megatron-core 0.17.1.
 
 from __future__ import annotations
 
+import itertools
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import yaml
 
-from ....core.keys import ROLES
+from ....core.keys import ROLES, SHOWN_AS
+from ....core.layer_names import is_aggregate
+from ....core.scale_sources import ENGINE
 from ....numerics.block_scaling import BlockScaling, MXFP8Scaling
+from ....numerics.recipe import BF16_RECIPE, find_recipe
 from ....numerics.tensor_scaling import CurrentScaling, DelayedScaling
-from ..options import Cast
-from ..recommend import READERS, Recommendation, TensorFix
-from . import te_casts
+from ...runs.run import Run
+from ..options import STAY, Cast, Option, cast_of
+from ..recommend import OPERANDS, READERS, Recommendation, TensorFix
 from .megatron import local_name, parts_of
 from .snippet import Snippet, commented, module_of
-from .te_casts import ByGemm, Module, Unreadable
+
+#: role -> cast; None is high precision
+Casts = Mapping[str, Cast | None]
+#: (role, GEMM) -> cast
+ByGemm = dict[tuple[str, str], Cast | None]
+
+
+class Unreadable(Exception):
+    """How a module casts does not follow from the record; says of which operand, and why."""
+
+
+@dataclass(frozen=True)
+class Module:
+    """A module that is to be cast otherwise."""
+
+    name: str
+    casts: ByGemm
+    #: what is not as the plan says, a sentence each
+    coarser: tuple[str, ...]
+
+
+def read_casts(run: Run) -> dict[str, Casts | Unreadable]:
+    """How the modules that quantize something cast their operands, as last recorded; experts of a module are cast alike."""
+    rows = run.metrics.last(["recipe", "format", "scale_source"])
+    found: dict[str, dict[str, Cast | None] | Unreadable] = {}
+    for layer, role, name, fmt, source in rows.iter_rows():
+        if is_aggregate(layer) or role not in ROLES:
+            continue
+        module = module_of(layer)
+        casts = found.setdefault(module, {})
+        if isinstance(casts, Unreadable):
+            continue
+        try:
+            cast = _read_cast(name, fmt, source)
+            if casts.setdefault(role, cast) != cast:
+                raise Unreadable("experts of a group are cast in different ways")
+        except Unreadable as error:
+            found[module] = Unreadable(f"{SHOWN_AS[role]} of {layer}: {error}")
+    return {m: _check_whole(m, c) if isinstance(c, dict) else c for m, c in found.items() if not _is_high_precision(c)}
+
+
+def _read_cast(name: str, fmt: str, source: str | None) -> Cast | None:
+    if source == "not quantized":
+        return None
+    if source != ENGINE:
+        raise Unreadable(f"what it was cast with was not read (`scale_source` is {source})")
+    recipe = find_recipe(name)
+    if recipe is None:
+        raise Unreadable(f"{name} has no counterpart here")
+    scaling = recipe.scaling
+    by_torchao = getattr(scaling, "by_logarithm", False)
+    if by_torchao or not isinstance(scaling, (CurrentScaling, DelayedScaling, BlockScaling, MXFP8Scaling)):
+        raise Unreadable(f"not all options of {name} are in the record")
+    return scaling, fmt
+
+
+def _is_high_precision(casts: Casts | Unreadable) -> bool:
+    return not isinstance(casts, Unreadable) and not any(casts.values())
+
+
+def _check_whole(module: str, casts: Casts) -> Casts | Unreadable:
+    """The same, if all three operands are known and quantized."""
+    if missing := [role for role in ROLES if role not in casts]:
+        return Unreadable(f"{SHOWN_AS[missing[0]]} of {module}: it was not recorded")
+    if plain := [role for role in ROLES if casts[role] is None]:
+        return Unreadable(f"{SHOWN_AS[plain[0]]} of {module}: it is not quantized and others of its module are")
+    return casts
+
+
+def find_usual_casts(all_casts: Iterable[Casts]) -> dict[str, Cast]:
+    """How most modules cast each role."""
+    found: dict[str, list[Cast]] = {role: [] for role in ROLES}
+    for casts in all_casts:
+        for role, cast in casts.items():
+            if cast is not None:
+                found[role].append(cast)
+    return {role: max(dict.fromkeys(casts), key=casts.count) for role, casts in found.items() if casts}
+
+
+def spread_over_gemms(casts: Casts) -> ByGemm:
+    """The same cast in both GEMMs that read an operand."""
+    return {(role, gemm): casts[role] for role in ROLES for gemm in READERS[role]}
+
+
+def change_module(name: str, casts: Casts, findings: Sequence[TensorFix]) -> Module:
+    """A module with the cheapest options of its operands that kernels can multiply, all of them together.
+
+    Args:
+        casts: as recorded.
+        findings: of this module that change something; those of several experts are one.
+    """
+    menus = {role: _list_options([f for f in findings if f.role == role]) for role in ROLES}
+    menus = {role: menu for role, menu in menus.items() if menu}
+    for way in sorted(itertools.product(*(enumerate(menu) for menu in menus.values())), key=_sum_places):
+        options = {role: option for role, (_, option) in zip(menus, way, strict=True)}
+        made = _apply_options(casts, options)
+        if _can_be_multiplied(made):
+            return Module(name, *_without_nested_delays(name, made, _tell_differences(name, findings, options)))
+    raise AssertionError("BF16 can always be multiplied")
+
+
+def _sum_places(way: Sequence[tuple[int, Option]]) -> int:
+    return sum(place for place, _ in way)
+
+
+def _list_options(findings: Sequence[TensorFix]) -> list[Option]:
+    """Options that every one of the findings has, in order of cost."""
+    others = [{o.recipe for o in f.options if o.meets and o.kind != STAY} for f in findings]
+    own = findings[0].options if findings else ()
+    return [o for o in own if o.kind != STAY and o.meets and all(o.recipe in recipes for recipes in others)]
+
+
+def _apply_options(casts: Casts, options: Mapping[str, Option]) -> ByGemm:
+    made = spread_over_gemms(
+        dict(casts) | {role: cast_of(o.parsed, role) for role, o in options.items() if o.recipe != BF16_RECIPE.name}
+    )
+    left = {gemm for role, option in options.items() if option.recipe == BF16_RECIPE.name for gemm in READERS[role]}
+    return {(role, gemm): None if gemm in left else cast for (role, gemm), cast in made.items()}
+
+
+def _can_be_multiplied(made: ByGemm) -> bool:
+    delayed = [{c for (role, _), c in made.items() if role in roles and _is_delayed(c)} for roles in (ROLES[:2], ROLES[2:])]
+    # Transformer Engine keeps one history for a direction of a module, in the forward direction of E4M3.
+    histories = all(len(found) < 2 for found in delayed) and all(fmt == "e4m3" for _, fmt in filter(None, delayed[0]))
+    return histories and all(_kernel_takes(*(made[role, gemm] for role in pair)) for gemm, pair in OPERANDS.items())
+
+
+def _kernel_takes(a: Cast | None, b: Cast | None) -> bool:
+    if a is None or b is None:
+        return a is b
+    per_tensor = (CurrentScaling, DelayedScaling)
+    alike = type(a[0]) is type(b[0]) or (isinstance(a[0], per_tensor) and isinstance(b[0], per_tensor))
+    return alike and not a[1] == b[1] == "e5m2"  # which cuBLAS does not multiply
+
+
+def _is_delayed(cast: Cast | None) -> bool:
+    return cast is not None and isinstance(cast[0], DelayedScaling)
+
+
+def _tell_differences(name: str, findings: Sequence[TensorFix], options: Mapping[str, Option]) -> tuple[str, ...]:
+    """Where the plan has another option."""
+    said = {}
+    for finding in findings:
+        option = options[finding.role]
+        if option.recipe != finding.chosen.recipe:
+            said[finding.name] = f"no {finding.chosen.recipe} beside the others of its GEMMs; it has {option.recipe} instead"
+        elif finding.layer != name:
+            said[f"{SHOWN_AS[finding.role]} of {name}"] = "all experts of the group are cast alike"
+    return tuple(f"{key}: {sentence}." for key, sentence in said.items())
+
+
+def _without_nested_delays(name: str, made: ByGemm, coarser: tuple[str, ...]) -> tuple[ByGemm, tuple[str, ...]]:
+    """Current scaling for an operand of which one copy is in high precision: a history is for both copies or none."""
+    more = []
+    for role in ROLES:
+        copies = [made[role, gemm] for gemm in READERS[role]]
+        kept = next((cast for cast in copies if _is_delayed(cast)), None)
+        if kept and None in copies:
+            gemm = next(gemm for gemm in READERS[role] if made[role, gemm])
+            made[role, gemm] = CurrentScaling(), kept[1]
+            more.append(
+                f"{SHOWN_AS[role]} of {name}: in {gemm}, which stays in FP8, its scale follows the tensor (current). "
+                "Transformer Engine keeps no history for an operand of which one copy is not in FP8."
+            )
+    return made, (*coarser, *more)
+
 
 PROLOGUE = '''
 from __future__ import annotations
@@ -181,11 +354,11 @@ def quantizers(found: Recommendation, for_megatron: bool) -> tuple[list[Snippet]
         by_module.setdefault(module_of(finding.layer), []).append(finding)
     if not by_module:
         return [], []
-    recorded = te_casts.recorded(found.run)
+    recorded = read_casts(found.run)
     if reason := next(_reasons(found, recorded, by_module), None):
         return [], [f"{NAME} is not written: {reason}. Recipes of modules are, see the other files."]
     known = {name: casts for name, casts in recorded.items() if not isinstance(casts, Unreadable)}
-    changed = [te_casts.changed(name, known[name], findings) for name, findings in by_module.items()]
+    changed = [change_module(name, known[name], findings) for name, findings in by_module.items()]
     older = _older(found, "transformer-engine", NEEDS, NAME)
     coarser = [*older, *(sentence for module in changed for sentence in module.coarser), *_attention(found)]
     paragraphs = (*_HOW, *_NOT_IN_RECORD[_no_history(known) :], *coarser)
@@ -225,18 +398,20 @@ def _attention(found: Recommendation) -> Iterator[str]:
         yield f"Attention is in FP8 in the run, and is not under CustomRecipe; {MODULES} leaves it as it is."
 
 
-def _no_history(known: Mapping[str, te_casts.Casts]) -> bool:
+def _no_history(known: Mapping[str, Casts]) -> bool:
     casts = [cast for of_module in known.values() for cast in of_module.values()]
     return not any(cast is not None and isinstance(cast[0], DelayedScaling) for cast in casts)
 
 
-def _tables(found: Recommendation, known: Mapping[str, te_casts.Casts], changed: Iterable[Module]) -> str:
-    usual = te_casts.usual(known.values())
+def _tables(found: Recommendation, known: Mapping[str, Casts], changed: Iterable[Module]) -> str:
+    usual = find_usual_casts(known.values())
     by_name = {module.name: module.casts for module in changed}
-    others = {name: te_casts.by_gemm(casts) for name, casts in known.items() if dict(casts) != usual and name not in by_name}
+    others = {
+        name: spread_over_gemms(casts) for name, casts in known.items() if dict(casts) != usual and name not in by_name
+    }
     names = sorted({re.sub(r"\d+", "*", name) for name in known})
     parts = [
-        _table("USUAL", "by role: how most modules of the run cast it", _operands(te_casts.by_gemm(usual), "    ")),
+        _table("USUAL", "by role: how most modules of the run cast it", _operands(spread_over_gemms(usual), "    ")),
         _table("OTHERS", "by module: as in the run, where that differs", _by_module(others)),
         _table("CHANGED", "by module: what is cast otherwise than in the run", _by_module(by_name)),
         "#: modules of the record, * for a number\nRECORDED = (\n" + "".join(f"    {name!r},\n" for name in names) + ")\n",
