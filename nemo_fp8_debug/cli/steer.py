@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -18,7 +17,7 @@ from ..core.keys import SHOWN_AS
 from ..errors import ConfigError, RecordError, warn
 from ..options.control_file import NAME, Control
 from ..plan.plan import PLAN, TAKEN, Plan
-from ..record.reader import find_run
+from ..record.reader import find_run, read_status
 from ..record.schema import STATUS
 from ..record.storage import Storage
 from .console import AsJson, Record, console, print_json, say
@@ -87,7 +86,7 @@ def _last_heard_of(storage: Storage) -> str:
         RecordError: that was when it ended.
     """
     try:
-        status = json.loads(storage.read(STATUS))
+        status = read_status(storage)
         step = "before its first sample" if status["step"] is None else f"at step {int(status['step'])}"
         time, ended = _as_time(status["time"]), status.get("ended") is not None
     except Exception:  # an earlier version's, or damaged: the run itself can do without
@@ -115,17 +114,15 @@ def _write(storage: Storage, text: str) -> None:
 
 
 def _read_status(storage: Storage) -> dict[str, Any]:
-    """What the run last wrote of itself.
+    """Return the status of a run, with its control and dumps.
 
     Raises:
-        RecordError: it has written nothing, or nothing that can be read.
+        RecordError: there is none, or none that can be read.
     """
+    status = read_status(storage)
     try:
-        status: dict[str, Any] = json.loads(storage.read(STATUS))
         return {**status, "control": dict(status["control"]), "dump": dict(status["dump"])}
-    except FileNotFoundError:
-        raise RecordError(f"{storage} has no {STATUS}: the run has not sampled yet") from None
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError) as error:
         raise RecordError(f"{storage.path(STATUS)} cannot be read: {error}") from None
 
 

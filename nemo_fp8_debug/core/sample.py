@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from .keys import SHOWN_AS
 from .table import Columns
@@ -51,11 +51,11 @@ class Sample:
         return "; ".join(filter(None, (why, skipped, self.first_nonfinite())))
 
 
-class Recorder(Protocol):
-    """Takes samples somewhere. A fault in one costs that recorder's sample, not the run."""
+class Recorder:
+    """Takes samples somewhere. A fault in one costs that recorder's sample, not the run. By itself it keeps nothing."""
 
     #: whether it must be called in the thread of the training loop; others work in the background
-    in_callers_thread: bool
+    in_callers_thread = False
 
     def open(self, fingerprint: Mapping[str, Any]) -> None:
         """The run is about to start.

@@ -8,7 +8,7 @@ from typing import Any, TextIO
 
 from ..core.keys import SHOWN_AS
 from ..core.layer_names import aggregate_key, few_experts
-from ..core.sample import Sample
+from ..core.sample import Recorder, Sample
 from ..core.scale_sources import HIGH_PRECISION, NOT_READ, QUANTIZED, quantization
 
 _COLUMNS = ("amin", "amax", "scale_current", "scale", "cosine", "mse", "underflow_pct", "overflow_pct")
@@ -26,10 +26,8 @@ def show(text: str, file: TextIO | None = None) -> None:
     print(text.encode(encoding, "replace").decode(encoding), file=file, flush=True)
 
 
-class TableRecorder:
+class TableRecorder(Recorder):
     """Prints the rows that lose most to underflow, overflow and rounding, in this order; of a layer's experts the worst."""
-
-    in_callers_thread = False
 
     def __init__(self, rows: int, file: TextIO | None = None) -> None:
         """
@@ -48,15 +46,6 @@ class TableRecorder:
     def record(self, sample: Sample) -> None:
         """Print one sampled step."""
         show(self.table(sample), self._file)
-
-    def record_steps(self, steps: Mapping[int, Mapping[str, float]]) -> None:
-        """Not shown."""
-
-    def record_validation(self, step: int, losses: Mapping[str, float]) -> None:
-        """Not part of the table."""
-
-    def close(self) -> None:
-        """Nothing is held."""
 
     def table(self, sample: Sample) -> str:
         """The table as it is printed."""

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import json
 import os
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -35,7 +34,7 @@ from .parts import (
     size_of,
     widest_first,
 )
-from .reader import find_run, read_fingerprint, read_table
+from .reader import find_run, read_fingerprint, read_status, read_table
 from .schema import SCHEMAS, STATUS, TABLES, Part, arrow_schema, attempt_of_fingerprint, part_name
 from .storage import Storage
 
@@ -216,10 +215,10 @@ def copy_record(address: str | os.PathLike[str], output: str | os.PathLike[str])
 
 def has_ended(run: Storage) -> bool:
     """Return whether the status file of a record says that its run is over."""
-    with contextlib.suppress(Exception):
-        content = json.loads(run.read(STATUS))
-        return isinstance(content, dict) and "ended" in content
-    return False
+    try:
+        return "ended" in read_status(run)
+    except RecordError:
+        return False
 
 
 def _sizes(run: Storage) -> dict[str, Size]:

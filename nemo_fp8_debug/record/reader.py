@@ -14,7 +14,7 @@ import pyarrow.compute as pc
 from ..errors import ConfigError, RecordError, warn
 from . import migration
 from .parts import SHARED, Owners, list_parts, may_have, read_columns, read_each, steps_in, warn_of_damage
-from .schema import SCHEMAS, SECTIONS, Part, arrow_schema, attempt_of_fingerprint
+from .schema import SCHEMAS, SECTIONS, STATUS, Part, arrow_schema, attempt_of_fingerprint
 from .storage import Storage, find_link_out
 
 Address = str | os.PathLike[str]
@@ -95,6 +95,24 @@ def read_fingerprint(run: Address) -> dict[str, Any]:
             warn(f"{run.path(name)} is read without {', '.join(odd)}: a JSON object is expected there")
         return {section: value for section, value in found.items() if section not in odd}
     return {}
+
+
+def read_status(run: Storage) -> dict[str, Any]:
+    """Return what the run last wrote of itself.
+
+    Raises:
+        RecordError: it has written nothing, or nothing that can be read.
+    """
+    try:
+        run.check(STATUS)
+        content = json.loads(run.read(STATUS))
+    except FileNotFoundError:
+        raise RecordError(f"{run} has no {STATUS}: the run has not sampled yet") from None
+    except Exception as error:  # of damaged files and of every driver's own
+        raise RecordError(f"{run.path(STATUS)} cannot be read: {error}") from None
+    if not isinstance(content, dict):
+        raise RecordError(f"{run.path(STATUS)} cannot be read: a JSON object is expected")
+    return content
 
 
 def read_record(

@@ -11,7 +11,7 @@ from typing import Any
 
 from ..core.keys import ROLES, SHOWN_AS
 from ..core.layer_names import aggregate_key, aggregate_of, few_experts, is_aggregate
-from ..core.sample import Sample
+from ..core.sample import Recorder, Sample
 from ..core.table import Columns, load_modules
 from ..numerics.limits import MADE_UP
 from ..numerics.metric_names import METRICS, WORSE
@@ -71,8 +71,8 @@ class TagBudget:
         return admitted
 
 
-class ScalarRecorder:
-    """Streams metrics as scalars through `write(tags, step)`."""
+class ScalarRecorder(Recorder):
+    """Streams metrics as scalars through `write(tags, step)`. The host logs its losses itself."""
 
     #: loggers are not made for use from two threads
     in_callers_thread = True
@@ -81,21 +81,9 @@ class ScalarRecorder:
         self._write = write
         self._budget = TagBudget(max_tags)
 
-    def open(self, fingerprint: Mapping[str, Any]) -> None:
-        """Nothing to prepare."""
-
     def record(self, sample: Sample) -> None:
         """Write one sampled step."""
         self._write(self.scalars(sample).values, sample.step)
-
-    def record_steps(self, steps: Mapping[int, Mapping[str, float]]) -> None:
-        """The host logs its loss itself."""
-
-    def record_validation(self, step: int, losses: Mapping[str, float]) -> None:
-        """The host logs them itself."""
-
-    def close(self) -> None:
-        """Nothing is held back."""
 
     def scalars(self, sample: Sample) -> Tags:
         """Return the tags of a step."""

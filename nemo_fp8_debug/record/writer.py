@@ -20,10 +20,11 @@ from typing import Any
 
 import polars as pl
 
-from ..core.sample import Sample
+from ..core.sample import Recorder, Sample
 from ..errors import ConfigError, warn
 from . import parquet
 from .merging import HISTOGRAMS, MERGED, Merger, Written
+from .parts import parts_in
 from .schema import STEP_SCALARS, TABLES, VERSION, Part, arrow_schema, arrow_table, attempt_of_fingerprint, part_name
 from .storage import Storage
 
@@ -31,10 +32,8 @@ from .storage import Storage
 BACKLOG = 256 << 20
 
 
-class RunRecord:
+class RunRecord(Recorder):
     """Writes the record of one run; a place that cannot be written for a while costs nothing that fits into `BACKLOG`."""
-
-    in_callers_thread = False
 
     def __init__(self, address: str | os.PathLike[str], histogram_interval: int = 1) -> None:
         """
@@ -80,7 +79,7 @@ class RunRecord:
         there = self.storage.names()
         taken = [attempt_of_fingerprint(name) for name in there]
         tables = (table for table in ("metrics", "histograms", "steps") if table in there)
-        taken += [part.attempt for table in tables for part in self._parts(table)]
+        taken += [part.attempt for table in tables for part in parts_in(self.storage, table)]
         self.attempt = 1 + max((a for a in taken if a is not None), default=-1)
         while True:
             content = {"schema_version": VERSION, "attempt": self.attempt, **fingerprint}
@@ -174,9 +173,6 @@ class RunRecord:
         if self.attempt and not self._tidy and not self._backlog:
             self._tidy = True
             self._merger.tidy_up(self.attempt)
-
-    def _parts(self, table: str) -> list[Part]:
-        return [part for name in self.storage.names(table) if (part := Part.named(table, name))]
 
 
 def add_rows(storage: Storage, table: str, rows: pl.DataFrame) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 import time
@@ -18,8 +17,8 @@ from ..analysis.formatting import jsonable
 from ..core.scale_sources import HIGH_PRECISION
 from ..errors import RecordError, hearing
 from ..record.parts import PartDamagedError, PartGoneError, order_newest_first, read_columns
-from ..record.reader import read_fingerprint
-from ..record.schema import STATUS, attempt_of_fingerprint
+from ..record.reader import read_fingerprint, read_status
+from ..record.schema import attempt_of_fingerprint
 from ..record.storage import Storage
 from .cache import Cache, VerdictCache, find_cache_folder
 from .jobs.job_queue import JobQueue
@@ -118,15 +117,14 @@ def _has_ended(run: Storage, sampled: int) -> bool:
         sampled: the latest attempt that has samples.
     """
     try:
-        run.check(STATUS)
-        ended = json.loads(run.read(STATUS))["ended"]
-    except (OSError, ValueError, LookupError, TypeError, RecursionError):  # an earlier version's, damaged, or it goes on
+        ended = read_status(run).get("ended")
+    except RecordError:
+        return False
+    if not isinstance(ended, float):  # an earlier version's, damaged, or it goes on
         return False
     attempt = max(attempt for name in run.names() if (attempt := attempt_of_fingerprint(name)) is not None)
-    if attempt == sampled:
-        return isinstance(ended, float)
-    begun = _written(run, f"attempt-{attempt}.json")
-    return isinstance(ended, float) and begun is not None and begun <= ended
+    begun = None if attempt == sampled else _written(run, f"attempt-{attempt}.json")
+    return attempt == sampled or (begun is not None and begun <= ended)
 
 
 def order_by_color(names: Iterable[str], provider: Any) -> list[str]:

@@ -181,7 +181,7 @@ def make_loss_headline(loss: LossOutcome, unit: str) -> dict[str, Any]:
         "title": tell_loss_headline(loss, unit),
         "since": loss.harmful_since,
         "unit": unit,
-        "gap": loss.gap,
+        "gap": jsonable(loss.gap),
         "gap_told": None if loss.gap is None else tell_loss(loss, unit),
     }
 

@@ -14,7 +14,7 @@ from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import Any
 
-from ...core.sample import Sample
+from ...core.sample import Recorder, Sample
 from ...core.threads import Worker
 from ...errors import warn
 from ..scalars import LayerMap, Overview, ScalarRecorder
@@ -34,10 +34,11 @@ HANGING = 120.0
 PAGE_LIMIT = 90.0
 
 
-class LoggerRecorder:
-    """A summary of each sample for loggers: computed once, in the background, and handed on without waiting."""
+class LoggerRecorder(Recorder):
+    """A summary of each sample for loggers: computed once, in the background, and handed on without waiting.
 
-    in_callers_thread = False
+    What is left at the end of a run waits for `finish`, when the record is complete.
+    """
 
     def __init__(
         self, sinks: Sequence[Sink], page: ComparisonPage, every_tensor: Callable[[], ScalarRecorder] | None = None
@@ -83,9 +84,6 @@ class LoggerRecorder:
         """The same with the losses of an evaluation."""
         rows = {step: _named(losses)}
         self._each(lambda sink: sink.log(rows) if sink.owned else None)
-
-    def close(self) -> None:
-        """What is left waits for `finish`, when the record is complete."""
 
     def finish(self, failed: bool) -> None:
         """Show the last map, attach the page, end what was started here, and wait for it, so long at the most.

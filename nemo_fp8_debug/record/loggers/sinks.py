@@ -15,7 +15,7 @@ import os
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -390,24 +390,22 @@ def _given(logger: Any) -> Sink:
     return sink or AnyLoggerSink(logger)
 
 
+#: by class, with its package or without, what makes a sink of an object; the first that fits counts
+_SINKS: Mapping[str, Callable[[Any], Sink]] = {
+    "wandb.Run": WandbSink,
+    "mlflow.MlflowClient": lambda client: MlflowSink(client=client),
+    "mlflow.Run": lambda run: MlflowSink(run.info.run_id),
+    "comet_ml.CometExperiment": CometSink,
+    "comet_ml.BaseExperiment": CometSink,
+    "WandbLogger": lambda logger: WandbSink(logger.experiment),
+    "MLFlowLogger": lambda logger: MlflowSink(logger.run_id, logger.experiment),
+    "CometLogger": lambda logger: CometSink(logger.experiment),
+    "CSVLogger": lambda logger: CsvSink(logger.log_dir),
+}
+
+
 def find_sink(logger: Any) -> Sink | None:
     """Return the sink of a run, an experiment or a logger of Lightning that is known; None for any other."""
-    kinds = {f"{kind.__module__.split('.')[0]}.{kind.__name__}" for kind in type(logger).__mro__}
-    names = {kind.__name__ for kind in type(logger).__mro__}
-    if "wandb.Run" in kinds:
-        return WandbSink(logger)
-    if "mlflow.MlflowClient" in kinds:
-        return MlflowSink(client=logger)
-    if "mlflow.Run" in kinds:
-        return MlflowSink(logger.info.run_id)
-    if kinds & {"comet_ml.CometExperiment", "comet_ml.BaseExperiment"}:
-        return CometSink(logger)
-    if "WandbLogger" in names:
-        return WandbSink(logger.experiment)
-    if "MLFlowLogger" in names:
-        return MlflowSink(logger.run_id, logger.experiment)
-    if "CometLogger" in names:
-        return CometSink(logger.experiment)
-    if "CSVLogger" in names:
-        return CsvSink(logger.log_dir)
-    return None
+    kinds = type(logger).__mro__
+    names = {name for kind in kinds for name in (kind.__name__, f"{kind.__module__.split('.')[0]}.{kind.__name__}")}
+    return next((make(logger) for name, make in _SINKS.items() if name in names), None)
