@@ -352,10 +352,10 @@ def find_link_out(storage: Storage, folder: str) -> str | None:
         return None
     for name, kind in sorted(storage.entries(folder)):
         is_part = name in TABLES or name == STATUS or attempt_of_fingerprint(name) is not None
-        if kind == "link" and is_part and leads_out(storage, _below(folder, name)):
+        if kind == "link" and is_part and leads_out(storage, join_path(folder, name)):
             return name
     for table in sorted(TABLES):
-        inside = _below(folder, table)
+        inside = join_path(folder, table)
         try:
             links = [f"{inside}/{name}" for name, kind in storage.entries(inside) if kind == "link"]
         except OSError:
@@ -365,5 +365,6 @@ def find_link_out(storage: Storage, folder: str) -> str | None:
     return None
 
 
-def _below(folder: str, name: str) -> str:
+def join_path(folder: str, name: str) -> str:
+    """Return the path of a name below a folder, which may be the empty one."""
     return "/".join(filter(None, (folder, name)))

@@ -15,12 +15,13 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from functools import cache
-from typing import Any, Protocol
+from typing import Any
 
 import google_crc32c
 from tensorboard.compat import tf
 from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.compat.proto.summary_pb2 import Summary
+from torch.utils.tensorboard import SummaryWriter
 from torch.utils.tensorboard import summary as summaries
 
 from ..core.keys import ROLES, SHOWN_AS
@@ -33,21 +34,6 @@ from .storage import Storage
 #: seconds that events may wait to be handed to the disk
 _FLUSH = 120.0
 _files = itertools.count()
-
-
-class EventWriter(Protocol):
-    """What is used of a SummaryWriter."""
-
-    file_writer: Any
-
-    def add_text(self, tag: str, text: str, step: int) -> None:
-        """Markdown."""
-
-    def add_custom_scalars(self, layout: Mapping[str, Any]) -> None:
-        """The page of charts; the last one written is shown."""
-
-    def flush(self) -> None:
-        """Hand everything to the disk."""
 
 
 class EventFile:
@@ -170,13 +156,13 @@ class TensorBoardRecorder(ScalarRecorder):
 
     in_callers_thread = False
 
-    def __init__(self, writer: EventWriter, max_tags: int, log_losses: bool = False) -> None:
+    def __init__(self, writer: EventFile | SummaryWriter, max_tags: int, log_losses: bool = False) -> None:
         """
         Args:
             log_losses: also write the loss, where no host does.
         """
         super().__init__(self._write_scalars, max_tags)
-        self._writer = writer
+        self._writer: Any = writer
         self._log_losses = log_losses
         self._layout: dict[str, Any] = {}
         self._overview = Overview()

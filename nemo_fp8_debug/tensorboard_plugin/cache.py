@@ -22,10 +22,10 @@ class Cache(Generic[V]):
     Of threads that miss a key at once, one makes its value and the others wait for it.
     """
 
-    def __init__(self, budget: int, size: Callable[[V], int]) -> None:
+    def __init__(self, budget: int, size: Callable[[V], int] = lambda value: 1) -> None:
         """
         Args:
-            budget: bytes (or whatever `size` counts) that are kept at most.
+            budget: values that are kept at most, or bytes, or whatever `size` counts.
             size: of a value.
         """
         self._budget, self._size = budget, size

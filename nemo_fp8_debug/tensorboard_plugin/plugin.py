@@ -22,7 +22,7 @@ from .records.heatmap import pack_frames, pack_heatmap
 from .records.logdir import Logdir, Root, parse_flags
 from .records.part_matrices import PartMatrices
 from .records.run_summary import describe_run, read_losses, read_other_recipes
-from .records.tensor_history import DumpedTensors, find_nearest_step, read_histograms, read_timeline
+from .records.tensor_history import Files, find_dumps, find_nearest_step, list_dumps, read_histograms, read_timeline
 from .runs_table import Headlines, RunsTable, list_runs, order_by_color, suggest_parts
 from .web import (
     PageScript,
@@ -41,7 +41,7 @@ from .web import (
 NAME = "fp8"
 #: seconds that the list of tabs waits for the first record
 _ACTIVE = 0.3
-#: runs whose losses are kept, a few thousand points each
+#: runs whose losses are kept, a few thousand points each, and whose files of dumped tensors are
 _LOSSES = 16
 #: bytes of maps over all steps that are kept
 _PICTURES = 64 << 20
@@ -50,9 +50,10 @@ _LAYER = Parameter(read_text)
 _ROLE = Parameter(read_one_of(metadata.ROLES))
 _STEP = Parameter(read_step)
 _METRIC = Parameter(read_one_of(metadata.NUMBERS))
-_OTHER = Parameter(read_text, optional=True)
-_TABLE = Parameter(read_one_of(metadata.TABLES), optional=True)
-_BOUND = Parameter(read_step, optional=True)
+_OTHER = Parameter(read_text, default=None)
+_TABLE = Parameter(read_one_of(metadata.TABLES), default="metrics")
+_BOUND = Parameter(read_step, default=None)
+_OF_TENSOR = {"run": _RUN, "layer": _LAYER, "role": _ROLE}
 _OF_METRIC = {"run": _RUN, "metric": _METRIC, "table": _TABLE}
 
 
@@ -95,9 +96,9 @@ class FP8Plugin(base_plugin.TBPlugin):  # type: ignore[misc]
         self._renames = renames
         self._layer_names = LayerNames(self._parts, renames)
         self._bands = TensorBands(self._parts, self._layer_names)
-        self._dumps = DumpedTensors()
         self._jobs = JobQueue()
-        self._losses: Cache[Any] = Cache(_LOSSES, lambda _: 1)
+        self._losses: Cache[Any] = Cache(_LOSSES)
+        self._dumps: Cache[Files] = Cache(_LOSSES)
         self._pictures: Cache[bytes] = Cache(_PICTURES, len)
         self._headlines = Headlines(self._jobs, self._parts, self._logdir)
         self._table = RunsTable(self._parts, self._logdir, self._headlines)
@@ -107,28 +108,49 @@ class FP8Plugin(base_plugin.TBPlugin):  # type: ignore[misc]
 
     def routes(self) -> dict[str, Route]:
         """Return what can be asked for, by the last part of its address."""
+        record, tables, bounds = self._logdir.record, self._tables, {"from": _BOUND, "to": _BOUND}
+
+        def tables_of(role: str) -> PartMatrices:
+            return tables[metadata.find_table(role)]
+
         return {
             "runs": Route(self._runs, {}),
-            "run": Route(self._run, {"run": _RUN, "table": _TABLE}),
-            "frames": Route(self._frames, {"run": _RUN, "metric": _METRIC, "from": _STEP, "to": _STEP, "table": _TABLE}),
-            "course": Route(self._course, {**_OF_METRIC, "columns": Parameter(read_count), "from": _BOUND, "to": _BOUND}),
-            "spread": Route(self._spread, _OF_METRIC),
-            "extent": Route(self._extent, _OF_METRIC),
-            "timeline": Route(
-                self._timeline,
-                {"run": _RUN, "layer": _LAYER, "role": _ROLE, "metrics": Parameter(read_some_of(metadata.NUMBERS))},
+            "run": Route(
+                lambda run, table: {"run": run, **describe_run(tables[table], record(run))}, {"run": _RUN, "table": _TABLE}
             ),
-            "band": Route(self._band, {"run": _RUN, "baseline": _RUN, "layer": _LAYER, "role": _ROLE}),
-            "names": Route(self._names_of_layers, {"run": _RUN, "baseline": _RUN}),
+            "frames": Route(self._frames, {"run": _RUN, "metric": _METRIC, "from": _STEP, "to": _STEP, "table": _TABLE}),
+            "course": Route(self._course, {**_OF_METRIC, "columns": Parameter(read_count), **bounds}),
+            "spread": Route(self._spread, _OF_METRIC),
+            "extent": Route(lambda run, metric, table: self._extents[table].describe(record(run), metric), _OF_METRIC),
+            "timeline": Route(
+                lambda run, layer, role, metrics: read_timeline(tables_of(role), record(run), layer, role, metrics),
+                {**_OF_TENSOR, "metrics": Parameter(read_some_of(metadata.NUMBERS))},
+            ),
+            "band": Route(
+                lambda run, baseline, layer, role: self._bands.judge_tensor(record(run), record(baseline), layer, role),
+                {"run": _RUN, "baseline": _RUN, "layer": _LAYER, "role": _ROLE},
+            ),
+            "names": Route(
+                lambda run, baseline: self._layer_names.describe(record(run), record(baseline)),
+                {"run": _RUN, "baseline": _RUN},
+            ),
             "loss": Route(self._loss, {"run": _RUN}),
-            "divergence": Route(self._divergence, {"run": _RUN, "baseline": _OTHER}),
-            "histogram": Route(self._histogram, {"run": _RUN, "layer": _LAYER, "role": _ROLE, "step": _STEP}),
-            "dumps": Route(self._dumped, {"run": _RUN, "layer": _LAYER, "role": _ROLE}),
-            "others": Route(self._others, {"run": _RUN, "step": _STEP}),
+            "divergence": Route(
+                lambda run, baseline: self._bands.find_divergence(record(run), baseline and record(baseline)),
+                {"run": _RUN, "baseline": _OTHER},
+            ),
+            "histogram": Route(
+                lambda run, layer, role, step: read_histograms(tables_of(role), record(run), layer, role, step),
+                {**_OF_TENSOR, "step": _STEP},
+            ),
+            "dumps": Route(self._list_dumps, _OF_TENSOR),
+            "others": Route(
+                lambda run, step: read_other_recipes(self._parts, record(run), step), {"run": _RUN, "step": _STEP}
+            ),
             "what_if": Route(self._what_if, {"run": _RUN, "step": _STEP, "recipe": Parameter(read_text)}),
             "verdict": Route(
-                self._verdict,
-                {"run": _RUN, "baseline": _OTHER, "reference": _OTHER, "by": Parameter(read_one_of(UNITS), optional=True)},
+                self.ask_verdict,
+                {"run": _RUN, "baseline": _OTHER, "reference": _OTHER, "by": Parameter(read_one_of(UNITS), default="step")},
             ),
             "rows": Route(self._table.list_rows, {"baseline": _OTHER}),
             "headline": Route(self._headlines.ask, {"run": _RUN, "baseline": _OTHER, "reference": _OTHER}),
@@ -172,54 +194,27 @@ class FP8Plugin(base_plugin.TBPlugin):  # type: ignore[misc]
             "roles": metadata.ROLES,
         }
 
-    def _run(self, run: str, table: str | None) -> Any:
-        return {"run": run, **describe_run(self._of(table), self._logdir.record(run))}
+    def _frames(self, run: str, metric: str, table: str, **bounds: int) -> bytes:
+        return pack_frames(self._tables[table], self._logdir.record(run), metric, bounds["from"], bounds["to"])
 
-    def _frames(self, run: str, metric: str, table: str | None, **bounds: int) -> bytes:
-        return pack_frames(self._of(table), self._logdir.record(run), metric, bounds["from"], bounds["to"])
-
-    def _extent(self, run: str, metric: str, table: str | None) -> Any:
-        return self._extents[table or "metrics"].describe(self._logdir.record(run), metric)
-
-    def _course(self, run: str, metric: str, table: str | None, columns: int, **bounds: int | None) -> bytes:
-        record, parts = self._logdir.record(run), self._of(table)
+    def _course(self, run: str, metric: str, table: str, columns: int, **bounds: int | None) -> bytes:
+        record, parts = self._logdir.record(run), self._tables[table]
         key = (str(record), parts.index(record).version, "course", metric, table, columns, *bounds.values())
         return self._pictures.get(key, lambda: pack_heatmap(parts, record, metric, bounds["from"], bounds["to"], columns))
 
-    def _spread(self, run: str, metric: str, table: str | None) -> bytes:
-        record, parts = self._logdir.record(run), self._of(table)
+    def _spread(self, run: str, metric: str, table: str) -> bytes:
+        record, parts = self._logdir.record(run), self._tables[table]
         key = (str(record), parts.index(record).version, "spread", metric, table)
         return self._pictures.get(key, lambda: pack_spread(parts, record, metric))
-
-    def _of(self, table: str | None) -> PartMatrices:
-        return self._tables[table or "metrics"]
-
-    def _timeline(self, run: str, layer: str, role: str, metrics: list[str]) -> Any:
-        return read_timeline(self._of(metadata.find_table(role)), self._logdir.record(run), layer, role, metrics)
 
     def _loss(self, run: str) -> Any:
         record = self._logdir.record(run)
         return self._losses.get((str(record), self._parts.index(record).version), lambda: read_losses(record))
 
-    def _band(self, run: str, baseline: str, layer: str, role: str) -> Any:
-        return self._bands.judge_tensor(self._logdir.record(run), self._logdir.record(baseline), layer, role)
-
-    def _names_of_layers(self, run: str, baseline: str) -> Any:
-        return self._layer_names.describe(self._logdir.record(run), self._logdir.record(baseline))
-
-    def _divergence(self, run: str, baseline: str | None) -> Any:
-        other = None if baseline is None else self._logdir.record(baseline)
-        return self._bands.find_divergence(self._logdir.record(run), other)
-
-    def _histogram(self, run: str, layer: str, role: str, step: int) -> Any:
-        return read_histograms(self._of(metadata.find_table(role)), self._logdir.record(run), layer, role, step)
-
-    def _dumped(self, run: str, layer: str, role: str) -> Any:
+    def _list_dumps(self, run: str, layer: str, role: str) -> Any:
         record = self._logdir.record(run)
-        return self._dumps.list_files(record, self._parts.index(record).version, layer, role)
-
-    def _others(self, run: str, step: int) -> Any:
-        return read_other_recipes(self._parts, self._logdir.record(run), step)
+        files = self._dumps.get((str(record), self._parts.index(record).version), lambda: find_dumps(record))
+        return list_dumps(files, layer, role)
 
     def _what_if(self, run: str, step: int, recipe: str) -> Any:
         record = self._logdir.record(run)
@@ -227,15 +222,12 @@ class FP8Plugin(base_plugin.TBPlugin):  # type: ignore[misc]
         at = find_nearest_step(record, index, step)
         return self._jobs.ask({"kind": "what_if", "run": str(record), "step": at, "recipe": recipe}, index.version)
 
-    def _verdict(self, run: str, baseline: str | None, reference: str | None, by: str | None) -> Any:
-        return self.ask_verdict(run, baseline, reference, by)
-
     def ask_verdict(
         self,
         run: str,
         baseline: str | None = None,
         reference: str | None = None,
-        by: str | None = None,
+        by: str = "step",
     ) -> dict[str, Any]:
         """Return how far the verdict of runs is, as `JobQueue.ask` does; begin it if it is new."""
         records = {
@@ -244,7 +236,7 @@ class FP8Plugin(base_plugin.TBPlugin):  # type: ignore[misc]
         }
         version = " ".join(self._parts.index(record).version for record in records.values() if record)
         places = {role: record and str(record) for role, record in records.items()}
-        return self._jobs.ask({"kind": "verdict", **places, "by": by or "step", "renames": list(self._renames)}, version)
+        return self._jobs.ask({"kind": "verdict", **places, "by": by, "renames": list(self._renames)}, version)
 
     def _fingerprints(self, a: str, b: str | None) -> Any:
         with hearing():

@@ -247,7 +247,7 @@ class RunsTable:
             headlines: those that are known are told with the rows.
         """
         self._parts, self._logdir, self._headlines = parts, logdir, headlines
-        self._known: Cache[dict[str, Any]] = Cache(_KEPT, lambda _: 1)
+        self._known: Cache[dict[str, Any]] = Cache(_KEPT)
         #: by run and baseline when a row was told, and what
         self._told: dict[tuple[str, str | None], tuple[float, Any]] = {}
 

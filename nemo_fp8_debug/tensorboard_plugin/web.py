@@ -81,11 +81,12 @@ class Parameter:
     """What a parameter has to be."""
 
     read: Callable[[str, str], Any]
-    optional: bool = False
+    #: of one that may be left out; without it, it may not
+    default: Any = ...
 
 
 def parse_parameters(given: Iterable[tuple[str, str]], expected: Mapping[str, Parameter]) -> dict[str, Any]:
-    """Return values by name; None for optional ones that are not given.
+    """Return values by name, of those that are not given the default.
 
     Raises:
         BadParameter: one is missing, unknown, repeated or out of bounds.
@@ -98,10 +99,10 @@ def parse_parameters(given: Iterable[tuple[str, str]], expected: Mapping[str, Pa
         if name in texts:
             raise BadParameter(f"Parameter {name} is given more than once; give it once.")
         texts[name] = text
-    missing = [name for name, parameter in expected.items() if not parameter.optional and name not in texts]
+    missing = [name for name, parameter in expected.items() if parameter.default is ... and name not in texts]
     if missing:
         raise BadParameter(f"Parameter {missing[0]} is missing; add it to the address.")
-    return {name: p.read(name, texts[name]) if name in texts else None for name, p in expected.items()}
+    return {name: p.read(name, texts[name]) if name in texts else p.default for name, p in expected.items()}
 
 
 def quote_text(text: str) -> str:
@@ -296,7 +297,7 @@ class PageScript:
             is_module: whether it is a module, as TensorBoard imports it, and not a classic script.
         """
         self._more = _AS_MODULE if is_module else b""
-        self._packed: Cache[tuple[bytes, str]] = Cache(1, lambda _: 1)
+        self._packed: Cache[tuple[bytes, str]] = Cache(1)
 
     def __call__(self, request: Request) -> Response:
         """Return the script, or that it has not changed."""

@@ -55,7 +55,7 @@ class LayerNames:
             renames: of every run's layers, as `compare` takes them.
         """
         self._parts, self._renames = parts, renames
-        self._pairs: Cache[tuple[Names, str]] = Cache(_PAIRS, lambda _: 1)
+        self._pairs: Cache[tuple[Names, str]] = Cache(_PAIRS)
 
     def describe(self, run: Storage, baseline: Storage) -> dict[str, Any]:
         """Return `names`, the baseline's name of each layer that has another one there, and `how` they were matched."""
@@ -115,10 +115,10 @@ class TensorBands:
 
     def __init__(self, parts: PartMatrices, names: LayerNames) -> None:
         self._parts, self._names = parts, names
-        self._bands: Cache[dict[str, Any]] = Cache(_KEPT, lambda _: 1)
+        self._bands: Cache[dict[str, Any]] = Cache(_KEPT)
         self._tables: Cache[pa.Table] = Cache(_HELD, lambda table: table.nbytes)
-        self._quantized: Cache[Array | None] = Cache(_RUNS, lambda _: 1)
-        self._runs: Cache[Run] = Cache(_RUNS, lambda _: 1)
+        self._quantized: Cache[Array | None] = Cache(_RUNS)
+        self._runs: Cache[Run] = Cache(_RUNS)
 
     def judge_tensor(self, run: Storage, baseline: Storage, layer: str, role: str) -> dict[str, Any]:
         """Return when a tensor is out of a baseline's band, and the band of each of its metrics that has one.

@@ -14,7 +14,7 @@ from typing import Any
 from ...core.threads import run_in_background
 from ...errors import ConfigError
 from ...record.schema import attempt_of_fingerprint
-from ...record.storage import TABLES, Storage, find_link_out, leads_out
+from ...record.storage import TABLES, Storage, find_link_out, join_path, leads_out
 from ..web import NotThere, quote_text
 
 #: the folder that a callback puts its record into, which says nothing in a name
@@ -157,7 +157,7 @@ def _is_usual(folder: str) -> bool:
 
 
 def _name(root: Root, folder: str) -> str:
-    return "/".join(filter(None, (root.name, folder))) or "."
+    return join_path(root.name, folder) or "."
 
 
 def _walk(storage: Storage, root: Root, refused: dict[str, str]) -> Iterator[str]:
@@ -171,7 +171,7 @@ def _walk(storage: Storage, root: Root, refused: dict[str, str]) -> Iterator[str
                 refused[_readable(_name(root, folder))] = f"The folder cannot be read ({_said(error)}); fix its permissions."
             continue
         links = [name for name, kind in entries if kind == "link"]
-        out = {name for name in links if leads_out(storage, "/".join(filter(None, (folder, name))))}
+        out = {name for name in links if leads_out(storage, join_path(folder, name))}
         is_record = any(kind != "folder" and attempt_of_fingerprint(name) is not None for name, kind in entries)
         if is_record and (bad := find_link_out(storage, folder)):
             refused[_readable(_name(root, folder))] = f"{bad} of the record is a link out of the logdir; {_SEVERAL}."
@@ -179,12 +179,12 @@ def _walk(storage: Storage, root: Root, refused: dict[str, str]) -> Iterator[str
             yield folder
         else:
             for name in out:
-                if storage.is_local and os.path.isdir(storage.path("/".join(filter(None, (folder, name))))):
-                    refused[_readable(_name(root, "/".join(filter(None, (folder, name)))))] = (
+                if storage.is_local and os.path.isdir(storage.path(join_path(folder, name))):
+                    refused[_readable(_name(root, join_path(folder, name)))] = (
                         f"It is a link out of the logdir, which is not followed; {_SEVERAL}."
                     )
         for name, kind in sorted(entries):
-            below = "/".join(filter(None, (folder, name)))
+            below = join_path(folder, name)
             if kind != "folder" or (is_record and name in TABLES):
                 continue
             if _readable(name) == name:

@@ -75,12 +75,8 @@ def find_table(role: str) -> str:
 
 
 def _about(name: str, like: str, more: str = "") -> dict[str, Any]:
-    return _described(name, like, WORSE[like], more)
-
-
-def _described(name: str, like: str, worse: int, more: str = "") -> dict[str, Any]:
     label, unit = LABELS[like]
-    return {"name": name, "label": label + more, "unit": unit, "worse": worse, "scale": _SCALES.get(like, "linear")}
+    return {"name": name, "label": label + more, "unit": unit, "worse": WORSE[like], "scale": _SCALES.get(like, "linear")}
 
 
 _WORSE = {about["name"]: None if about["scale"] == "diverging" else about["worse"] for about in describe_metrics()}

@@ -200,11 +200,11 @@ class PartMatrices:
             table: whose rows are told apart by step, layer and role; those of what-if recipes are left out.
         """
         self.table = table
-        self._indexes: Cache[_KnownIndex] = Cache(_RECORDS, lambda _: 1)
+        self._indexes: Cache[_KnownIndex] = Cache(_RECORDS)
         self._layouts: Cache[Layout] = Cache(_LAYOUTS, lambda held: 0 if held.rows is None else held.rows.nbytes)
         self._metrics: Cache[Array] = Cache(_HELD, lambda held: held.nbytes)
         self._harmed: dict[tuple[str, str, str], str] = {}
-        self._outlines: Cache[Outline] = Cache(_PARTS, lambda _: 1)
+        self._outlines: Cache[Outline] = Cache(_PARTS)
         self._tensors: Cache[Tensors] = Cache(_TENSORS, len)
         self._texts: Cache[CodedTexts] = Cache(_HELD // 8, lambda held: held.codes.nbytes)
 

@@ -18,7 +18,6 @@ from ...record.outline import Outline
 from ...record.parts import KEYS, may_have, read_columns, read_whole_rows
 from ...record.schema import Part
 from ...record.storage import Storage
-from ..cache import Cache
 from ..web import NotThere, list_numbers, quote_text
 from . import metadata
 from .part_matrices import Layout, PartMatrices, RecordIndex, compute_values, list_columns, report_damage
@@ -228,36 +227,26 @@ def _why_no_histogram(run: Storage, layer: str, role: str, step: int, index: Rec
 
 #: files of one tensor that are told of
 _MOST = 50
-#: records whose files are known
-_KEPT = 16
 Files = list[tuple[int, int, int, str]]
 
 
-class DumpedTensors:
-    """The files of dumped tensors, listed once for each state of a record."""
-
-    def __init__(self) -> None:
-        self._files: Cache[Files] = Cache(_KEPT, lambda _: 1)
-
-    def list_files(self, run: Storage, version: str, layer: str, role: str) -> dict[str, Any]:
-        """Return the latest files of a tensor, and how many there are.
-
-        Args:
-            version: of the record.
-
-        Returns:
-            `count`, and `files`: `step`, `rank` and `name` (below the folder of the record) of each, ascending.
-        """
-        mine = [file for file in self._files.get((str(run), version), lambda: _listed(run)) if _is_of(file[3], layer, role)]
-        files = [{"step": step, "rank": rank, "name": name} for _, step, rank, name in mine[-_MOST:]]
-        return {"count": len(mine), "files": files}
-
-
-def _listed(run: Storage) -> Files:
+def find_dumps(run: Storage) -> Files:
+    """Return all files of dumped tensors: attempt, step, rank and name of each, ascending."""
     with hearing():
         return sorted(dumped_files(run))
 
 
-def _is_of(name: str, layer: str, role: str) -> bool:
-    """Of layers whose names are alike as far as a file's name goes, any of them."""
-    return f".{tensor_in_name(layer, role)}." in name.rpartition("/")[2]
+def list_dumps(files: Files, layer: str, role: str) -> dict[str, Any]:
+    """Return the latest files of a tensor, and how many there are.
+
+    Args:
+        files: of a record. Of layers whose names are alike as far as a file's name goes, those of any count.
+
+    Returns:
+        `count`, and `files`: `step`, `rank` and `name` (below the folder of the record) of each, ascending.
+    """
+    mine = [file for file in files if f".{tensor_in_name(layer, role)}." in file[3].rpartition("/")[2]]
+    return {
+        "count": len(mine),
+        "files": [{"step": step, "rank": rank, "name": name} for _, step, rank, name in mine[-_MOST:]],
+    }
