@@ -131,7 +131,7 @@ class FP8Plugin(base_plugin.TBPlugin):  # type: ignore[misc]
                 {"run": _RUN, "baseline": _RUN, "layer": _LAYER, "role": _ROLE},
             ),
             "names": Route(
-                lambda run, baseline: self._layer_names.describe(record(run), record(baseline)),
+                lambda run, baseline: self._layer_names.match(record(run), record(baseline)),
                 {"run": _RUN, "baseline": _RUN},
             ),
             "loss": Route(self._loss, {"run": _RUN}),

@@ -8,9 +8,9 @@ from __future__ import annotations
 import math
 import os
 import statistics
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,24 +30,6 @@ from .weights import FP8_DTYPES, StoredScale, Weight, find_weights, weight_scale
 
 #: state of an FP8 weight that the checkpoint holds no scale for: its codes are taken as values
 NO_SCALE = "no scale"
-
-
-@dataclass
-class ReadErrors:
-    """What could not be read, each fault once with the weights it costs."""
-
-    weights: dict[str, list[str]] = field(default_factory=dict)
-
-    def add(self, fault: str, weight: str) -> None:
-        """Note a fault, and the weight that it costs."""
-        self.weights.setdefault(fault, []).append(weight)
-
-    def sentences(self) -> list[str]:
-        """Return a sentence for each fault."""
-        return [
-            f"{fault} (costs {', '.join(names[:3])}{f' and {len(names) - 3} more' if len(names) > 3 else ''})"
-            for fault, names in self.weights.items()
-        ]
 
 
 @dataclass(frozen=True)
@@ -208,18 +190,22 @@ def audit(
     if not chosen:
         raise ConfigError(f"no weight matches; the checkpoint has {quoted(sorted(weight.name for weight in weights))}")
 
-    faults = ReadErrors()
+    #: by what could not be read, the weights that it costs
+    faults = defaultdict[str, list[str]](list)
     rows: list[dict[str, Any]] = []
     seen: list[_Seen] = []
     for weight in chosen:
         try:
             seen.append(_see(weight, contents, recipe, path, faults))
         except RecordError as error:
-            faults.add(str(error), weight.name)
+            faults[str(error)].append(weight.name)
         if len(seen) == _BATCH:
             rows, seen = rows + _rows(seen, recipe), []
     rows += _rows(seen, recipe)
-    found = contents.faults + faults.sentences()
+    found = contents.faults + [
+        f"{fault} (costs {', '.join(names[:3])}{f' and {len(names) - 3} more' if len(names) > 3 else ''})"
+        for fault, names in faults.items()
+    ]
     if not rows:
         raise RecordError("; ".join(found))
     for fault in found:
@@ -240,7 +226,7 @@ class _Seen:
     sums: tuple[QuantizationSums, ...] = ()
 
 
-def _see(weight: Weight, contents: Contents, recipe: Recipe, path: Path, faults: ReadErrors) -> _Seen:
+def _see(weight: Weight, contents: Contents, recipe: Recipe, path: Path, faults: Mapping[str, list[str]]) -> _Seen:
     scale = _companion(weight)
     stored, note = _stored_scale(weight, scale, contents, path, faults)
     direct = weight.dtype not in DTYPES
@@ -326,7 +312,7 @@ def _scale_of(scale: torch.Tensor, weight: Weight, first: int, block: torch.Tens
 
 
 def _stored_scale(
-    weight: Weight, scale: torch.Tensor | None, contents: Contents, path: Path, faults: ReadErrors
+    weight: Weight, scale: torch.Tensor | None, contents: Contents, path: Path, faults: Mapping[str, list[str]]
 ) -> tuple[StoredScale | None, str | None]:
     """The scale that the checkpoint holds for a weight, or why there is none to compare with."""
     if scale is not None:
@@ -340,7 +326,7 @@ def _stored_scale(
     try:
         found = weight_scale(contents.extra_states[weight.extra_state](), weight.parameter, f"{path}: {weight.extra_state}")
     except RecordError as error:
-        faults.add(str(error), f"the stored scale of {weight.name}")
+        faults[str(error)].append(f"the stored scale of {weight.name}")
         return None, "unreadable"
     return (None, "unclear: one of several experts") if found and weight.expert else (found, None)
 

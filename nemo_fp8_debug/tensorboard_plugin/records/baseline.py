@@ -55,30 +55,23 @@ class LayerNames:
             renames: of every run's layers, as `compare` takes them.
         """
         self._parts, self._renames = parts, renames
-        self._pairs: Cache[tuple[Names, str]] = Cache(_PAIRS)
+        self._pairs: Cache[dict[str, Any]] = Cache(_PAIRS)
 
-    def describe(self, run: Storage, baseline: Storage) -> dict[str, Any]:
+    def match(self, run: Storage, baseline: Storage) -> dict[str, Any]:
         """Return `names`, the baseline's name of each layer that has another one there, and `how` they were matched."""
-        names, how = self._matched(run, baseline)
-        return {"names": names, "how": how}
-
-    def match_run(self, run: Storage, baseline: Storage) -> Names:
-        """Return the baseline's name of each layer of the run that has another name there."""
-        return self._matched(run, baseline)[0]
-
-    def _matched(self, run: Storage, baseline: Storage) -> tuple[Names, str]:
         # Names are matched only if none is in common, which the newest parts tell as a rule.
         if not self._renames and not self._of_newest(run).keys().isdisjoint(self._of_newest(baseline)):
-            return {}, ""
+            return {"names": {}, "how": ""}
         versions = [self._parts.index(record).version for record in (run, baseline)]
         return self._pairs.get((str(run), str(baseline), *versions), partial(self._match, run, baseline))
 
-    def _match(self, run: Storage, baseline: Storage) -> tuple[Names, str]:
+    def _match(self, run: Storage, baseline: Storage) -> dict[str, Any]:
         first, second = (list(self._of_all(record)) for record in (baseline, run))
         try:
-            return matched(first, second, self._renames, lambda: (_sizes(baseline), _sizes(run)))
+            found = matched(first, second, self._renames, lambda: (_sizes(baseline), _sizes(run)))
         except ConfigError:  # the renames are those of another run's layers
-            return {}, ""
+            found = {}, ""
+        return dict(zip(("names", "how"), found, strict=True))
 
     def _of_newest(self, record: Storage) -> Layers:
         return self._parts.read_settled(record, partial(list_newest_tensors, self._parts, record)).layers
@@ -159,7 +152,7 @@ class TensorBands:
         return self._runs.get((str(record), self._parts.index(record).version), read)
 
     def _judged(self, run: Storage, baseline: Storage, key: tuple[str, str]) -> dict[str, Any]:
-        names = self._names.match_run(run, baseline)
+        names: Names = self._names.match(run, baseline)["names"]
         layer, role = names.get(key[0], key[0]), key[1]
         reference = self._grid(baseline, (layer, role))
         grid = self._grid(run, key, only_quantized=True)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from ....core.layer_names import aggregate_of
 from ....numerics.recipe import Recipe
-from ..options import STAY, cast_of
+from ..options import STAY, Option, cast_of
 from ..recommend import TensorFix
 
 
@@ -39,6 +40,17 @@ def _meets(finding: TensorFix, recipe: Recipe) -> bool:
     wanted = cast_of(recipe, finding.role)
     others = (option for option in finding.options if option.meets and option.kind != STAY)
     return any(cast_of(option.parsed, finding.role) == wanted for option in others)
+
+
+def combine_options(menus: Iterable[Sequence[Option]]) -> Iterator[tuple[Option, ...]]:
+    """Yield an option of each menu, all ways to choose them, the cheapest first.
+
+    Args:
+        menus: options in order of cost.
+    """
+    ways = itertools.product(*(enumerate(menu) for menu in menus))
+    for way in sorted(ways, key=lambda way: sum(place for place, _ in way)):
+        yield tuple(option for _, option in way)
 
 
 def module_of(layer: str) -> str:

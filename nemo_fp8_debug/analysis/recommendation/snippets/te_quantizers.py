@@ -10,7 +10,6 @@ and `extensions/transformer_engine.py` of megatron-core 0.17.1.
 
 from __future__ import annotations
 
-import itertools
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -28,7 +27,7 @@ from ...runs.run import Run
 from ..options import STAY, Cast, Option, cast_of
 from ..recommend import OPERANDS, READERS, Recommendation, TensorFix
 from .megatron import local_name, parts_of
-from .snippet import Snippet, commented, module_of
+from .snippet import Snippet, combine_options, commented, module_of
 
 #: role -> cast; None is high precision
 Casts = Mapping[str, Cast | None]
@@ -122,16 +121,12 @@ def change_module(name: str, casts: Casts, findings: Sequence[TensorFix]) -> Mod
     """
     menus = {role: _list_options([f for f in findings if f.role == role]) for role in ROLES}
     menus = {role: menu for role, menu in menus.items() if menu}
-    for way in sorted(itertools.product(*(enumerate(menu) for menu in menus.values())), key=_sum_places):
-        options = {role: option for role, (_, option) in zip(menus, way, strict=True)}
+    for chosen in combine_options(menus.values()):
+        options = dict(zip(menus, chosen, strict=True))
         made = _apply_options(casts, options)
         if _can_be_multiplied(made):
             return Module(name, *_without_nested_delays(name, made, _tell_differences(name, findings, options)))
     raise AssertionError("BF16 can always be multiplied")
-
-
-def _sum_places(way: Sequence[tuple[int, Option]]) -> int:
-    return sum(place for place, _ in way)
 
 
 def _list_options(findings: Sequence[TensorFix]) -> list[Option]:

@@ -7,7 +7,6 @@ only together with the other one, and has one format in both products that read 
 from __future__ import annotations
 
 import copy
-import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -16,7 +15,7 @@ from ....core.layer_names import compile_patterns
 from ....numerics.recipe import BF16_RECIPE
 from ..options import STAY, UNDO, Option
 from ..recommend import OPERANDS, READERS, Recommendation, TensorFix
-from .snippet import Snippet, commented
+from .snippet import Snippet, combine_options, commented
 
 NAME = "torchao_float8.py"
 _HOW = (
@@ -104,9 +103,7 @@ def _changed(
     layer: str, config: Mapping[str, Any], findings: Sequence[TensorFix]
 ) -> tuple[dict[str, Any] | None, list[str]]:
     """The configuration of a layer with the cheapest options that its products can multiply; None: not converted."""
-    menus = [_menu(finding) for finding in findings]
-    for way in sorted(itertools.product(*(enumerate(menu) for menu in menus)), key=lambda way: sum(i for i, _ in way)):
-        options = [option for _, option in way]
+    for options in combine_options(_menu(finding) for finding in findings):
         made = _applied(config, {f.role: o for f, o in zip(findings, options, strict=True)})
         if _can_be_multiplied(made):
             return _without_gather(layer, made, list(_coarser(findings, options)))
