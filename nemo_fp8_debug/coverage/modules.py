@@ -55,18 +55,8 @@ def entries_of(name: str, module: nn.Module, around: Sequence[nn.Module]) -> Ite
     elif isinstance(module, _ELSEWHERE) or _is_of_megatron(module, "VocabParallelEmbedding"):
         return
     elif is_conv1d(module):
-        shape = shape_of(module._parameters["weight"]) or ()
-        yield Entry(
-            name,
-            "linear",
-            _of_plain(module._parameters["weight"]),
-            _CONV1D,
-            1,
-            shape,
-            math.prod(shape) or None,
-            trained=trained,
-            first=name,
-        )
+        weight = module._parameters["weight"]
+        yield _of_matrix(name, "linear", _of_plain(weight), _CONV1D, weight, trained)
     elif _is_of_megatron(module, "GroupedMLP"):
         yield from _of_grouped_mlp(name, module, around)
     else:
@@ -101,12 +91,13 @@ def _of_multihead(name: str, module: nn.MultiheadAttention) -> Iterator[Entry]:
     }
     for matrix, parameter in matrices.items():
         whole = f"{name}.{matrix.removesuffix('_weight')}"
-        shape = shape_of(parameter) or ()
-        size = math.prod(shape) or None
-        trained = parameter.requires_grad
-        yield Entry(
-            whole, "attention", _precision(module, parameter), _MULTIHEAD, 1, shape, size, trained=trained, first=whole
-        )
+        yield _of_matrix(whole, "attention", _precision(module, parameter), _MULTIHEAD, parameter, parameter.requires_grad)
+
+
+def _of_matrix(name: str, kind: str, status: str, reason: str, parameter: Any, trained: bool = True) -> Entry:
+    """Return the entry of a matrix that is multiplied once for each token."""
+    shape = shape_of(parameter) or ()
+    return Entry(name, kind, status, reason, 1, shape, math.prod(shape) or None, trained=trained, first=name)
 
 
 def _of_grouped_mlp(name: str, module: nn.Module, around: Sequence[nn.Module]) -> Iterator[Entry]:
@@ -129,7 +120,7 @@ def _of_parameters(name: str, module: nn.Module, around: Sequence[nn.Module]) ->
         if len(shape) == 3:
             yield _of_whole_experts(whole, module, shape, around)
         elif re.search(r"Top[kK]Router$", type(module).__name__) and len(shape) == 2:
-            yield Entry(whole, "other", _of_plain(parameter), _ROUTER, 1, shape, math.prod(shape), first=whole)
+            yield _of_matrix(whole, "other", _of_plain(parameter), _ROUTER, parameter)
         else:
             yield Entry(whole, "other", UNKNOWN, _MATRIX, 1, shape, first=whole)
     for key, buffer in module._buffers.items():

@@ -35,7 +35,7 @@ from .parts import (
     widest_first,
 )
 from .reader import find_run, read_fingerprint, read_status, read_table
-from .schema import SCHEMAS, STATUS, TABLES, Part, arrow_schema, attempt_of_fingerprint, part_name
+from .schema import SCHEMAS, STATUS, TABLES, Part, arrow_schema, attempt_of_fingerprint
 from .storage import Storage
 
 #: parts that are merged into one
@@ -318,8 +318,7 @@ def _replace(run: Storage, table: str, parts: Sequence[Written]) -> Written:
     groups = _split_by_step(rows) if table in _BY_STEP else _join_groups(rows)
     content, checksum = parquet.encode_all(arrow_schema(table), groups)
     first, last = min(each.part.first for each in parts), max(each.part.last for each in parts)
-    made = Part.named(table, part_name(parts[0].part.attempt, first, last, checksum))
-    assert made
+    made = Part.of(table, parts[0].part.attempt, first, last, checksum)
     try:
         run.write(made.path, content)
     except Exception as error:  # every driver has errors of its own

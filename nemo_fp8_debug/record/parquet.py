@@ -79,8 +79,15 @@ class PartFile:
         Raises:
             ValueError: it is damaged or foreign.
         """
-        self._part = _opened(file, checksum, texts)
+        checked = _Checked(file, checksum)
+        try:
+            self._part = pq.ParquetFile(checked, read_dictionary=list(texts))  # which reads the footer alone
+        except KeyError:  # an earlier release wrote it, which had fewer columns
+            there = pq.ParquetFile(checked)
+            kept = [name for name in texts if name in there.schema_arrow.names]
+            self._part = pq.ParquetFile(checked, metadata=there.metadata, read_dictionary=kept)
         self._metadata = self._part.metadata
+        checked.expect(self._metadata)
         counts = [self._metadata.row_group(group).num_rows for group in range(self._metadata.num_row_groups)]
         self._ends = np.cumsum([0, *counts])
         #: rows
@@ -170,19 +177,6 @@ def _may_have(group: pq.RowGroupMetaData, step: int) -> bool:
 
 def _blocks(data: bytes, size: int) -> list[memoryview]:
     return [memoryview(data)[i : i + size] for i in range(0, len(data), size)]
-
-
-def _opened(file: Any, checksum: str, texts: Sequence[str] = ()) -> pq.ParquetFile:
-    """A part, whose bytes are checked as they are read; some texts as dictionaries."""
-    checked = _Checked(file, checksum)
-    try:
-        part = pq.ParquetFile(checked, read_dictionary=list(texts))  # which reads the footer alone
-    except KeyError:  # an earlier release wrote it, which had fewer columns
-        there = pq.ParquetFile(checked)
-        kept = [name for name in texts if name in there.schema_arrow.names]
-        part = pq.ParquetFile(checked, metadata=there.metadata, read_dictionary=kept)
-    checked.expect(part.metadata)
-    return part
 
 
 class _Checked(io.RawIOBase):

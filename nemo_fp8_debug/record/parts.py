@@ -301,10 +301,9 @@ def read_names(run: Storage, table: str, part: Part, spans: Sequence[tuple[int, 
     Raises:
         PartGoneError, PartDamagedError: as for `open_part`.
     """
-    found, at = read_columns(run, table, part, KEYS, spans)
-    begins = at(np.array([first for first, _ in spans])).tolist()
-    schema = pa.schema([(name, pa.int64() if name == "step" else pa.string()) for name in found.column_names])
-    return [found.slice(begin, end - first).cast(schema) for begin, (first, end) in zip(begins, spans, strict=True)]
+    found = _read_spans(run, table, part, KEYS, spans)
+    schema = pa.schema([(name, pa.int64() if name == "step" else pa.string()) for name in KEYS])
+    return [rows.cast(schema) for rows in found]
 
 
 def read_steps(run: Storage, table: str, part: Part) -> set[int]:
@@ -357,10 +356,16 @@ def read_rows(run: Storage, table: str, part: Part, columns: Iterable[str], plac
     """
     rows = np.array(places)
     spans = [(int(span[0]), int(span[-1]) + 1) for span in np.split(rows, np.flatnonzero(np.diff(rows) != 1) + 1)]
+    return pa.concat_tables(_read_spans(run, table, part, columns, spans))
+
+
+def _read_spans(
+    run: Storage, table: str, part: Part, columns: Iterable[str], spans: Sequence[tuple[int, int]]
+) -> list[pa.Table]:
+    """Read columns of the rows of each span, as slices: `take` would ask pandas what its places are, and import it."""
     found, at = read_columns(run, table, part, columns, spans)
-    # Slices: `take` would ask pandas what its places are, and import it for that.
     begins = at(np.array([first for first, _ in spans])).tolist()
-    return pa.concat_tables(found.slice(begin, end - first) for begin, (first, end) in zip(begins, spans, strict=True))
+    return [found.slice(begin, end - first) for begin, (first, end) in zip(begins, spans, strict=True)]
 
 
 def read_whole_rows(run: Storage, table: str, part: Part, places: Sequence[int], at_once: int) -> list[dict[str, Any]]:

@@ -107,6 +107,18 @@ class Part:
         return f"{self.folder}/{self.name}"
 
     @classmethod
+    def of(cls, folder: str, attempt: int, first: int, last: int | None, checksum: str) -> Part:
+        """Return the part of one step, or a merged one if `last` is given.
+
+        Example:
+            >>> Part.of("metrics", 0, 120, None, "9f3c02d1").path
+            'metrics/attempt-0-step-00000120-9f3c02d1.parquet'
+        """
+        steps = f"step-{first:08d}" if last is None else f"steps-{first:08d}-{last:08d}"
+        name = f"attempt-{attempt}-{steps}-{checksum}.parquet"
+        return cls(folder, name, attempt, first, first if last is None else last, checksum, last is not None)
+
+    @classmethod
     def named(cls, folder: str, name: str) -> Part | None:
         """The part called `name` in a folder of the record; None if that is not the name of a part."""
         found = _PART.fullmatch(name)
@@ -114,12 +126,6 @@ class Part:
             return None
         attempt, first, last, checksum = found.groups()
         return cls(folder, name, int(attempt), int(first), int(last or first), checksum, last is not None)
-
-
-def part_name(attempt: int, first: int, last: int | None, checksum: str) -> str:
-    """The name of a part of one step, or of a merged one where `last` is given."""
-    steps = f"step-{first:08d}" if last is None else f"steps-{first:08d}-{last:08d}"
-    return f"attempt-{attempt}-{steps}-{checksum}.parquet"
 
 
 def attempt_of_fingerprint(name: str) -> int | None:

@@ -25,7 +25,7 @@ from ..errors import ConfigError, warn
 from . import parquet
 from .merging import HISTOGRAMS, MERGED, Merger, Written
 from .parts import parts_in
-from .schema import STEP_SCALARS, TABLES, VERSION, Part, arrow_schema, arrow_table, attempt_of_fingerprint, part_name
+from .schema import STEP_SCALARS, TABLES, VERSION, Part, arrow_schema, arrow_table, attempt_of_fingerprint
 from .storage import Storage
 
 #: bytes of parts that are kept while the place cannot be written
@@ -137,9 +137,7 @@ class RunRecord(Recorder):
     def write_part(self, table: str, columns: Mapping[str, Any], first: int, last: int | None = None) -> None:
         """Write a part of a table, with the rows of step `first`, or of all steps to `last`."""
         content, checksum = parquet.encode(arrow_table(table, columns))
-        part = Part.named(table, part_name(self.attempt, first, last, checksum))
-        assert part
-        self._backlog.append((table, part, content))
+        self._backlog.append((table, Part.of(table, self.attempt, first, last, checksum), content))
         self._write_backlog()
 
     def _write_backlog(self) -> None:
@@ -183,4 +181,4 @@ def add_rows(storage: Storage, table: str, rows: pl.DataFrame) -> None:
             chunk = steps[first : first + MERGED]
             part = of_attempt.filter(pl.col("step").is_between(chunk[0], chunk[-1])).to_arrow().cast(arrow_schema(table))
             content, checksum = parquet.encode(part)
-            storage.write(f"{table}/{part_name(int(attempt), chunk[0], chunk[-1], checksum)}", content)
+            storage.write(Part.of(table, int(attempt), chunk[0], chunk[-1], checksum).path, content)

@@ -35,7 +35,7 @@ from nemo_fp8_debug.core.keys import ROLES
 from nemo_fp8_debug.record import parquet
 from nemo_fp8_debug.record.merging import LARGEST
 from nemo_fp8_debug.record.reader import read_fingerprint, read_table
-from nemo_fp8_debug.record.schema import SCHEMAS, arrow_schema, part_name
+from nemo_fp8_debug.record.schema import SCHEMAS, Part, arrow_schema
 from nemo_fp8_debug.record.writer import RunRecord
 
 REAL = Path(__file__).parents[1] / "validation" / "main_job" / "records" / "baseline" / "fp8_debug"
@@ -122,7 +122,7 @@ def write_merged(run: Path, table: str, tables: list[pa.Table]) -> None:
     """A part, as `merging` leaves it."""
     content, checksum = parquet.encode_all(arrow_schema(table), tables)
     first, last = (tables[i]["step"][0].as_py() for i in (0, -1))
-    (run / table / part_name(0, first, last, checksum)).write_bytes(content)
+    (run / Part.of(table, 0, first, last, checksum).path).write_bytes(content)
 
 
 class Courses:

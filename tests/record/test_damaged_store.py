@@ -19,7 +19,7 @@ from small_record import measured, start
 from nemo_fp8_debug.errors import FP8DebugWarning, RecordError
 from nemo_fp8_debug.record import merging, parquet, writer
 from nemo_fp8_debug.record.reader import read_fingerprint, read_table
-from nemo_fp8_debug.record.schema import SCHEMAS, VERSION, Part, part_name
+from nemo_fp8_debug.record.schema import SCHEMAS, VERSION, Part
 
 
 def a_part(run: Path, table: str = "metrics") -> Path:
@@ -155,7 +155,7 @@ class TestDamaged:
                 part = Part.named(path.parent.name, path.name)
                 assert part and not part.merged
                 path.unlink()
-                (run / table / part_name(part.attempt, part.first, None, checksum)).write_bytes(content)
+                (run / Part.of(table, part.attempt, part.first, None, checksum).path).write_bytes(content)
         path = run / "attempt-0.json"
         path.write_text(json.dumps(json.loads(path.read_text()) | {"schema_version": 2}))
         assert read_fingerprint(run)["schema_version"] == 2

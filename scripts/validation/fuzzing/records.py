@@ -15,7 +15,7 @@ from torch import nn
 
 from nemo_fp8_debug import Monitor
 from nemo_fp8_debug.record import parquet
-from nemo_fp8_debug.record.schema import Part, part_name
+from nemo_fp8_debug.record.schema import Part
 
 from .mutations import TEXTS
 
@@ -53,7 +53,7 @@ def rewritten(path: Path, change: Callable[[pa.Table], pa.Table]) -> Path:
     assert part is not None
     content, checksum = parquet.encode(change(pq.read_table(path)))
     path.unlink()
-    new = path.with_name(part_name(part.attempt, part.first, part.last if part.merged else None, checksum))
+    new = path.with_name(Part.of(part.folder, part.attempt, part.first, part.last if part.merged else None, checksum).name)
     new.write_bytes(content)
     return new
 
