@@ -23,16 +23,6 @@ SECTIONS = (
     *("sampled", "coverage", "imported"),
 )
 
-_POLARS: dict[str, Any] = {
-    "boolean": pl.Boolean,
-    "uint16": pl.UInt16,
-    "int32": pl.Int32,
-    "int64": pl.Int64,
-    "float64": pl.Float64,
-    "string": pl.String,
-    "list[uint16]": pl.List(pl.UInt16),
-    "list[int64]": pl.List(pl.Int64),
-}
 _ARROW = {
     "boolean": pa.bool_(),
     "uint16": pa.uint16(),
@@ -43,6 +33,8 @@ _ARROW = {
     "list[uint16]": pa.list_(pa.uint16()),
     "list[int64]": pa.list_(pa.int64()),
 }
+
+_POLARS: dict[str, Any] = {name: pl.Series(pa.nulls(0, kind)).dtype for name, kind in _ARROW.items()}
 
 #: by name, in order
 TABLES: dict[str, Table] = {table.name: table for module in load_modules("table") for table in module.TABLES}
