@@ -70,7 +70,9 @@ def replay_command(
             add_to_record(storage, frames[wanted.name])
     added = sum(len(frame) for frame in frames.values()) - len(frames["in use"])
     if as_json:
-        print_json({"run": str(storage), "added": added, "tensors": _plain_medians(frames)})
+        # A row a tensor and recipe, `in use` for the scales of the run.
+        plain = [{"recipe": name, **row} for name, rows in _medians(frames).items() for row in rows.to_dicts()]
+        print_json({"run": str(storage), "added": added, "tensors": plain})
         return
     _print_replayed(frames, top)
     say(console(), f"added {added} rows to the table `replayed` of {storage}")
@@ -80,11 +82,6 @@ def _medians(frames: dict[str, pl.DataFrame]) -> dict[str, pl.DataFrame]:
     return {
         name: frame.group_by("layer", "role", maintain_order=True).agg(pl.median(*_SHOWN)) for name, frame in frames.items()
     }
-
-
-def _plain_medians(frames: dict[str, pl.DataFrame]) -> list[dict[str, object]]:
-    """A row a tensor and recipe, `in use` for the scales of the run."""
-    return [{"recipe": name, **row} for name, rows in _medians(frames).items() for row in rows.to_dicts()]
 
 
 def _print_replayed(frames: dict[str, pl.DataFrame], top: int) -> None:

@@ -147,7 +147,8 @@ def find_scores(scanned: Iterable[ScannedModule]) -> set[int]:
 
     Transformer Engine's `DotProductAttention` counts as that: the modules in it are ways to compute the same.
     """
-    found = {id(m): m for one in scanned if _is_attention(m := one.module) and not _is_choice(m)}
+    modules = [one.module for one in scanned if "attention" in type(one.module).__name__.lower()]
+    found = {id(module): module for module in modules if not _is_choice(module)}
     return {key for key, module in found.items() if not found.keys() & find_inside(module)}
 
 
@@ -155,10 +156,6 @@ def _is_choice(module: nn.Module) -> bool:
     """Whether it is one of several ways to compute attention, inside Transformer Engine's."""
     names = ("FlashAttention", "FusedAttention", "UnfusedDotProductAttention")
     return type(module).__module__.startswith("transformer_engine.") and type(module).__name__ in names
-
-
-def _is_attention(module: nn.Module) -> bool:
-    return "attention" in type(module).__name__.lower()
 
 
 # --- sizes of parameters, wherever an engine keeps the values -------------------------------------------------------------

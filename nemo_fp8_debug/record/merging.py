@@ -278,12 +278,8 @@ def _merge_readable(run: Storage, table: str, parts: Sequence[Part], keep: Calla
             for _ in _rows(run, table, each):
                 pass
     # A merge that was killed has perhaps written the same part already, of whose rows none count beside those it replaces.
-    made = {_replace(run, table, batch).part for batch in _batches(taken) if _is_due(batch)}
+    made = {_replace(run, table, batch).part for batch in _batches(taken) if len(batch) > 1 or batch[0].steps is not None}
     _remove(run, [part for part in spare if part not in made])
-
-
-def _is_due(batch: Sequence[Written]) -> bool:
-    return len(batch) > 1 or batch[0].steps is not None
 
 
 def _batches(parts: Sequence[Written]) -> Iterator[list[Written]]:

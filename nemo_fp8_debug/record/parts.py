@@ -420,7 +420,8 @@ _OTHER_ATTEMPT = "its rows are not of the attempt that its name says"
 
 
 def _checked(rows: pa.Table, schema: pa.Schema, part: Part) -> pa.Table:
-    if [_plain(column.type) for column in rows.schema] != schema.types:
+    kinds = [column.type for column in rows.schema]
+    if [kind.value_type if pa.types.is_dictionary(kind) else kind for kind in kinds] != schema.types:
         raise PartDamagedError("its columns are not those of this table")
     check_values(rows)
     if "attempt" in rows.column_names and pc.unique(rows["attempt"]).to_pylist() not in ([], [part.attempt]):
@@ -436,7 +437,3 @@ def check_values(rows: pa.Table) -> None:
     """
     if wrong := wrong_values(rows):
         raise PartDamagedError(wrong)
-
-
-def _plain(kind: pa.DataType) -> pa.DataType:
-    return kind.value_type if pa.types.is_dictionary(kind) else kind

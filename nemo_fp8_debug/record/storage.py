@@ -115,7 +115,7 @@ class Storage:
         """
         path = os.fspath(address)
         try:  # a path is none of fsspec's: it would take a :: in one for a chain of file systems
-            self._fs, root = url_to_fs(path) if "://" in path else _local(path)
+            self._fs, root = url_to_fs(path) if "://" in path else (LocalFileSystem(), LocalFileSystem._strip_protocol(path))
         except (ImportError, ValueError) as error:
             raise ConfigError(f"{path} is not an address that can be written to: {error}") from None
         self._root = root.rstrip("/")
@@ -309,11 +309,6 @@ class Storage:
 def _is_odd(path: str | os.PathLike[str]) -> bool:
     """Whether something is there that is neither a file nor a folder."""
     return os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path)
-
-
-def _local(path: str) -> tuple[LocalFileSystem, str]:
-    fs = LocalFileSystem()
-    return fs, fs._strip_protocol(path)
 
 
 def _open_file(path: str, flags: int) -> int:

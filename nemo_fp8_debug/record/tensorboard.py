@@ -185,7 +185,9 @@ class TensorBoardRecorder(ScalarRecorder):
         found = self._overview.of(sample)
         summary = {tag: value for name, value in found.scalars.items() if (tag := summary_tag(name))}
         self._write(tags.values | summary, sample.step)
-        if (names := _as_markdown({"worst tensor": _worst_tensors(found.texts)})) != self._worst_tensors:
+        prefix = "worst_tensor/"
+        worst = {name.removeprefix(prefix): text for name, text in found.texts.items() if name.startswith(prefix)}
+        if (names := _as_markdown({"worst tensor": worst})) != self._worst_tensors:
             self._writer.add_text("fp8_debug/worst_tensors", names, sample.step)
             self._worst_tensors = names
         if sample.remarks:
@@ -229,11 +231,6 @@ def _summary_labels() -> dict[str, str]:
     """Return what the summary calls its scalars, those of each feature among them."""
     own = [getattr(module, "LABELS", {}) for module in load_modules("scalars")]
     return _LABELS | {name: label for labels in own for name, label in labels.items()}
-
-
-def _worst_tensors(texts: Mapping[str, str]) -> dict[str, str]:
-    prefix = "worst_tensor/"
-    return {name.removeprefix(prefix): text for name, text in texts.items() if name.startswith(prefix)}
 
 
 def _layout(worst: Mapping[tuple[str, str], Sequence[str]]) -> dict[str, Any]:

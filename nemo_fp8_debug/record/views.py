@@ -107,7 +107,8 @@ def _statements(run: Storage, table: str, engine: str) -> list[str]:
     if not folders:
         return [f"{spelled.create} {table} AS\n{_no_rows(spelled, _columns(table, spelled))};"]
     files = (_duckdb_files if engine == "duckdb" else _spark_files)(run, table, folders)
-    view = {**names, "place": _PLACE.format(table=table), "columns": _todays_columns(table, spelled)}
+    columns = ",\n  ".join(f"{_todays(name, spelled)} AS {_quoted(name, spelled)}" for name in SCHEMAS[table])
+    view = {**names, "place": _PLACE.format(table=table), "columns": columns}
     if table not in SHARED:
         return [*files, _VIEW.format(**view, same_place="placed.place = latest.place")]
     whole = _VIEW.format(**view, same_place="placed.place >= latest.place")
@@ -145,10 +146,6 @@ def _columns(table: str, spelled: _Engine, earlier: bool = False) -> list[tuple[
         for each in migration.with_earlier_names([name]) if earlier else [name]:
             found.append((_quoted(each, spelled), _type(kind, spelled)))
     return found
-
-
-def _todays_columns(table: str, spelled: _Engine) -> str:
-    return ",\n  ".join(f"{_todays(name, spelled)} AS {_quoted(name, spelled)}" for name in SCHEMAS[table])
 
 
 def _todays(name: str, spelled: _Engine) -> str:

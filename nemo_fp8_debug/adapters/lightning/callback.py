@@ -57,6 +57,7 @@ def _class_of(logger: Logger) -> str | None:
 
 #: names that modules log the losses of an evaluation under, as val_loss or eval/loss
 _OF_VALIDATION = re.compile(r"(reduced_)?(val|valid|validation|eval|dev|test)[_/.].*loss", re.IGNORECASE)
+#: learning rate, gradient norm and consumed samples as the host logs them
 _SCALARS = ("lr", "grad_norm", "consumed_samples")
 
 
@@ -140,7 +141,8 @@ class FP8DebugCallback(pl.Callback):
     ) -> None:
         """Close the sample, unless the next batch accumulates onto this one."""
         if self._monitor and not accumulates(trainer):
-            scalars = _scalars(trainer) if self._monitor.sampling else {}
+            logged = trainer.callback_metrics if self._monitor.sampling else {}
+            scalars: dict[str, Any] = {name: logged[name] for name in _SCALARS if name in logged}
             if self._scale is not None:
                 scalars |= {"loss_scale": self._scale, "skipped": was_skipped(self._scale, _scaler(trainer))}
             self._monitor.end_step(loss=_loss(trainer, pl_module, outputs), **scalars)
@@ -187,11 +189,6 @@ def _loss(trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any) -> A
     loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
     divided = pl_module.automatic_optimization and trainer.accumulate_grad_batches > 1
     return loss * trainer.accumulate_grad_batches if divided and loss is not None else loss
-
-
-def _scalars(trainer: pl.Trainer) -> dict[str, Any]:
-    """Learning rate, gradient norm and consumed samples as the host logs them."""
-    return {name: trainer.callback_metrics[name] for name in _SCALARS if name in trainer.callback_metrics}
 
 
 def _training_step(original: Callable[..., Any], tell: Watcher, *arguments: Any, **options: Any) -> Any:

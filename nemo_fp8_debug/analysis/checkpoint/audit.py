@@ -25,6 +25,7 @@ from ...numerics.histogram import DTYPES, Histogram, HistogramBatch
 from ...numerics.metrics import Moments, QuantizationSums
 from ...numerics.recipe import Recipe, parse_recipe, refuse_blocks
 from ...numerics.tensor_scaling import CurrentScaling
+from ..formatting import jsonable
 from .contents import Contents, open_checkpoint
 from .weights import FP8_DTYPES, StoredScale, Weight, find_weights, weight_scale
 
@@ -359,7 +360,9 @@ def _rows(seen: Sequence[_Seen], recipe: Recipe) -> list[dict[str, Any]]:
         sums = QuantizationSums.concat([s.sums[which] if s.sums else summed.row(i) for i, s in enumerate(seen)])
         current = _CURRENT.scale(amax, torch.tensor([fmt.max for fmt in formats]))
         found = metrics.metrics_of(moments, sums, scale, current)
-        tables.append({name: _absent_as_none(column) for name, column in found.items()} | {"scale": scale.double().tolist()})
+        tables.append(
+            {name: jsonable(column.tolist()) for name, column in found.items()} | {"scale": scale.double().tolist()}
+        )
     now, then, bf16 = tables
     return [
         {
@@ -376,10 +379,6 @@ def _rows(seen: Sequence[_Seen], recipe: Recipe) -> list[dict[str, Any]]:
         }
         for i, s in enumerate(seen)
     ]
-
-
-def _absent_as_none(column: torch.Tensor) -> list[float | None]:
-    return [value if math.isfinite(value) else None for value in column.tolist()]
 
 
 def _stored_row(seen: _Seen, table: Mapping[str, Sequence[Any]], i: int) -> dict[str, Any] | None:

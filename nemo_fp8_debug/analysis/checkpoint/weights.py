@@ -118,10 +118,6 @@ def _numbered(path: str, axes: list[re.Pattern[str]], index: tuple[int, ...]) ->
     return path
 
 
-def _module(path: str) -> str:
-    return path.removesuffix(".weight")
-
-
 def module_of_state(key: str) -> str:
     """The module an extra state belongs to: `decoder.layers.mlp.linear_fc1._extra_state/shard_3_4` is of layer 3 of 4.
 
@@ -149,7 +145,7 @@ def _unstack(
         numbered = _numbered(path, axes, whole)
         parameter = numbered.rpartition(".")[2]
         yield Weight(
-            name=_module(numbered),
+            name=numbered.removesuffix(".weight"),
             parameter=parameter,
             dtype=entry.dtype,
             shape=(entry.shape[-2], entry.shape[-1]),

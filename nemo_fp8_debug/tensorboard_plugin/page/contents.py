@@ -42,12 +42,9 @@ class ShownTensor:
 
 def choose_tensors(result: Mapping[str, Any], most: int) -> list[ShownTensor]:
     """Return the first tensors of a verdict's story, which ranks them by harm."""
-    return [ShownTensor(row["layer"], row["role"], row["since"], _metric(row)) for row in result["story"]["tensors"][:most]]
-
-
-def _metric(row: Mapping[str, Any]) -> str:
-    name = row.get("metric")
-    return name if name in metadata.NUMBERS else USUAL_METRIC
+    rows = [{"metric": None, **row} for row in result["story"]["tensors"][:most]]
+    metrics = [row["metric"] if row["metric"] in metadata.NUMBERS else USUAL_METRIC for row in rows]
+    return [ShownTensor(row["layer"], row["role"], row["since"], metric) for row, metric in zip(rows, metrics, strict=True)]
 
 
 class RouteClient:

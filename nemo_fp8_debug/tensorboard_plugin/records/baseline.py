@@ -38,7 +38,7 @@ from ..cache import Cache
 from ..web import list_numbers
 from .heatmap import list_newest_tensors
 from .metadata import find_table
-from .part_matrices import NONFINITE, Array, CodedTexts, Layers, PartMatrices, RecordIndex
+from .part_matrices import NONFINITE, Array, Layers, PartMatrices, RecordIndex
 from .tensor_history import refuse_tensor
 from .thinning import thin_series
 
@@ -190,7 +190,7 @@ class TensorBands:
             if (layout := self._parts.find_layout(run, part)) is None:
                 return None
             rows = [row for step in index.held[part] if (row := layout.row(step, key)) is not None]
-            read = partial(self._some_rows if layout.is_wide else self._of_columns, run, part, rows)
+            read = partial(self._read_rows, run, part, rows, layout.is_wide)
             return self._parts.read_unless_damaged(run, part, "band", read) if rows else None
 
         tables = [pl.DataFrame(table) for table in ahead(of_part, list(index.held)) if table is not None]
@@ -199,10 +199,9 @@ class TensorBands:
         rows = pl.concat([table.with_columns(pl.col("scale_source").cast(pl.String)) for table in tables])
         return rows.sort("step").with_columns(layer=pl.lit(key[0]), role=pl.lit(key[1]))
 
-    def _some_rows(self, run: Storage, part: Part, rows: list[int]) -> pa.Table:
-        return self._parts.some_rows(run, part, _READ, rows)
-
-    def _of_columns(self, run: Storage, part: Part, rows: list[int]) -> pa.Table:
+    def _read_rows(self, run: Storage, part: Part, rows: list[int], is_wide: bool) -> pa.Table:
+        if is_wide:
+            return self._parts.some_rows(run, part, _READ, rows)
         return self._tables.get((str(run), part.path), lambda: self._parts.columns(run, part, *_READ)).take(rows)
 
     def _steps_quantized(self, run: Storage, index: RecordIndex) -> Array | None:
@@ -217,9 +216,8 @@ class TensorBands:
                 is_engine |= only == ENGINE
                 steps += held if only in (ENGINE, MIXED) else []
                 continue
-            if (
-                sources := self._parts.read_unless_damaged(run, part, "scale_source", partial(self._sources, run, part))
-            ) is None:
+            read = partial(self._parts.texts, run, part, "scale_source")
+            if (sources := self._parts.read_unless_damaged(run, part, "scale_source", read)) is None:
                 continue
             layout = self._parts.layout(run, part)
             at = np.searchsorted(layout.steps, held)
@@ -233,9 +231,6 @@ class TensorBands:
         """That all rows of a part have, if its footer says so."""
         known = self._parts.outline(run, part).texts.get("scale_source", ())
         return known[0] if len(known) == 1 else None
-
-    def _sources(self, run: Storage, part: Part) -> CodedTexts:
-        return self._parts.texts(run, part, "scale_source")
 
     def _tensors(self, run: Storage) -> set[tuple[str, str]]:
         def read(index: RecordIndex) -> set[tuple[str, str]]:

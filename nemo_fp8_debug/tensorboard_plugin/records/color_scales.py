@@ -195,7 +195,8 @@ def pack_spread(parts: PartMatrices, run: Storage, metric: str) -> bytes:
         for first in range(0, len(tensors), at_once):
             some = slice(first, first + at_once)
             values = _values(parts, run, index, layouts, metric, tensors[some])
-            least[:, some] = np.concatenate(list(ahead(partial(_least, values, rise, fall), _blocks(values))), axis=1)
+            blocks = [slice(begin, begin + _BLOCK) for begin in range(0, values.shape[1], _BLOCK)]
+            least[:, some] = np.concatenate(list(ahead(partial(_least, values, rise, fall), blocks)), axis=1)
         if rise.least_values:
             least[0] = np.maximum(least[0], least_of_values(rise, _sizes(parts, run, index, tensors)))
         if not fall:
@@ -204,10 +205,6 @@ def pack_spread(parts: PartMatrices, run: Storage, metric: str) -> bytes:
         return pack_table({**header, **describe_tensors(tensors)}, least)
 
     return parts.read_settled(run, read)
-
-
-def _blocks(values: Array) -> list[slice]:
-    return [slice(first, first + _BLOCK) for first in range(0, values.shape[1], _BLOCK)]
 
 
 def _least(values: Array, rise: Evidence, fall: Evidence | None, some: slice) -> Array:

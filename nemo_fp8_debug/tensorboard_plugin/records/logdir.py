@@ -145,15 +145,11 @@ def _records(root: Root, refused: dict[str, str]) -> Iterator[tuple[str, Storage
         return
     taken: set[str] = set()
     for folder in _walk(storage, root, refused):
-        name = _name(root, folder.removesuffix(_USUAL).rstrip("/") if _is_usual(folder) else folder)
+        name = _name(root, folder.removesuffix(_USUAL).rstrip("/") if folder.rpartition("/")[2] == _USUAL else folder)
         if name in taken:  # a record in a record's folder
             name = _name(root, folder)
         taken.add(name)
         yield name, storage.below(folder) if folder else storage
-
-
-def _is_usual(folder: str) -> bool:
-    return folder.rpartition("/")[2] == _USUAL
 
 
 def _name(root: Root, folder: str) -> str:

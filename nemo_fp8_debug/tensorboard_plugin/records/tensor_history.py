@@ -153,6 +153,8 @@ def _of_matrices(
     return found
 
 
+#: columns of a histogram that are told
+_OF_HISTOGRAM = ("recipe", "format", "dtype", "rounded", "scale", "bins", "counts")
 #: rows that are decoded at a time to find one
 _METRICS_AT_ONCE, _HISTOGRAMS_AT_ONCE = 1 << 13, 32
 
@@ -191,7 +193,8 @@ def read_histograms(parts: PartMatrices, run: Storage, layer: str, role: str, st
         rows = _histograms(run, metadata.TABLES[parts.table], index, part.attempt, at, layer, role)
         if not rows:
             raise NotThere(_why_no_histogram(run, layer, role, at, index))
-        return {"step": at, "rows": [_as_told(row) for row in rows], "recorded": jsonable(recorded)}
+        told = [{name: jsonable(row[name]) for name in _OF_HISTOGRAM} for row in rows]
+        return {"step": at, "rows": told, "recorded": jsonable(recorded)}
 
     return parts.read_settled(run, read)
 
@@ -208,11 +211,6 @@ def _histograms(
             if rows := names.filter(pl.col("step") == step, *named)["row"].to_list():
                 return read_whole_rows(run, table, part, rows, _HISTOGRAMS_AT_ONCE)
     return []
-
-
-def _as_told(row: dict[str, Any]) -> dict[str, Any]:
-    names = ("recipe", "format", "dtype", "rounded", "scale", "bins", "counts")
-    return {name: jsonable(row[name]) for name in names}
 
 
 def _why_no_histogram(run: Storage, layer: str, role: str, step: int, index: RecordIndex) -> str:
