@@ -56,6 +56,9 @@ EXAMPLES = {
 }
 
 
+# --- compare --------------------------------------------------------------------------------------------------------------
+
+
 def compare_command(
     run: Annotated[
         list[Path], typer.Argument(help="folder of the run to explain, or one above it; several: each by itself")
@@ -221,6 +224,8 @@ def _show_medians(row: Mapping[str, Any], metric: str) -> str:
     return f"{number(row[f'{metric}_baseline'])} -> {number(row[f'{metric}_run'])}"
 
 
+# --- diagnose -------------------------------------------------------------------------------------------------------------
+
 #: columns that the events take at most, and how many of them are listed
 _WIDEST, _LISTED = 110, 15
 
@@ -299,6 +304,8 @@ def _print_events(out: Console, events: Sequence[Mapping[str, Any]], unit: str) 
     if (left := len(events) - _LISTED) > 0:
         say(out, f"  and {left} more, all with --json")
 
+
+# --- recommend ------------------------------------------------------------------------------------------------------------
 
 _DEFAULT = Budget()
 

@@ -33,6 +33,8 @@ EXAMPLES = {
 }
 
 
+# --- replay ---------------------------------------------------------------------------------------------------------------
+
 _SHOWN = ("relative_error", "underflow_pct", "overflow_pct")
 
 
@@ -96,6 +98,9 @@ def _print_replayed(frames: dict[str, pl.DataFrame], top: int) -> None:
         found = [by_key[name].get((layer, role), {}) for name in frames]
         rows.append((layer, SHOWN_AS[role], *(number(row.get(metric)) for metric in _SHOWN for row in found)))
     print_rows(console(), f"{what}, worst first; medians over all steps", (*TENSOR, *map(Column, headings)), rows)
+
+
+# --- audit ----------------------------------------------------------------------------------------------------------------
 
 
 def audit_command(

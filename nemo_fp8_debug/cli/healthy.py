@@ -25,6 +25,8 @@ EXAMPLES = {
 }
 
 
+# --- gate -----------------------------------------------------------------------------------------------------------------
+
 #: exit codes; 2 is for wrong usage
 STATUS = {PASS: 0, FAIL: 1, CANNOT_TELL: 3}
 
@@ -106,6 +108,9 @@ def _tell_missing(found: Gate, unit: str) -> str:
     if found.more_steps is None:
         return "The gap is as large as the limit: no number of steps would tell."
     return f"About {number(float(found.more_steps))} more {unit}s would tell, if the gap is what it seems."
+
+
+# --- learn ----------------------------------------------------------------------------------------------------------------
 
 
 def learn_command(

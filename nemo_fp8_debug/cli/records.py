@@ -40,6 +40,9 @@ EXAMPLES = {
 }
 
 
+# --- import ---------------------------------------------------------------------------------------------------------------
+
+
 def import_command(
     logs: Annotated[Path, typer.Argument(help="a log of nvdlfw_inspect or msProbe, or a folder of the logs of one run")],
     output: Annotated[str, typer.Argument(help="folder for the record, or any fsspec address")],
@@ -65,6 +68,9 @@ def import_command(
         say(out, "Left out")
         for what, n in sorted(found.left_out.items()):
             say(out, f"  {n:>8}  {what}")
+
+
+# --- view -----------------------------------------------------------------------------------------------------------------
 
 
 def view_command(
@@ -107,6 +113,8 @@ def _serve(runs: list[str], host: str, port: int, open_: bool) -> None:
             webbrowser.open(address)
         serving.serve_forever()
 
+
+# --- compact --------------------------------------------------------------------------------------------------------------
 
 _HEADINGS = ("files", "rows", "MB")
 
@@ -162,6 +170,9 @@ def _show_sizes(table: str, before: Size, after: Size) -> tuple[str, ...]:
     counts = ((str(before.files), str(after.files)), (str(before.rows), str(after.rows)))
     size = f"{before.bytes / 1e6:.3g}", f"{after.bytes / 1e6:.3g}"
     return table, *(cell for pair in (*counts, size) for cell in pair)
+
+
+# --- sql ------------------------------------------------------------------------------------------------------------------
 
 
 def sql_command(

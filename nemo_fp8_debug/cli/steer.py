@@ -36,6 +36,9 @@ EXAMPLES = {
 Patterns = list[str] | None
 
 
+# --- control --------------------------------------------------------------------------------------------------------------
+
+
 def control_command(
     run: Record,
     interval: Annotated[int | None, typer.Option(metavar="STEPS", help="sampling interval in steps")] = None,
@@ -153,6 +156,9 @@ def _tell_progress(dump: dict[str, Any]) -> dict[str, str]:
         "budget": f"{readable('budget_left_bytes')} left of {readable('budget_bytes')}",
         **{f"left out, {n} tensors": str(why) for why, n in dict(dump.get("left_out") or {}).items()},
     }
+
+
+# --- rescue ---------------------------------------------------------------------------------------------------------------
 
 
 def rescue_command(
