@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import atexit
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -14,6 +14,26 @@ from ..core.error_guard import ErrorGuard
 from ..errors import ConfigError, warn
 from ..monitor.monitor import Monitor
 from ..options.config import Config
+
+
+def start_monitor(make: Callable[[], Monitor], raises: bool) -> Monitor | None:
+    """Return what `make` does; warn and return None if it fails.
+
+    Args:
+        raises: an error ends the run.
+
+    Raises:
+        ConfigError: as for `Monitor`; on all ranks, or none: one that went on alone would wait for the others for ever.
+    """
+    try:
+        return make()
+    except ConfigError:
+        raise
+    except Exception as error:
+        if raises:
+            raise
+        warn(f"this run is not monitored, because of an error at its start: {type(error).__name__}: {error}")
+        return None
 
 
 class HostRun:
@@ -49,14 +69,8 @@ class HostRun:
         """
         self.close()
         output = self._options.get("output") or os.path.join(folder or ".", "fp8_debug")
-        try:
-            self._monitor = Monitor(model, **{**self._options, "output": output})
-        except ConfigError:  # on all ranks, or none: one that went on alone would wait for the others for ever
-            raise
-        except Exception as error:
-            if self.errors.raises:
-                raise
-            warn(f"this run is not monitored, because of an error at its start: {type(error).__name__}: {error}")
+        self._monitor = start_monitor(lambda: Monitor(model, **{**self._options, "output": output}), self.errors.raises)
+        if self._monitor is None:
             return False
         if steps:
             self._monitor.expect_steps(*steps)

@@ -21,13 +21,14 @@ from ...capture.grad_scale import scale_of, was_skipped
 from ...capture.patching import Watcher, patched
 from ...core.arguments import checks_arguments
 from ...core.sample import Recorder
-from ...errors import ConfigError, warn
+from ...errors import warn
 from ...monitor.monitor import Monitor
 from ...options.config import Config
 from ...plan.plan import is_rescue
 from ...record.console_table import TableRecorder
 from ...record.tensorboard import TensorBoardRecorder
 from ...record.writer import RunRecord
+from ..session import start_monitor
 from .interventions import FP8EmulationCallback, FP8PlanCallback, accumulates, roots
 
 #: classes whose run, or file beside theirs, can be written from another thread, and the plain names that mean them
@@ -99,19 +100,16 @@ class FP8DebugCallback(pl.Callback):
         """Find the GEMMs and open the record."""
         self._monitor = None
         self._stop_watching()
-        try:
-            output = self._config.output or self._default_output(trainer)
-            config = replace(self._config, output=output, loggers=with_loggers_of(trainer, self._config.loggers))
-            options = {option.name: getattr(config, option.name) for option in fields(config)}
-            self._monitor = Monitor(roots(trainer, pl_module), recorders=_recorders(trainer, config), **options)
-            if trainer.max_steps > 0:
-                self._monitor.expect_steps(_logged_step(trainer), trainer.max_steps - 1)
-        except ConfigError:  # on all ranks, or none: one that went on alone would wait for the others for ever
-            raise
-        except Exception as error:
-            if self._config.on_error == "raise":
-                raise
-            warn(f"this run is not monitored, because of an error at its start: {type(error).__name__}: {error}")
+        self._monitor = start_monitor(lambda: self._make_monitor(trainer, pl_module), self._config.on_error == "raise")
+
+    def _make_monitor(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> Monitor:
+        output = self._config.output or self._default_output(trainer)
+        config = replace(self._config, output=output, loggers=with_loggers_of(trainer, self._config.loggers))
+        options = {option.name: getattr(config, option.name) for option in fields(config)}
+        monitor = Monitor(roots(trainer, pl_module), recorders=_recorders(trainer, config), **options)
+        if trainer.max_steps > 0:
+            monitor.expect_steps(_logged_step(trainer), trainer.max_steps - 1)
+        return monitor
 
     def _default_output(self, trainer: pl.Trainer) -> str:
         """`fp8_debug` beside the TensorBoard events; a second callback of the same trainer gets a folder of its own."""
