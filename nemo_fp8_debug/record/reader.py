@@ -30,7 +30,7 @@ def find_run(address: Address) -> Storage:
     """
     try:
         root = Storage(address)
-        folders = [root] if _attempts(root) else root.folders_with(_FINGERPRINTS)
+        folders = [root] if root.has(_FINGERPRINTS) and _attempts(root) else root.folders_with(_FINGERPRINTS)
         found = [p for p in folders if _attempts(p)]
     except ConfigError as error:
         raise RecordError(str(error)) from None

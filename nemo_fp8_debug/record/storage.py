@@ -213,6 +213,11 @@ class Storage:
         """Whether a local folder with an anchor is what it was; others always are."""
         return not (self.is_local and self.anchor) or os.path.exists(self.path(self.anchor))
 
+    def has(self, pattern: str) -> bool:
+        """Whether this folder itself holds a file named like the glob `pattern`."""
+        self._fs.invalidate_cache(self._root)  # drivers keep listings for good, and a run goes on
+        return any(fnmatch.filter(files, pattern) for _, _, files in self._fs.walk(self._root, maxdepth=1))
+
     def folders_with(self, pattern: str) -> list[Storage]:
         """Every folder at or below this one that holds a file named like the glob `pattern`."""
         self._fs.invalidate_cache()

@@ -104,7 +104,7 @@ def _header(text: str) -> str:
 
 def _usual(route: str) -> list[tuple[str, str]]:
     wanted = plugin().routes()[route].parameters
-    return [(name, _PARAMETERS[name][0]) for name in wanted if not wanted[name].optional]
+    return [(name, _PARAMETERS[name][0]) for name in wanted if wanted[name].default is ...]
 
 
 def _requests() -> st.SearchStrategy[Any]:
