@@ -86,7 +86,7 @@ def warn(message: str) -> None:
 
 
 @contextlib.contextmanager
-def hearing() -> Iterator[list[str]]:
+def capture_warnings() -> Iterator[list[str]]:
     """What is warned of inside, in this thread, as a list and not as warnings: for those who show it themselves."""
     heard: list[str] = []
     token = _heard.set(heard)

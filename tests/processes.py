@@ -118,11 +118,11 @@ def _prepare() -> None:
     import pandas  # noqa: F401
     import torch
 
-    from nemo_fp8_debug.kernels import histogram_of
+    from nemo_fp8_debug.kernels import count_histogram
     from nemo_fp8_debug.monitor import recorder_queue
 
     recorder_queue.PATIENCE = GUARD
-    histogram_of(torch.zeros(1, dtype=torch.bfloat16))
+    count_histogram(torch.zeros(1, dtype=torch.bfloat16))
 
 
 def _wait_for(processes: list[int]) -> None:

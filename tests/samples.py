@@ -11,14 +11,14 @@ from torch import nn
 from nemo_fp8_debug.capture.backends import torch_linear
 from nemo_fp8_debug.capture.backends.base import ScaleInUse
 from nemo_fp8_debug.capture.gemms import Gemm
-from nemo_fp8_debug.capture.operand_stats import collect
+from nemo_fp8_debug.capture.operand_stats import collect_stats
 from nemo_fp8_debug.capture.operands import Operand
 from nemo_fp8_debug.core.sample import Sample
 from nemo_fp8_debug.numerics.formats import E4M3
-from nemo_fp8_debug.numerics.metric_columns import unscaled
+from nemo_fp8_debug.numerics.metric_columns import unscale_columns
 from nemo_fp8_debug.numerics.recipe import parse_recipe
 from nemo_fp8_debug.numerics.tensor_scaling import CurrentScaling
-from nemo_fp8_debug.observations.operands.measure import measure
+from nemo_fp8_debug.observations.operands.measure import measure_tensors
 from nemo_fp8_debug.record.schema import SCHEMAS
 
 FINGERPRINT = {"versions": {"torch": "2.8.0"}, "recipe": {"measured_against": "delayed-hybrid"}}
@@ -74,6 +74,6 @@ def measured_sample(step: int, tensors: Mapping[tuple[str, str], torch.Tensor]) 
         operand = Operand(gemm, role, ScaleInUse(CurrentScaling(), E4M3, parse_recipe("current-hybrid"), "current"))
         operand.add(x, 0)
         operands.append(operand)
-    measured = measure(collect(operands))
-    metrics = measured.metrics | unscaled(measured.metrics, None)
+    measured = measure_tensors(collect_stats(operands))
+    metrics = measured.metrics | unscale_columns(measured.metrics, None)
     return Sample(step, {"metrics": metrics, "histograms": measured.histograms}, {"loss": 2.5})

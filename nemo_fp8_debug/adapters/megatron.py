@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..capture.grad_scale import loss_and_tokens
-from ..core.arguments import checks_arguments
+from ..capture.grad_scale import read_loss_and_tokens
+from ..core.arguments import check_arguments
 from ..errors import ConfigError
 from ..options.config import Config
 from .session import HostRun
@@ -28,7 +28,7 @@ else:
     Callback = object
 
 
-@checks_arguments(options_of=Config)
+@check_arguments(options_of=Config)
 class FP8DebugBridgeCallback(Callback):  # type: ignore[misc]
     """Looks at the operands of linear layers every `interval` steps; takes the fields of `Config` as arguments.
 
@@ -83,7 +83,7 @@ class FP8DebugBridgeCallback(Callback):  # type: ignore[misc]
         self._run.close()
 
 
-@checks_arguments(options_of=Config)
+@check_arguments(options_of=Config)
 class FP8DebugForwardStep:
     """A script's `forward_step` that is watched; takes the fields of `Config` as arguments.
 
@@ -152,7 +152,7 @@ class FP8DebugForwardStep:
                 # Megatron goes on to divide the loss in place.
                 loss, tokens = result[0].detach().clone(), result[1] if len(result) == 3 else 1
                 self._losses.append((loss, tokens))
-                self._run.watch_loss(*loss_and_tokens(result))
+                self._run.watch_loss(*read_loss_and_tokens(result))
             return result
 
         return watched

@@ -15,15 +15,15 @@ import torch
 from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from ..capture.grad_scale import scale_of, was_skipped
+from ..capture.grad_scale import read_scale, was_skipped
 from ..capture.tracing import Hook
-from ..core.arguments import checks_arguments
+from ..core.arguments import check_arguments
 from ..errors import ConfigError
 from ..options.config import Config
 from .session import HostRun
 
 
-@checks_arguments(options_of=Config)
+@check_arguments(options_of=Config)
 class FP8DebugTrainerCallback(TrainerCallback):
     """Looks at the operands of linear layers every `interval` steps; takes the fields of `Config` as arguments.
 
@@ -85,7 +85,7 @@ class FP8DebugTrainerCallback(TrainerCallback):
         self._losses = []
         with self._run.errors.guard("while looking for the learning rate and the loss scale"):
             self._lr = optimizer.param_groups[0]["lr"]
-            self._scale = scale_of(_scaler(optimizer))
+            self._scale = read_scale(_scaler(optimizer))
         self._run.begin_step(state.global_step + 1)
 
     def on_step_end(

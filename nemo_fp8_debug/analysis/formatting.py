@@ -11,18 +11,18 @@ import numpy as np
 import polars as pl
 
 
-def number(value: float | None, unit: str = "", prefix: str = "") -> str:
+def format_number(value: float | None, unit: str = "", prefix: str = "") -> str:
     """Three digits of a metric; `-` where it is absent."""
     return "-" if value is None else f"{prefix}{value:.3g}{unit}"
 
 
-def jsonable(value: Any) -> Any:
+def make_jsonable(value: Any) -> Any:
     """Return a value as JSON has it, with null for NaN and infinities.
 
     A table becomes a list of rows. An object becomes what its `to_json` returns, or else the fields of its dataclass.
 
     Example:
-        >>> jsonable({"loss": np.float32("nan"), "rows": pl.DataFrame({"step": [0, 10]})})
+        >>> make_jsonable({"loss": np.float32("nan"), "rows": pl.DataFrame({"step": [0, 10]})})
         {'loss': None, 'rows': [{'step': 0}, {'step': 10}]}
     """
     if value is None or isinstance(value, (str, int)):
@@ -38,12 +38,12 @@ def jsonable(value: Any) -> Any:
     elif is_dataclass(value):
         value = {each.name: getattr(value, each.name) for each in fields(value)}
     if isinstance(value, Mapping):
-        return {str(key): jsonable(held) for key, held in value.items()}
-    return [jsonable(held) for held in value] if isinstance(value, (list, tuple)) else value
+        return {str(key): make_jsonable(held) for key, held in value.items()}
+    return [make_jsonable(held) for held in value] if isinstance(value, (list, tuple)) else value
 
 
 def _list_rows(table: pl.DataFrame) -> list[dict[str, Any]]:
     floats = [name for name, kind in table.schema.items() if kind == pl.Float64]
     finite = table.with_columns(pl.when(pl.col(name).is_finite()).then(pl.col(name)).alias(name) for name in floats)
     rows: list[dict[str, Any]] = finite.to_dicts()
-    return jsonable(rows) if any(kind.is_nested() for kind in table.dtypes) else rows
+    return make_jsonable(rows) if any(kind.is_nested() for kind in table.dtypes) else rows

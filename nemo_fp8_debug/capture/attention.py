@@ -23,11 +23,11 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode
 
 from ..core.error_guard import Fault, OperandGuard
 from ..numerics.block_scaling import BlockRule
-from ..numerics.metrics import amax_of
+from ..numerics.metrics import compute_amax
 from ..numerics.tensor_scaling import CurrentScaling
-from .backends.base import Args, Backend, Kwargs, ScaleInUse, UnknownCast, unknown_cast
+from .backends.base import Args, Backend, Kwargs, ScaleInUse, UnknownCast, make_unknown_cast
 from .backends.transformer_engine.environment import unread_release
-from .backends.transformer_engine.quantizers import cast_by
+from .backends.transformer_engine.quantizers import make_cast
 from .dispatcher import Dispatcher, Pass
 from .gemms import Gemm
 from .hooks import OperandSink
@@ -71,7 +71,7 @@ def _recipe_of(module: Any) -> Any:
     return getattr(module, "fp8_meta", {}).get("recipe")
 
 
-def in_fp8(module: nn.Module) -> bool | None:
+def is_in_fp8(module: nn.Module) -> bool | None:
     """Whether an attention is told to run in FP8, as its last call or its configuration says; None: neither does."""
     recipe = _recipe_of(module)
     config: Any = getattr(module, "config", None)
@@ -190,19 +190,19 @@ class AttentionCapture:
             kind = type(quantizer).__name__
             if quantizer is not None and kind not in (*_PER_TENSOR, *_IN_BLOCKS):
                 raise UnknownCast(f"its quantizer is a {kind}, which is not measured of attention")
-            use = cast_by(quantizer, _recipe_of(gemm.module), like)
+            use = make_cast(quantizer, _recipe_of(gemm.module), like)
             if use.amax_group is not None:
                 raise UnknownCast("ranks share its amax, and how they reduce it was not seen")
             if len(roles) == 1 or use.source != "engine" or not isinstance(use.scale, CurrentScaling):
                 return use
             if len(tensors) != len(roles):
                 raise UnknownCast("not all tensors that are cast together could be found")
-            amax = torch.stack([amax_of(x) for x in tensors]).max()
+            amax = torch.stack([compute_amax(x) for x in tensors]).max()
             return replace(use, scale=use.scale.scale(amax, use.format.max))
         except Exception as error:
             for role in roles:
                 self._on_fault(gemm.name, role, error, False)
-            return unknown_cast(like)
+            return make_unknown_cast(like)
 
 
 def _as_cast(x: torch.Tensor, role: str, use: ScaleInUse) -> torch.Tensor:

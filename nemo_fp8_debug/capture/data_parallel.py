@@ -11,7 +11,7 @@ from torch import nn
 from .scan import ScannedModule
 
 
-def active_ddp() -> Any:
+def find_active_ddp() -> Any:
     """Return torch's DistributedDataParallel in whose forward this is called; None: in none."""
     of: Any = sys.modules.get("torch.nn.parallel.distributed")
     return getattr(getattr(of, "DistributedDataParallel", None), "_active_ddp_module", None)

@@ -8,14 +8,14 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from ..core.arguments import quoted
+from ..core.arguments import quote_names
 from ..core.layer_names import compile_patterns
 from ..errors import ConfigError
 from .backends import BACKENDS, Backend
-from .backends.base import is_plain, raw_weight
+from .backends.base import is_plain, read_raw_weight
 from .backends.in_forward import is_computed
-from .backends.parallel import first_expert
-from .patching import emulated
+from .backends.parallel import find_first_expert
+from .patching import find_emulation
 from .scan import ScannedModule, scan_modules
 
 
@@ -65,21 +65,21 @@ def list_gemms(scanned: Iterable[ScannedModule], in_forward: bool = False) -> li
     ]
 
 
-def seen_in_forward(gemm: Gemm) -> bool:
+def is_seen_in_forward(gemm: Gemm) -> bool:
     """Whether operands are looked for inside the forward of its module: at the operators of torch that multiply them."""
     if gemm.backend.in_forward:
         return True
-    if emulated(gemm.module):
+    if find_emulation(gemm.module):
         return False
     if is_computed(gemm.module):
         return True
     foreign = not gemm.backend.has_own_fp8 and bool(gemm.backend.foreign(gemm.module))
-    return foreign and is_plain(raw_weight(gemm.module))
+    return foreign and is_plain(read_raw_weight(gemm.module))
 
 
 def _part_of_name(part: str, parts: int) -> str:
     """Experts are numbered over all ranks."""
-    number = str(int(part) + first_expert(parts)) if part.isdigit() else part
+    number = str(int(part) + find_first_expert(parts)) if part.isdigit() else part
     return f".{number}" if number else ""
 
 
@@ -96,25 +96,25 @@ def find_unknown_gemms(scanned: Iterable[ScannedModule]) -> dict[str, str]:
     }
 
 
-def matching(gemms: Iterable[Gemm], patterns: Sequence[str] | None) -> list[Gemm]:
+def match_gemms(gemms: Iterable[Gemm], patterns: Sequence[str] | None) -> list[Gemm]:
     """The GEMMs whose names match; perhaps none."""
     matches = compile_patterns(patterns)
     return [g for g in gemms if matches(g.name)]
 
 
-def select(gemms: Iterable[Gemm], patterns: Sequence[str] | None) -> list[Gemm]:
+def select_gemms(gemms: Iterable[Gemm], patterns: Sequence[str] | None) -> list[Gemm]:
     """The GEMMs whose names match.
 
     Raises:
         ConfigError: none does; lists names that could have been meant.
     """
     gemms = list(gemms)
-    chosen = matching(gemms, patterns)
+    chosen = match_gemms(gemms, patterns)
     if not gemms:
         known = ", ".join(h.name for h in BACKENDS)
         raise ConfigError(f"the model has no GEMM layer that is known here (looked for: {known})")
     if not chosen:
-        names = quoted(sorted({g.name for g in gemms}))
+        names = quote_names(sorted({g.name for g in gemms}))
         raise ConfigError(f"no GEMM layer matches {list(patterns or ())}; the model has {names}")
     if all(g.compiled for g in chosen):
         raise ConfigError(
@@ -124,7 +124,7 @@ def select(gemms: Iterable[Gemm], patterns: Sequence[str] | None) -> list[Gemm]:
     return [g for g in chosen if not g.compiled]
 
 
-def without_ends(gemms: Sequence[Gemm], first: int, last: int) -> list[Gemm]:
+def drop_ends(gemms: Sequence[Gemm], first: int, last: int) -> list[Gemm]:
     """Leave out the GEMMs of the first and last so many transformer layers (those numbered `layers.N` in their names).
 
     Raises:

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from .dispatcher import Dispatcher
-from .patching import Watcher, patched
+from .patching import Watcher, watch_calls
 
 #: relative; a multiplier that is made of several factors is rounded by each
 _ROUNDING = 1e-6
@@ -52,7 +52,7 @@ class GradScale:
             self._dispatcher.watch_returned(root, self._guarded, self._see_output)
         schedules: Any = sys.modules.get("megatron.core.pipeline_parallel.schedules")
         if schedules is not None:
-            self._dispatcher.at_close(patched(schedules, "forward_step", _forward_step, self._see_result))
+            self._dispatcher.at_close(watch_calls(schedules, "forward_step", _forward_step, self._see_result))
 
     def show(self, loss: Any, tokens: torch.Tensor | float = 1) -> None:
         """A loss that is going to be backpropagated; has precedence over those that root modules return.
@@ -78,7 +78,7 @@ class GradScale:
 
     def _see_result(self, result: Any) -> None:
         with self._guarded():
-            self.show(*loss_and_tokens(result))
+            self.show(*read_loss_and_tokens(result))
 
     def _watch(self, loss: Any, tokens: torch.Tensor | float, seen: list[torch.Tensor]) -> None:
         if not (torch.is_tensor(loss) and loss.requires_grad and loss.numel() == 1):
@@ -118,14 +118,14 @@ def _loss_of(output: Any) -> Any:
     return getattr(output, "loss", output)
 
 
-def loss_and_tokens(result: Any) -> tuple[Any, Any]:
+def read_loss_and_tokens(result: Any) -> tuple[Any, Any]:
     """Of what a Megatron loss function returns: a mean and numbers to log, or a sum, the number of its tokens, and those."""
     if not isinstance(result, tuple) or len(result) not in (2, 3):
         return None, 1
     return result[0], result[1].detach().clone() if len(result) == 3 else 1
 
 
-def scale_of(scaler: Any) -> Any:
+def read_scale(scaler: Any) -> Any:
     """The loss scale of a `torch.amp.GradScaler` at this moment, on its device; None where it scales nothing."""
     if scaler is None or not scaler.is_enabled():
         return None
@@ -135,4 +135,4 @@ def scale_of(scaler: Any) -> Any:
 
 def was_skipped(before: Any, scaler: Any) -> Any:
     """Whether the optimizer did not step since the scale was `before`: only then does it fall. On its device."""
-    return scale_of(scaler) < before
+    return read_scale(scaler) < before

@@ -23,13 +23,13 @@ import torch
 from torch import nn
 
 from ..core.error_guard import Fault, OperandGuard
-from .backends.base import Args, Backend, Kwargs, ScaleInUse, StoredCodes, UnknownCast, is_prepared_later, unknown_cast
+from .backends.base import Args, Backend, Kwargs, ScaleInUse, StoredCodes, UnknownCast, is_prepared_later, make_unknown_cast
 from .dispatcher import Dispatcher, Guard, Mode, Pass
 from .gemms import Gemm
 from .operator_mode import AmaxReductions, Reduced, wait_for_backward, wait_for_node, with_shared_amax
 from .optimizer_weights import Masters, beside_master
-from .patching import emulated
-from .tensors import as_multiplied
+from .patching import find_emulation
+from .tensors import view_as_multiplied
 
 _NOTHING: Mapping[str, Any] = {}
 
@@ -181,7 +181,7 @@ class Capture:
         Args:
             sinks: by GEMM and role.
         """
-        gemms, acted_on = list[_WatchedGemm](), emulated(module) is not None
+        gemms, acted_on = list[_WatchedGemm](), find_emulation(module) is not None
         for name, of_roles in sinks.items():
             gemm = next(iter(of_roles.values())).gemm
             seen = {role: sink for role, sink in of_roles.items() if role not in gemm.unseen}
@@ -248,7 +248,7 @@ class Capture:
 
     def _take(self, watched: _WatchedGemm, role: str, x: torch.Tensor | None, call: Pass) -> None:
         if (sink := watched.sinks.get(role)) and x is not None:
-            x = x if watched.gemm.backend.has_own_fp8 else as_multiplied(x)
+            x = x if watched.gemm.backend.has_own_fp8 else view_as_multiplied(x)
             use = (call.kept.casts or {}).get((watched.name, role))
             sink.add(x, call.order + (role == "weight"), use)
             if self._copies:
@@ -287,12 +287,12 @@ class Capture:
                 raise UnknownCast(why)
             read = watched.cast(gemm.module, kwargs, gemm.part, role, gemm.backend.output(out))
             return partial(self._known_cast, gemm.name, role, read)
-        return lambda reduced: unknown_cast(role)
+        return lambda reduced: make_unknown_cast(role)
 
     def _known_cast(self, name: str, role: str, read: Callable[[], ScaleInUse], reduced: Reduced = ()) -> ScaleInUse:
         with self._guarded(name, role, lost=False):
             return with_shared_amax(read(), reduced)
-        return unknown_cast(role)
+        return make_unknown_cast(role)
 
     def _leave(self, watched: _WatchedModule, call: Pass, args: Args, kwargs: Kwargs, out: Any) -> None:
         watched.running, kept = None, call.kept

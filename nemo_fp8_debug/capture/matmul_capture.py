@@ -18,13 +18,13 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from ..core.error_guard import Fault, OperandGuard
-from .backends.base import Args, Kwargs, ScaleInUse, UnknownCast, raw_weight, unknown_cast
-from .backends.in_forward import is_computed, parameter_name, parameter_names, parameter_of
+from .backends.base import Args, Kwargs, ScaleInUse, UnknownCast, make_unknown_cast, read_raw_weight
+from .backends.in_forward import find_parameter, is_computed, parameter_name, parameter_names
 from .dispatcher import Dispatcher, Pass
 from .gemms import Gemm
 from .hooks import OperandSink, ProductSink
 from .matmuls import Matmul, Matmuls
-from .tensors import as_multiplied, is_dtensor
+from .tensors import is_dtensor, view_as_multiplied
 
 _COMPUTED = "its module computes it by other operators than those that are known not to quantize"
 
@@ -134,7 +134,7 @@ class MatmulCapture:
         if not untold or not self._read_casts:
             return None
         self._on_fault(gemm.name, role, UnknownCast(untold), False)
-        return unknown_cast(role)
+        return make_unknown_cast(role)
 
     def _multiply(self, gemm: Gemm, role: str, x: torch.Tensor, place: int, use: ScaleInUse | None) -> None:
         if products := self._products.get(gemm.name):
@@ -161,10 +161,10 @@ class MatmulCapture:
         with self._guarded(gemm, "input"):
             x = gemm.backend.input(gemm.module, args, kwargs, gemm.part)
             if x is not None:
-                self._add(gemm, "input", as_multiplied(x), call.counted.order, why)
+                self._add(gemm, "input", view_as_multiplied(x), call.counted.order, why)
         with self._guarded(gemm, "weight"):
-            if (weight := raw_weight(gemm.module)) is not None:
-                self._add(gemm, "weight", as_multiplied(weight), call.counted.order, why)
+            if (weight := read_raw_weight(gemm.module)) is not None:
+                self._add(gemm, "weight", view_as_multiplied(weight), call.counted.order, why)
         with self._guarded(gemm, "grad_output"):
             self._hook_gradient(gemm, call, call.counted.order, False, gemm.backend.output(out), True)
 
@@ -175,7 +175,7 @@ def _check_rows(gemm: Gemm) -> None:
     Raises:
         TypeError: ranks split the parameter otherwise, and which of them counts X and dY is not known.
     """
-    parameter: Any = parameter_of(gemm.module, parameter_name(gemm.module, gemm.part))
+    parameter: Any = find_parameter(gemm.module, parameter_name(gemm.module, gemm.part))
     if is_dtensor(parameter):
         apart = all(p.is_replicate() or (p.is_shard(0) and parameter.dim() == 3) for p in parameter.placements)
         if not apart or all(p.is_replicate() for p in parameter.placements):

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from torch.utils._pytree import tree_leaves
 
 from ..core.error_guard import enter_again, leave_modes
-from .backends.in_forward import parameter_of
+from .backends.in_forward import find_parameter
 from .dispatcher import EventHook
 from .operator_mode import over_dtensors
 from .scan import scan_modules
@@ -174,12 +174,12 @@ class Matmuls(TorchDispatchMode):
         """Of several parameters that make up what is multiplied, the one with as many values."""
         if len(names) == 1:
             return next(iter(names))
-        fitting = [name for name in names if local_of(parameter_of(self._module, name)).numel() == weight.numel()]
+        fitting = [name for name in names if local_of(find_parameter(self._module, name)).numel() == weight.numel()]
         return fitting[0] if len(fitting) == 1 else None
 
     def _weight(self, key: str, multiplied: torch.Tensor, origin: Origin) -> torch.Tensor | None:
         """The whole parameter where it was but moved, and what is multiplied if it was computed of all of it."""
-        parameter: Any = parameter_of(self._module, key)
+        parameter: Any = find_parameter(self._module, key)
         if origin.made == MOVED and origin.sources == {key}:
             out, k = parameter.shape[-2:]
             along = multiplied.stride(-1) <= multiplied.stride(-2) if out == k else k == multiplied.shape[-1]

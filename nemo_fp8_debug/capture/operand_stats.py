@@ -76,7 +76,7 @@ class OperandStats:
         return self.scales is None or self.scales[0] == self.scales[1]
 
 
-def added_up(key: Key, stats: Sequence[OperandStats]) -> OperandStats:
+def add_up_stats(key: Key, stats: Sequence[OperandStats]) -> OperandStats:
     """Whole operands of the same recipe, format and dtype as one, but for their sums: scales may still be unknown."""
     first = stats[0]
     direct = [s.moments for s in stats if s.moments]
@@ -99,7 +99,7 @@ def added_up(key: Key, stats: Sequence[OperandStats]) -> OperandStats:
     )
 
 
-def collect(operands: Sequence[Operand]) -> list[OperandStats]:
+def collect_stats(operands: Sequence[Operand]) -> list[OperandStats]:
     """What is known of each operand that was seen at least once."""
     seen = [o for o in operands if o.calls]
     for operand in seen:
@@ -110,7 +110,7 @@ def collect(operands: Sequence[Operand]) -> list[OperandStats]:
 
 def _shard(operand: Operand, known: _UnderScales) -> OperandStats:
     moments, mine = operand.whole_moments, known.of.get(operand.key)
-    total, cast = operand.total, cast_of(operand.casts[0], operand)
+    total, cast = operand.total, find_cast(operand.casts[0], operand)
     return OperandStats(
         key=operand.key,
         kind=operand.gemm.kind,
@@ -130,7 +130,7 @@ def _shard(operand: Operand, known: _UnderScales) -> OperandStats:
     )
 
 
-def cast_of(use: ScaleInUse, operand: Operand) -> Cast:
+def find_cast(use: ScaleInUse, operand: Operand) -> Cast:
     """How an operand was cast, in words."""
     words = use.recipe.name, use.format.name, use.source, str(operand.dtype).removeprefix("torch.")
     if not _copy_is_known(operand):
@@ -153,7 +153,7 @@ class _UnderScales:
     def __init__(self, operands: Sequence[Operand]) -> None:
         parts = [(i, o, u, s) for i, o in enumerate(operands) for u, s in zip(o.casts, o.histograms, strict=True)]
         uses = [use for _, _, use, _ in parts]
-        casts = [cast_of(use, operand) for _, operand, use, _ in parts]
+        casts = [find_cast(use, operand) for _, operand, use, _ in parts]
         histograms = Histograms([histogram for *_, histogram in parts])
         owner = torch.tensor([i for i, *_ in parts], dtype=torch.int64)
         held = [use.scale if isinstance(use.scale, (torch.Tensor, CurrentScaling)) else None for use in uses]

@@ -9,7 +9,7 @@ from typing import ClassVar
 
 import torch
 
-from ..kernels import Asked, ValueStats, count_into, histogram_of, measure_values, nonfinite
+from ..kernels import Asked, ValueStats, count_histogram, count_into, count_nonfinite, measure_values
 from ..numerics.block_scaling import BlockRule
 from ..numerics.histogram import DTYPES, Histogram
 from ..numerics.metrics import Moments, MomentsFound, QuantizationSums, SumsFound, merge
@@ -17,7 +17,7 @@ from ..numerics.recipe import Recipe
 from ..numerics.tensor_scaling import CurrentScaling
 from .backends.base import Backend, ScaleInUse
 from .gemms import Gemm
-from .tensors import local
+from .tensors import take_local_part
 
 #: histograms of an operand that are kept apart, because each may have been cast with another scale; what comes after is
 #: measured as it passes, so that many micro-batches take no more of a device's memory
@@ -93,7 +93,7 @@ class Operand:
             raise TypeError(f"it is {x.dtype}, which FP8 does not stand in for; bfloat16, float16 and float32 are measured")
         if self.dtype not in (None, x.dtype):
             raise TypeError(f"it is {self.dtype} in one call and {x.dtype} in another of the same step")
-        x, use = local(x).detach(), use or self.in_use
+        x, use = take_local_part(x).detach(), use or self.in_use
         copy = use.columnwise if self.measures_copies and use.decoded is None else None
         self._count_nonfinite()
         counted = self._count(x, use)
@@ -102,7 +102,7 @@ class Operand:
             tried, copied = (self.what_if, self.tries_current), None if copy is None else copy.rule
             asked = Asked(self.role, use.rule, use.decoded, *tried, copied, self.counts_block_scales, joins_rest)
             self._keep(measure_values(x, counted, asked), use, copy)
-        self._nonfinite.append((order, nonfinite(counted) if self.calls and not self.moments else None))
+        self._nonfinite.append((order, count_nonfinite(counted) if self.calls and not self.moments else None))
         self.dtype = x.dtype
         self.calls += 1
 
@@ -116,7 +116,7 @@ class Operand:
         if joins and not any(isinstance(recipe.scaling, BlockRule) for recipe in self.what_if):
             count_into(self.histograms[-1], x)
             return self.histograms[-1]
-        mine = histogram_of(x)
+        mine = count_histogram(x)
         if joins:
             self.histograms[-1].counts += mine.counts
         elif len(self.histograms) < KEPT_APART or x.dtype not in DTYPES:
@@ -151,7 +151,7 @@ class Operand:
         """What the first call's histogram says of it, before others may be counted into that one; without host
         synchronization."""
         if self.calls == 1 and not self.moments:
-            self._nonfinite = [(order, nonfinite(self.histograms[0])) for order, _ in self._nonfinite]
+            self._nonfinite = [(order, count_nonfinite(self.histograms[0])) for order, _ in self._nonfinite]
 
     @property
     def nonfinite_order(self) -> int | None:

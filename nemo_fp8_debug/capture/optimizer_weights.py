@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from .backends.base import ScaleInUse, StoredCodes, raw_weight
+from .backends.base import ScaleInUse, StoredCodes, read_raw_weight
 from .gemms import Gemm
 from .scan import ScannedModule
 
@@ -66,7 +66,7 @@ class Masters:
             return torch.empty(0, device=parameter.device), 0
         for buffer in self.buffers:
             if parameter in buffer.param_index_map:
-                start = begin_of_part(buffer, parameter)
+                start = find_part_start(buffer, parameter)
                 if main.dtype == torch.float32 and start + main.numel() <= parameter.numel():
                     return main.detach().reshape(-1), start
         raise LookupError("ranks keep parts of its master weight, and which one this rank has is not known")
@@ -103,7 +103,7 @@ def _is_whole(master: Any, parameter: Any) -> bool:
     return isinstance(master, torch.Tensor) and master.dtype == torch.float32 and master.numel() == parameter.numel()
 
 
-def begin_of_part(buffer: Any, parameter: Any) -> int:
+def find_part_start(buffer: Any, parameter: Any) -> int:
     """Ranks have equal parts of each bucket: of a parameter, where this rank's part of its bucket begins."""
     start, _, number = buffer.param_index_map[parameter]
     bucket, group = buffer.buckets[number], buffer.data_parallel_group
@@ -130,11 +130,11 @@ class Stepped:
         return x.detach().reshape(-1)[begin : begin + count] if x.numel() >= begin + count else None
 
 
-def weight_of(gemm: Gemm) -> Any:
+def find_weight(gemm: Gemm) -> Any:
     """The parameter that a GEMM multiplies, as its module holds it; None: its name is not known."""
     if gemm.part and not gemm.part.isdigit():
         return None
-    return raw_weight(gemm.module, f"weight{gemm.part}")
+    return read_raw_weight(gemm.module, f"weight{gemm.part}")
 
 
 def stepped_by(optimizer: Any, gemms: Mapping[str, Gemm]) -> Iterator[Stepped]:
@@ -145,7 +145,7 @@ def stepped_by(optimizer: Any, gemms: Mapping[str, Gemm]) -> Iterator[Stepped]:
     """
     held = {id(parameter): parameter for group in optimizer.param_groups for parameter in group["params"]}
     for name, gemm in gemms.items():
-        weight = weight_of(gemm)
+        weight = find_weight(gemm)
         own = next((p for p in (weight, getattr(weight, "main_param", None)) if p is not None and id(p) in held), None)
         if own is not None and not _is_flattened(own, weight):
             yield Stepped(name, weight, own)

@@ -36,7 +36,7 @@ EMULATED: weakref.WeakKeyDictionary[nn.Module, CastOverride] = weakref.WeakKeyDi
 SWITCHED: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
 
 
-def emulated(module: nn.Module) -> CastOverride | None:
+def find_emulation(module: nn.Module) -> CastOverride | None:
     """The emulation that acts on `module`, if any."""
     return EMULATED.get(module)
 
@@ -82,7 +82,7 @@ class PatchedFunction:
             setattr(self._holder, self._name, self._own)
 
 
-def patched(holder: Any, name: str, call: Call, watcher: Watcher) -> Callable[[], None]:
+def watch_calls(holder: Any, name: str, call: Call, watcher: Watcher) -> Callable[[], None]:
     """Watch the calls of `holder.name`, a module's or an object's; returns what ends that."""
     current = vars(holder).get(name)
     if not isinstance(current, PatchedFunction):

@@ -12,9 +12,9 @@ from ..core.keys import ROLES, Key
 from ..numerics.delayed_state import EmulatedScales
 from ..numerics.recipe import Recipe
 from ..numerics.tensor_scaling import CurrentScaling
-from .backends.base import ScaleInUse, not_quantized, unknown_cast
-from .gemms import Gemm, seen_in_forward
-from .patching import SWITCHED, emulated
+from .backends.base import ScaleInUse, make_unknown_cast, make_unquantized_cast
+from .gemms import Gemm, is_seen_in_forward
+from .patching import SWITCHED, find_emulation
 
 #: what a run without FP8 is measured against: it needs nothing but the tensor itself
 SHADOW = Recipe(CurrentScaling())
@@ -33,7 +33,7 @@ class Scales:
         #: whether what the run itself uses is measured
         self.auto = recipe is None
         configured = [r for g in gemms if (r := g.backend.recipe(g.module))]
-        recipes = [e.recipes[role] for g in gemms if (e := emulated(g.module)) for role in ROLES if e.quantizes(role)]
+        recipes = [e.recipes[role] for g in gemms if (e := find_emulation(g.module)) for role in ROLES if e.quantizes(role)]
         engines = [r for r, _ in Counter(recipes).most_common(1)]
         #: of operands that nothing quantizes, or whose scale cannot be read
         self._recipe = recipe or (engines + configured + [SHADOW])[0]
@@ -41,7 +41,9 @@ class Scales:
         self.description = {
             "asked": asked if isinstance(asked, str) else dict(asked),
             "measured_against": self._recipe.name,
-            "gemms_quantized_by_emulation": sum(any(map(e.quantizes, ROLES)) for g in gemms if (e := emulated(g.module))),
+            "gemms_quantized_by_emulation": sum(
+                any(map(e.quantizes, ROLES)) for g in gemms if (e := find_emulation(g.module))
+            ),
             "gemms_switched_in_engine": sum(g.module in SWITCHED for g in gemms),
             "configured_in_backend": configured[0].name if configured else None,
         }
@@ -52,13 +54,13 @@ class Scales:
 
     def in_use(self, gemm: Gemm, role: str) -> ScaleInUse:
         """How operand `role` of `gemm` is cast in the step that begins."""
-        if self.auto and (engine := emulated(gemm.module)):
+        if self.auto and (engine := find_emulation(gemm.module)):
             if not engine.quantizes(role):
-                return not_quantized(role)
+                return make_unquantized_cast(role)
             recipe = engine.recipes[role]
             return ScaleInUse(engine.scale(role), recipe.format_of(role), recipe, "engine")
-        if self.auto and gemm.backend.foreign(gemm.module) and not seen_in_forward(gemm):
-            return unknown_cast(role)
+        if self.auto and gemm.backend.foreign(gemm.module) and not is_seen_in_forward(gemm):
+            return make_unknown_cast(role)
         scale = self._emulated.next_scale((gemm.name, role))
         source = "emulated" if isinstance(scale, torch.Tensor) else "current"
         return ScaleInUse(scale, self._recipe.format_of(role), self._recipe, source)

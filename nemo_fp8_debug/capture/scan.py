@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from ..core.layer_names import WRAPPERS
-from .backends.parallel import first_expert
+from .backends.parallel import find_first_expert
 
 #: lists of a rank's own experts, in Megatron and DeepSpeed, two levels below what knows their group
 _EXPERT_LISTS = ("local_experts", "deepspeed_experts")
@@ -69,7 +69,7 @@ class ScannedModule:
             if number is not None:
                 key = str(number - 1)
             elif experts:
-                key = str(int(key) + first_expert(len(holder.module._modules), experts.module))
+                key = str(int(key) + find_first_expert(len(holder.module._modules), experts.module))
         return (*outer, key)
 
     @property

@@ -17,7 +17,7 @@ def is_dtensor(x: Any) -> bool:
     return hasattr(x, "to_local")
 
 
-def local(x: torch.Tensor) -> torch.Tensor:
+def take_local_part(x: torch.Tensor) -> torch.Tensor:
     """This rank's part of a DTensor, detached, without a collective; other tensors as they are."""
     if not is_dtensor(x):
         return x
@@ -50,7 +50,7 @@ def is_counted(x: torch.Tensor, rank: int, first: int | None) -> bool:
         return False
     if any(p.is_partial() for p in placements):
         raise TypeError(f"it is a sum whose summands ranks hold ({placements}), and only a collective could add them up")
-    return local(x).numel() > 0
+    return take_local_part(x).numel() > 0
 
 
 def is_never_counted(x: torch.Tensor) -> bool:
@@ -58,7 +58,7 @@ def is_never_counted(x: torch.Tensor) -> bool:
     return False
 
 
-def as_multiplied(x: torch.Tensor) -> torch.Tensor:
+def view_as_multiplied(x: torch.Tensor) -> torch.Tensor:
     """The operand in the dtype that autocast gives it on the way into the GEMM; autocast leaves float64 alone."""
     kind = x.device.type
     if torch.is_autocast_enabled(kind) and x.is_floating_point() and x.dtype != torch.float64:

@@ -23,14 +23,14 @@ import torch
 from torch import nn
 
 from ..core.error_guard import enter_again, leave_modes
-from .backends.base import raw_weight
+from .backends.base import read_raw_weight
 from .backends.in_forward import parameter_name
-from .backends.parallel import copied_part, gradient_ranks, groups
-from .data_parallel import Sharded, active_ddp
+from .backends.parallel import find_copied_part, find_parallel_state, list_gradient_ranks
+from .data_parallel import Sharded, find_active_ddp
 from .dispatcher import Dispatcher
 from .gemms import Gemm
 from .optimizer_weights import find_buffers, is_split_by_zero
-from .patching import patched
+from .patching import watch_calls
 from .scan import ScannedModule
 from .tensors import is_dtensor
 
@@ -80,7 +80,7 @@ class WatchedWeight:
     def is_due(self) -> bool:
         """Return True if this rank is to count a part of the gradient."""
         if self.buffer is not None and _is_distributed(self.buffer):
-            return not copied_part(self.module) and _part_of_bucket(self.buffer, self.parameter) is not None
+            return not find_copied_part(self.module) and _part_of_bucket(self.buffer, self.parameter) is not None
         return self.counts(self.parameter)
 
     def is_counted(self, x: torch.Tensor) -> bool:
@@ -135,7 +135,7 @@ class WeightGradients:
                 self._dispatcher.watch_ready(one.module, self._guard, partial(self._before_forward, one))
         for module in {id(one.reducer): one.reducer for one in self.weights if one.reducer is not None}.values():
             watcher = partial(self._after_reduction, module)
-            self._dispatcher.at_close(patched(module, "finish_grad_sync", _call_first, watcher))
+            self._dispatcher.at_close(watch_calls(module, "finish_grad_sync", _call_first, watcher))
 
     def _find(self) -> list[WatchedWeight]:
         sharded, buffers = Sharded(self._scanned), find_buffers(self._scanned)
@@ -146,7 +146,7 @@ class WeightGradients:
             if (place := _place_of(gemm)) is None:
                 continue
             own = sharded.parameter(*place)
-            weight: Any = raw_weight(*place) if own is None else own
+            weight: Any = read_raw_weight(*place) if own is None else own
             if id(weight) in found:
                 found[id(weight)].names.append(gemm.name)
             elif weight is not None and weight.requires_grad and weight.is_leaf and weight.dim() > 1:
@@ -158,12 +158,12 @@ class WeightGradients:
 
     def _is_known(self, one: WatchedWeight, buffers: Sequence[tuple[Any, Any]]) -> bool:
         """Return True if it is known how ranks add up its gradient."""
-        weight, of_megatron = one.parameter, gradient_ranks(one.module)
+        weight, of_megatron = one.parameter, list_gradient_ranks(one.module)
         ranks = self._ranks if of_megatron is None else of_megatron
         if is_split_by_zero(weight):
             return False
         if is_dtensor(weight):
-            return groups() is None and bool(weight.device_mesh.size() == ranks)
+            return find_parallel_state() is None and bool(weight.device_mesh.size() == ranks)
         for module, buffer in buffers:
             if weight in buffer.param_index_map:
                 one.buffer, one.reducer = buffer, module
@@ -181,14 +181,14 @@ class WeightGradients:
         if torch._C._current_graph_task_id() != -1 or not torch.is_grad_enabled():
             return
         if one.is_sharded:
-            gathered: Any = raw_weight(one.holder, one.key)
+            gathered: Any = read_raw_weight(one.holder, one.key)
             if gathered is not None and gathered.is_leaf and gathered.requires_grad and not is_dtensor(gathered):
                 self._hook(one, gathered)
             return
-        ddp = active_ddp()
+        ddp = find_active_ddp()
         if ddp is not None:
             own = self._ddp.setdefault(id(ddp), {id(p) for p in ddp._module_parameters})
-            ranks = gradient_ranks(one.module) or self._ranks
+            ranks = list_gradient_ranks(one.module) or self._ranks
             is_all = id(one.parameter) in own and ddp.process_group.size() == ranks
             one.is_synced = is_all and bool(ddp.require_backward_grad_sync)
 
@@ -274,7 +274,7 @@ def adds_to_main_grad(module: nn.Module, weight: Any = None) -> bool:
     Args:
         weight: None: the one that the module calls so.
     """
-    held = raw_weight(module) if weight is None else weight
+    held = read_raw_weight(module) if weight is None else weight
     return hasattr(held, "main_grad") and any(getattr(module, name, False) for name in _FUSED)
 
 

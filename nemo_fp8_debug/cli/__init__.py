@@ -14,7 +14,7 @@ from typer.core import TyperGroup
 from typer.main import get_command
 
 from .._version import __version__
-from .console import explained
+from .console import explain_errors
 
 #: the module of each command; that alone is imported, since torch takes seconds
 COMMANDS = {
@@ -57,7 +57,7 @@ class _Commands(TyperGroup):
         alone = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich")
         # A paragraph each, as Typer breaks no lines otherwise.
         make = alone.command(cmd_name, epilog="\n\n".join(["[bold]Examples[/]", *examples]))
-        make(explained(command, 2 if cmd_name == "gate" else 1))
+        make(explain_errors(command, 2 if cmd_name == "gate" else 1))
         return get_command(alone)
 
 

@@ -17,7 +17,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
-from ..analysis.formatting import jsonable
+from ..analysis.formatting import make_jsonable
 from ..errors import ConfigError, FP8DebugWarning, RecordError
 
 #: arguments and options of several commands
@@ -44,14 +44,14 @@ class _Console(Console):
     """Names come from records and plans of others: what would steer a terminal is shown instead, and no emoji is made."""
 
     def render_str(self, text: str, **named: Any) -> Text:
-        return super().render_str(printable(text), **named | {"emoji": False})
+        return super().render_str(escape_controls(text), **named | {"emoji": False})
 
 
-def printable(text: str) -> str:
+def escape_controls(text: str) -> str:
     """What would steer a terminal is shown instead.
 
     Example:
-        >>> printable("fc1\\x1b[2J")
+        >>> escape_controls("fc1\\x1b[2J")
         'fc1\\\\x1b[2J'
     """
     return "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)
@@ -77,14 +77,14 @@ def _width() -> int:
     return _NO_TERMINAL
 
 
-def say(out: Console, text: str) -> None:
+def print_text(out: Console, text: str) -> None:
     """Print prose: wrapped between words in a terminal, a line a paragraph in a file unless `COLUMNS` is set."""
-    out.print(Text(printable(text)), soft_wrap=not out.is_terminal and _columns() is None)
+    out.print(Text(escape_controls(text)), soft_wrap=not out.is_terminal and _columns() is None)
 
 
 def print_json(value: Any) -> None:
-    """Print what `jsonable` makes of a value, for programs and people: a key a line, and of tables a row a line."""
-    for piece in _json(jsonable(value), "\n"):
+    """Print what `make_jsonable` makes of a value, for programs and people: a key a line, and of tables a row a line."""
+    for piece in _json(make_jsonable(value), "\n"):
         sys.stdout.write(piece)
     print()
 
@@ -109,7 +109,7 @@ def _json(value: Any, line: str) -> Iterator[str]:
 
 
 @contextlib.contextmanager
-def working(*phases: str) -> Iterator[Callable[[], None]]:
+def show_progress(*phases: str) -> Iterator[Callable[[], None]]:
     """A progress bar on standard error, if that is a terminal.
 
     Args:
@@ -119,7 +119,7 @@ def working(*phases: str) -> Iterator[Callable[[], None]]:
         a function to call when a phase is over.
 
     Example:
-        >>> with working("reading runs/bad", "comparing") as over:
+        >>> with show_progress("reading runs/bad", "comparing") as over:
         ...     over()
         ...     over()
     """
@@ -135,7 +135,7 @@ def working(*phases: str) -> Iterator[Callable[[], None]]:
         yield over
 
 
-def explained(command: Callable[..., None], status: int) -> Callable[..., None]:
+def explain_errors(command: Callable[..., None], status: int) -> Callable[..., None]:
     """The command with errors and warnings of ours as one line each on standard error.
 
     Args:

@@ -16,22 +16,22 @@ from ..analysis.comparison.compare import Comparison, compare
 from ..analysis.diagnosis.diagnose import diagnose, diagnose_comparison
 from ..analysis.diagnosis.diagnosis import Diagnosis
 from ..analysis.diagnosis.narrator import tell_advice, tell_verdict
-from ..analysis.diagnosis.ranking import by_harm
-from ..analysis.formatting import number
+from ..analysis.diagnosis.ranking import order_by_harm
+from ..analysis.formatting import format_number
 from ..analysis.loss.outcome import MAX_GAP
 from ..analysis.recommendation.options import Budget, Errors
 from ..analysis.recommendation.recommend import Recommendation, TensorFix
-from ..analysis.recommendation.snippets import PLAN, snippets_of, unwritten, write
+from ..analysis.recommendation.snippets import PLAN, list_unwritten, make_snippets, write_snippets
 from ..analysis.recommendation.snippets.snippet import Snippet
 from ..analysis.runs.cluster import on_cluster
 from ..analysis.runs.run import Run
-from ..analysis.story.story import story, strip_text
-from ..analysis.story.summary import story_markdown, summarize, to_json
+from ..analysis.story.story import draw_strip, story
+from ..analysis.story.summary import summarize, to_json, write_markdown
 from ..core.keys import ROLES, SHOWN_AS, STATES, Key
 from ..core.table import load_modules
 from ..errors import ConfigError
-from ..numerics.metric_names import label_of
-from .console import AsJson, AsWholeJson, By, Cluster, Top, console, print_json, say, working
+from ..numerics.metric_names import name_metric
+from .console import AsJson, AsWholeJson, By, Cluster, Top, console, print_json, print_text, show_progress
 from .listing import TENSOR, Column, print_rows
 
 EXAMPLES = {
@@ -84,7 +84,7 @@ def compare_command(
         from ..tensorboard_plugin.page.report import check_report
 
         check_report(html)
-    with on_cluster(cluster), working("reading the records", *(f"comparing {path}" for path in run)) as over:
+    with on_cluster(cluster), show_progress("reading the records", *(f"comparing {path}" for path in run)) as over:
         first, *others = _read_runs([baseline, *run, *([reference] if reference else [])], by)
         over()
         other = others.pop() if reference else None
@@ -92,12 +92,12 @@ def compare_command(
         for run_read in others:
             comparisons.append(compare(run_read, first, other, by, rename or ()))
             over()
-        ranked = [by_harm(found.tensors.to_dicts(), diagnose_comparison(found)) for found in comparisons]
+        ranked = [order_by_harm(found.tensors.to_dicts(), diagnose_comparison(found)) for found in comparisons]
     if html is not None:  # before anything is printed: whoever reads that may stop reading
         from ..tensorboard_plugin.page.report import ReportSubject, write_report
 
         paths = [run.path for run in others]
-        with working(f"writing {html}"):
+        with show_progress(f"writing {html}"):
             write_report(html, ReportSubject(first.path, paths, other.path if other else None, by, rename or ()))
     if as_json:
         plain = [told | {"tensors": tensors} for told, tensors in zip(map(to_json, comparisons), ranked, strict=True)]
@@ -131,8 +131,8 @@ def _print_comparison(found: Comparison, tensors: Sequence[Mapping[str, Any]], t
     if len(found.differences()):
         _print_differences(out, found, top)
     for note in found.notes:
-        say(out, note)
-    say(out, summarize(found))
+        print_text(out, note)
+    print_text(out, summarize(found))
 
 
 def _print_losses(out: Console, found: Comparison) -> None:
@@ -154,7 +154,7 @@ def _print_ranking(out: Console, tensors: Sequence[Mapping[str, Any]], unit: str
     rows = []
     for row in tensors:
         pairs = [_show_medians(row, metric) for metric in ("underflow_pct", "overflow_pct", "amax")]
-        ratios = number(row["drift_log2"]), number(row["mse_ratio"])
+        ratios = format_number(row["drift_log2"]), format_number(row["mse_ratio"])
         rows.append((row["layer"], row["tensor"], *ratios, *pairs, _show_step(row["onset"])))
     print_rows(out, title, (*TENSOR, *map(Column, headings)), rows)
 
@@ -165,9 +165,9 @@ def _print_order(out: Console, found: Comparison, top: int) -> None:
     others = (Column("metric", "text"), *map(Column, ("expected", "found", "times the least that counts")))
     rows = []
     for row in found.out_of_band.head(top).iter_rows(named=True):
-        values = [number(row[name]) for name in ("expected", "value", "excess")]
+        values = [format_number(row[name]) for name in ("expected", "value", "excess")]
         when = str(row["onset"]), _show_step(row["lead"])
-        rows.append((row["layer"], row["tensor"], *when, label_of(row["metric"]), *values))
+        rows.append((row["layer"], row["tensor"], *when, name_metric(row["metric"]), *values))
     print_rows(out, "Order in which tensors leave the baseline's band", (*TENSOR, *steps, *others), rows)
 
 
@@ -176,7 +176,7 @@ def _print_groups(out: Console, found: Comparison) -> None:
     rows = []
     for row in found.groups().iter_rows(named=True):
         counts = str(row["tensors"]), str(row["out_of_band"]), _show_step(row["onset"])
-        rows.append((row["by"], row["group"], *counts, number(row["drift_log2"])))
+        rows.append((row["by"], row["group"], *counts, format_number(row["drift_log2"])))
     columns = (Column("by", "name"), Column("group", "name"), *map(Column, headings))
     print_rows(out, "Where they are", columns, rows, entry=" ".join)
 
@@ -202,7 +202,13 @@ def _tried_states(found: Comparison) -> pl.DataFrame:
 def _print_other_formats(out: Console, tried: pl.DataFrame, top: int) -> None:
     columns = (*TENSOR, Column("recipe", "text"), *map(Column, ("underflow %", "relative error")))
     rows = [
-        (row["layer"], SHOWN_AS[row["role"]], row["recipe"], number(row["underflow_pct"]), number(row["relative_error"]))
+        (
+            row["layer"],
+            SHOWN_AS[row["role"]],
+            row["recipe"],
+            format_number(row["underflow_pct"]),
+            format_number(row["relative_error"]),
+        )
         for row in tried.head(top).iter_rows(named=True)
     ]
     print_rows(out, "What other formats would do to what the run's optimizers keep", columns, rows)
@@ -221,7 +227,7 @@ def _show_step(value: int | None) -> str:
 
 
 def _show_medians(row: Mapping[str, Any], metric: str) -> str:
-    return f"{number(row[f'{metric}_baseline'])} -> {number(row[f'{metric}_run'])}"
+    return f"{format_number(row[f'{metric}_baseline'])} -> {format_number(row[f'{metric}_run'])}"
 
 
 # --- diagnose -------------------------------------------------------------------------------------------------------------
@@ -261,23 +267,23 @@ def diagnose_command(
     cluster: Cluster = None,
 ) -> None:
     """Say what is wrong with a run: the operand it began in, since when, why, and whether it did harm."""
-    with on_cluster(cluster), working(f"diagnosing {run}"):
+    with on_cluster(cluster), show_progress(f"diagnosing {run}"):
         found = diagnose(run, baseline, reference, by, max_gap, bands)
         told = story(found) if as_json or as_markdown else {}
     if as_json:
         print_json(found.to_json() | {"story": told})
     elif as_markdown:
         against = f" against {', '.join(each.name for each in baseline)}" if baseline else ""
-        print(f"### {run.name}{against}: {told['headline']['title']}\n\n{story_markdown(told)}")
+        print(f"### {run.name}{against}: {told['headline']['title']}\n\n{write_markdown(told)}")
     else:
         _print_diagnosis(found)
 
 
 def _print_diagnosis(found: Diagnosis) -> None:
     out = console()
-    say(out, found.verdict())
+    print_text(out, found.verdict())
     for note in (*found.details, *found.notes):
-        say(out, f"note: {note}")
+        print_text(out, f"note: {note}")
     _print_events(out, story(found)["events"], found.run.unit)
     out.print()
     columns = (
@@ -296,13 +302,13 @@ def _print_events(out: Console, events: Sequence[Mapping[str, Any]], unit: str) 
     if len(events) < 2:
         return
     out.print()
-    say(out, "Order of events:")
-    for line in strip_text(events, min(out.width, _WIDEST) - 2, unit).splitlines():
+    print_text(out, "Order of events:")
+    for line in draw_strip(events, min(out.width, _WIDEST) - 2, unit).splitlines():
         out.print(f"  {line}", markup=False, highlight=False, no_wrap=True, overflow="ignore")
     for event in events[:_LISTED]:
-        say(out, f"  {unit} {event['step']}: {event['what']}")
+        print_text(out, f"  {unit} {event['step']}: {event['what']}")
     if (left := len(events) - _LISTED) > 0:
-        say(out, f"  and {left} more, all with --json")
+        print_text(out, f"  and {left} more, all with --json")
 
 
 # --- recommend ------------------------------------------------------------------------------------------------------------
@@ -346,18 +352,18 @@ def recommend_command(
     `diagnose`, whose advice is the change of the blamed operand.
     """
     budget = Budget(relative_error, underflow, overflow)
-    with on_cluster(cluster), working(f"diagnosing {run}", "trying changes") as over:
+    with on_cluster(cluster), show_progress(f"diagnosing {run}", "trying changes") as over:
         diagnosis = diagnose(run, baseline)
         over()
         found = diagnosis.recommend(budget, [_parse_operand(text) for text in operand or ()])
     advice = [] if operand else tell_advice(diagnosis, diagnosis.find_fix(found))
     output = output if found.plan.changes else None
-    snippets = write(found, output) if output else snippets_of(found)
+    snippets = write_snippets(found, output) if output else make_snippets(found)
     if as_json:
         print_json(found.to_json() | {"advice": advice})
         return
     if not operand:
-        say(console(), tell_verdict(diagnosis, advice))
+        print_text(console(), tell_verdict(diagnosis, advice))
     _print_recommendation(console(), found, snippets, output)
 
 
@@ -371,12 +377,12 @@ def _parse_operand(text: str) -> Key:
 
 def _print_recommendation(out: Console, found: Recommendation, snippets: list[Snippet], folder: Path | None) -> None:
     if not found.findings and not found.notes:
-        say(out, "No recipe is to blame: there is nothing to change, and nothing was written.")
+        print_text(out, "No recipe is to blame: there is nothing to change, and nothing was written.")
         return
     if found.findings:
         _print_fixes(out, found)
     for line in _tell_recommendation(found, snippets, folder):
-        say(out, line)
+        print_text(out, line)
 
 
 def _tell_recommendation(found: Recommendation, snippets: list[Snippet], folder: Path | None) -> Iterator[str]:
@@ -392,7 +398,7 @@ def _tell_recommendation(found: Recommendation, snippets: list[Snippet], folder:
     for snippet in snippets:
         yield f"{snippet.about}: {snippet.name if folder is None else folder / snippet.name}"
         yield from (f"  {sentence}" for sentence in snippet.coarser)
-    yield from unwritten(found)
+    yield from list_unwritten(found)
     if not found.plan.changes:
         yield "There is nothing to change, and nothing was written."
     elif folder is None:
@@ -420,7 +426,7 @@ def _print_fixes(out: Console, found: Recommendation) -> None:
 
 
 def _show_change(finding: TensorFix, now: Errors | None, then: Errors | None, name: str) -> str:
-    shown = [number(getattr(errors, name) if errors else None) for errors in (now, then)]
+    shown = [format_number(getattr(errors, name) if errors else None) for errors in (now, then)]
     about = "about " if finding.chosen.approximate and then is not None else ""
     return f"{shown[0]} -> {about}{shown[1]}" if finding.changes else shown[0]
 

@@ -11,14 +11,14 @@ import typer
 
 from ..analysis.checkpoint.audit import Audit, audit
 from ..analysis.comparison.compare import split_experts
-from ..analysis.formatting import number
+from ..analysis.formatting import format_number
 from ..analysis.replay.replay import SOURCES, add_to_record, replay
 from ..core.keys import SHOWN_AS
 from ..core.layer_names import compile_patterns
 from ..errors import ConfigError, RecordError
 from ..numerics.recipe import parse_recipe
 from ..record.reader import find_run
-from .console import AsWholeJson, Record, Top, console, print_json, say, working
+from .console import AsWholeJson, Record, Top, console, print_json, print_text, show_progress
 from .listing import TENSOR, Column, print_rows
 
 EXAMPLES = {
@@ -61,8 +61,8 @@ def replay_command(
     parsed = [parse_recipe(name) for name in recipe]
     storage = find_run(run)
     recipes = ", ".join(wanted.name for wanted in parsed)
-    say(console(stderr=as_json), f"replay adds rows under {recipes} to the table `replayed` of {storage}.")
-    with working(f"reading {run}", *(f"recomputing under {wanted.name}" for wanted in parsed)) as over:
+    print_text(console(stderr=as_json), f"replay adds rows under {recipes} to the table `replayed` of {storage}.")
+    with show_progress(f"reading {run}", *(f"recomputing under {wanted.name}" for wanted in parsed)) as over:
         frames = {"in use": replay(storage, None, source, cluster)}
         if frames["in use"].is_empty():
             raise RecordError(f"{storage} has no {source} to replay")
@@ -77,7 +77,7 @@ def replay_command(
         print_json({"run": str(storage), "added": added, "tensors": plain})
         return
     _print_replayed(frames, top)
-    say(console(), f"added {added} rows to the table `replayed` of {storage}")
+    print_text(console(), f"added {added} rows to the table `replayed` of {storage}")
 
 
 def _medians(frames: dict[str, pl.DataFrame]) -> dict[str, pl.DataFrame]:
@@ -96,7 +96,7 @@ def _print_replayed(frames: dict[str, pl.DataFrame], top: int) -> None:
     rows = []
     for layer, role in worst.select("layer", "role").rows():
         found = [by_key[name].get((layer, role), {}) for name in frames]
-        rows.append((layer, SHOWN_AS[role], *(number(row.get(metric)) for metric in _SHOWN for row in found)))
+        rows.append((layer, SHOWN_AS[role], *(format_number(row.get(metric)) for metric in _SHOWN for row in found)))
     print_rows(console(), f"{what}, worst first; medians over all steps", (*TENSOR, *map(Column, headings)), rows)
 
 
@@ -118,7 +118,7 @@ def audit_command(
     as_json: Annotated[bool, typer.Option("--json", help="print JSON, with every weight")] = False,
 ) -> None:
     """Check a checkpoint's weights: what they lose in FP8 and BF16, and whether stored scales still fit them."""
-    with working(f"reading {checkpoint}"):
+    with show_progress(f"reading {checkpoint}"):
         found = audit(checkpoint, _parse_recipe(recipe), compile_patterns(layers))
     if as_json:
         print_json(found)
@@ -154,14 +154,19 @@ def _print_audit(found: Audit, top: int) -> None:
     rows = []
     for row in found.rows[:top]:
         now, stored = row["fp8_current"], row["fp8_stored"] or {}
-        cast = number(row["amax"]), number(row["outlier_log2"]), _show_error(now), number(now["underflow_pct"])
-        kept = number(stored.get("scale_ratio_log2")), _show_error(stored), number(stored.get("overflow_pct"))
+        cast = (
+            format_number(row["amax"]),
+            format_number(row["outlier_log2"]),
+            _show_error(now),
+            format_number(now["underflow_pct"]),
+        )
+        kept = format_number(stored.get("scale_ratio_log2")), _show_error(stored), format_number(stored.get("overflow_pct"))
         rows.append((row["layer"], row["dtype"], *cast, *kept, _show_error(row["bf16"]), stored.get("state", "-")))
     print_rows(out, f"{found.path}: {found.format}, worst first", columns, rows, entry=" ".join)
     for sentence in found.verdict():
-        say(out, sentence)
+        print_text(out, sentence)
 
 
 def _show_error(cast: dict[str, Any]) -> str:
     error = cast.get("relative_error")
-    return number(None if error is None else 100 * error)
+    return format_number(None if error is None else 100 * error)

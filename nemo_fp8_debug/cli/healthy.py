@@ -9,12 +9,12 @@ from typing import Annotated
 import typer
 
 from ..analysis.bands.bands import FEWEST, Bands
-from ..analysis.formatting import number
+from ..analysis.formatting import format_number
 from ..analysis.loss.gap import CHECK_DATA
 from ..analysis.loss.gate import CANNOT_TELL, ERROR, FAIL, PASS, PUBLISHED, THIS_PAIR, TRAINING, Acceptance, Gate, accept
 from ..analysis.runs.run import Run
 from ..errors import ConfigError, RecordError
-from .console import AsJson, By, console, print_json, say, working
+from .console import AsJson, By, console, print_json, print_text, show_progress
 
 EXAMPLES = {
     "gate": (
@@ -57,7 +57,7 @@ def gate_command(
         print_json(found)
     else:
         for line in tell_outcome(found, runs[0].unit):
-            say(console(), line)
+            print_text(console(), line)
     raise typer.Exit(STATUS[found.outcome])
 
 
@@ -107,7 +107,7 @@ def _tell_missing(found: Gate, unit: str) -> str:
         return "More seeds of the run and of the baseline would tell."
     if found.more_steps is None:
         return "The gap is as large as the limit: no number of steps would tell."
-    return f"About {number(float(found.more_steps))} more {unit}s would tell, if the gap is what it seems."
+    return f"About {format_number(float(found.more_steps))} more {unit}s would tell, if the gap is what it seems."
 
 
 # --- learn ----------------------------------------------------------------------------------------------------------------
@@ -121,7 +121,7 @@ def learn_command(
     """Learn what healthy runs do, so that a run without a baseline is judged by them: `diagnose RUN --bands FILE`."""
     if output.exists():
         raise ConfigError(f"{output} is there already, and is not overwritten")
-    with working(*(f"reading {path}" for path in runs)) as over:
+    with show_progress(*(f"reading {path}" for path in runs)) as over:
         bands = Bands.learn(_read_runs(runs, over))
     bands.write(output)
     kinds = bands.table.select("purpose", "role", "recipe", "part").unique()
@@ -133,7 +133,7 @@ def learn_command(
         plain = {"runs": bands.runs, "families": list(bands.families), "kinds": len(kinds), "judged": len(judged)}
         print_json({"output": str(output), **plain})
     else:
-        say(console(), told)
+        print_text(console(), told)
 
 
 def _read_runs(runs: list[Path], over: Callable[[], None]) -> Iterator[Run]:

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from .console import printable
+from .console import escape_controls
 
 #: columns that a text may be wrapped to, at the least
 _NARROWEST = 24
@@ -102,7 +102,7 @@ def _widths(columns: Sequence[Column], rows: Sequence[Sequence[str]]) -> list[tu
     """Of each column: the least width, and that of its longest cell."""
     found = []
     for place, column in enumerate(columns):
-        longest = max([len(printable(row[place])) for row in rows], default=0)
+        longest = max([len(escape_controls(row[place])) for row in rows], default=0)
         word = max(map(len, column.heading.split()))
         least = max(word, min(longest, _NARROWEST) if column.kind == "text" else longest)
         found.append((least, max(longest, len(column.heading))))
@@ -118,7 +118,7 @@ def _table(title: str, columns: Sequence[Column], rows: Sequence[Sequence[str]],
         justify: Literal["left", "right"] = "right" if column.kind == "number" else "left"
         table.add_column(Text(column.heading), justify=justify, width=least + more, overflow="fold")
     for row, style in zip(rows, styles, strict=True):
-        table.add_row(*(Text(printable(cell)) for cell in row), style=style or None)
+        table.add_row(*(Text(escape_controls(cell)) for cell in row), style=style or None)
     return table
 
 
@@ -127,8 +127,8 @@ def _print_entry(
 ) -> None:
     names = [cell for column, cell in zip(columns, row, strict=True) if column.kind == "name"]
     others = [(c.heading, cell) for c, cell in zip(columns, row, strict=True) if c.kind != "name" and cell not in ("", "-")]
-    out.print(Text(printable(entry(names))), style=style or "bold", overflow="fold")
-    for line in filled([f"{heading}: {printable(cell)}" for heading, cell in others], out.width - len(_INDENT)):
+    out.print(Text(escape_controls(entry(names))), style=style or "bold", overflow="fold")
+    for line in filled([f"{heading}: {escape_controls(cell)}" for heading, cell in others], out.width - len(_INDENT)):
         out.print(Text(_INDENT + line), overflow="fold")
 
 

@@ -10,12 +10,12 @@ from typing import Annotated
 import typer
 
 from ..errors import ConfigError
-from ..numerics.metric_names import label_of
+from ..numerics.metric_names import name_metric
 from ..record.imports import import_logs
 from ..record.merging import Compacted, Size, compact, copy_record
 from ..record.schema import SCHEMAS
 from ..record.views import sql_views
-from .console import AsJson, Record, console, print_json, say, working
+from .console import AsJson, Record, console, print_json, print_text, show_progress
 from .listing import Column, print_rows
 
 EXAMPLES = {
@@ -49,7 +49,7 @@ def import_command(
     as_json: AsJson = False,
 ) -> None:
     """Make a record of what another tool logged, for compare and TensorBoard."""
-    with working(f"reading {logs}"):
+    with show_progress(f"reading {logs}"):
         found = import_logs(logs, output)
     steps = sorted(found.rows)
     losses = sum("loss" in scalars for scalars in found.steps.values())
@@ -59,15 +59,15 @@ def import_command(
         print_json({**told, "metrics": found.mapped, "left_out": found.left_out})
         return
     out = console()
-    say(out, f"Imported {len(found.files)} {found.tool} {'file' if len(found.files) == 1 else 'files'} into {output}")
-    say(out, f"  steps    {len(steps)}, {steps[0]} to {steps[-1]}")
-    say(out, f"  tensors  {len(found.tensors)}")
-    say(out, f"  metrics  {', '.join(f'{label_of(metric)} {n}' for metric, n in sorted(found.mapped.items()))}")
-    say(out, f"  losses   {losses or 'none in the logs'}")
+    print_text(out, f"Imported {len(found.files)} {found.tool} {'file' if len(found.files) == 1 else 'files'} into {output}")
+    print_text(out, f"  steps    {len(steps)}, {steps[0]} to {steps[-1]}")
+    print_text(out, f"  tensors  {len(found.tensors)}")
+    print_text(out, f"  metrics  {', '.join(f'{name_metric(metric)} {n}' for metric, n in sorted(found.mapped.items()))}")
+    print_text(out, f"  losses   {losses or 'none in the logs'}")
     if found.left_out:
-        say(out, "Left out")
+        print_text(out, "Left out")
         for what, n in sorted(found.left_out.items()):
-            say(out, f"  {n:>8}  {what}")
+            print_text(out, f"  {n:>8}  {what}")
 
 
 # --- view -----------------------------------------------------------------------------------------------------------------
@@ -96,9 +96,9 @@ def view_command(
 def _export(folder: Path, runs: list[str]) -> None:
     from ..tensorboard_plugin.page.server import export_page
 
-    with working(f"writing {folder}"):
+    with show_progress(f"writing {folder}"):
         files, size = export_page(folder, runs)
-    say(console(), f"Wrote {files} files, {size / 1e6:.1f} MB. Open {folder / 'index.html'} in a browser.")
+    print_text(console(), f"Wrote {files} files, {size / 1e6:.1f} MB. Open {folder / 'index.html'} in a browser.")
 
 
 def _serve(runs: list[str], host: str, port: int, open_: bool) -> None:
@@ -108,7 +108,7 @@ def _serve(runs: list[str], host: str, port: int, open_: bool) -> None:
     with contextlib.suppress(KeyboardInterrupt), bind_server(name_roots(runs), host, port) as serving:
         name = f"[{host}]" if ":" in host else host
         address = f"http://{name}:{serving.port}/"
-        say(console(), f"FP8 page of {', '.join(runs)} at {address} (Ctrl+C ends it)")
+        print_text(console(), f"FP8 page of {', '.join(runs)} at {address} (Ctrl+C ends it)")
         if open_:
             webbrowser.open(address)
         serving.serve_forever()
@@ -138,7 +138,7 @@ def compact_command(
     run must have ended. A compaction that is interrupted loses nothing; start it again.
     """
     copying = [f"copying {run}"] if output else []
-    with working(*copying, *(f"merging {table}" for table in SCHEMAS)) as over:
+    with show_progress(*copying, *(f"merging {table}" for table in SCHEMAS)) as over:
         place = run
         if output:
             place = str(copy_record(run, output))
@@ -158,7 +158,9 @@ def _print_sizes(done: Compacted) -> None:
     rows = [_show_sizes(table, size, after.get(table, Size(0, 0, 0))) for table, size in sizes.items()]
     print_rows(out, str(done.run), columns, rows, entry=" ".join)
     if done.left:
-        say(out, f"Left as they were, since they cannot be read whole: {len(done.left)} parts, the first {done.left[0]}")
+        print_text(
+            out, f"Left as they were, since they cannot be read whole: {len(done.left)} parts, the first {done.left[0]}"
+        )
 
 
 def _add_up(sizes: dict[str, Size]) -> Size:

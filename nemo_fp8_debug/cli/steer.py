@@ -20,7 +20,7 @@ from ..plan.plan import PLAN, TAKEN, Plan
 from ..record.reader import find_run, read_status
 from ..record.schema import STATUS
 from ..record.storage import Storage
-from .console import AsJson, Record, console, print_json, say
+from .console import AsJson, Record, console, print_json, print_text
 from .listing import Column, print_rows
 
 EXAMPLES = {
@@ -75,7 +75,7 @@ def control_command(
         if as_json:
             print_json({"wrote": storage.path(NAME), "settings": str(control)})
         else:
-            say(console(), f"wrote {storage.path(NAME)}; the run applies it from its next sampled step on{heard}")
+            print_text(console(), f"wrote {storage.path(NAME)}; the run applies it from its next sampled step on{heard}")
     elif as_json:
         print_json(_read_status(storage))
     else:
@@ -140,7 +140,7 @@ def _print_status(storage: Storage) -> None:
     except (TypeError, ValueError, OverflowError) as error:  # what should be numbers is something else
         raise RecordError(f"{storage.path(STATUS)} cannot be read: {error}") from None
     out = console()
-    say(out, f"{storage}, {at}")
+    print_text(out, f"{storage}, {at}")
     rows = [(key, str(value).strip()) for key, value in {**ended, **shown, **progress}.items()]
     print_rows(out, "Status", (Column("what", "name"), Column("value", "text")), rows, entry=" ".join)
 

@@ -16,7 +16,7 @@ _FIRST = 6
 _OF_SIGNATURE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
-def checks_arguments(options_of: Callable[..., Any] | None = None) -> Callable[[C], C]:
+def check_arguments(options_of: Callable[..., Any] | None = None) -> Callable[[C], C]:
     """A class decorator: arguments that the constructor does not take raise `ConfigError`, which lists those that it takes.
 
         @checks_arguments()
@@ -66,34 +66,34 @@ def _signature(original: Callable[..., None], options_of: Callable[..., Any] | N
 
 def _explained(error: TypeError, unknown: Sequence[str], known: Sequence[str]) -> str:
     if unknown:
-        return f"there is no option {unknown[0]!r}{nearest(unknown[0], known)}; the options are {', '.join(known)}"
+        return f"there is no option {unknown[0]!r}{suggest_name(unknown[0], known)}; the options are {', '.join(known)}"
     return f"{error}; the arguments are {', '.join(known)}, and options are given by name, as interval=100"
 
 
-def shown(value: Any) -> str:
+def show_value(value: Any) -> str:
     """A value in a message: one line, not too long."""
     text = " ".join(repr(value).split())
     return text if len(text) <= 80 else f"{text[:60]} ... ({type(value).__name__})"
 
 
-def quoted(names: Sequence[str]) -> str:
+def quote_names(names: Sequence[str]) -> str:
     """Return the first names for a message, in quotes: a layer may be called 0.
 
     Example:
-        >>> quoted(["0", "2"]), quoted("abcdefgh")
+        >>> quote_names(["0", "2"]), quoted("abcdefgh")
         ("'0', '2'", "'a', 'b', 'c', 'd', 'e', 'f' and 2 more")
     """
     rest = len(names) - _FIRST
     return ", ".join(map(repr, names[:_FIRST])) + (f" and {rest} more" if rest > 0 else "")
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
+def suggest_name(name: str, known: Iterable[str]) -> str:
     """A question that names what was probably meant, to be put behind a name that is not known; or nothing."""
     found = difflib.get_close_matches(name, list(known), 1, cutoff=0.75)
     return f" (did you mean {found[0]!r}?)" if found else ""
 
 
-def whole_number(value: Any) -> int | None:
+def check_whole_number(value: Any) -> int | None:
     """A Python, NumPy or torch number as an int; None if it is not whole, not one number, a bool, or not a number."""
     try:
         number = value.item() if hasattr(value, "item") else value
@@ -104,15 +104,15 @@ def whole_number(value: Any) -> int | None:
     return int(number) if isinstance(number, int) or number.is_integer() else None
 
 
-def checked_number(name: str, value: Any, least: int) -> int:
+def check_number(name: str, value: Any, least: int) -> int:
     """A whole number of an option.
 
     Raises:
         ConfigError: it is not one, or less than `least`.
     """
-    number = whole_number(value)
+    number = check_whole_number(value)
     if number is None or number < least:
-        raise ConfigError(f"{name} is {shown(value)}; it must be a whole number, at least {least}")
+        raise ConfigError(f"{name} is {show_value(value)}; it must be a whole number, at least {least}")
     return number
 
 
@@ -123,8 +123,8 @@ def check_strings(name: str, value: Any) -> None:
         ConfigError: it is not.
     """
     if not isinstance(value, Sequence) or isinstance(value, str) or any(not isinstance(v, str) for v in value):
-        meant = f", as [{shown(value)}]" if isinstance(value, str) else ""
-        raise ConfigError(f"{name} is {shown(value)}; it takes a list of strings{meant}")
+        meant = f", as [{show_value(value)}]" if isinstance(value, str) else ""
+        raise ConfigError(f"{name} is {show_value(value)}; it takes a list of strings{meant}")
 
 
 def check_choices(name: str, values: Collection[str], known: Collection[str]) -> None:
@@ -135,5 +135,5 @@ def check_choices(name: str, values: Collection[str], known: Collection[str]) ->
     """
     unknown = [value for value in values if value not in known]
     if unknown or not values:
-        meant = nearest(unknown[0], known) if unknown else ""
+        meant = suggest_name(unknown[0], known) if unknown else ""
         raise ConfigError(f"unknown {name} {unknown}{meant}; choose from {', '.join(known)}")

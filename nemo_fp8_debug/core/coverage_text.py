@@ -11,7 +11,7 @@ _SHOWN = 3
 _FUNCTIONS = "*"
 
 
-def unobserved(coverage: object, above: float = -1.0) -> str:
+def describe_unobserved(coverage: object, above: float = -1.0) -> str:
     """Which share of the multiply-adds is not observed and why, and what has a size that is not known.
 
     Args:

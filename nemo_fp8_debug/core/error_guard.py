@@ -59,7 +59,7 @@ class Guarded(Protocol):
     def _drop_sample(self) -> None: ...
 
 
-def entry(when: str) -> Callable[[F], F]:
+def guard_entry(when: str) -> Callable[[F], F]:
     """A decorator of a method that a run calls.
 
     An exception inside it gives up the sample and is warned of. KeyboardInterrupt and SystemExit give it up too, which

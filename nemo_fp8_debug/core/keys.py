@@ -54,6 +54,6 @@ STEP_SCALARS = ("loss", "grad_norm", "lr", "loss_scale", "skipped", "consumed_sa
 MIXED = "mixed"
 
 
-def roles_of(kind: str) -> tuple[str, ...]:
+def list_roles(kind: str) -> tuple[str, ...]:
     """The operand roles of a module of this kind."""
     return (*ATTENTION_FORWARD, *ATTENTION_BACKWARD) if kind.startswith(ATTENTION) else ROLES

@@ -19,13 +19,13 @@ _EXPERT = re.compile(r"((?:.*\.)?(?!shared_)(?:\w+_)?experts\.(?:[^.\d][^.]*\.(?
 T = TypeVar("T")
 
 
-def without_wrappers(name: str) -> str:
+def strip_wrappers(name: str) -> str:
     """A dotted name without what wrappers put into it."""
     return ".".join(part for part in name.split(".") if part not in WRAPPERS)
 
 
 @functools.lru_cache(maxsize=1 << 16)
-def aggregate_of(name: str) -> str | None:
+def name_aggregate(name: str) -> str | None:
     """The name that all experts' GEMMs like this one share, `*` for the number; None where it is no expert's.
 
     `decoder.layers.3.mlp.experts.local_experts.17.linear_fc1` -> `decoder.layers.3.mlp.experts.local_experts.*.linear_fc1`
@@ -36,7 +36,7 @@ def aggregate_of(name: str) -> str | None:
 
 def aggregate_key(layer: str, role: str) -> tuple[str, str] | None:
     """(aggregate, role) of an expert's operand; None where it is no expert's."""
-    aggregate = aggregate_of(layer)
+    aggregate = name_aggregate(layer)
     return (aggregate, role) if aggregate else None
 
 

@@ -19,7 +19,7 @@ _MMAP_THRESHOLD, _TRIM_THRESHOLD, _TOP_PAD = -3, -1, -2
 
 
 def keep_freed() -> None:
-    """Freed memory is used again, until `give_back`.
+    """Freed memory is used again, until `free_unused`.
 
     By default arrays of megabytes are mapped anew each time, which clears them page by page.
     """
@@ -29,7 +29,7 @@ def keep_freed() -> None:
             libc.mallopt(option, size)
 
 
-def give_back() -> None:
+def free_unused() -> None:
     """What glibc keeps of freed memory, in an arena for each of many threads."""
     with contextlib.suppress(Exception):
         ctypes.CDLL(None).malloc_trim(0)

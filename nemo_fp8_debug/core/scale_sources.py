@@ -16,7 +16,7 @@ _AS_IF = frozenset({"current", "emulated", "not quantized", UNKNOWN, None})
 QUANTIZED, HIGH_PRECISION, NOT_READ = "quantized", "high precision", "not read"
 
 
-def quantization(sources: Iterable[str | None], fingerprint: Mapping[str, Any] | None = None) -> str:
+def classify_sources(sources: Iterable[str | None], fingerprint: Mapping[str, Any] | None = None) -> str:
     """Whether anything is quantized, as far as a record's column `scale_source` tells.
 
     Args:
@@ -34,11 +34,11 @@ def quantization(sources: Iterable[str | None], fingerprint: Mapping[str, Any] |
     return HIGH_PRECISION if found and not found & {UNKNOWN, None} and asked == "auto" else NOT_READ
 
 
-def notice(known: str, name: str = "the run") -> str | None:
+def describe_quantization(known: str, name: str = "the run") -> str | None:
     """What to bear in mind of a run's metrics, a sentence; None if it is quantized.
 
     Args:
-        known: as `quantization` returns it.
+        known: as `classify_sources` returns it.
         name: what the run is called.
     """
     if known == HIGH_PRECISION:

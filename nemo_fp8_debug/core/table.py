@@ -91,11 +91,11 @@ class Table:
         return len(next(iter(columns.values()), ()))
 
 
-def typed(kind: str, *names: str) -> dict[str, str]:
+def cast_columns(kind: str, *names: str) -> dict[str, str]:
     """Return columns of one type.
 
     Example:
-        >>> typed("float64", "mean", "largest")
+        >>> cast_columns("float64", "mean", "largest")
         {'mean': 'float64', 'largest': 'float64'}
     """
     return dict.fromkeys(names, kind)

@@ -35,11 +35,11 @@ def at_most(some: int) -> Iterator[None]:
         _asked.pop()
 
 
-def ahead(do: Callable[[Item], Result], items: Sequence[Item]) -> Iterator[Result]:
+def run_ahead(do: Callable[[Item], Result], items: Sequence[Item]) -> Iterator[Result]:
     """`do` of each item, in order: as many at once as there are cores, and no more than that done and not yet taken.
 
     Example:
-        >>> list(ahead(abs, [-2, 3, -1]))
+        >>> list(run_ahead(abs, [-2, 3, -1]))
         [2, 3, 1]
     """
     if len(items) < 2 or cores() < 2:

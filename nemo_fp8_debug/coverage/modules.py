@@ -36,7 +36,7 @@ _ROUTER = "routers, which multiply in a function"
 _CONV1D = "linear layers of transformers' class Conv1D"
 
 
-def entries_of(name: str, module: nn.Module, around: Sequence[nn.Module]) -> Iterator[Entry]:
+def list_entries(name: str, module: nn.Module, around: Sequence[nn.Module]) -> Iterator[Entry]:
     """What a module that no backend owns multiplies itself, without its children.
 
     Args:
@@ -168,7 +168,7 @@ def shape_of(parameter: Any) -> tuple[int, ...] | None:
     return tuple(getattr(parameter, "ds_shape", parameter.shape))
 
 
-def linear_shape(module: nn.Module, part: str = "") -> tuple[int, ...] | None:
+def read_linear_shape(module: nn.Module, part: str = "") -> tuple[int, ...] | None:
     """Outputs and inputs of a linear module, or of one part of it; None: not known."""
     own = module._parameters
     found = shape_of(own.get(_weight_name(part))) if part or not isinstance(module, nn.Linear) else None

@@ -10,10 +10,10 @@ from dataclasses import replace
 
 from torch import nn
 
-from ..capture.attention import in_fp8, is_attention, is_emulated
+from ..capture.attention import is_attention, is_emulated, is_in_fp8
 from ..capture.backends.base import is_plain
 from ..capture.gemms import Gemm, list_gemms
-from ..capture.patching import emulated
+from ..capture.patching import find_emulation
 from ..capture.scan import ScannedModule, scan_modules
 from ..core.keys import ROLES
 from .ledger import HIGH_PRECISION, OBSERVED, QUANTIZED_OBSERVED, QUANTIZED_UNOBSERVED, UNKNOWN, Entry, Ledger
@@ -22,12 +22,12 @@ from .modules import (
     FUNCTIONS,
     IF_MULTIPLIED,
     SCORES,
-    entries_of,
     experts_of_a_token,
     find_scores,
-    linear_shape,
+    list_entries,
     needs_gradient,
     parts_of_ranks,
+    read_linear_shape,
 )
 
 _HEADS = ("lm_head", "output_layer", "embed_out", "classifier", "head", "score")
@@ -57,7 +57,7 @@ def build_ledger(scanned: Sequence[ScannedModule], gemms: Sequence[Gemm] | None,
     entries = [_of_gemm(g, around[id(g.module)], parts[id(g.module)], g.name in observed, roles) for g in found]
     for one in scanned:
         if id(one.module) not in parts:
-            for entry in entries_of(one.name, one.module, around[id(one.module)]):
+            for entry in list_entries(one.name, one.module, around[id(one.module)]):
                 gemm = inside.get(entry.name)
                 entries.append(entry if gemm is None else _of_product(entry, gemm, entry.name in observed, roles))
         if id(one.module) in scores:
@@ -67,7 +67,7 @@ def build_ledger(scanned: Sequence[ScannedModule], gemms: Sequence[Gemm] | None,
 
 def _of_scores(name: str, module: nn.Module, roles: Collection[str]) -> Entry:
     """Products of activations with each other; Transformer Engine's may run in FP8."""
-    quantized = in_fp8(module) if is_attention(module) else None
+    quantized = is_in_fp8(module) if is_attention(module) else None
     seen = is_emulated() and {"input", "grad_output"} <= {*roles}
     status = (QUANTIZED_OBSERVED if seen else QUANTIZED_UNOBSERVED) if quantized else UNKNOWN
     reason = SCORES if not quantized else "" if seen else FP8_SCORES
@@ -75,7 +75,7 @@ def _of_scores(name: str, module: nn.Module, roles: Collection[str]) -> Entry:
 
 
 def _of_gemm(gemm: Gemm, around: Sequence[nn.Module], parts: int, observed: bool, roles: Collection[str]) -> Entry:
-    shape = linear_shape(gemm.module, gemm.part)
+    shape = read_linear_shape(gemm.module, gemm.part)
     split = parts_of_ranks(gemm.module, around)
     size = None if shape is None or split is None else math.prod(shape) / split
     kind = "head" if gemm.kind in _HEADS else "linear"
@@ -121,7 +121,7 @@ def _experts(gemm: Gemm, around: Sequence[nn.Module], parts: int) -> int | None:
 
 
 def _status(gemm: Gemm, observed: bool) -> str:
-    override = emulated(gemm.module)
+    override = find_emulation(gemm.module)
     if override is not None and any(map(override.quantizes, ROLES)):
         return QUANTIZED_OBSERVED if observed else QUANTIZED_UNOBSERVED
     if observed:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .networks import interfaces
+from .networks import list_interfaces
 
 
 class Group:
@@ -121,6 +121,6 @@ def _options(timeout: timedelta) -> tuple[Any]:
 def _devices() -> list[Any]:
     """The network interfaces that torch would take by itself, which it does for groups with a timeout alone."""
     gloo: Any = dist.ProcessGroupGloo
-    if named := interfaces():
+    if named := list_interfaces():
         return [gloo.create_device(interface=name, lazy_init=True) for name in named]
     return [gloo.create_default_device(lazy_init=True)]

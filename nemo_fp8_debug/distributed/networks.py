@@ -30,7 +30,7 @@ class Network:
         Args:
             store: address of the run's store; None: it is a file.
         """
-        gloo = None if interfaces() else address_of_name()
+        gloo = None if list_interfaces() else address_of_name()
         return cls(_loopback(), socket.gethostname(), gloo, _route(store) or gloo or "127.0.0.1")
 
     def plain(self) -> dict[str, Any]:
@@ -38,7 +38,7 @@ class Network:
         return asdict(self)
 
 
-def interfaces() -> list[str]:
+def list_interfaces() -> list[str]:
     """Those that `GLOO_SOCKET_IFNAME` names, read as torch reads it; none: the name of the host decides."""
     named = os.environ.get("GLOO_SOCKET_IFNAME", "")
     return [name for name in named.split(",") if name] if len(named) > 1 else []
@@ -60,7 +60,7 @@ def address_of_name() -> str:
     return "127.0.0.1"
 
 
-def unreachable(networks: Sequence[Network]) -> str | None:
+def explain_unreachable(networks: Sequence[Network]) -> str | None:
     """What to set where ranks on several hosts cannot be connected, in a line; None: they can be, as far as is known."""
     if len({network.loopback_of for network in networks}) == 1:
         return None

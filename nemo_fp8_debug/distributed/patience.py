@@ -14,12 +14,12 @@ LONGEST = 60.0
 RESERVE = 1 / 4
 
 
-def grace() -> float:
+def compute_grace() -> float:
     """Seconds that a store has to say that it waited in vain: one that does not is gone, and no rank is late."""
     return RESERVE * LONGEST / 2
 
 
-def brief() -> float:
+def compute_short_wait() -> float:
     """Seconds for an answer in the background, of which the reserve of a run that ends has room for two."""
     return RESERVE * LONGEST / 3
 

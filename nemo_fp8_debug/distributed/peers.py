@@ -78,7 +78,7 @@ class Peers:
         for _ in range(TIMES):
             self._send("out of sync", self._addresses, step=step, why=why)
             with self._changed:
-                if self._changed.wait_for(lambda: self._said or bool(self._alive), patience.brief() / TIMES):
+                if self._changed.wait_for(lambda: self._said or bool(self._alive), patience.compute_short_wait() / TIMES):
                     return False
         return True
 

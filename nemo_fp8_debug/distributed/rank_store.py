@@ -17,7 +17,7 @@ from ..core.waits import LOSSES, WORD, Waits
 from ..errors import ConfigError, warn
 from . import patience
 from .gloo import Group
-from .networks import Network, unreachable
+from .networks import Network, explain_unreachable
 from .patience import Patience
 from .peers import Peers
 from .run_store import RunStore
@@ -106,7 +106,7 @@ class Ranks:
         if fault is not None:
             return {}
         # Said once and for all: a rank that comes later must not take those who went alone for companions.
-        all_there = self._ask(lambda store: self._waits_for(store, "together", START), START + patience.grace())
+        all_there = self._ask(lambda store: self._waits_for(store, "together", START), START + patience.compute_grace())
         if not all_there and self.set_if_absent("together", False):
             warn(f"not all ranks have started a monitor within {START:.0f} s; the first rank alone is looked at")
         if not self.read("together"):
@@ -133,7 +133,7 @@ class Ranks:
         def published(store: Any) -> str | None:
             return store.get(self._key(name)) if self._waits_for(store, name, limit) else None
 
-        if (found := self._ask(published, limit + patience.grace())) is None:
+        if (found := self._ask(published, limit + patience.compute_grace())) is None:
             raise TimeoutError(f"no rank said within {limit:.0f} s what {name} is")
         return json.loads(found)
 
@@ -256,7 +256,9 @@ class Ranks:
             found = self.read_of_all("network")
             networks = [Network(**one["network"]) for one in found]
             peers = {rank: found[rank] for rank in Peers.chosen(networks) if found[rank]["port"]}
-            self.publish("networks", {"peers": peers, "token": secrets.token_hex(16), "fault": unreachable(networks)})
+            self.publish(
+                "networks", {"peers": peers, "token": secrets.token_hex(16), "fault": explain_unreachable(networks)}
+            )
         met = self.read("networks")
         if self._peers:
             peers = {int(rank): (Network(**one["network"]), one["port"]) for rank, one in met["peers"].items()}
@@ -281,7 +283,7 @@ class Ranks:
         """
         first = self._peers is None or self._peers.warns_first(step, why)
         with contextlib.suppress(Exception):  # the run may have ended the store with its process group
-            first = first and self.set_if_absent("over", step, seconds=patience.brief())
+            first = first and self.set_if_absent("over", step, seconds=patience.compute_short_wait())
         if first and self._peers:
             self._peers.has_warned()
         return first

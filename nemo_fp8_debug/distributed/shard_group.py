@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ..core.keys import Key, roles_of
+from ..core.keys import Key, list_roles
 from . import patience
 from .gloo import Group
 from .rank_store import Ranks
@@ -41,7 +41,7 @@ class ShardGroup:
 
     def keys(self, roles: Collection[str] | None = None) -> list[Key]:
         """All operands of these ranks, or those of some roles."""
-        every = [(name, role) for name, kind in self.kinds.items() for role in roles_of(kind)]
+        every = [(name, role) for name, kind in self.kinds.items() for role in list_roles(kind)]
         return [key for key in every if roles is None or key[1] in roles]
 
     @classmethod
@@ -90,7 +90,7 @@ class ShardGroup:
         )
 
 
-def name_of_tensor(key: Key) -> str:
+def name_tensor_part(key: Key) -> str:
     """Return what a tensor is called among the names that ranks exchange."""
     return _MARK.join(key)
 

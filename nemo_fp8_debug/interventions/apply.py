@@ -7,12 +7,12 @@ from typing import Any
 
 from torch import nn
 
-from ..capture.gemms import Gemm, find_gemms, matching
+from ..capture.gemms import Gemm, find_gemms, match_gemms
 from ..capture.scan import scan_modules
-from ..core.arguments import quoted
+from ..core.arguments import quote_names
 from ..distributed import Ranks
 from ..errors import ConfigError
-from ..plan.plan import NO_CHANGES, AnyPlan, Plan, plan_in_force
+from ..plan.plan import NO_CHANGES, AnyPlan, Plan, read_plan_in_force
 from .transformer_engine import EngineChanges
 
 
@@ -71,7 +71,7 @@ def apply_plan(model: nn.Module | Sequence[nn.Module], plan: AnyPlan | None = No
         >>> changes = apply_plan(torch.nn.Sequential(torch.nn.Linear(8, 8)))
         >>> changes.detach()
     """
-    wanted = plan_in_force(plan) or NO_CHANGES
+    wanted = read_plan_in_force(plan) or NO_CHANGES
     gemms = [g for g in find_gemms([model] if isinstance(model, nn.Module) else model) if g.backend.takes_plans]
     check_named(wanted, gemms, "that Transformer Engine runs")
     changes = EngineChanges(gemms, wanted)
@@ -91,7 +91,7 @@ def check_named(plan: Plan, gemms: Sequence[Gemm], which: str) -> None:
     """
     if not plan.changes:
         return
-    ranks, mine = Ranks(), [bool(matching(gemms, [change.layer])) for change in plan.changes]
+    ranks, mine = Ranks(), [bool(match_gemms(gemms, [change.layer])) for change in plan.changes]
     of_all = [mine]
     if ranks.world > 1:
         ranks.publish(f"named/{ranks.rank}", mine)
@@ -100,5 +100,5 @@ def check_named(plan: Plan, gemms: Sequence[Gemm], which: str) -> None:
         ranks.close()
     for change, *named in zip(plan.changes, *of_all, strict=True):
         if not any(named):
-            names = quoted([g.name for g in gemms]) or "none"
+            names = quote_names([g.name for g in gemms]) or "none"
             raise ConfigError(f"the plan is for {change.layer!r}, which is not a GEMM {which}; those are: {names}")

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from ..capture.gemms import Gemm, find_gemms, select
+from ..capture.gemms import Gemm, find_gemms, select_gemms
 from ..capture.patching import EMULATED
 from ..capture.tracing import Hook
 from ..core.keys import ROLES
@@ -169,7 +169,7 @@ class Emulation:
                 gradient accumulation.
         """
         found = find_gemms([model] if isinstance(model, nn.Module) else model)
-        self._prepare(select(found, layers), parse_recipe(recipe), plan)
+        self._prepare(select_gemms(found, layers), parse_recipe(recipe), plan)
 
     @classmethod
     def of_gemms(cls, gemms: Iterable[Gemm], recipe: Recipe, plan: Plan = NO_CHANGES) -> Emulation:

@@ -22,9 +22,9 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from ..capture.backends.base import raw_weight
+from ..capture.backends.base import read_raw_weight
 from ..capture.backends.transformer_engine import LINEAR
-from ..capture.backends.transformer_engine.casts import state_manager
+from ..capture.backends.transformer_engine.casts import find_state_manager
 from ..capture.backends.transformer_engine.linear import first_argument
 from ..capture.gemms import Gemm
 from ..capture.patching import SWITCHED
@@ -103,7 +103,7 @@ def _set_operands(made: Any, recipe: Recipe, known: Any) -> None:
 def autocast(recipe: Any) -> Any:
     """Transformer Engine's context for `recipe`, None for high precision, within the run's own where there is one."""
     te = sys.modules["transformer_engine.pytorch"]
-    manager = state_manager()
+    manager = find_state_manager()
     group, graph = manager.get_fp8_group(), manager.fp8_graph_capturing()
     if hasattr(te, "autocast"):  # since 2.9
         return te.autocast(enabled=recipe is not None, recipe=recipe, amax_reduction_group=group, _graph=graph)
@@ -114,7 +114,7 @@ def autocast(recipe: Any) -> Any:
 _PLAIN = replace(
     LINEAR,
     input=lambda module, args, kwargs, part: first_argument(args, kwargs),
-    weight=lambda module, args, kwargs, part: raw_weight(module),
+    weight=lambda module, args, kwargs, part: read_raw_weight(module),
     has_own_fp8=False,
 )
 
@@ -195,7 +195,7 @@ class _Switch:
         self._handles = []
 
     def _enter(self, *_: Any) -> None:
-        if state_manager().is_fp8_enabled():
+        if find_state_manager().is_fp8_enabled():
             self._entered = autocast(self._recipe)
             self._entered.__enter__()
 
@@ -240,7 +240,11 @@ def _check(gemms: Sequence[Gemm], change: Change) -> None:
             f"W of {gemm.name} is stored in FP8, which a plan cannot change; start the run with weights in BF16 "
             "(Megatron: fp8_param=False)"
         )
-    if change.multiply_in_bf16 and not _is_bf16(change) and (gemm.backend is not LINEAR or raw_weight(gemm.module) is None):
+    if (
+        change.multiply_in_bf16
+        and not _is_bf16(change)
+        and (gemm.backend is not LINEAR or read_raw_weight(gemm.module) is None)
+    ):
         raise ConfigError(f"{gemm.name} has operands that multiply_in_bf16 cannot reach, a {type(gemm.module).__name__}")
     fused = getattr(gemm.module, "fuse_wgrad_accumulation", False)
     if change.multiply_in_bf16 and fused and not _is_bf16(change):

@@ -16,7 +16,7 @@ from ..numerics.block_scaling import (
     WHOLE_ROW,
     BlockRule,
     count_block_scales,
-    matrix,
+    view_as_matrix,
 )
 from ..numerics.formats import Decoded, FloatFormat
 from ..numerics.histogram import BINS, DTYPES, Histogram
@@ -24,8 +24,8 @@ from ..numerics.metrics import (
     MomentsFound,
     QuantizationSums,
     SumsFound,
-    amax_of,
-    finite_amax_of,
+    compute_amax,
+    compute_finite_amax,
     moments_of_float32,
     quantization_sums_of_codes,
     quantization_sums_of_counts,
@@ -36,7 +36,7 @@ from ..numerics.tensor_scaling import CurrentScaling, Unscaled
 from . import torch_fallback
 from .cpu import blocks, quantize
 from .cpu import histogram as cpu_histogram
-from .memory import bits_of, empty_histogram
+from .memory import empty_histogram, view_bits
 
 #: what each kernel of a CUDA device does with tensors
 _DONE = {"histogram": "counted", "blocks": "measured in blocks", "float32": "measured in float32"}
@@ -62,7 +62,7 @@ class BlockKernel(Protocol):
         """
 
 
-def histogram_of(x: torch.Tensor) -> Histogram:
+def count_histogram(x: torch.Tensor) -> Histogram:
     """Count the magnitudes of `x`, in one read of it where it is bfloat16 or float16.
 
     Args:
@@ -91,7 +91,7 @@ def count_into(histogram: Histogram, x: torch.Tensor) -> None:
         cpu_histogram.count_few(address, n, histogram.counts.data_ptr())
     else:
         rows = _in_rows(_in_order_of_memory(values))
-        cpu_histogram.count_patterns(bits_of(rows), histogram.counts.numpy(), torch.get_num_threads())
+        cpu_histogram.count_patterns(view_bits(rows), histogram.counts.numpy(), torch.get_num_threads())
 
 
 def _count_on_device(values: torch.Tensor, histogram: Histogram) -> None:
@@ -101,7 +101,7 @@ def _count_on_device(values: torch.Tensor, histogram: Histogram) -> None:
         torch_fallback.count_patterns(values.reshape(-1).view(torch.int16), histogram.counts)
 
 
-def nonfinite(histogram: Histogram) -> torch.Tensor | int:
+def count_nonfinite(histogram: Histogram) -> torch.Tensor | int:
     """How many values that are not finite were counted so far; on a device a tensor, without host synchronization."""
     end = histogram.infinity
     if histogram.counts.device.type == "cpu":
@@ -161,7 +161,7 @@ def quantization_sums(
     if isinstance(scale, BlockRule):
         kernel: BlockKernel = _block_kernel(x, scale, role)
         if counted is None and kernel is not torch_fallback:
-            counted = histogram_of(x)
+            counted = count_histogram(x)
         return kernel.block_sums(x, scale, role, fmt, counted)
     if isinstance(scale, Unscaled):
         scale = torch.ones((), device=x.device)
@@ -188,8 +188,8 @@ class CastRule(NamedTuple):
         if not isinstance(self.scale, CurrentScaling):
             return self.scale
         if self.sees_infinity:
-            return self.scale.scale(amax_of(x), self.format.max)
-        return self.scale.scale(found.whole.amax[0].float() if found else finite_amax_of(x), self.format.max)
+            return self.scale.scale(compute_amax(x), self.format.max)
+        return self.scale.scale(found.whole.amax[0].float() if found else compute_finite_amax(x), self.format.max)
 
 
 class Asked(NamedTuple):
@@ -264,7 +264,7 @@ def measure_values(x: torch.Tensor, counted: Histogram, asked: Asked) -> ValueSt
 
 def _columnwise(x: torch.Tensor, rule: torch.Tensor | CurrentScaling | BlockRule) -> torch.Tensor | None:
     """The copy whose blocks run along the columns of `x`, or that is cast otherwise; None: the engine casts no such copy."""
-    m = matrix(x)
+    m = view_as_matrix(x)
     if not isinstance(rule, BlockRule):
         return m
     return rule.columnwise(m).contiguous() if rule.casts_columnwise(m) else None
@@ -293,7 +293,7 @@ def quantize_dequantize(x: torch.Tensor, scale: torch.Tensor, fmt: FloatFormat) 
 
 def amax(x: torch.Tensor) -> torch.Tensor:
     """`numerics.metrics.amax_of`; on a CPU in one read of `x` where it has no gaps."""
-    return quantize.amax(x, torch.get_num_threads()) if _has_cpu_loop(x) else amax_of(x)
+    return quantize.amax(x, torch.get_num_threads()) if _has_cpu_loop(x) else compute_amax(x)
 
 
 def _has_cpu_loop(x: torch.Tensor) -> bool:

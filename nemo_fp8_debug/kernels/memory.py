@@ -65,7 +65,7 @@ class DeviceMemory:
         }
 
 
-def address_of(x: torch.Tensor) -> int:
+def read_address(x: torch.Tensor) -> int:
     """Where the memory of a tensor, not empty, begins.
 
     Raises:
@@ -76,7 +76,7 @@ def address_of(x: torch.Tensor) -> int:
     return address
 
 
-def bits_of(x: torch.Tensor) -> npt.NDArray[Any]:
+def view_bits(x: torch.Tensor) -> npt.NDArray[Any]:
     """The bits of a tensor in CPU memory, unsigned, of its shape and strides.
 
     `Tensor.numpy()` would forbid for good that its memory is resized, and FSDP resizes that of a gathered weight to none.
@@ -86,7 +86,7 @@ def bits_of(x: torch.Tensor) -> npt.NDArray[Any]:
     """
     if not x.numel():
         return np.zeros(x.shape, f"u{x.element_size()}")
-    address_of(x)
+    read_address(x)
     return np.asarray(_Memory(x))
 
 

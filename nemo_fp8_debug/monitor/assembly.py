@@ -6,8 +6,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 
-from ..capture.backends.parallel import parts_of
-from ..capture.gemms import select
+from ..capture.backends.parallel import list_parts
+from ..capture.gemms import select_gemms
 from ..core.error_guard import ErrorGuard
 from ..core.keys import ROLES
 from ..core.sample import Recorder
@@ -30,7 +30,7 @@ from .delivery import Delivery
 from .live_control import LiveControl
 from .model_scan import ModelScan
 from .open_step import RunSetup, Watched
-from .pipeline import Pipeline, meet
+from .pipeline import Pipeline, meet_ranks
 from .recorder_queue import Recording
 from .run_summary import Summary
 from .schedule import Schedule, Triggers
@@ -114,15 +114,15 @@ def assemble(
         if ranks.world == 1:
             for name in ("layers", "dump"):
                 if control.changes.get(name):
-                    select(model.known, control.changes[name])
+                    select_gemms(model.known, control.changes[name])
 
     schedule = Schedule(config)
     triggers = Triggers([parse_rule(rule) for rule in config.triggers], ranks)
     live_control = LiveControl(schedule, triggers, ranks, storage, check, summary.say, waits)
     recording.submit_job(live_control.read)
-    shard_group, over = meet(ranks, model.kinds, errors)
+    shard_group, over = meet_ranks(ranks, model.kinds, errors)
     model.scales.emulate(shard_group.keys(ROLES))
-    pipeline = Pipeline(RunSetup(config, ranks, shard_group, model.scales, parts_of()), errors)
+    pipeline = Pipeline(RunSetup(config, ranks, shard_group, model.scales, list_parts()), errors)
     pipeline.over = over
     delivery = Delivery(ranks, recording, pipeline, live_control, dump, errors, config.layers)
     delivery.report(None)

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ..core.arguments import nearest, shown
+from ..core.arguments import show_value, suggest_name
 from ..core.error_guard import ErrorGuard
 from ..core.sample import Sample
 from ..distributed import Ranks
@@ -72,14 +72,14 @@ class Delivery:
             opened: whether any rank can have looked at it.
         """
         steps, self._steps, self._flushed = self._steps, {}, time.monotonic()
-        step, outcome = sampled.step, self._pipeline.submit(sampled.captured(lambda: rows(steps)))
+        step, outcome = sampled.step, self._pipeline.submit(sampled.captured(lambda: tabulate_steps(steps)))
         if not self._ranks.writes:
             return
         steps[step].trigger = why
         if opened:
             self._recording.submit(lambda: self._sample(step, outcome, steps))
             self.report(step)
-        self._recording.submit_steps(lambda: rows(steps))
+        self._recording.submit_steps(lambda: tabulate_steps(steps))
 
     def _sample(self, step: int, outcome: Callable[[], Outcome | None], steps: dict[int, StepScalars]) -> Sample | None:
         found = outcome()
@@ -92,7 +92,7 @@ class Delivery:
         sample = Sample(step, self._pipeline.finish(found.tables, scalars), scalars, steps[step].trigger)
         self._live_control.see_sample(sample)
         if self._ranks.world > 1 and self._layers is not None and not len(sample):
-            message = f"the sample of step {step} is empty: no layer on any rank matches {shown(self._layers)}"
+            message = f"the sample of step {step} is empty: no layer on any rank matches {show_value(self._layers)}"
             self._errors.warn(message, kind="empty sample")
         return sample
 
@@ -111,7 +111,7 @@ class Delivery:
         steps, self._steps = self._steps, {}
         if steps and self._ranks.writes:
             with self._errors.guard("while recording steps"):
-                self._recording.submit_steps(lambda: rows(steps))
+                self._recording.submit_steps(lambda: tabulate_steps(steps))
 
     def flush(self) -> None:
         """Wait until every sample so far is recorded."""
@@ -120,7 +120,7 @@ class Delivery:
             self._recording.deliver(wait=True)
 
 
-def usable(scalars: Mapping[str, Any], warn: Callable[[str], None], in_record: bool = True) -> dict[str, Any]:
+def select_usable(scalars: Mapping[str, Any], warn: Callable[[str], None], in_record: bool = True) -> dict[str, Any]:
     """The scalars of a step that can be recorded: numbers, and tensors of one element, which are not looked at.
 
     Args:
@@ -153,7 +153,7 @@ def usable_losses(losses: Mapping[str, Any], warn: Callable[[str], None]) -> dic
 
 @functools.lru_cache(maxsize=256)
 def _meant(name: str) -> str:
-    return nearest(name, STEP_SCALARS)
+    return suggest_name(name, STEP_SCALARS)
 
 
 def _number(value: Any) -> Any:
@@ -206,6 +206,6 @@ class StepScalars:
         return self.numbers() | ({"trigger": self.trigger} if self.trigger else {})
 
 
-def rows(steps: Mapping[int, StepScalars]) -> dict[int, dict[str, Any]]:
+def tabulate_steps(steps: Mapping[int, StepScalars]) -> dict[int, dict[str, Any]]:
     """By step, columns of the `steps` table."""
     return {step: scalars.row() for step, scalars in steps.items()}

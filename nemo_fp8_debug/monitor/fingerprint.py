@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from ..capture.backends import torchao
-from ..capture.backends.torchao.layers import configurations
+from ..capture.backends.torchao.layers import list_configurations
 from ..capture.gemms import Gemm
 from ..capture.scan import ScannedModule
 from ..options.config import Config
@@ -219,7 +219,7 @@ def _engine(host: Mapping[str, Any], recipe: Mapping[str, Any], gemms: Sequence[
     if recipe["gemms_quantized_by_emulation"] and not recipe["gemms_switched_in_engine"]:
         return "emulation"
     present = "transformer_engine" in sys.modules
-    if name := torchao.engine(g.module for g in gemms if g.backend is torchao.BACKEND):
+    if name := torchao.find_engine(g.module for g in gemms if g.backend is torchao.BACKEND):
         return f"Transformer Engine and {name}" if host.get("fp8") and present else name
     formats = [name for name in ("fp8", "fp4") if host.get(name)]
     if formats and not present:
@@ -234,7 +234,7 @@ def _find_parameters(scanned: Sequence[ScannedModule]) -> list[nn.Parameter]:
 
 
 def _torchao(scanned: Sequence[ScannedModule]) -> dict[str, Any]:
-    found = configurations((one.name, one.module) for one in scanned)
+    found = list_configurations((one.name, one.module) for one in scanned)
     return {"torchao": {"configurations": found}} if found else {}
 
 

@@ -10,17 +10,17 @@ import torch
 from torch import nn
 
 from ..capture.attention import find_attentions
-from ..capture.gemms import Gemm, find_unknown_gemms, list_gemms, matching, seen_in_forward, select
+from ..capture.gemms import Gemm, find_unknown_gemms, is_seen_in_forward, list_gemms, match_gemms, select_gemms
 from ..capture.optimizer_weights import Masters
-from ..capture.patching import emulated
+from ..capture.patching import find_emulation
 from ..capture.scales import Scales
 from ..capture.scan import ScannedModule, scan_modules
-from ..core.arguments import shown
+from ..core.arguments import show_value
 from ..core.error_guard import ErrorGuard
 from ..core.keys import ATTENTION, Key
 from ..core.table import load_modules
 from ..coverage.scan import build_ledger
-from ..distributed.shard_group import name_of_tensor
+from ..distributed.shard_group import name_tensor_part
 from ..errors import ConfigError
 from ..options.config import Config
 from .fingerprint import fingerprint
@@ -63,14 +63,14 @@ class ModelScan:
         """By name what there is to look at: of a GEMM or tensor its kind, of an attention that with a mark before it."""
         gemms = {g.name: g.kind for g in self.known} | {g.name: f"{ATTENTION}{g.kind}" for g in self.attentions}
         tensors = (item for found in self.features.values() for item in found.kinds.items())
-        return gemms | {name_of_tensor(key): kind for key, kind in tensors}
+        return gemms | {name_tensor_part(key): kind for key, kind in tensors}
 
     def released(self) -> ModelScan:
         """What remains to be said of a model that is held no longer."""
         return replace(self, roots=(), known=(), compiled=(), gemms=(), attentions=(), features={}, masters=Masters())
 
 
-def scan(model: Any, config: Config, ranks: int, errors: ErrorGuard) -> ModelScan:
+def scan_gemms(model: Any, config: Config, ranks: int, errors: ErrorGuard) -> ModelScan:
     """Find the GEMMs of a model, and warn of those that are left out.
 
     Args:
@@ -82,18 +82,18 @@ def scan(model: Any, config: Config, ranks: int, errors: ErrorGuard) -> ModelSca
     """
     roots = [model] if isinstance(model, nn.Module) else list(model) if isinstance(model, Iterable) else []
     if not roots or not all(isinstance(root, nn.Module) for root in roots):
-        raise ConfigError(f"model is {shown(model)}; Monitor takes a torch.nn.Module first, or the list of its chunks")
+        raise ConfigError(f"model is {show_value(model)}; Monitor takes a torch.nn.Module first, or the list of its chunks")
     if config.eager and not hasattr(torch.compiler, "set_stance"):
         raise ConfigError(f"eager needs torch 2.6 or later, and this is {torch.__version__}")
     scanned = scan_modules(roots)
     found = [replace(g, compiled=g.compiled and not config.eager) for g in list_gemms(scanned, in_forward=True)]
     known = [g for g in found if not g.compiled]
     if ranks == 1:
-        gemms = select(found, config.layers)
+        gemms = select_gemms(found, config.layers)
         for patterns in filter(None, (config.dump, config.trigger_dump)):
-            select(found, patterns)
+            select_gemms(found, patterns)
     else:  # a pipeline stage may have none that match
-        gemms = matching(known, config.layers)
+        gemms = match_gemms(known, config.layers)
     _warn_of_what_is_left_out(scanned, gemms, errors)
     scales = Scales(known, config.measured_recipe, config.recipe)
     setup = fingerprint(scanned, gemms, config, scales.description)
@@ -119,7 +119,7 @@ def _warn_of_what_is_left_out(scanned: Sequence[ScannedModule], gemms: Sequence[
     if unknown := find_unknown_gemms(scanned):
         first = next(iter(unknown))
         errors.warn(f"{len(unknown)} modules are not known here and left out, first {first}, a {unknown[first]}")
-    untold = [g for g in gemms if not emulated(g.module) and not seen_in_forward(g)]
+    untold = [g for g in gemms if not find_emulation(g.module) and not is_seen_in_forward(g)]
     if foreign := {g.name: why for g in untold if (why := g.backend.foreign(g.module))}:
         first = next(iter(foreign))
         errors.warn(f"how {len(foreign)} layers cast their operands is unknown (first {first}: {foreign[first]})")

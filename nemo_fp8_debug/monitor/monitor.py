@@ -14,16 +14,16 @@ import torch
 from torch import nn
 
 from ..capture.gemms import Gemm
-from ..core.arguments import checks_arguments, shown, whole_number
-from ..core.error_guard import ErrorGuard, all_of, entry
+from ..core.arguments import check_arguments, check_whole_number, show_value
+from ..core.error_guard import ErrorGuard, all_of, guard_entry
 from ..core.sample import Recorder
 from ..core.waits import Waits
 from ..distributed import Ranks, ShardGroup
 from ..errors import run_failed
 from ..options.config import SAME_ON_ALL_RANKS, Config
 from .assembly import Place, assemble, chosen_recorders
-from .delivery import usable
-from .model_scan import scan
+from .delivery import select_usable
+from .model_scan import scan_gemms
 from .recorder_queue import Recording
 from .run_summary import Summary
 from .sampled_step import SampledStep
@@ -71,12 +71,10 @@ class StepOrder:
         """A step begins; returns its number, or None if that is not valid."""
         self.warn_if_open()
         self.is_open, self._begun, self.used = True, None, True
-        step = whole_number(given)
+        step = check_whole_number(given)
         if step is None or not 0 <= step <= _LARGEST:
-            message = (
-                f"step {shown(given)} is not sampled: the number of a step is a whole number, at least 0 and below 10**18"
-            )
-            self._warn(message, "invalid step")
+            needed = "the number of a step is a whole number, at least 0 and below 10**18"
+            self._warn(f"step {show_value(given)} is not sampled: {needed}", "invalid step")
         elif self.ended and step <= self.last:
             self._warn(
                 f"step {step} is not sampled, since step {self.last} was before it: numbers of steps must grow. "
@@ -136,7 +134,7 @@ _INVALID = -1  # stands for a step whose number is not valid
 _of_folder: weakref.WeakValueDictionary[str, Monitor] = weakref.WeakValueDictionary()
 
 
-@checks_arguments(options_of=Config)
+@check_arguments(options_of=Config)
 class Monitor:
     """Looks at the GEMM operands of every N-th step of any training loop.
 
@@ -179,7 +177,7 @@ class Monitor:
             self.config = Config(output=os.fspath(output) if isinstance(output, os.PathLike) else output, **options)
             self._errors = ErrorGuard(self.config.on_error)
             self._ranks.agree("options", {name: getattr(self.config, name) for name in SAME_ON_ALL_RANKS})
-            self._model = scan(model, self.config, self._ranks.world, self._errors)
+            self._model = scan_gemms(model, self.config, self._ranks.world, self._errors)
             chosen = chosen_recorders(recorders, self.config) if self._ranks.writes else ()
             self._recording = Recording(chosen, self.fingerprint, self._errors.guard, self._waits)
             place = Place.of(self.config, self._recording)
@@ -247,7 +245,7 @@ class Monitor:
         finally:
             self.abandon_step()
 
-    @entry("while beginning a step")
+    @guard_entry("while beginning a step")
     def begin_step(self, step: int) -> None:
         """Before the forward pass: installs the hooks if `step` is sampled. On several ranks, called on all.
 
@@ -272,7 +270,7 @@ class Monitor:
         if self._schedule.samples(number) and not self._live_control.stopped:
             self._start_sample(number)
 
-    @entry("while looking ahead")
+    @guard_entry("while looking ahead")
     def expect_steps(self, first: int, last: int) -> None:
         """Tell which steps the run will take: a warning says so if none of them is sampled.
 
@@ -299,7 +297,7 @@ class Monitor:
         if not self._live_control.end_sample(step):
             self._pipeline.end(step, TimeoutError("the first rank does not say how to sample"))
 
-    @entry("while giving a step up")
+    @guard_entry("while giving a step up")
     def abandon_step(self) -> None:
         """The step broke off: removes the hooks and forgets the sample."""
         self._order.give_up()
@@ -317,7 +315,7 @@ class Monitor:
         }
         all_of(self._errors.guard, steps)
 
-    @entry("while looking at a loss")
+    @guard_entry("while looking at a loss")
     def watch_loss(self, loss: Any, tokens: torch.Tensor | float = 1) -> None:
         """Show the loss of a micro-batch before it is scaled, divided and backpropagated: dY is recorded in its units too.
 
@@ -331,7 +329,7 @@ class Monitor:
         if self._sampled:
             self._sampled.show_loss(loss, tokens)
 
-    @entry("while ending a step")
+    @guard_entry("while ending a step")
     def end_step(self, *unnamed: Any, **scalars: Any) -> None:
         """After the backward pass: removes the hooks, measures and records. On several ranks, called on all.
 
@@ -349,7 +347,7 @@ class Monitor:
         writes_steps = self._ranks.rank in self._shard_group.leaders
         self._order.warn_of_unnamed(unnamed, "end_step")
         tell = self._errors.warn if writes_steps else lambda message: None
-        scalars = usable(scalars, tell, self._watched.dump is not None)
+        scalars = select_usable(scalars, tell, self._watched.dump is not None)
         if step is None:
             if began:  # other ranks may have begun it with a valid number
                 self._begun = None
@@ -376,7 +374,7 @@ class Monitor:
         if self._errors.raises:
             self.flush()
 
-    @entry("while noting an evaluation")
+    @guard_entry("while noting an evaluation")
     def report_validation(self, step: int | None = None, **losses: Any) -> None:
         """Record the losses of an evaluation, which the gate judges too.
 
@@ -394,7 +392,7 @@ class Monitor:
             except TimeoutError as error:
                 self._pipeline.end(self._order.current, error)
 
-    @entry("while closing the record")
+    @guard_entry("while closing the record")
     def close(self) -> None:
         """The run is over: records what is left. To close a second time does nothing."""
         if self.closed:
@@ -426,7 +424,7 @@ class Monitor:
         self._model = self._model.released()
         del self._watched, self._live_control, self._delivery, self._pipeline
 
-    @entry("while recording")
+    @guard_entry("while recording")
     def flush(self) -> None:
         """Wait until every sample so far is recorded."""
         if not self.closed:

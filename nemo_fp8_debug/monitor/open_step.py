@@ -8,19 +8,19 @@ from dataclasses import dataclass, field
 
 import torch
 
-from ..capture.backends.parallel import copied_part
+from ..capture.backends.parallel import find_copied_part
 from ..capture.device_to_host import Move
 from ..capture.dispatcher import Dispatcher
-from ..capture.gemms import Gemm, matching
+from ..capture.gemms import Gemm, match_gemms
 from ..capture.hooks import CopySink, OperandSink, ProductSink
 from ..capture.operands import Operand
-from ..capture.optimizer_weights import is_split_by_zero, weight_of
+from ..capture.optimizer_weights import find_weight, is_split_by_zero
 from ..capture.scales import Scales
 from ..capture.scan import ScannedModule
 from ..capture.tensors import is_counted, is_never_counted
 from ..capture.weight_gradients import WeightGradients
 from ..core.error_guard import ErrorGuard, Fault
-from ..core.keys import ROLES, Key, roles_of
+from ..core.keys import ROLES, Key, list_roles
 from ..core.observation import Observation
 from ..distributed import Ranks, ShardGroup
 from ..options.config import Config
@@ -42,7 +42,7 @@ class RunSetup:
     @property
     def gemms(self) -> list[str]:
         """Names of the GEMMs of all ranks that reduce together."""
-        return [name for name, kind in self.shard_group.kinds.items() if roles_of(kind) == ROLES]
+        return [name for name, kind in self.shard_group.kinds.items() if list_roles(kind) == ROLES]
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ def counted_parts(gemms: Sequence[Gemm], config: Config, dumped: Sequence[str], 
     Args:
         dumped: patterns of layers that are looked at beside those of the options.
     """
-    chosen = matching(gemms, None if config.layers is None else [*config.layers, *dumped])
+    chosen = match_gemms(gemms, None if config.layers is None else [*config.layers, *dumped])
     copied = {(g.name, role): copied_elsewhere(g, role) for g in chosen for role in config.roles if is_shown(g, role)}
     return {key for key, of in copied.items() if (group.first[key[0]] == rank if of is None else not of)}
 
@@ -132,7 +132,7 @@ def compiled_parts(compiled: Sequence[Gemm], config: Config, group: ShardGroup) 
     """What is compiled here and is seen on another rank lacks this one's part."""
     return {
         (gemm.name, role)
-        for gemm in matching(compiled, config.layers)
+        for gemm in match_gemms(compiled, config.layers)
         for role in config.roles
         if role != "weight" and gemm.name in group.kinds and not gemm.backend.copied(gemm.module, role)
     }
@@ -142,7 +142,7 @@ def copied_elsewhere(gemm: Gemm, role: str) -> bool | None:
     """Whether another rank counts it; None: the first rank that has it does."""
     stored = gemm.backend.stored(gemm.module, gemm.part) if role == "weight" else None
     if stored is not None and getattr(stored.parameter, "main_param_sharded", False):
-        return copied_part(gemm.module)
+        return find_copied_part(gemm.module)
     return gemm.backend.copied(gemm.module, role)
 
 
@@ -153,7 +153,7 @@ def is_shown(gemm: Gemm, role: str) -> bool:
 
 def counts_weight(shard_group: ShardGroup, rank: int, gemm: Gemm) -> Callable[[torch.Tensor], bool]:
     """Whether this rank counts a tensor that lies as a weight does: a part that no other has, or the first of copies."""
-    is_copy, weight = copied_part(gemm.module), weight_of(gemm)
+    is_copy, weight = find_copied_part(gemm.module), find_weight(gemm)
     if getattr(weight, "main_param_sharded", False):
         return lambda x: not is_copy
     copied = gemm.backend.copied(gemm.module, "weight")
@@ -161,4 +161,4 @@ def counts_weight(shard_group: ShardGroup, rank: int, gemm: Gemm) -> Callable[[t
     if copied:
         return is_never_counted
     # An engine may split states only after the monitor was made.
-    return lambda x: not is_copy if is_split_by_zero(weight_of(gemm)) else is_counted(x, rank, first)
+    return lambda x: not is_copy if is_split_by_zero(find_weight(gemm)) else is_counted(x, rank, first)

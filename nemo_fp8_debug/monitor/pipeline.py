@@ -287,7 +287,7 @@ def _resolve(outcome: Future[Outcome | None], value: Outcome | None) -> None:
         outcome.set_result(value)
 
 
-def meet(ranks: Ranks, kinds: Mapping[str, str], errors: ErrorGuard) -> tuple[ShardGroup, bool]:
+def meet_ranks(ranks: Ranks, kinds: Mapping[str, str], errors: ErrorGuard) -> tuple[ShardGroup, bool]:
     """The ranks that hold parts of the same tensors; and whether, since they cannot be connected, sampling is over."""
     try:
         return ShardGroup.discover(ranks, kinds), False

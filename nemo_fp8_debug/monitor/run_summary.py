@@ -8,11 +8,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import PurePath
 from typing import Any
 
-from ..core.coverage_text import unobserved
+from ..core.coverage_text import describe_unobserved
 from ..core.sample import Recorder
 from ..core.waits import Waits
 from ..options.config import Config
-from ..record.console_table import show
+from ..record.console_table import print_safely
 from ..record.tensorboard import TensorBoardRecorder
 from ..record.writer import RunRecord
 
@@ -41,7 +41,7 @@ class Summary:
         if record := self._record:
             attempt = f" (attempt {record.attempt}: those before it are kept)" if record.attempt else ""
             self._show(f"recording {self._gemms} GEMMs, {self._config.turns()}, to {record.storage}{attempt}")
-            if text := unobserved(self._coverage):
+            if text := describe_unobserved(self._coverage):
                 self._show(text)
 
     def say(self, text: str) -> None:
@@ -80,4 +80,4 @@ class Summary:
 
     def _show(self, text: str) -> None:
         with contextlib.suppress(Exception):  # standard output may be closed, which is no matter of the run's
-            show(f"nemo_fp8_debug: {text}")
+            print_safely(f"nemo_fp8_debug: {text}")

@@ -8,16 +8,16 @@ from typing import Any
 
 import torch
 
-from ..capture.backends.base import UnknownCast, raw_weight
+from ..capture.backends.base import UnknownCast, read_raw_weight
 from ..capture.device_to_host import DeviceToHostCopy, Holder
 from ..capture.dispatcher import Dispatcher, Transformed
-from ..capture.gemms import matching
+from ..capture.gemms import match_gemms
 from ..capture.grad_scale import GradScale
 from ..capture.operands import Operand
 from ..capture.optimizer_weights import find_buffers
 from ..capture.scan import ScannedModule, scan_modules
 from ..capture.tensors import is_dtensor
-from ..capture.tracing import compiled_by_now
+from ..capture.tracing import is_compiled_by_now
 from ..capture.weight_gradients import WeightGradients
 from ..core.error_guard import ErrorGuard
 from ..core.keys import SHOWN_AS, Key
@@ -77,8 +77,8 @@ class SampledStep:
         self._expected = {key for key in self._expected if key[0] in names}
         self._expected |= compiled_parts(self._compiled, self._config, self._watched.shard_group)
         known, patterns = self._known, self._dumped
-        dumped = {gemm.name for gemm in matching(known, patterns)} if patterns else set()
-        chosen = {gemm.name for gemm in matching(known, self._config.layers)}
+        dumped = {gemm.name for gemm in match_gemms(known, patterns)} if patterns else set()
+        chosen = {gemm.name for gemm in match_gemms(known, self._config.layers)}
         counts = partial(counts_weight, own, self._watched.rank)
         weighed = [gemm for gemm in known if gemm.name in chosen]
         gradients = WeightGradients(weighed, scanned, len(own.ranks), counts, guard, self._dispatcher)
@@ -94,7 +94,7 @@ class SampledStep:
 
     def _leave_out_compiled(self, scanned: Sequence[ScannedModule]) -> Collection[int]:
         """Layers that torch.compile has been called on since the monitor was attached; all modules that run inside of it."""
-        ids = compiled_by_now(scanned)
+        ids = is_compiled_by_now(scanned)
         if self._config.eager:
             return ids
         known = self._watched.model.known
@@ -158,7 +158,7 @@ class SampledStep:
             counted = self._operands.pop((layer, role), None)
             if self._watched.world == 1:
                 self._expected.discard((layer, role))
-            elif counted and is_dtensor(raw_weight(counted.gemm.module)):  # a part that no other rank has
+            elif counted and is_dtensor(read_raw_weight(counted.gemm.module)):  # a part that no other rank has
                 self._expected.add((layer, role))
             self._lost.setdefault(f"{type(error).__name__}: {error}", []).append((layer, role))
 

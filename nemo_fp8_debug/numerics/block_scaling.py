@@ -22,10 +22,10 @@ import torch
 from torch.nn.functional import pad
 
 from ..errors import ConfigError
-from .formats import E2M1, FloatFormat, e8m0_at_least, e8m0_value, saturating_cast
+from .formats import E2M1, FloatFormat, decode_e8m0, round_up_to_e8m0, saturating_cast
 from .histogram import magnitudes_of
-from .metrics import QuantizationSums, beyond, sums_of_values
-from .tensor_scaling import scale_of_amax, torchao_scale
+from .metrics import QuantizationSums, exceeds_format, sums_of_values
+from .tensor_scaling import compute_scale, torchao_scale
 
 #: rows and columns of a block
 Block = tuple[int, int]
@@ -111,10 +111,10 @@ class BlockRule(ABC):
 
     def quantize(self, x: torch.Tensor, role: str, fmt: FloatFormat) -> BlockQuantized:
         """Codes and scales of `x`: [..., features], not empty, any floating dtype."""
-        rows = matrix(x)
+        rows = view_as_matrix(x)
         block = self.block_in(rows, role)
         scales = self.scales_in(rows, block, None, fmt)
-        codes = saturating_cast(tiles(rows.float(), block) * _of_each_tile(scales.scale), fmt)
+        codes = saturating_cast(pad_to_tiles(rows.float(), block) * _of_each_tile(scales.scale), fmt)
         return BlockQuantized(_untiled(codes, x), scales, block)
 
 
@@ -129,7 +129,7 @@ class BlockQuantized:
 
     def dequantize(self) -> torch.Tensor:
         """What the codes stand for, float64 of their shape."""
-        codes = tiles(matrix(self.codes).double(), self.block)
+        codes = pad_to_tiles(view_as_matrix(self.codes).double(), self.block)
         return _untiled(codes * _of_each_tile(self.scales.scale_inv), self.codes)
 
 
@@ -160,7 +160,7 @@ class BlockScaling(BlockRule):
 
     def scales(self, amax: torch.Tensor, whole: torch.Tensor, fmt: FloatFormat, dtype: torch.dtype) -> BlockScales:
         """Format limit / amax, in float32. Metrics take the exact inverse, as they do of per-tensor scales."""
-        scale = scale_of_amax(amax, fmt.max, self.epsilon, self.power_of_two, torch.finfo(dtype).max)
+        scale = compute_scale(amax, fmt.max, self.epsilon, self.power_of_two, torch.finfo(dtype).max)
         return BlockScales(scale.reciprocal(), scale, 1 / scale.double())
 
 
@@ -190,8 +190,8 @@ class MXFP8Scaling(BlockRule):
         if self.by_logarithm:
             return mxfp8_scales_by_logarithm(amax, fmt)
         reciprocal = torch.full((), fmt.max, dtype=torch.float32, device=amax.device).reciprocal()
-        stored = e8m0_at_least(amax * reciprocal)
-        scale_inv = e8m0_value(stored)
+        stored = round_up_to_e8m0(amax * reciprocal)
+        scale_inv = decode_e8m0(stored)
         return BlockScales(stored, (1 / scale_inv).float(), scale_inv)
 
 
@@ -204,7 +204,7 @@ def mxfp8_scales_by_logarithm(amax: torch.Tensor, fmt: FloatFormat) -> BlockScal
     exponent = torch.ceil(torch.log2(amax / fmt.max)).clamp(-127, 127)
     stored = (exponent + 127).to(torch.uint8)
     scale = torch.where(stored == 0, 1.0, torch.exp2(127 - stored.float()))
-    return BlockScales(stored, scale, e8m0_value(stored))
+    return BlockScales(stored, scale, decode_e8m0(stored))
 
 
 @dataclass(frozen=True)
@@ -231,7 +231,7 @@ class RowwiseScaling(BlockRule):
         return BlockScales(scale, scale, torch.where(scale > 0, 1 / scale.double(), 0.0))
 
 
-def scales_of_amax(
+def compute_block_scales(
     rule: BlockRule, whole: torch.Tensor, fmt: FloatFormat, dtype: torch.dtype, bins: slice = slice(None)
 ) -> BlockScales:
     """Return the scales that each amax leads to, on the device of `whole`: a block's amax is a magnitude of its dtype.
@@ -253,12 +253,12 @@ def _one_level_scales(rule: BlockRule, fmt: FloatFormat, dtype: torch.dtype, dev
     return rule.scales(amax, amax[0], fmt, dtype)
 
 
-def matrix(x: torch.Tensor) -> torch.Tensor:
+def view_as_matrix(x: torch.Tensor) -> torch.Tensor:
     """[..., features] as [tokens, features]; a copy only where strides demand one."""
     return x.detach().reshape(-1, x.shape[-1] if x.dim() else 1)
 
 
-def tiles(x: torch.Tensor, block: Block) -> torch.Tensor:
+def pad_to_tiles(x: torch.Tensor, block: Block) -> torch.Tensor:
     """A matrix filled up with zeros to whole blocks: [blocks of rows, rows, blocks of columns, columns]."""
     (rows, columns), (high, wide) = x.shape, block
     filled = pad(x, (0, -columns % wide, 0, -rows % high))
@@ -271,13 +271,13 @@ def _of_each_tile(per_block: torch.Tensor) -> torch.Tensor:
 
 def _untiled(tiles: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """Tiles of the matrix form of `like`, laid out as `like`."""
-    rows, columns = matrix(like).shape
+    rows, columns = view_as_matrix(like).shape
     return tiles.flatten(2).flatten(0, 1)[:rows, :columns].reshape(like.shape)
 
 
 def block_amax(x: torch.Tensor, block: Block) -> torch.Tensor:
     """Largest magnitude in each block of a matrix, NaN ignored: float32 [blocks of rows, blocks of columns]."""
-    return tiles(x.float(), block).abs().nan_to_num(0.0, torch.inf).amax((1, 3))
+    return pad_to_tiles(x.float(), block).abs().nan_to_num(0.0, torch.inf).amax((1, 3))
 
 
 def block_sums(
@@ -288,13 +288,13 @@ def block_sums(
     Args:
         by_chance: whether E2M1 codes are rounded up or down by chance: then what is expected of the sums.
     """
-    values = tiles(x.float(), block)
+    values = pad_to_tiles(x.float(), block)
     kept = torch.where(values.isfinite(), values, 0.0)  # a zero adds nothing to any sum
     scaled = kept * _of_each_tile(scales.scale)
     if by_chance:
         return expected_sums(kept, scaled, _of_each_tile(scales.scale_inv), fmt)
     q = saturating_cast(scaled, fmt).double() * _of_each_tile(scales.scale_inv)
-    return sums_of_values(kept, beyond(scaled, fmt), q, 1.0, lambda v: v.sum()[None])
+    return sums_of_values(kept, exceeds_format(scaled, fmt), q, 1.0, lambda v: v.sum()[None])
 
 
 def quantization_sums_in_blocks(
@@ -307,7 +307,7 @@ def quantization_sums_in_blocks(
         fmt: format of the codes.
         chunk: values handled at once.
     """
-    rows = matrix(x) if x.numel() else x.new_zeros(1, 1)
+    rows = view_as_matrix(x) if x.numel() else x.new_zeros(1, 1)
     block = rule.block_in(rows, role)
     height = max(1, chunk // rows.shape[1] // block[0]) * block[0]
     chunks = rows.split(height)
@@ -345,7 +345,7 @@ def expected_sums(x: torch.Tensor, scaled: torch.Tensor, scale_inv: torch.Tensor
     values = x.double()
     return QuantizationSums(
         underflows=(of_zero * (x != 0)).sum().round().long()[None],
-        overflows=(beyond(scaled, fmt) & ~lost).sum()[None],
+        overflows=(exceeds_format(scaled, fmt) & ~lost).sum()[None],
         sum_error2=((values - mean).square() + variance).sum()[None],
         sum_xq=(values * mean).sum()[None],
         sum_q2=(mean.square() + variance).sum()[None],
@@ -363,7 +363,7 @@ def count_block_scales(x: torch.Tensor, rule: BlockRule, role: str, fmt: FloatFo
         int64 [257] on x's device, by what is kept beside the codes: the byte of an E8M0 or E4M3 scale, the exponent's byte
         of a float32 one, which is scale_inv. The last place counts blocks of zeros.
     """
-    rows = matrix(x) if x.numel() else x.new_zeros(0, 1)
+    rows = view_as_matrix(x) if x.numel() else x.new_zeros(0, 1)
     counts = torch.zeros(CODES + 1, dtype=torch.int64, device=x.device)
     if not rows.numel():
         return counts

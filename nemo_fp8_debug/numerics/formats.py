@@ -59,7 +59,7 @@ def saturating_cast(x: torch.Tensor, fmt: FloatFormat) -> torch.Tensor:
     return _nearest_e2m1(clamped).to(fmt.dtype) if fmt == E2M1 else clamped.to(fmt.dtype)
 
 
-def decoded(codes: torch.Tensor, fmt: FloatFormat) -> torch.Tensor:
+def decode_codes(codes: torch.Tensor, fmt: FloatFormat) -> torch.Tensor:
     """What the codes of a format stand for.
 
     Args:
@@ -82,7 +82,7 @@ def _nearest_e2m1(x: torch.Tensor) -> torch.Tensor:
     return torch.where(x.isnan(), E2M1.max, (x / spacing).round() * spacing)
 
 
-def e8m0_at_least(x: torch.Tensor) -> torch.Tensor:
+def round_up_to_e8m0(x: torch.Tensor) -> torch.Tensor:
     """The E8M0 code of the smallest power of two that is not below `x`: 2^(code - 127), code 255 for NaN.
 
     PTX's `cvt.rp.satfinite.ue8m0x2.f32`, which Transformer Engine uses. OCP MX itself rounds down (Microscaling Formats
@@ -102,7 +102,7 @@ def e8m0_at_least(x: torch.Tensor) -> torch.Tensor:
     return torch.where(x.isnan(), 255, code).to(torch.uint8)
 
 
-def e8m0_value(code: torch.Tensor) -> torch.Tensor:
+def decode_e8m0(code: torch.Tensor) -> torch.Tensor:
     """What an E8M0 code stands for, float64: 2^(code - 127), NaN for 255."""
     value = (code.to(torch.int64) + (1023 - 127) << 52).view(torch.float64)
     return torch.where(code == 255, torch.nan, value)
@@ -134,7 +134,7 @@ class Decoded:
         return Decoded(values[start : start + n], at_limit[start : start + n], self.format, of_part)
 
 
-def is_cast_of(stored: Decoded, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def is_representable(stored: Decoded, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Whether each code is a nearest one to its value under the scale that is stored; bool scalar, on x's device.
 
     A cast may round a value to the dtype that the weight would have without codes before it rounds it to a code.
@@ -147,7 +147,7 @@ def is_cast_of(stored: Decoded, x: torch.Tensor, dtype: torch.dtype) -> torch.Te
         >>> from nemo_fp8_debug.numerics.formats import E4M3
         >>> x = torch.linspace(-1, 1, 9)
         >>> codes = Decoded(x.to(torch.float8_e4m3fn).float(), x > 448, E4M3, lambda: torch.tensor(1.0))
-        >>> bool(is_cast_of(codes, x, torch.bfloat16)), bool(is_cast_of(codes, 1.1 * x, torch.bfloat16))
+        >>> bool(is_representable(codes, x, torch.bfloat16)), bool(is_cast_of(codes, 1.1 * x, torch.bfloat16))
         (True, False)
     """
     if stored.format is None or stored.scale_inv is None:
@@ -162,5 +162,5 @@ def is_cast_of(stored: Decoded, x: torch.Tensor, dtype: torch.dtype) -> torch.Te
 
 
 def _is_nearest(q: torch.Tensor, x: torch.Tensor, scale_inv: torch.Tensor, fmt: FloatFormat) -> torch.Tensor:
-    nearest = decoded(saturating_cast(x / scale_inv, fmt), fmt) * scale_inv
+    nearest = decode_codes(saturating_cast(x / scale_inv, fmt), fmt) * scale_inv
     return (q == x) | ((q - x).abs() <= (nearest - x).abs() + _SLACK * x.abs()) | ~x.isfinite() | ~q.isfinite()

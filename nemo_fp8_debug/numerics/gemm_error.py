@@ -21,7 +21,7 @@ import torch
 
 from .block_scaling import BlockRule, BlockScales
 from .formats import FloatFormat, saturating_cast
-from .metrics import amax_of
+from .metrics import compute_amax
 from .tensor_scaling import CurrentScaling
 
 #: an operand by its role, and whether its columns are taken instead of its rows
@@ -53,7 +53,7 @@ class RowSample:
 
 
 @functools.lru_cache(1024)
-def spread(n: int, k: int, device: torch.device, step: int, columns: bool) -> torch.Tensor:
+def spread_places(n: int, k: int, device: torch.device, step: int, columns: bool) -> torch.Tensor:
     """k of n places, int64, ascending and distinct: one in each of k equal parts, or all where there are no more than k.
 
     To be read only: the same tensor is given again.
@@ -101,7 +101,7 @@ def take_rows(m: torch.Tensor, at: torch.Tensor, scale: torch.Tensor | BlockRule
     return RowSample(kept, (codes.double() / scale.double()).float())
 
 
-def scale_of(m: torch.Tensor, rule: CurrentScaling, fmt: FloatFormat) -> torch.Tensor:
+def compute_product_scale(m: torch.Tensor, rule: CurrentScaling, fmt: FloatFormat) -> torch.Tensor:
     """The scale of a matrix that is not empty, float32 scalar; NaN where it holds one, since a part may not show that."""
     low, high = torch.aminmax(m)
     amax = torch.maximum(-low, high).float()
@@ -112,7 +112,7 @@ def _in_blocks(
     m: torch.Tensor, kept: torch.Tensor, at: torch.Tensor, rule: BlockRule, role: str, fmt: FloatFormat
 ) -> torch.Tensor:
     block = high, wide = rule.block_in(m, role)
-    whole = amax_of(m) if rule.two_level else torch.zeros((), device=m.device)
+    whole = compute_amax(m) if rule.two_level else torch.zeros((), device=m.device)
     # A block of one row is all there; of others the rows beside it decide too.
     scales = rule.scales_in(kept if high == 1 else m, block, whole, fmt)
     if high > 1:

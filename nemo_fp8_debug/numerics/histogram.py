@@ -76,7 +76,7 @@ def infinity_bin(dtype: torch.dtype) -> int:
 
 
 @functools.lru_cache(maxsize=8)
-def magnitudes(device: torch.device = _HOST) -> torch.Tensor:
+def list_magnitudes(device: torch.device = _HOST) -> torch.Tensor:
     """Float32 [2 * 32768]: the magnitude that each pattern stands for, bfloat16's then float16's; NaN and inf included."""
     patterns = torch.arange(BINS, dtype=torch.int32).to(torch.int16)
     return torch.cat([patterns.view(dtype).float() for dtype in DTYPES]).to(device)
@@ -91,7 +91,7 @@ def _of_host(dtype: torch.dtype) -> npt.NDArray[np.float32]:
 def magnitudes_of(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Float32 [32768]: the magnitude of each bin; NaN and inf included."""
     start = BINS * DTYPES.index(dtype)
-    return magnitudes(device)[start : start + BINS]
+    return list_magnitudes(device)[start : start + BINS]
 
 
 @dataclass(frozen=True)
@@ -149,7 +149,7 @@ class HistogramBatch:
     @functools.cached_property
     def values(self) -> torch.Tensor:
         """float32 [T]: the magnitude of each bin."""
-        return magnitudes(self.index.device)[self.index]
+        return list_magnitudes(self.index.device)[self.index]
 
     @functools.cached_property
     def weights(self) -> torch.Tensor:

@@ -11,7 +11,7 @@ from ..core.keys import GRADIENTS
 from .block_scaling import CODES, EMPTY, BlockRule
 from .formats import FloatFormat
 from .metric_names import BLOCK_SCALES, METRICS, UNITS
-from .metrics import Moments, QuantizationSums, metrics_of
+from .metrics import Moments, QuantizationSums, compute_metrics
 from .tensor_scaling import CurrentScaling
 
 _CURRENT = CurrentScaling()
@@ -21,7 +21,7 @@ _POWERS = (0, 254)
 _E4M3 = (1, 0x7E)
 
 
-def rows(
+def make_metric_columns(
     moments: Moments, sums: QuantizationSums, scale: torch.Tensor, formats: Sequence[FloatFormat]
 ) -> dict[str, list[Any]]:
     """Columns of B operands, None where a metric cannot be had.
@@ -31,7 +31,7 @@ def rows(
         formats: B formats.
     """
     current = _CURRENT.scale(moments.amax.float(), torch.tensor([fmt.max for fmt in formats], dtype=torch.float32))
-    measured = metrics_of(moments, sums, scale, current)
+    measured = compute_metrics(moments, sums, scale, current)
     return {
         "format": [fmt.name for fmt in formats],
         "n": moments.n.tolist(),
@@ -43,7 +43,7 @@ def rows(
     }
 
 
-def unscaled(columns: Mapping[str, Sequence[Any]], multiplier: float | None) -> dict[str, list[float | None]]:
+def unscale_columns(columns: Mapping[str, Sequence[Any]], multiplier: float | None) -> dict[str, list[float | None]]:
     """Columns of the metrics of gradients that have a unit, as gradients of the loss itself; None of others.
 
     Args:
@@ -66,7 +66,7 @@ def _absent_as_none(column: torch.Tensor) -> list[float | None]:
     return [None if value != value else value for value in column.tolist()]
 
 
-def distributions(counts: torch.Tensor, rules: Sequence[BlockRule]) -> dict[str, list[float | int | None]]:
+def make_distribution_columns(counts: torch.Tensor, rules: Sequence[BlockRule]) -> dict[str, list[float | int | None]]:
     """Columns of B operands, as `BLOCK_SCALES`; None where no block has values.
 
     Scales are those that are kept, by which codes are multiplied; of float32 ones the power of two at or below. Of NVFP4

@@ -53,11 +53,11 @@ def _labels_of_features() -> dict[str, tuple[str, str]]:
     return {name: (metric.label, metric.unit) for table in tables for name, metric in table.metrics.items()}
 
 
-def label_of(metric: str) -> str:
+def name_metric(metric: str) -> str:
     """What people call a metric, with its unit.
 
     Example:
-        >>> label_of("underflow_pct"), label_of("mse"), label_of("something_new")
+        >>> name_metric("underflow_pct"), label_of("mse"), label_of("something_new")
         ('underflow (%)', 'mean squared error', 'something new')
     """
     label, unit = (LABELS | _labels_of_features()).get(metric, (metric.replace("_", " "), ""))

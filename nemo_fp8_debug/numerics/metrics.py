@@ -14,7 +14,7 @@ from typing import Generic, TypeVar
 
 import torch
 
-from .formats import Decoded, FloatFormat, decoded, saturating_cast
+from .formats import Decoded, FloatFormat, decode_codes, saturating_cast
 from .histogram import LANES, Histogram, HistogramBatch, lanes_of, magnitudes_of
 from .metric_names import METRICS as METRICS
 from .metric_names import WORSE as WORSE
@@ -177,14 +177,14 @@ def quantization_sums(batch: HistogramBatch, scale: torch.Tensor, formats: Seque
     code, overflows, start = torch.empty_like(scaled), torch.empty_like(scaled, dtype=torch.bool), 0
     for fmt, same in groupby(zip(formats, batch.lengths, strict=True), key=itemgetter(0)):
         end = start + LANES * sum(lanes_of(length) for _, length in same)
-        code[start:end] = decoded(saturating_cast(scaled[start:end], fmt), fmt)
-        overflows[start:end] = beyond(scaled[start:end], fmt)
+        code[start:end] = decode_codes(saturating_cast(scaled[start:end], fmt), fmt)
+        overflows[start:end] = exceeds_format(scaled[start:end], fmt)
         start = end
     q = code.double().div_(scales)
     return sums_of_values(batch.values, overflows, q, batch.weights, batch.per_histogram)
 
 
-def beyond(scaled: torch.Tensor, fmt: FloatFormat) -> torch.Tensor:
+def exceeds_format(scaled: torch.Tensor, fmt: FloatFormat) -> torch.Tensor:
     """Whether what is cast, float32, lies beyond the format's max by more than the rounding of the scale itself."""
     return scaled.abs() > torch.tensor(fmt.max, dtype=torch.float32) * SCALE_ROUNDING
 
@@ -227,7 +227,7 @@ def quantization_sums_of_counts(histogram: Histogram, scale: torch.Tensor, fmt: 
     x = magnitudes_of(histogram.dtype, counts.device)[:end]
     scaled = x * scale.to(x.device)
     q = saturating_cast(scaled, fmt).double() / scale.to(x.device).double()
-    return sums_of_values(x, beyond(scaled, fmt), q, counts[:end].double(), lambda v: v.sum()[None])
+    return sums_of_values(x, exceeds_format(scaled, fmt), q, counts[:end].double(), lambda v: v.sum()[None])
 
 
 #: values of a float32 tensor handled at once; bounds the float64 temporaries to some tens of MiB
@@ -283,16 +283,16 @@ def merge(parts: Moments) -> Moments:
     )
 
 
-def amax_of(x: torch.Tensor) -> torch.Tensor:
+def compute_amax(x: torch.Tensor) -> torch.Tensor:
     """Largest magnitude of `x` as a float32 scalar tensor, NaN ignored, 0 for an empty tensor; no host synchronization."""
     if x.numel() == 0:
         return torch.zeros((), dtype=torch.float32, device=x.device)
     return x.detach().abs().nan_to_num(0.0, torch.inf).amax().float()
 
 
-def finite_amax_of(x: torch.Tensor) -> torch.Tensor:
-    """As `amax_of`, infinity ignored too."""
-    return amax_of(torch.where(x.detach().isfinite(), x.detach(), 0))
+def compute_finite_amax(x: torch.Tensor) -> torch.Tensor:
+    """As `compute_amax`, infinity ignored too."""
+    return compute_amax(torch.where(x.detach().isfinite(), x.detach(), 0))
 
 
 def quantization_sums_of_float32(x: torch.Tensor, scale: torch.Tensor, fmt: FloatFormat) -> QuantizationSums:
@@ -303,7 +303,7 @@ def quantization_sums_of_float32(x: torch.Tensor, scale: torch.Tensor, fmt: Floa
         scaled = x * scale
         code = saturating_cast(scaled, fmt).float()
         q = code.double() / scale.double()
-        return sums_of_values(x, beyond(scaled, fmt), q, 1.0, lambda v: v.sum()[None])
+        return sums_of_values(x, exceeds_format(scaled, fmt), q, 1.0, lambda v: v.sum()[None])
 
     return QuantizationSums.concat([of(chunk) for chunk in _chunks(x)]).total()
 
@@ -325,7 +325,7 @@ def quantization_sums_of_codes(x: torch.Tensor, stored: Decoded) -> Quantization
     return QuantizationSums.concat([of(*parts) for parts in zip(values, codes, limits, strict=True)]).total()
 
 
-def metrics_of(
+def compute_metrics(
     moments: Moments, sums: QuantizationSums, scale: torch.Tensor, scale_current: torch.Tensor
 ) -> dict[str, torch.Tensor]:
     """All metrics of B operands, float64 [B] each, NaN where a metric cannot be had (of an all-zero tensor, say).

@@ -9,8 +9,8 @@ from typing import ClassVar
 import torch
 
 from ..errors import ConfigError
-from .block_scaling import Block, BlockRule, BlockScales, block_amax, tiles
-from .formats import E2M1, E4M3, FloatFormat, decoded, saturating_cast
+from .block_scaling import Block, BlockRule, BlockScales, block_amax, pad_to_tiles
+from .formats import E2M1, E4M3, FloatFormat, decode_codes, saturating_cast
 from .tensor_scaling import FLT_MAX
 
 #: values that are transformed together, and the signs of Transformer Engine's transform
@@ -135,12 +135,12 @@ def four_over_six(
 
     Source: `_quantize_blockwise_4over6_reference` of `custom_recipes/reference_nvfp4.py`, release 2.20.
     """
-    base, values = amax / fmt.max * encode, tiles(x.float(), block)
+    base, values = amax / fmt.max * encode, pad_to_tiles(x.float(), block)
     at_six, at_four = (saturating_cast(base * stretch, E4M3) for stretch in (1.0, 1.5))
     found = []
     for stored in (at_six, at_four):
         scale = (stored.float() * encode.reciprocal()).reciprocal().clamp_max(FLT_MAX)
-        codes = decoded(saturating_cast(values * scale[:, None, :, None], fmt), fmt)
+        codes = decode_codes(saturating_cast(values * scale[:, None, :, None], fmt), fmt)
         stands_for = codes * stored.float()[:, None, :, None] * _of_rows(largest) / (fmt.max * rule.largest_scale)
         found.append((stored, scale, _error(stands_for - values, rule.four_over_six == "MSE")))
     (six, scale_six, error_six), (four, scale_four, error_four) = found

@@ -14,7 +14,7 @@ from typing import ClassVar
 import torch
 
 from ..errors import ConfigError
-from .formats import BF16, FloatFormat, decoded, saturating_cast
+from .formats import BF16, FloatFormat, decode_codes, saturating_cast
 
 FLT_MAX = torch.finfo(torch.float32).max
 #: amax below this counts as this in torchao, its `EPS`
@@ -44,7 +44,7 @@ class CurrentScaling:
             amax: float32, any shape.
             limit: largest finite value of the format (or of each tensor's format, float32 of amax's shape).
         """
-        return scale_of_amax(amax, limit, self.epsilon, self.power_of_two, by_logarithm=self.by_logarithm)
+        return compute_scale(amax, limit, self.epsilon, self.power_of_two, by_logarithm=self.by_logarithm)
 
 
 def scales_of(
@@ -139,10 +139,10 @@ def quantize(x: torch.Tensor, scale: torch.Tensor, fmt: FloatFormat) -> torch.Te
 
 def quantize_dequantize(x: torch.Tensor, scale: torch.Tensor, fmt: FloatFormat) -> torch.Tensor:
     """`x` as a low-precision GEMM sees it: its codes times the float32 reciprocal of the scale, in x's dtype."""
-    return (decoded(quantize(x, scale, fmt), fmt) * (1.0 / scale)).to(x.dtype)
+    return (decode_codes(quantize(x, scale, fmt), fmt) * (1.0 / scale)).to(x.dtype)
 
 
-def scale_of_amax(
+def compute_scale(
     amax: torch.Tensor,
     limit: torch.Tensor | float,
     epsilon: float = 0.0,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from ..core.arguments import check_choices, check_strings, checked_number, checks_arguments, shown
+from ..core.arguments import check_arguments, check_choices, check_number, check_strings, show_value
 from ..core.keys import ACTIVATIONS, ROLES, STATES
 from ..core.layer_names import compile_patterns
 from ..errors import ConfigError
@@ -40,7 +40,7 @@ SAME_ON_ALL_RANKS = (
 )
 
 
-@checks_arguments()
+@check_arguments()
 @dataclass(frozen=True)
 class Config:
     """What to sample, when, and where to write it: the options of `Monitor` and all callbacks. Checked when made.
@@ -150,18 +150,18 @@ class Config:
         for name, least in _NUMBERS.items():
             value = getattr(self, name)
             if name != "last_step" or value is not None:
-                object.__setattr__(self, name, checked_number(name, value, least))
+                object.__setattr__(self, name, check_number(name, value, least))
         for name in ("layers", "roles", "states", "activations", "dump", "triggers", "trigger_dump"):
             if name != "layers" or self.layers is not None:
                 check_strings(name, getattr(self, name))
         if not isinstance(self.what_if, Sequence) or isinstance(self.what_if, str):
-            raise ConfigError(f"what_if is {shown(self.what_if)}; it takes a list of recipes")
+            raise ConfigError(f"what_if is {show_value(self.what_if)}; it takes a list of recipes")
         if len(self.what_if) > MOST_WHAT_IF:
             raise ConfigError(f"what_if has {len(self.what_if)} recipes; it takes {MOST_WHAT_IF} at the most")
         for name in ("output", "report_baseline"):
             value = getattr(self, name)
             if not isinstance(value, (str, os.PathLike, type(None))) or value == "":
-                raise ConfigError(f"{name} is {shown(value)}; it must be a path")
+                raise ConfigError(f"{name} is {show_value(value)}; it must be a path")
         if self.last_step is not None and self.last_step < self.first_step:
             raise ConfigError(f"last_step {self.last_step} is before first_step {self.first_step}: nothing is sampled")
         for name, known in {"roles": ROLES, "states": STATES, "activations": ACTIVATIONS}.items():
@@ -169,7 +169,7 @@ class Config:
                 check_choices(name, getattr(self, name), known)
         for name in ("replicas", "gradients", "copies", "block_scales", "eager", "log_every_tensor"):
             if not isinstance(getattr(self, name), bool):
-                raise ConfigError(f"{name} is {shown(getattr(self, name))}; it is True or False")
+                raise ConfigError(f"{name} is {show_value(getattr(self, name))}; it is True or False")
         if self.on_error not in ("warn", "raise"):
             raise ConfigError(f"on_error is {self.on_error!r}; use 'warn' or 'raise'")
         for patterns in (self.layers, self.dump, self.trigger_dump):

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..core.keys import RESULTS, ROLES, SHOWN_AS
-from ..core.layer_names import aggregate_key, aggregate_of, is_aggregate
+from ..core.layer_names import aggregate_key, is_aggregate, name_aggregate
 from ..core.sample import Sample
 from ..errors import ConfigError
-from ..numerics.limits import FAR, FORMATS, LIMITS, worst_of
+from ..numerics.limits import FAR, FORMATS, LIMITS, find_worst
 from ..numerics.metric_names import METRICS
 
 _RULE = re.compile(r"(?P<metric>\w+)(/(?P<role>\w+))?\s*(?P<sign>[<>])\s*(?P<limit>[-+.\deE]+)")
@@ -36,7 +36,9 @@ class Threshold:
             return None
         layer, role, value = past[0]
         found = f"{self.metric} of {SHOWN_AS[role]} of {layer} is {value:.4g} ({self.sign} {self.limit:g})"
-        alike = sum(aggregate_key(*row[:2]) == aggregate_key(layer, role) for row in past[1:]) if aggregate_of(layer) else 0
+        alike = (
+            sum(aggregate_key(*row[:2]) == aggregate_key(layer, role) for row in past[1:]) if name_aggregate(layer) else 0
+        )
         return f"{found}, and of {alike} more experts of the layer" if alike else found
 
     def _is_past(self, role: str, value: float | None) -> bool:
@@ -109,7 +111,7 @@ def _times(sample: Sample | None) -> dict[tuple[str, str], tuple[float, str, flo
         return {}
     columns, found = sample.columns, dict[tuple[str, str], tuple[float, str, float]]()
     for i, (layer, role) in enumerate(zip(columns["layer"], columns["role"], strict=True)):
-        metric, times = worst_of(role, {name: columns[name][i] for name in LIMITS.get(role, ())}, columns["n"][i])
+        metric, times = find_worst(role, {name: columns[name][i] for name in LIMITS.get(role, ())}, columns["n"][i])
         if metric is not None and columns["format"][i] in FORMATS and not is_aggregate(layer):
             found[layer, role] = times, metric, columns[metric][i]
     return found

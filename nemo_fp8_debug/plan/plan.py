@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from ..core.arguments import shown
+from ..core.arguments import show_value
 from ..core.keys import ROLES
 from ..core.layer_names import compile_patterns
 from ..errors import ConfigError
@@ -178,7 +178,7 @@ def is_rescue() -> bool:
     return bool(os.environ.get(PLAN))
 
 
-def plan_in_force(own: AnyPlan | None = None) -> Plan | None:
+def read_plan_in_force(own: AnyPlan | None = None) -> Plan | None:
     """The plan of `rescue`, which goes before `own`: it was given later.
 
     Raises:
@@ -200,5 +200,5 @@ def read_plan(plan: AnyPlan | None) -> Plan | None:
         ConfigError: it cannot be read, or is neither a plan nor a path.
     """
     if plan is not None and not isinstance(plan, (Plan, str, os.PathLike)):
-        raise ConfigError(f"plan is {shown(plan)}; it takes the path of a plan, or a Plan")
+        raise ConfigError(f"plan is {show_value(plan)}; it takes the path of a plan, or a Plan")
     return Plan.load(plan) if isinstance(plan, (str, os.PathLike)) else plan

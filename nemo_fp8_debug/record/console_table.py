@@ -9,7 +9,7 @@ from typing import Any, TextIO
 from ..core.keys import SHOWN_AS
 from ..core.layer_names import aggregate_key, few_experts
 from ..core.sample import Recorder, Sample
-from ..core.scale_sources import HIGH_PRECISION, NOT_READ, QUANTIZED, quantization
+from ..core.scale_sources import HIGH_PRECISION, NOT_READ, QUANTIZED, classify_sources
 
 _COLUMNS = ("amin", "amax", "scale_current", "scale", "cosine", "mse", "underflow_pct", "overflow_pct")
 _TEXTS = ("layer", "tensor")
@@ -19,7 +19,7 @@ _HEADINGS = (*_TEXTS, "amin", "amax", "current scale", "delayed scale", "cosine"
 _SUBJECTS = {QUANTIZED: "FP8", HIGH_PRECISION: "Nothing is quantized: what FP8 would do", NOT_READ: "What FP8 would do"}
 
 
-def show(text: str, file: TextIO | None = None) -> None:
+def print_safely(text: str, file: TextIO | None = None) -> None:
     """Print on standard output, or to a file, what its encoding has."""
     file = file or sys.stdout
     encoding = file.encoding or "utf-8"
@@ -45,7 +45,7 @@ class TableRecorder(Recorder):
 
     def record(self, sample: Sample) -> None:
         """Print one sampled step."""
-        show(self.table(sample), self._file)
+        print_safely(self.table(sample), self._file)
 
     def table(self, sample: Sample) -> str:
         """The table as it is printed."""
@@ -59,7 +59,7 @@ class TableRecorder(Recorder):
         ranked = few_experts(by_harm, lambda i: aggregate_key(columns["layer"][i], columns["role"][i]), 1)
         worst = ranked[: self._rows]
         loss = sample.scalars.get("loss")
-        title = _SUBJECTS[quantization(columns["scale_source"], self._fingerprint)]
+        title = _SUBJECTS[classify_sources(columns["scale_source"], self._fingerprint)]
         title += f" at step {sample.step}" + ("" if loss is None else f", loss {loss:.4g}")
         title += f": {len(worst)} of {len(ranked)} tensors, worst first" + (f"; {sample.remarks}" if sample.remarks else "")
         rows = [_cells({name: values[i] for name, values in columns.items()}) for i in worst]

@@ -27,9 +27,9 @@ from ..core.waits import DUMPS, Waits
 from ..errors import RecordError
 from ..numerics.formats import FORMATS, FloatFormat
 from ..numerics.histogram import DTYPES
-from ..numerics.metrics import amax_of, finite_amax_of
+from ..numerics.metrics import compute_amax, compute_finite_amax
 from ..numerics.tensor_scaling import CurrentScaling, quantize
-from .dump_names import FOLDER, tensor_in_name
+from .dump_names import FOLDER, parse_tensor_name
 from .dump_names import dumped_files as dumped_files
 from .reader import find_run
 from .storage import Storage
@@ -65,7 +65,7 @@ class Dumped:
 
     def name(self, checksum: str) -> str:
         """The name of the file; a layer's name is cut short where it would be too long, and kept whole in the metadata."""
-        tensor = tensor_in_name(self.layer, self.role)
+        tensor = parse_tensor_name(self.layer, self.role)
         return f"{self.folder}/rank-{self.rank:05d}.call-{self.call:03d}.{tensor}.{checksum}.safetensors"
 
     def metadata(self) -> dict[str, str]:
@@ -149,7 +149,7 @@ class TensorDump:
                 return
             x = fetch()
             if isinstance(scale, CurrentScaling):
-                amax = amax_of(x) if about.scale_source == "engine" else finite_amax_of(x)
+                amax = compute_amax(x) if about.scale_source == "engine" else compute_finite_amax(x)
                 scale = scale.scale(amax, about.format.max)
             content = _encode(about, x, scale.detach().float().cpu())
             self._storage.write(about.name(f"{zlib.crc32(content):08x}"), content)

@@ -28,14 +28,14 @@ from .parts import (
     PartDamagedError,
     PartGoneError,
     count_rows,
+    order_widest_first,
     parts_in,
     read_groups,
+    read_size,
     read_steps,
-    size_of,
-    widest_first,
 )
 from .reader import find_run, read_fingerprint, read_status, read_table
-from .schema import SCHEMAS, STATUS, TABLES, Part, arrow_schema, attempt_of_fingerprint
+from .schema import SCHEMAS, STATUS, TABLES, Part, arrow_schema, parse_attempt
 from .storage import Storage
 
 #: parts that are merged into one
@@ -199,7 +199,7 @@ def copy_record(address: str | os.PathLike[str], output: str | os.PathLike[str])
     run, copied = find_run(address), Storage(output)
     if copied.names():
         raise ConfigError(f"{copied} is not empty; name a new folder")
-    for name in sorted(run.files(), key=lambda name: attempt_of_fingerprint(name) is not None):
+    for name in sorted(run.files(), key=lambda name: parse_attempt(name) is not None):
         try:
             content = run.read(name)
         except Exception as error:  # every driver has errors of its own
@@ -262,7 +262,7 @@ def _merge_attempt(run: Storage, table: str, attempt: int, keep: Callable[[set[i
 
 def _merge_readable(run: Storage, table: str, parts: Sequence[Part], keep: Callable[[set[int]], set[int]] | None) -> None:
     owners, found = Owners(table), list[tuple[Part, set[int], set[int]]]()
-    for part in widest_first(parts):
+    for part in order_widest_first(parts):
         with _reading(part):
             steps = read_steps(run, table, part)
         found.append((part, steps, owners.add(part, steps)))
@@ -270,7 +270,7 @@ def _merge_readable(run: Storage, table: str, parts: Sequence[Part], keep: Calla
     taken, spare = list[Written](), list[Part]()
     for part, steps, new in found:
         if new & kept:
-            taken.append(Written(part, size_of(run, part), None if steps <= new & kept else frozenset(new & kept)))
+            taken.append(Written(part, read_size(run, part), None if steps <= new & kept else frozenset(new & kept)))
         else:
             spare.append(part)
     if any(new != steps for _, steps, new in found):  # what else holds their rows has to be read to its end before they go

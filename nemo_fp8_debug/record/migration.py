@@ -34,10 +34,10 @@ _FINGERPRINT = {
 _ADDED = {"experts", "ranks", "ranks_missing", "unscaled_amax", "unscaled_amin", "unscaled_mse", "grad_scale"}
 
 
-def folders_of(table: str) -> Sequence[str]:
+def list_folders(table: str) -> Sequence[str]:
     """The folders that hold the parts of a table, today's first.
 
-    >>> folders_of("metrics")
+    >>> list_folders("metrics")
     ['metrics', 'figures']
     """
     return [table, *([_FOLDERS[table]] if table in _FOLDERS else [])]
@@ -61,7 +61,7 @@ def values_of(column: str) -> list[tuple[str, str]]:
     return [_VALUES[column]] if column in _VALUES else []
 
 
-def renamed(rows: pa.Table) -> pa.Table:
+def migrate_rows(rows: pa.Table) -> pa.Table:
     """Rows of any readable schema, with today's names and values."""
     if not _COLUMNS.keys().isdisjoint(rows.column_names):
         rows = rows.rename_columns([_COLUMNS.get(name, name) for name in rows.column_names])
@@ -72,9 +72,9 @@ def renamed(rows: pa.Table) -> pa.Table:
     return rows
 
 
-def completed(rows: pa.Table, schema: pa.Schema) -> pa.Table:
+def complete_columns(rows: pa.Table, schema: pa.Schema) -> pa.Table:
     """The columns of `schema`, in its order; those that came later than the rows are null, others that lack stay away."""
-    rows = renamed(rows)
+    rows = migrate_rows(rows)
     if rows.column_names == schema.names:
         return rows
     found = dict(zip(rows.column_names, rows.columns, strict=True))  # which a table lists anew each time it is asked
@@ -93,13 +93,13 @@ def _with_value(column: pa.ChunkedArray, old: str, new: str) -> pa.ChunkedArray:
     return pa.chunked_array(chunks, column.type)
 
 
-def fingerprint(content: Mapping[str, Any]) -> dict[str, Any]:
+def migrate_fingerprint(content: Mapping[str, Any]) -> dict[str, Any]:
     """A fingerprint of any readable schema, with today's names.
 
-    >>> fingerprint({"schema_version": 3, "sampled": {"hosts": ["torch.nn.Linear"]}})
+    >>> migrate_fingerprint({"schema_version": 3, "sampled": {"hosts": ["torch.nn.Linear"]}})
     {'schema_version': 3, 'sampled': {'backends': ['torch.nn.Linear']}}
     """
     return {
-        _FINGERPRINT.get(name, name): fingerprint(value) if isinstance(value, Mapping) else value
+        _FINGERPRINT.get(name, name): migrate_fingerprint(value) if isinstance(value, Mapping) else value
         for name, value in content.items()
     }

@@ -69,19 +69,19 @@ class Outline:
         return np.cumsum([stretch.rows for stretch in self.stretches])
 
 
-def outline_of(table: pa.Table) -> Outline:
+def make_outline(table: pa.Table) -> Outline:
     """The outline of a table.
 
     Example:
         >>> table = pa.table({"step": [0, 0], "layer": ["a", "b"], "role": ["input"] * 2, "format": ["e4m3", None]})
-        >>> outline_of(table).texts["format"], outline_of(table).same
+        >>> make_outline(table).texts["format"], outline_of(table).same
         (['e4m3', None], {'role': 'input', 'step': 0})
     """
     names = [field.name for field in table.schema if field.type == pa.string() and field.name not in _MANY]
     values = {name: pc.unique(table[name]).to_pylist() for name in names}
     few = {name: of_name for name, of_name in values.items() if len(of_name) <= _FEW and all(map(_is_short, of_name))}
     same = {name: of_name[0] for name, of_name in few.items() if len(of_name) == 1}
-    of_steps = tuple(stretches(table))
+    of_steps = tuple(list_stretches(table))
     patterns = {name: _patterns(table[name], of_steps) for name in few if name not in _KEYS}
     return Outline(of_steps, few, same | _same_numbers(table), patterns)
 
@@ -120,12 +120,12 @@ def _same_numbers(table: pa.Table) -> dict[str, Value]:
     return found
 
 
-def stretches(table: pa.Table) -> list[Stretch]:
+def list_stretches(table: pa.Table) -> list[Stretch]:
     """The stretches of a table; none of a table that has no operands.
 
     Example:
         >>> table = pa.table({"step": [0, 0, 5, 5], "layer": ["a", "b"] * 2, "role": ["input"] * 4})
-        >>> first, second = stretches(table)
+        >>> first, second = list_stretches(table)
         >>> (first.step, first.rows, second.step), first.digest == second.digest
         ((0, 2, 5), True)
     """
@@ -150,7 +150,7 @@ def _digest(names: list[pa.StringArray]) -> str:
     return digest.hexdigest()
 
 
-def to_text(outlines: Sequence[Outline]) -> str:
+def format_outline(outlines: Sequence[Outline]) -> str:
     """Those of tables that lie one behind the other, to be put into a footer."""
     all_of_them = [stretch for outline in outlines for stretch in outline.stretches]
     columns = set.intersection(*(set(outline.texts) for outline in outlines)) if outlines else ()
@@ -168,7 +168,7 @@ def to_text(outlines: Sequence[Outline]) -> str:
     return json.dumps(told, separators=(",", ":"))
 
 
-def from_text(text: bytes | None) -> Outline | None:
+def parse_outline(text: bytes | None) -> Outline | None:
     """Back from it; None if it is not one."""
     if text is None or len(text) > _LONGEST:
         return None

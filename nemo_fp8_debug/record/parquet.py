@@ -18,7 +18,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from .outline import OUTLINE, Outline, from_text, outline_of, to_text
+from .outline import OUTLINE, Outline, format_outline, make_outline, parse_outline
 
 Ints = npt.NDArray[np.int64]
 
@@ -57,10 +57,10 @@ def encode_all(schema: pa.Schema, tables: Iterable[pa.Table]) -> tuple[bytes, st
     outlines = list[Outline]()
     for table in tables:
         writer.write_table(table, row_group_size=max(1, len(table)) if lists else GROUP)
-        outlines.append(outline_of(table))
+        outlines.append(make_outline(table))
     data = sink.getvalue()
     sums = "".join(f"{zlib.crc32(block):08x}" for block in _blocks(data, BLOCK))
-    writer.add_key_value_metadata({_KEYS[BLOCK]: sums, OUTLINE: to_text(outlines)})
+    writer.add_key_value_metadata({_KEYS[BLOCK]: sums, OUTLINE: format_outline(outlines)})
     writer.close()
     content = sink.getvalue()
     return content, f"{zlib.crc32(content[len(data) :]):08x}"
@@ -96,7 +96,7 @@ class PartFile:
     @property
     def outline(self) -> Outline | None:
         """What the footer says of the rows; None: nothing that fits them."""
-        found = from_text((self._metadata.metadata or {}).get(OUTLINE))
+        found = parse_outline((self._metadata.metadata or {}).get(OUTLINE))
         return found if found is not None and sum(each.rows for each in found.stretches) == self.count else None
 
     def spans_of(self, step: int) -> list[tuple[int, int]]:

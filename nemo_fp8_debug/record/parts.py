@@ -25,7 +25,7 @@ import pyarrow.compute as pc
 
 from ..errors import warn
 from . import migration, parquet
-from .outline import Outline, stretches
+from .outline import Outline, list_stretches
 from .schema import SCHEMAS, TABLES, Part, arrow_schema, texts_of
 from .storage import Storage
 
@@ -129,7 +129,7 @@ def parts_in(run: Storage, folder: str) -> list[Part]:
 def list_parts(run: Storage, table: str) -> list[Part]:
     """Return the parts of a table, merged ones first. Warn of files with other names."""
     parts = []
-    for folder in migration.folders_of(table):
+    for folder in migration.list_folders(table):
         for name in run.names(folder):
             if part := Part.named(folder, name):
                 parts.append(part)
@@ -138,7 +138,7 @@ def list_parts(run: Storage, table: str) -> list[Part]:
     return sorted(parts, key=lambda part: not part.merged)
 
 
-def widest_first(parts: Iterable[Part]) -> list[Part]:
+def order_widest_first(parts: Iterable[Part]) -> list[Part]:
     """Return parts so that those that merging has replaced come after the part that replaces them."""
     return sorted(parts, key=lambda part: (not part.merged, part.first - part.last))
 
@@ -289,7 +289,7 @@ def read_outline(run: Storage, table: str, part: Part) -> Outline:
                 raise PartDamagedError(_OTHER_ATTEMPT)
             return outline
         count = rows.count
-    return Outline(tuple(stretches(read_names(run, table, part, [(0, count)])[0])))
+    return Outline(tuple(list_stretches(read_names(run, table, part, [(0, count)])[0])))
 
 
 def read_names(run: Storage, table: str, part: Part, spans: Sequence[tuple[int, int]]) -> list[pa.Table]:
@@ -312,10 +312,10 @@ def read_steps(run: Storage, table: str, part: Part) -> set[int]:
     Raises:
         PartGoneError, PartDamagedError: as for `open_part`.
     """
-    return steps_in(read_columns(run, table, part, ("attempt", "step"))[0])
+    return list_steps(read_columns(run, table, part, ("attempt", "step"))[0])
 
 
-def steps_in(rows: pa.Table) -> set[int]:
+def list_steps(rows: pa.Table) -> set[int]:
     """Return the steps of some rows."""
     return set(pc.unique(rows["step"]).to_pylist()) if len(rows) else set()
 
@@ -345,7 +345,7 @@ def read_columns(
     with open_part(run, part, texts_of(schema)) as rows:
         spans = rows.spans_of(step) if step is not None else spans
         found, at = rows.read(migration.with_earlier_names(schema.names), spans)
-        return _checked(migration.completed(found, schema), schema, part), at
+        return _checked(migration.complete_columns(found, schema), schema, part), at
 
 
 def read_rows(run: Storage, table: str, part: Part, columns: Iterable[str], places: Sequence[int]) -> pa.Table:
@@ -376,7 +376,7 @@ def read_whole_rows(run: Storage, table: str, part: Part, places: Sequence[int],
     """
     names = list(SCHEMAS[table])
     with open_part(run, part) as rows:
-        found = migration.renamed(rows.pick(migration.with_earlier_names(names), places, at_once))
+        found = migration.migrate_rows(rows.pick(migration.with_earlier_names(names), places, at_once))
         check_values(found)
     return [{name: row.get(name) for name in names} for row in found.to_pylist()]
 
@@ -395,10 +395,10 @@ def read_groups(run: Storage, table: str, part: Part, whole: bool = False) -> It
         for group in rows.groups():
             if set(group.column_names) - set(migration.with_earlier_names(schema.names)):
                 raise PartDamagedError("it has columns of a later release")
-            yield _checked(migration.completed(group, schema), schema, part).cast(schema)
+            yield _checked(migration.complete_columns(group, schema), schema, part).cast(schema)
 
 
-def size_of(run: Storage, part: Part) -> int:
+def read_size(run: Storage, part: Part) -> int:
     """Return the bytes of a part; 0 if it cannot be read."""
     with contextlib.suppress(Exception), run.open(part.path) as file:  # every driver has errors of its own
         return int(file.seek(0, io.SEEK_END))

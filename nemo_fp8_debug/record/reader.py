@@ -13,8 +13,8 @@ import pyarrow.compute as pc
 
 from ..errors import ConfigError, RecordError, warn
 from . import migration
-from .parts import SHARED, Owners, list_parts, may_have, read_columns, read_each, steps_in, warn_of_damage
-from .schema import SCHEMAS, SECTIONS, STATUS, Part, arrow_schema, attempt_of_fingerprint
+from .parts import SHARED, Owners, list_parts, list_steps, may_have, read_columns, read_each, warn_of_damage
+from .schema import SCHEMAS, SECTIONS, STATUS, Part, arrow_schema, parse_attempt
 from .storage import Storage, find_link_out
 
 Address = str | os.PathLike[str]
@@ -90,7 +90,7 @@ def read_fingerprint(run: Address) -> dict[str, Any]:
                 f"{run.path(name)} has schema version {content.get('schema_version')}; "
                 f"this release reads {', '.join(map(str, migration.READABLE))}"
             )
-        found = migration.fingerprint(content)
+        found = migration.migrate_fingerprint(content)
         if odd := [section for section in SECTIONS if not isinstance(found.get(section, {}), dict)]:
             warn(f"{run.path(name)} is read without {', '.join(odd)}: a JSON object is expected there")
         return {section: value for section, value in found.items() if section not in odd}
@@ -181,7 +181,7 @@ def read_table(
 
     def read(part: Part) -> tuple[set[int], pa.Table]:
         rows = read_columns(run, table, part, schema.names, step=step)[0]
-        samples = steps_in(rows)
+        samples = list_steps(rows)
         rows = rows if only is None else rows.filter(pc.is_in(rows["step"], only))
         return samples, _matching(rows, where)
 
@@ -222,4 +222,4 @@ def _without(rows: pa.Table, steps: Collection[int]) -> pa.Table:
 
 
 def _attempts(run: Storage) -> list[int]:
-    return [a for name in run.names() if (a := attempt_of_fingerprint(name)) is not None]
+    return [a for name in run.names() if (a := parse_attempt(name)) is not None]

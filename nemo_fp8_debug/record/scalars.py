@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..core.keys import ROLES, SHOWN_AS
-from ..core.layer_names import aggregate_key, aggregate_of, few_experts, is_aggregate
+from ..core.layer_names import aggregate_key, few_experts, is_aggregate, name_aggregate
 from ..core.sample import Recorder, Sample
 from ..core.table import Columns, load_modules
 from ..numerics.limits import MADE_UP
@@ -36,7 +36,7 @@ SPREAD: dict[str, Callable[[list[float]], float]] = {"smallest": min, "median": 
 _OF_UNCAST = ("amax", "underflow_pct", "relative_error")
 
 
-def tag_of(metric: str) -> str:
+def make_tag(metric: str) -> str:
     """How tags call a metric."""
     return ON_LOG_AXES[metric][0] if metric in ON_LOG_AXES else metric
 
@@ -63,8 +63,8 @@ class TagBudget:
         quota = self._free
         if tensors * len(STREAMED) > self._max_tags:
             quota = min(quota, self._max_tags // (len(STREAMED) * len(ROLES)) - len(admitted))
-        few = few_experts(dict.fromkeys((*admitted, *worst_first)), aggregate_of, EXPERTS_SHOWN)
-        new = sorted((layer for layer in few if layer not in admitted), key=lambda layer: aggregate_of(layer) is not None)
+        few = few_experts(dict.fromkeys((*admitted, *worst_first)), name_aggregate, EXPERTS_SHOWN)
+        new = sorted((layer for layer in few if layer not in admitted), key=lambda layer: name_aggregate(layer) is not None)
         new = new[: max(0, quota)]
         self._free -= len(new)
         admitted.update(new)
@@ -119,7 +119,7 @@ class Tags:
         ranked = sorted(values, key=lambda layer: sign * values[layer], reverse=True)
         chosen = self._budget.choose(metric, role, ranked, self._tensors)
         shown = [layer for layer in ranked if layer in chosen]
-        name, values = tag_of(metric), _on_axis(metric, values)
+        name, values = make_tag(metric), _on_axis(metric, values)
         self.values |= {f"fp8_{name}/{role}/{layer}": values[layer] for layer in shown if layer in values}
         if single := [values[layer] for layer in ranked if layer in values and not is_aggregate(layer)]:
             self.values[f"fp8/{name}/{role}/worst"] = single[0]
@@ -260,7 +260,7 @@ class LayerMap:
         """A row a layer, in the order of the sample; of experts their aggregate."""
         columns, at = sample.columns, dict[tuple[str, str], int]()
         for i, key in enumerate(zip(columns["layer"], columns["role"], strict=True)):
-            if aggregate_of(key[0]) is None:
+            if name_aggregate(key[0]) is None:
                 at[key] = i
         shown = [(metric, role) for metric in LOSSES for role in ROLES]
         layers = dict.fromkeys(layer for layer, role in at if role in ROLES)

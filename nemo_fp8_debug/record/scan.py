@@ -18,10 +18,10 @@ import numpy as np
 import polars as pl
 import pyarrow as pa
 
-from ..core.memory import give_back, keep_freed
-from ..core.threads import ahead
+from ..core.memory import free_unused, keep_freed
+from ..core.threads import run_ahead
 from ..errors import RecordError
-from .outline import Outline, Stretch, stretches
+from .outline import Outline, Stretch, list_stretches
 from .parts import (
     KEYS,
     Ints,
@@ -74,7 +74,7 @@ class TableIndex:
             use(part, outline)
             owners.add(part, outline.steps)
 
-        damaged = read_each(run, table, outline_of, add, owners, parts, ahead)
+        damaged = read_each(run, table, outline_of, add, owners, parts, run_ahead)
         return cls(np.array(sorted(owners.of_step), np.int64), owners.of_step, damaged)
 
     @property
@@ -186,7 +186,7 @@ def read_new_names(
         if stretch.digest not in known:
             new.setdefault(stretch.digest, (first, stretch))
     tables = read_names(run, table, part, [(first, first + stretch.rows) for first, stretch in new.values()]) if new else []
-    if [stretches(names) for names in tables] != [[stretch] for _, stretch in new.values()]:
+    if [list_stretches(names) for names in tables] != [[stretch] for _, stretch in new.values()]:
         raise PartDamagedError("its footer does not fit its rows")
     return {digest: names.select(KEYS[1:]) for digest, names in zip(new, tables, strict=True)}
 
@@ -225,7 +225,7 @@ class Chunk(NamedTuple):
             first += len(operands)
 
 
-def itself(chunk: Chunk) -> Any:
+def keep_chunk(chunk: Chunk) -> Any:
     """A chunk as it is."""
     return chunk
 
@@ -290,7 +290,7 @@ class Scan:
         columns: Sequence[str],
         operands: Ints | None = None,
         steps: Ints | None = None,
-        then: Callable[[Chunk], Any] = itself,
+        then: Callable[[Chunk], Any] = keep_chunk,
     ) -> Iterator[Any]:
         """Rows in order of steps, several parts read at once and no more than a few held.
 
@@ -307,12 +307,12 @@ class Scan:
             return None if chunk is None else then(chunk)
 
         try:
-            for found in ahead(made, wanted):
+            for found in run_ahead(made, wanted):
                 if found is not None:
                     yield found
         finally:
             if len(wanted) > _FEW:
-                give_back()
+                free_unused()
         warn_of_damage(self._storage, self._table, unreadable)
 
     def alike(
@@ -339,7 +339,7 @@ class Scan:
             for part, run in first.values():
                 of_parts[part].append(run)
             read = partial(self._chunk, [column] if column else [], chosen, unreadable)
-            for (part, runs), chunk in zip(of_parts.items(), ahead(read, list(of_parts.items())), strict=True):
+            for (part, runs), chunk in zip(of_parts.items(), run_ahead(read, list(of_parts.items())), strict=True):
                 if chunk is not None:
                     yield chunk, [times[self._kind(column, part, run)] for run in runs]
             # What a part had that cannot be read, others may have.

@@ -120,7 +120,7 @@ class Part:
         return cls(folder, name, int(attempt), int(first), int(last or first), checksum, last is not None)
 
 
-def attempt_of_fingerprint(name: str) -> int | None:
+def parse_attempt(name: str) -> int | None:
     """The attempt that the fingerprint called `name` belongs to; None where that is no name of one."""
     found = _FINGERPRINT.fullmatch(name)
     return int(found[1]) if found else None

@@ -24,8 +24,8 @@ from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
 from ..errors import ConfigError
-from .migration import folders_of
-from .schema import SCHEMAS, STATUS, attempt_of_fingerprint
+from .migration import list_folders
+from .schema import SCHEMAS, STATUS, parse_attempt
 
 #: seconds that a request may take, with all that its driver does to repeat it
 LIMIT = 20.0
@@ -327,10 +327,10 @@ def _open_file(path: str, flags: int) -> int:
 
 
 #: folders of a record, `tensors` for dumps
-TABLES = frozenset({*(folder for table in SCHEMAS for folder in folders_of(table)), "tensors"})
+TABLES = frozenset({*(folder for table in SCHEMAS for folder in list_folders(table)), "tensors"})
 
 
-def leads_out(storage: Storage, name: str) -> bool:
+def is_link_out(storage: Storage, name: str) -> bool:
     """Return True if a file or folder below a local folder, whose path is free of links, lies elsewhere."""
     root = storage.path("").rstrip("/")
     return not f"{os.path.realpath(storage.path(name))}/".startswith(f"{root}/")
@@ -346,8 +346,8 @@ def find_link_out(storage: Storage, folder: str) -> str | None:
     if not storage.is_local:
         return None
     for name, kind in sorted(storage.entries(folder)):
-        is_part = name in TABLES or name == STATUS or attempt_of_fingerprint(name) is not None
-        if kind == "link" and is_part and leads_out(storage, join_path(folder, name)):
+        is_part = name in TABLES or name == STATUS or parse_attempt(name) is not None
+        if kind == "link" and is_part and is_link_out(storage, join_path(folder, name)):
             return name
     for table in sorted(TABLES):
         inside = join_path(folder, table)
@@ -355,7 +355,7 @@ def find_link_out(storage: Storage, folder: str) -> str | None:
             links = [f"{inside}/{name}" for name, kind in storage.entries(inside) if kind == "link"]
         except OSError:
             continue
-        if any(leads_out(storage, link) for link in links):
+        if any(is_link_out(storage, link) for link in links):
             return f"a part of {table}"
     return None
 

@@ -102,7 +102,7 @@ def sql_views(address: str | os.PathLike[str], engine: str = "duckdb") -> str:
 
 def _statements(run: Storage, table: str, engine: str) -> list[str]:
     spelled = _ENGINES[engine]
-    folders = [name for name in migration.folders_of(table) if parts_in(run, name)]
+    folders = [name for name in migration.list_folders(table) if parts_in(run, name)]
     names = {"create": spelled.create, "table": table}
     if not folders:
         return [f"{spelled.create} {table} AS\n{_no_rows(spelled, _columns(table, spelled))};"]

@@ -25,7 +25,7 @@ from ..errors import ConfigError, warn
 from . import parquet
 from .merging import HISTOGRAMS, MERGED, Merger, Written
 from .parts import parts_in
-from .schema import STEP_SCALARS, TABLES, VERSION, Part, arrow_schema, arrow_table, attempt_of_fingerprint
+from .schema import STEP_SCALARS, TABLES, VERSION, Part, arrow_schema, arrow_table, parse_attempt
 from .storage import Storage
 
 #: bytes of parts that are kept while the place cannot be written
@@ -77,7 +77,7 @@ class RunRecord(Recorder):
     def _claim_attempt(self, fingerprint: Mapping[str, Any]) -> None:
         """Take the first number that no other start of a process has, even if it starts at the same moment."""
         there = self.storage.names()
-        taken = [attempt_of_fingerprint(name) for name in there]
+        taken = [parse_attempt(name) for name in there]
         tables = (table for table in ("metrics", "histograms", "steps") if table in there)
         taken += [part.attempt for table in tables for part in parts_in(self.storage, table)]
         self.attempt = 1 + max((a for a in taken if a is not None), default=-1)

@@ -8,10 +8,10 @@ from typing import Any
 from tensorboard.plugins import base_plugin
 
 from ..analysis.diagnosis.rules.learning_rate import find_departure
-from ..analysis.formatting import jsonable
+from ..analysis.formatting import make_jsonable
 from ..analysis.runs.run import UNITS
-from ..analysis.runs.settings import differences
-from ..errors import hearing
+from ..analysis.runs.settings import list_differences
+from ..errors import capture_warnings
 from ..record.reader import read_fingerprint, read_table
 from .cache import Cache
 from .jobs.job_queue import JobQueue
@@ -184,7 +184,7 @@ class FP8Plugin(base_plugin.TBPlugin):  # type: ignore[misc]
         found = self._logdir.find_records()
         listed = list_runs(self._parts, self._logdir)
         return {
-            "runs": jsonable(listed),
+            "runs": make_jsonable(listed),
             "suggested": suggest_parts([run["name"] for run in listed if run["state"] != "unreadable"]),
             "colored": order_by_color(found.records, self._board),
             "logdirs": [root.address for root in self._logdir.roots],
@@ -239,12 +239,12 @@ class FP8Plugin(base_plugin.TBPlugin):  # type: ignore[misc]
         return self._jobs.ask({"kind": "verdict", **places, "by": by, "renames": list(self._renames)}, version)
 
     def _fingerprints(self, a: str, b: str | None) -> Any:
-        with hearing():
+        with capture_warnings():
             of_a = read_fingerprint(self._logdir.record(a))
             of_b = None if b is None else read_fingerprint(self._logdir.record(b))
             rates = None if b is None else find_departure(*(self._learning_rates(name) for name in (b, a)))
-        rows = [] if of_b is None else differences(of_a, of_b).to_dicts()
-        return {"a": jsonable(of_a), "b": jsonable(of_b), "differences": rows, "learning_rates": rates}
+        rows = [] if of_b is None else list_differences(of_a, of_b).to_dicts()
+        return {"a": make_jsonable(of_a), "b": make_jsonable(of_b), "differences": rows, "learning_rates": rates}
 
     def _learning_rates(self, run: str) -> Any:
         return read_table(self._logdir.record(run), "steps", ["step", "lr"])

@@ -13,12 +13,12 @@ import polars as pl
 from tensorboard.context import RequestContext
 
 from .._version import __version__
-from ..analysis.formatting import jsonable
+from ..analysis.formatting import make_jsonable
 from ..core.scale_sources import HIGH_PRECISION
-from ..errors import RecordError, hearing
+from ..errors import RecordError, capture_warnings
 from ..record.parts import PartDamagedError, PartGoneError, order_newest_first, read_columns
 from ..record.reader import read_fingerprint, read_status
-from ..record.schema import attempt_of_fingerprint
+from ..record.schema import parse_attempt
 from ..record.storage import Storage
 from .cache import Cache, VerdictCache, find_cache_folder
 from .jobs.job_queue import JobQueue
@@ -69,7 +69,7 @@ def _describe(parts: PartMatrices, name: str, logdir: Logdir, in_haste: bool) ->
     nothing = {"first": None, "last": None, "samples": 0, "updated": None, "version": ""}
     try:
         run = logdir.record(name)
-        with hearing():
+        with capture_warnings():
             read_fingerprint(run)
         index = parts.glance(run) if in_haste else parts.index(run)
         updated = _updated(run, index)
@@ -122,7 +122,7 @@ def _has_ended(run: Storage, sampled: int) -> bool:
         return False
     if not isinstance(ended, float):  # an earlier version's, damaged, or it goes on
         return False
-    attempt = max(attempt for name in run.names() if (attempt := attempt_of_fingerprint(name)) is not None)
+    attempt = max(attempt for name in run.names() if (attempt := parse_attempt(name)) is not None)
     begun = None if attempt == sampled else _written(run, f"attempt-{attempt}.json")
     return attempt == sampled or (begun is not None and begun <= ended)
 
@@ -167,7 +167,7 @@ def _read_progress(parts: PartMatrices, run: Storage) -> dict[str, Any]:
         loss_step: at which it was written; a loss that is not finite is None at a step. Both None where there is none.
     """
     index = parts.index(run)
-    with hearing():
+    with capture_warnings():
         fingerprint = read_fingerprint(run)
         step, loss = _last_loss(run, index)
     recipe = fingerprint.get("recipe")
@@ -231,7 +231,7 @@ class Headlines:
             return {"place": None, "version": "", "damaged": {}}
         record = self._logdir.record(name)
         index = self._parts.index(record)
-        return {"place": str(record), "version": index.version, "damaged": jsonable(index.damaged)}
+        return {"place": str(record), "version": index.version, "damaged": make_jsonable(index.damaged)}
 
 
 #: rows that are kept, a few words each
@@ -262,7 +262,7 @@ class RunsTable:
         if len(self._told) + len(names) > _KEPT:
             self._told.clear()
         for name in sorted(names, key=lambda name: self._told.get((name, baseline), (0.0,))[0]):
-            row = jsonable(self._row(name, None if name == baseline else baseline))
+            row = make_jsonable(self._row(name, None if name == baseline else baseline))
             self._told[name, baseline] = time.monotonic(), row
             if time.monotonic() > until:
                 break

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 import torch
 
 from benchmarks.histogram import LAYOUTS, SIZES, Call, in_turns, reading, seconds, tensors_of
-from nemo_fp8_debug.kernels import histogram_of, quantization_sums
+from nemo_fp8_debug.kernels import count_histogram, quantization_sums
 from nemo_fp8_debug.numerics.block_scaling import BlockRule, quantization_sums_in_blocks
 from nemo_fp8_debug.numerics.formats import FloatFormat
 from nemo_fp8_debug.numerics.recipe import parse_recipe
@@ -57,14 +57,14 @@ def plain_ratio(by: How, threads: int) -> float:
 
 def measuring(by: How, tensors: list[torch.Tensor]) -> Call:
     """Measures one of these tensors."""
-    histograms = {x.data_ptr(): histogram_of(x) for x in tensors}
+    histograms = {x.data_ptr(): count_histogram(x) for x in tensors}
     return lambda x: quantization_sums(x, *by, histograms[x.data_ptr()])
 
 
 def arithmetic(by: How) -> Call:
     """Measures `MANY` values without waiting for memory, whatever it is given: one row, in a close cache, over and over."""
     x = torch.randn(4096).bfloat16().expand(MANY // 4096, 4096)
-    counted = histogram_of(x)
+    counted = count_histogram(x)
     return lambda _: quantization_sums(x, *by, counted)
 
 
@@ -72,7 +72,7 @@ def call(by: How) -> Call:
     """Measures a single block, whatever it is given."""
     high, wide = by[0].block(by[1])
     x = torch.randn(high, min(wide, 4096)).bfloat16()
-    counted = histogram_of(x)
+    counted = count_histogram(x)
     return lambda _: quantization_sums(x, *by, counted)
 
 

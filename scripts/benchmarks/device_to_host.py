@@ -17,7 +17,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nemo_fp8_debug.capture.device_to_host import copied_to_host
-from nemo_fp8_debug.kernels import histogram_of
+from nemo_fp8_debug.kernels import count_histogram
 from nemo_fp8_debug.kernels.cpu.histograms import Histograms
 from nemo_fp8_debug.numerics.formats import E4M3
 from nemo_fp8_debug.numerics.histogram import Histogram
@@ -83,7 +83,7 @@ def main() -> None:
     n = parser.parse_args().operands
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    host = [histogram_of((1 + i) * torch.randn(VALUES).bfloat16()) for i in range(n)]
+    host = [count_histogram((1 + i) * torch.randn(VALUES).bfloat16()) for i in range(n)]
     bins = sum(len(of.occupied[0]) for of in host)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     away = [Histogram(of.dtype, of.counts.to(device)) for of in host]

@@ -17,10 +17,10 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import torch
 
-from nemo_fp8_debug.kernels import histogram_of
+from nemo_fp8_debug.kernels import count_histogram
 from nemo_fp8_debug.kernels.cpu.histogram import count_patterns
 from nemo_fp8_debug.kernels.cpu.histograms import Histograms
-from nemo_fp8_debug.kernels.memory import bits_of
+from nemo_fp8_debug.kernels.memory import view_bits
 from nemo_fp8_debug.numerics import metrics
 from nemo_fp8_debug.numerics.formats import E4M3, E5M2
 from nemo_fp8_debug.numerics.histogram import BINS
@@ -91,7 +91,7 @@ def reading(x: torch.Tensor) -> None:
 
 def one_row(x: torch.Tensor) -> None:
     """Counts as many values as `x` has, all rows of which are its first one, without gaps."""
-    count_patterns(bits_of(x[:1].contiguous().expand(x.shape)), np.zeros(BINS, np.int64), torch.get_num_threads())
+    count_patterns(view_bits(x[:1].contiguous().expand(x.shape)), np.zeros(BINS, np.int64), torch.get_num_threads())
 
 
 def update_ns(threads: int, spread: bool = False) -> float:
@@ -107,12 +107,12 @@ def metrics_of_500_histograms() -> float:
     scalings = ((1.0, E4M3), (100.0, E4M3), (1000.0, E5M2))
 
     def once() -> float:
-        counted = [histogram_of((1 + i) * torch.randn(1 << 16).bfloat16()) for i in range(500)]
+        counted = [count_histogram((1 + i) * torch.randn(1 << 16).bfloat16()) for i in range(500)]
         start = time.perf_counter()
         histograms = Histograms(counted)
         for scale, fmt in scalings:
             scales = torch.full((500,), scale)
-            metrics.metrics_of(histograms.moments, histograms.quantization_sums(scales, [fmt] * 500), scales, scales)
+            metrics.compute_metrics(histograms.moments, histograms.quantization_sums(scales, [fmt] * 500), scales, scales)
         return time.perf_counter() - start
 
     return min(once(), once())  # the first compiles
@@ -135,7 +135,7 @@ def main() -> None:
         for mebi in SIZES:
             for name, tensors in tensors_of(mebi, layout, spread):
                 floor = {"contiguous": [reading], "transposed": []}.get(layout, [one_row])
-                found = in_turns(tensors, [histogram_of, *floor, torch.aminmax])
+                found = in_turns(tensors, [count_histogram, *floor, torch.aminmax])
                 (ours, ratio), (theirs, _) = found[0], found[-1]
                 floors = f"{update * (mebi << 20) * 1e-6 / theirs:8.2f}" + "".join(f" {by:8.2f}" for _, by in found[1:-1])
                 print(f"{mebi:4} {layout:22} {name:4} {ours:6.2f} ms {theirs:6.2f} ms {ratio:8.2f} {floors}", flush=True)

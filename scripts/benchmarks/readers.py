@@ -155,10 +155,10 @@ def ours_columns(run: str) -> pl.DataFrame:
 
 
 def ours_medians(run: str) -> pl.DataFrame:
-    from nemo_fp8_debug.analysis.runs.blocks import over_blocks
+    from nemo_fp8_debug.analysis.runs.blocks import map_over_blocks
 
     metrics = Metrics.read(Storage(run), held=0)
-    medians = np.concatenate(over_blocks(lambda grid: np.median(grid.metric("relative_error"), axis=1), metrics))
+    medians = np.concatenate(map_over_blocks(lambda grid: np.median(grid.metric("relative_error"), axis=1), metrics))
     return metrics.tensors.with_columns(median=medians).sort(KEY)
 
 

@@ -21,7 +21,7 @@ import torch
 
 from nemo_fp8_debug.core.keys import ROLES
 from nemo_fp8_debug.core.sample import Sample
-from nemo_fp8_debug.kernels import histogram_of
+from nemo_fp8_debug.kernels import count_histogram
 from nemo_fp8_debug.numerics.metric_names import METRICS
 from nemo_fp8_debug.record.reader import read_table
 from nemo_fp8_debug.record.writer import RunRecord
@@ -82,7 +82,7 @@ def metric_columns(keys: list[tuple[str, str]], random: np.random.Generator) -> 
 
 def histogram_columns(keys: list[tuple[str, str]], random: np.random.Generator) -> dict[str, Any]:
     """Histograms of normal tensors: Poisson counts about those of a real one, a draw for each tensor."""
-    real = histogram_of(torch.randn(1 << 22, generator=torch.Generator().manual_seed(0)).bfloat16()).counts.numpy()
+    real = count_histogram(torch.randn(1 << 22, generator=torch.Generator().manual_seed(0)).bfloat16()).counts.numpy()
     occupied = real.nonzero()[0]
     counts = [random.poisson(real[occupied]) for _ in keys]
     constant = {"recipe": "delayed-hybrid", "format": "e4m3", "dtype": "bfloat16", "rounded": False, "scale": 64.0}

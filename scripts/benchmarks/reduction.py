@@ -25,7 +25,7 @@ from nemo_fp8_debug.capture.operand_stats import Cast, OperandStats
 from nemo_fp8_debug.core.keys import ROLES
 from nemo_fp8_debug.core.observation import SamplePlan
 from nemo_fp8_debug.distributed import Ranks, Reduction, ShardGroup
-from nemo_fp8_debug.kernels import histogram_of
+from nemo_fp8_debug.kernels import count_histogram
 from nemo_fp8_debug.numerics.histogram import BINS
 from nemo_fp8_debug.observations.operands.tensors import TensorObservation
 
@@ -65,7 +65,7 @@ def tensors(rank: int) -> list[torch.Tensor]:
 
 def stats(rank: int, names: list[str], n: int) -> list[OperandStats]:
     keys, kinds = [(name, role) for name in names for role in ROLES][:n], tensors(rank)
-    found = [histogram_of(kinds[i % KINDS]) for i in range(n)]
+    found = [count_histogram(kinds[i % KINDS]) for i in range(n)]
     return [
         OperandStats(key, "linear", CAST, s, 1.0 + i, None, None, calls=1)
         for i, (key, s) in enumerate(zip(keys, found, strict=True))

@@ -39,7 +39,7 @@ from transformers.models.auto import configuration_auto, modeling_auto
 
 from nemo_fp8_debug import Monitor
 from nemo_fp8_debug.capture.gemms import find_gemms
-from nemo_fp8_debug.core.layer_names import without_wrappers
+from nemo_fp8_debug.core.layer_names import strip_wrappers
 
 RESULTS = Path(__file__).with_suffix(".json")
 STEPS = 3
@@ -249,7 +249,7 @@ def misnamed(model: nn.Module, layers: set[str], called: set[str]) -> list[str]:
         layers: that were recorded.
         called: linear layers whose output had a gradient.
     """
-    modules = {without_wrappers(name): module for name, module in model.named_modules()}
+    modules = {strip_wrappers(name): module for name, module in model.named_modules()}
     strange = [
         name
         for name in layers - modules.keys()
@@ -275,7 +275,7 @@ def compared(kind: type[Any], config: Any, given: dict[str, torch.Tensor]) -> di
     def note(name: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, out: Any) -> None:
             if (out[0] if isinstance(out, tuple) else out).requires_grad:
-                called.add(without_wrappers(name))
+                called.add(strip_wrappers(name))
 
         return hook
 

@@ -16,9 +16,9 @@ import torch
 from numba.cuda.simulator.kernelapi import FakeCUDAShared
 from numba.np.numpy_support import as_dtype
 
-from nemo_fp8_debug.kernels import histogram_of
+from nemo_fp8_debug.kernels import count_histogram
 from nemo_fp8_debug.kernels.cuda import blocks, float32, histogram, sums
-from nemo_fp8_debug.numerics.block_scaling import BlockRule, scales_of_amax
+from nemo_fp8_debug.numerics.block_scaling import BlockRule, compute_block_scales
 from nemo_fp8_debug.numerics.formats import FloatFormat
 from nemo_fp8_debug.numerics.metrics import Moments, QuantizationSums
 
@@ -56,8 +56,8 @@ def block_sums(x: torch.Tensor, rule: BlockRule, role: str, fmt: FloatFormat, gr
     """The sums of a matrix of 16-bit values under the scales of its blocks."""
     patterns, out = bits(x), np.full(grid[0] * sums.SUMS, np.nan)
     words = patterns.view(np.uint64) if blocks.whole_words(x.data_ptr(), x.shape[1]) else np.zeros(0, np.uint64)
-    whole = blocks.amax_of_histogram(histogram_of(x)) if rule.two_level else torch.zeros(())
-    _, scale, scale_inv = scales_of_amax(rule, whole, fmt, x.dtype)
+    whole = blocks.amax_of_histogram(count_histogram(x)) if rule.two_level else torch.zeros(())
+    _, scale, scale_inv = compute_block_scales(rule, whole, fmt, x.dtype)
     known = blocks.arguments(x.shape, rule.block(role), x.dtype, fmt)
     blocks.launch(patterns, words, known, (scale.numpy(), scale_inv.numpy()), out, grid)
     return sums.total(torch.from_numpy(out).view(grid[0], -1))

@@ -22,7 +22,7 @@ from network_cases import CASES, broken
 from network_run import run_case
 
 from nemo_fp8_debug.distributed import patience
-from nemo_fp8_debug.kernels import histogram_of
+from nemo_fp8_debug.kernels import count_histogram
 
 
 def main() -> None:
@@ -34,7 +34,7 @@ def main() -> None:
     parser.add_argument("--cases", nargs="*", default=list(CASES), choices=list(CASES), metavar="CASE")
     given = parser.parse_args()
     patience.LONGEST = given.limit
-    histogram_of(torch.zeros(1, dtype=torch.bfloat16))  # compiled once, and imported, for all ranks
+    count_histogram(torch.zeros(1, dtype=torch.bfloat16))  # compiled once, and imported, for all ranks
     gc.freeze()
     found: dict[str, Any] = {
         "torch": torch.__version__,

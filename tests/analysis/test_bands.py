@@ -15,7 +15,7 @@ from diagnosed_runs import CULPRIT, LAYERS, ONSET, N, trending, write
 from fault_injection.judge import bands_without, learned_from
 from typer.testing import CliRunner
 
-from nemo_fp8_debug.analysis.bands.bands import FEWEST, SHIPPED, Bands, bands_for, judge, shipped
+from nemo_fp8_debug.analysis.bands.bands import FEWEST, SHIPPED, Bands, choose_bands, judge_by_bands, shipped
 from nemo_fp8_debug.analysis.diagnosis.diagnose import diagnose
 from nemo_fp8_debug.analysis.runs.run import Run
 from nemo_fp8_debug.cli import app
@@ -78,7 +78,7 @@ class TestJudged:
 
     def test_an_outlier_that_costs_no_values_is_none(self, tmp_path: Path, bands: Bands) -> None:
         run = write(tmp_path / "run", lambda step: late(step, {"outlier_log2": 12.0}))
-        assert judge(Run.read(run), bands).beyond.is_empty()
+        assert judge_by_bands(Run.read(run), bands).beyond.is_empty()
 
     @pytest.mark.parametrize(("off", "beyond"), [(-0.5, False), (2.5, True)])
     def test_a_scale_that_clips_nothing_is_within_bands_of_smaller_ones(
@@ -89,7 +89,7 @@ class TestJudged:
         kept = (pl.when(too_large).then(-3.0).otherwise(name).alias(name) for name in ("median", "lasting"))
         smaller = replace(bands, table=bands.table.with_columns(kept))
         run = Run.read(write(tmp_path / "run", lambda step: late(step, {"scale_ratio_log2": off})))
-        assert judge(run, smaller).beyond.is_empty() != beyond
+        assert judge_by_bands(run, smaller).beyond.is_empty() != beyond
 
     def test_a_trend_within_them_is_no_hint(self, tmp_path: Path) -> None:
         runs = [write(tmp_path / str(i), trending, culprit=LAYERS, lr=RATES) for i in range(FEWEST)]
@@ -102,25 +102,25 @@ class TestCoverage:
     def test_other_recipes_and_sizes_are_not_judged(self, tmp_path: Path, bands: Bands, other: dict[str, Any]) -> None:
         change = healthy(99, underflow_pct=3.0, **other)
         run = write(tmp_path / "run", change, culprit=LAYERS, changed="weight", lr=RATES)
-        found = judge(Run.read(run), bands)
+        found = judge_by_bands(Run.read(run), bands)
         assert not (found.covered["role"] == "weight").any() and found.beyond.is_empty() and not found.all_covered
 
     def test_names_that_do_not_tell_what_a_gemm_is_for_are_not_judged(self, tmp_path: Path, bands: Bands) -> None:
         run = write(tmp_path / "run", healthy(99), layers=["adapter.one", "adapter.two"])
-        found = judge(Run.read(run), bands)
+        found = judge_by_bands(Run.read(run), bands)
         assert (len(found.covered), found.operands) == (0, 6)
         assert "know no operands of such recipes and sizes" in " ".join(diagnose(run, bands=bands).notes)
 
     def test_fewer_runs_than_six_are_no_band(self, healthy_runs: list[Path], tmp_path: Path) -> None:
         few = Bands.learn(map(Run.read, healthy_runs[:-1]))
-        assert judge(Run.read(write(tmp_path / "run", healthy(99), lr=RATES)), few).covered.is_empty()
+        assert judge_by_bands(Run.read(write(tmp_path / "run", healthy(99), lr=RATES)), few).covered.is_empty()
 
     def test_those_of_the_package_are_for_models_of_the_same_class(self, tmp_path: Path, bands: Bands) -> None:
         run = Run.read(write(tmp_path / "run"))
         known = shipped()
-        assert known and bands_for(run, None) is None and bands_for(run, bands) is bands
+        assert known and choose_bands(run, None) is None and choose_bands(run, bands) is bands
         run.fingerprint["model"] = {"class": known.families[0]}
-        assert bands_for(run, None) is known
+        assert choose_bands(run, None) is known
         assert "learned from models of its class" in " ".join(diagnose(tmp_path / "run").notes)
 
 

@@ -28,7 +28,7 @@ from compared_runs import (
 from samples import FINGERPRINT, sample
 
 from nemo_fp8_debug.analysis.comparison.compare import Comparison, compare
-from nemo_fp8_debug.analysis.loss.gap import above
+from nemo_fp8_debug.analysis.loss.gap import find_rise_above
 from nemo_fp8_debug.analysis.story.summary import summarize, to_json
 from nemo_fp8_debug.errors import RecordError
 from nemo_fp8_debug.numerics.metric_names import METRICS
@@ -201,7 +201,7 @@ class TestOrder:
         found = compare(bad, baseline)
         assert found.out_of_band.select("layer", "role").rows()[0] == CULPRIT
         assert set(found.out_of_band.select("layer", "role").rows()) == {CULPRIT}
-        first, since = found.out_of_band["onset"][0], above(found.run.loss, found.baseline.loss)
+        first, since = found.out_of_band["onset"][0], find_rise_above(found.run.loss, found.baseline.loss)
         assert since is not None and first < since
         sentence = f"is X of {CULPRIT[0]}, from step {first}, {since - first} steps before the loss:"
         assert f"The first tensor out of the baseline's band {sentence}" in summarize(found)

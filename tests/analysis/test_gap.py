@@ -12,10 +12,10 @@ import scipy.signal
 
 from nemo_fp8_debug.analysis.diagnosis.narrator import tell_loss
 from nemo_fp8_debug.analysis.loss.curve import LossCurve, standard_error
-from nemo_fp8_debug.analysis.loss.gap import align, gap
+from nemo_fp8_debug.analysis.loss.gap import align_losses, measure_gap
 from nemo_fp8_debug.analysis.loss.outcome import LossOutcome
-from nemo_fp8_debug.analysis.loss.seeds import beside
-from nemo_fp8_debug.analysis.loss.step_change import jumps_at, rises_at
+from nemo_fp8_debug.analysis.loss.seeds import choose_baseline_loss
+from nemo_fp8_debug.analysis.loss.step_change import find_jump, measure_rise
 
 Floats = npt.NDArray[np.float64]
 
@@ -46,32 +46,32 @@ class TestInterval:
     @pytest.mark.parametrize("paired", [True, False])
     @pytest.mark.parametrize("carried", [0.0, 0.5])
     def test_holds_the_gap_in_95_of_100(self, paired: bool, carried: float) -> None:
-        found = [gap(*pair(1000, 1.005, paired, seed, carried)) for seed in range(300)]
+        found = [measure_gap(*pair(1000, 1.005, paired, seed, carried)) for seed in range(300)]
         held = sum(each is not None and each.interval()[0] <= 0.5 <= each.interval()[1] for each in found)
         assert 0.91 * 300 <= held <= 0.985 * 300
 
     def test_tells_runs_of_the_same_batches_from_others(self) -> None:
         for seed in range(20):
-            assert [align(*pair(300, 1.0, paired, seed)).paired for paired in (True, False)] == [True, False]
+            assert [align_losses(*pair(300, 1.0, paired, seed)).paired for paired in (True, False)] == [True, False]
 
     @pytest.mark.parametrize("n", [30, 60, 120])
     def test_a_steep_fall_in_common_is_not_the_same_batches(self, n: int) -> None:
         falls = 2 + 3 * np.exp(-np.arange(n) / 20)
         drawn = 0.005 * np.random.default_rng(n).normal(size=(100, 3, n))
-        others = [align(curve(falls * (1 + a)), curve(falls * (1 + b))).paired for a, b, _ in drawn]
-        alike = [align(curve(falls * (1 + a)), curve(falls * (1 + a + 0.3 * b))).paired for a, b, _ in drawn]
+        others = [align_losses(curve(falls * (1 + a)), curve(falls * (1 + b))).paired for a, b, _ in drawn]
+        alike = [align_losses(curve(falls * (1 + a)), curve(falls * (1 + a + 0.3 * b))).paired for a, b, _ in drawn]
         assert sum(others) <= 2 and sum(alike) >= 95
 
     def test_losses_that_do_not_move_tell_nothing_of_batches(self) -> None:
-        assert not align(curve([2.0] * 60), curve([2.0] * 60)).paired
+        assert not align_losses(curve([2.0] * 60), curve([2.0] * 60)).paired
 
     def test_of_the_same_batches_is_far_narrower(self) -> None:
-        errors = [gap(*pair(500, 1.0, paired, 1)).error for paired in (True, False)]  # type: ignore[union-attr]
+        errors = [measure_gap(*pair(500, 1.0, paired, 1)).error for paired in (True, False)]  # type: ignore[union-attr]
         assert errors[1] > 3 * errors[0]
 
     def test_a_gap_of_the_visible_size_is_seen_in_about_80_of_100(self) -> None:
-        visible = float(np.median([gap(*pair(1000, 1.0, True, seed)).visible for seed in range(50)]))  # type: ignore[union-attr]
-        found = [gap(*pair(1000, 1 + visible / 100, True, seed)) for seed in range(100, 300)]
+        visible = float(np.median([measure_gap(*pair(1000, 1.0, True, seed)).visible for seed in range(50)]))  # type: ignore[union-attr]
+        found = [measure_gap(*pair(1000, 1 + visible / 100, True, seed)) for seed in range(100, 300)]
         assert 0.65 < np.mean([each.interval()[0] > 0 for each in found if each]) < 0.92
 
     @pytest.mark.parametrize("carried", [0.0, 0.5, 0.8])
@@ -85,26 +85,26 @@ class TestInterval:
 class TestGap:
     def test_of_other_steps_is_that_of_means_over_stretches(self) -> None:
         losses = 2 + np.random.default_rng(0).normal(0, 0.01, 1000)
-        found = gap(curve(losses[5::10] * 1.03, 10), curve(losses))
+        found = measure_gap(curve(losses[5::10] * 1.03, 10), curve(losses))
         assert found and found.percent == pytest.approx(3, abs=0.3)
 
     def test_too_few_losses_or_nothing_but_zeros_tell_nothing(self) -> None:
-        assert gap(curve([2.0] * 9), curve([2.0] * 9)) is None
-        assert gap(curve([1.0] * 50), curve([0.0] * 50)) is None
-        assert gap(curve([]), curve([2.0] * 50)) is None
+        assert measure_gap(curve([2.0] * 9), curve([2.0] * 9)) is None
+        assert measure_gap(curve([1.0] * 50), curve([0.0] * 50)) is None
+        assert measure_gap(curve([]), curve([2.0] * 50)) is None
 
     def test_a_loss_that_ends_in_nan_has_an_infinite_gap(self) -> None:
-        found = gap(curve([2.0] * 60 + [np.nan] * 40), curve([2.0] * 100))
+        found = measure_gap(curve([2.0] * 60 + [np.nan] * 40), curve([2.0] * 100))
         assert found and found.infinite and found.interval() == (math.inf, math.inf)
 
     def test_a_lone_nan_is_left_out_and_counted(self) -> None:
         losses = np.full(100, 2.0)
         losses[95] = np.nan
-        found = gap(curve(losses), curve(np.full(100, 2.0)))
+        found = measure_gap(curve(losses), curve(np.full(100, 2.0)))
         assert found and (found.percent, found.left_out, found.n) == (0.0, 1, 19)
 
     def test_equal_runs_have_a_gap_of_nothing(self) -> None:
-        found = gap(curve([2.0] * 100), curve([2.0] * 100))
+        found = measure_gap(curve([2.0] * 100), curve([2.0] * 100))
         assert found and (found.percent, found.interval(), found.visible) == (0.0, (0.0, 0.0), 0.0)
 
 
@@ -177,15 +177,17 @@ class TestAnySign:
             same = signed(seed, start, end).losses
             higher, lower = (curve(same + sign * 0.4 * (start - end) * (steps >= 200)) for sign in (1, -1))
             for other in (None, baseline):
-                rise = rises_at(higher, other, 200)
-                assert rise is not None and rise > 10 and rises_at(lower, other, 200) is None
-            jump = jumps_at(higher, baseline)
-            assert jump is not None and abs(jump[0] - 200) <= 10 and jump[1] > 10 and jumps_at(lower, baseline) is None
+                rise = measure_rise(higher, other, 200)
+                assert rise is not None and rise > 10 and measure_rise(lower, other, 200) is None
+            jump = find_jump(higher, baseline)
+            assert jump is not None and abs(jump[0] - 200) <= 10 and jump[1] > 10 and find_jump(lower, baseline) is None
 
     @pytest.mark.parametrize("worse", [0.3, -0.3])
     def test_a_constant_that_is_added_changes_no_sign_and_near_zero_nothing(self, worse: float) -> None:
         run, baseline = signed(1, 5.0, 0.0, worse), signed(0, 5.0, 0.0)
-        gaps = [gap(curve(run.losses - c), curve(baseline.losses - c)) for c in (-9.0, 0.1, 0.2, 0.3, 0.4, 9.0, 99.0)]
+        gaps = [
+            measure_gap(curve(run.losses - c), curve(baseline.losses - c)) for c in (-9.0, 0.1, 0.2, 0.3, 0.4, 9.0, 99.0)
+        ]
         percents = [each.percent for each in gaps if each]
         assert [np.sign(each) for each in percents] == [np.sign(worse)] * 7
         assert np.ptp(percents[1:5]) < 1e-9 and percents[1] == pytest.approx(100 * worse, abs=3)
@@ -195,7 +197,9 @@ class TestAnySign:
         spreads = []
         for below in (0.0, 3.0):
             curves = [curve(signed(seed, 5.0, 2.0).losses + seed / 10 - below) for seed in range(3)]
-            found = beside(("run", signed(9, 5.0 - below, 2.0 - below)), {str(i): each for i, each in enumerate(curves)})
+            found = choose_baseline_loss(
+                ("run", signed(9, 5.0 - below, 2.0 - below)), {str(i): each for i, each in enumerate(curves)}
+            )
             assert found.seeds is not None and found.notes == []
             spreads.append(found.seeds.spread * (2.1 if not below else 0.9) / 100)
         assert spreads == pytest.approx([0.1, 0.1], rel=0.15)
@@ -203,7 +207,7 @@ class TestAnySign:
     def test_a_baseline_is_raised_by_as_much_as_a_gap_says(self) -> None:
         for start, end in SIGNS:
             baseline = signed(0, start, end)
-            found = gap(baseline.raised(10.0), baseline)
+            found = measure_gap(baseline.raised(10.0), baseline)
             assert found is not None and found.percent == pytest.approx(10.0)
 
 
@@ -224,7 +228,7 @@ class TestFarBelow:
         noisy = curve(run.losses + np.random.default_rng(0).normal(0, 3, 400))
         assert LossOutcome(run, baseline, same_model=True).is_far_below
         assert not LossOutcome(noisy, baseline, same_model=True).is_far_below
-        several = beside(("run", run), {str(i): pair(400, 0.75 + i / 4, False, 10 + i)[0] for i in range(3)})
+        several = choose_baseline_loss(("run", run), {str(i): pair(400, 0.75 + i / 4, False, 10 + i)[0] for i in range(3)})
         assert several.seeds is not None and several.seeds.spread > 15
         assert not LossOutcome(run, several.curve, same_model=True, seeds=several.seeds).is_far_below
 
@@ -233,20 +237,20 @@ class TestRise:
     def test_at_a_known_step_is_seen_where_the_loss_goes_on_falling(self) -> None:
         falls = np.linspace(3, 2, 400) + np.random.default_rng(0).normal(0, 0.05, 400)
         risen = falls + np.where(np.arange(400) >= 200, 0.5, 0.0)
-        assert rises_at(curve(risen), None, 200) == pytest.approx(15, abs=5)
-        assert rises_at(curve(falls), None, 200) is None
+        assert measure_rise(curve(risen), None, 200) == pytest.approx(15, abs=5)
+        assert measure_rise(curve(falls), None, 200) is None
 
     def test_a_loss_that_is_lost_for_a_step_has_not_risen(self) -> None:
         losses = np.linspace(3, 2, 400) + np.random.default_rng(0).normal(0, 0.05, 400)
-        assert rises_at(curve(np.where(np.arange(400) == 200, np.nan, losses)), None, 200) is None
-        assert rises_at(curve(np.where(np.arange(400) >= 200, np.nan, losses)), None, 200) == float("inf")
+        assert measure_rise(curve(np.where(np.arange(400) == 200, np.nan, losses)), None, 200) is None
+        assert measure_rise(curve(np.where(np.arange(400) >= 200, np.nan, losses)), None, 200) == float("inf")
 
     def test_that_a_baseline_lies_lower_all_along_is_none(self) -> None:
         run, baseline = pair(600, 1.1, False, 0)
-        assert all(rises_at(run, baseline, step) is None for step in range(100, 500, 50))
+        assert all(measure_rise(run, baseline, step) is None for step in range(100, 500, 50))
 
     def test_without_losses_on_either_side_it_is_not_known(self) -> None:
-        assert rises_at(curve([2.0] * 100), None, 3) is None
+        assert measure_rise(curve([2.0] * 100), None, 3) is None
 
 
 def other_batches(
@@ -263,32 +267,32 @@ class TestJump:
     @pytest.mark.parametrize("n", [300, 3000])
     @pytest.mark.parametrize("seed", range(5))
     def test_at_an_unknown_step_is_found_there(self, n: int, seed: int) -> None:
-        found = jumps_at(*other_batches(n, seed, 1.15))
+        found = find_jump(*other_batches(n, seed, 1.15))
         assert found is not None and abs(found[0] - n // 2) <= n // 40 and 5 < found[1] < 16
 
     @pytest.mark.parametrize("carried", [0.0, 0.3, 0.7])
     def test_noise_jumps_in_no_more_runs_than_it_says(self, carried: float) -> None:
-        assert sum(jumps_at(*other_batches(300, seed, 1.0, carried)) is not None for seed in range(200)) <= 4
+        assert sum(find_jump(*other_batches(300, seed, 1.0, carried)) is not None for seed in range(200)) <= 4
 
     def test_neither_does_a_spike_nor_a_baseline_that_falls_faster(self) -> None:
         run, baseline = other_batches(300, 0)
         spiked = run.losses * np.where(np.arange(300) == 150, 4.0, 1.0)
-        assert jumps_at(curve(spiked), baseline) is None
-        assert jumps_at(run, curve(baseline.losses * np.where(np.arange(300) >= 150, 0.9, 1.0))) is None
+        assert find_jump(curve(spiked), baseline) is None
+        assert find_jump(run, curve(baseline.losses * np.where(np.arange(300) >= 150, 0.9, 1.0))) is None
 
     def test_a_long_spike_that_comes_back_does_not_last(self) -> None:
         run, baseline = other_batches(3000, 0)
         spiked = curve(run.losses * np.where((np.arange(3000) >= 1500) & (np.arange(3000) < 1700), 1.5, 1.0))
-        assert jumps_at(spiked, baseline, -1.0) is not None and jumps_at(spiked, baseline, 2.0) is None
+        assert find_jump(spiked, baseline, -1.0) is not None and find_jump(spiked, baseline, 2.0) is None
         assert LossOutcome(spiked, baseline, same_model=True).harm == "unknown"
 
     def test_nor_what_the_baseline_does_there_too(self) -> None:
         both = [curve(each.losses * np.where(np.arange(300) >= 150, 1.2, 1.0)) for each in other_batches(300, 0)]
-        assert jumps_at(*both) is None
+        assert find_jump(*both) is None
 
     @pytest.mark.parametrize("losses", [[2.0] * 20, [2.0] * 300, [0.0] * 300, [np.nan] * 300, [2.0] * 299 + [np.inf]])
     def test_odd_losses_have_none(self, losses: list[float]) -> None:
-        assert jumps_at(curve(losses), curve([2.0] * 300)) is None
+        assert find_jump(curve(losses), curve([2.0] * 300)) is None
 
     @pytest.mark.parametrize(("jump", "above", "likely"), [(1.15, 1.03, True), (1.0, 1.03, False), (1.15, 0.98, False)])
     def test_makes_harm_likely_where_the_run_ends_above_the_baseline(self, jump: float, above: float, likely: bool) -> None:

@@ -16,11 +16,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from polars.testing import assert_frame_equal
 
-from nemo_fp8_debug.analysis.bands.bands import Bands, judge
+from nemo_fp8_debug.analysis.bands.bands import Bands, judge_by_bands
 from nemo_fp8_debug.analysis.diagnosis.diagnose import diagnose
 from nemo_fp8_debug.analysis.recommendation.recommend import flops_of
 from nemo_fp8_debug.analysis.runs import blocks, cluster, grid, metrics
-from nemo_fp8_debug.analysis.runs.blocks import median_of
+from nemo_fp8_debug.analysis.runs.blocks import compute_median
 from nemo_fp8_debug.analysis.runs.cluster import on_cluster
 from nemo_fp8_debug.analysis.runs.metrics import Metrics
 from nemo_fp8_debug.analysis.runs.run import Run
@@ -61,7 +61,7 @@ def told_alone(runs: list[Run]) -> Any:
 
 def learned(runs: list[Run]) -> Any:
     few = Bands.learn([replace(run, path=f"{i}") for i in range(6) for run in runs[:1]])
-    found = judge(runs[1], few)
+    found = judge_by_bands(runs[1], few)
     return few.table.to_dicts(), found.beyond.to_dicts(), found.covered.rows(), found.operands
 
 
@@ -113,7 +113,7 @@ def check_median(values: list[float], at_once: int) -> None:
     frame = pl.DataFrame(
         {"step": range(len(values)), "layer": "a", "role": "input", "mse": values}, schema_overrides={"mse": pl.Float64}
     )
-    found = median_of(Metrics.of(frame), "mse", at_once)
+    found = compute_median(Metrics.of(frame), "mse", at_once)
     known = [value for value in values if not np.isnan(value)]
     with np.errstate(invalid="ignore"):
         expected = np.median(known) if known else np.nan
@@ -124,9 +124,9 @@ def check_median(values: list[float], at_once: int) -> None:
 def test_workers_of_a_cluster_tell_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     """A scheduler and a worker of Dask, in processes of their own; for Ray see scripts/validation/clusters.py."""
     with on_cluster("dask"):
-        assert cluster.workers() > 0
+        assert cluster.count_workers() > 0
         shared = told_of_pair(as_needed())
-    assert cluster.workers() == 0
+    assert cluster.count_workers() == 0
     monkeypatch.undo()
     assert json.dumps(shared, default=str) == json.dumps(told_of_pair(held()), default=str)
 
@@ -142,11 +142,11 @@ def asked_of_a_worker(what: str) -> int:
 
 def test_a_worker_that_fails_or_dies_is_told_in_a_line() -> None:
     with on_cluster("dask"):
-        assert os.getpid() not in cluster.each(asked_of_a_worker, ["answer", "answer"])
+        assert os.getpid() not in cluster.map_on_cluster(asked_of_a_worker, ["answer", "answer"])
         with pytest.raises(RecordError, match=r"^runs/bad is gone$"):
-            cluster.each(asked_of_a_worker, ["answer", "fail"])
+            cluster.map_on_cluster(asked_of_a_worker, ["answer", "fail"])
         with pytest.raises(ConfigError, match="lost workers; give each more memory"):
-            cluster.each(asked_of_a_worker, ["die"])
+            cluster.map_on_cluster(asked_of_a_worker, ["die"])
 
 
 @pytest.mark.parametrize(

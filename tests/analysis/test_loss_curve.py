@@ -11,7 +11,7 @@ import pytest
 from compared_runs import Losses, falling, rising
 
 from nemo_fp8_debug.analysis.loss.curve import LossCurve
-from nemo_fp8_debug.analysis.loss.gap import above
+from nemo_fp8_debug.analysis.loss.gap import find_rise_above
 
 
 def curve(losses: npt.ArrayLike) -> LossCurve:
@@ -32,7 +32,7 @@ class TestLossCurve:
     @pytest.mark.parametrize("n", [50, 100, 1000])
     def test_noise_does_not_set_two_runs_apart(self, n: int) -> None:
         runs = [curve(2 * (1 + np.random.default_rng(seed).normal(0, 0.03, n))) for seed in range(21)]
-        apart = [above(b, a) for a, b in itertools.pairwise(runs)]
+        apart = [find_rise_above(b, a) for a, b in itertools.pairwise(runs)]
         assert [step for step in apart if step is not None] == []
 
     @pytest.mark.parametrize("n", [100, 1000])
@@ -87,7 +87,7 @@ class TestLossCurve:
         found = curve(losses)
         assert found.diverged_at == pytest.approx(90, abs=2)
         # A running median of a falling loss with infinities in its window turns a little early.
-        assert above(found, curve(list(falling().values()))) == pytest.approx(90, abs=4)
+        assert find_rise_above(found, curve(list(falling().values()))) == pytest.approx(90, abs=4)
         assert found.lowest is not None
         assert found.lowest[1] < 3
 
@@ -99,25 +99,25 @@ class TestLossCurve:
     def test_no_losses(self) -> None:
         none = curve([])
         assert (none.final, none.lowest, none.diverged_at) == (None, None, None)
-        assert above(none, curve([1.0])) is None
-        assert above(curve([1.0]), none) is None
+        assert find_rise_above(none, curve([1.0])) is None
+        assert find_rise_above(curve([1.0]), none) is None
 
     def test_a_single_loss(self) -> None:
         one = curve([3.0])
         assert (one.final, one.lowest, one.diverged_at) == (3, (0, 3), None)
-        assert above(one, one) is None
-        assert above(one, curve([2.0])) is None  # one step is not "for good"
+        assert find_rise_above(one, one) is None
+        assert find_rise_above(one, curve([2.0])) is None  # one step is not "for good"
 
     def test_above_compares_at_the_same_step(self) -> None:
         fast, slow = curve(np.linspace(5, 1, 100)), curve(np.linspace(5, 3, 100))
-        assert above(slow, fast) == pytest.approx(5, abs=5)  # where they are 2% apart
-        assert above(fast, slow) is None
+        assert find_rise_above(slow, fast) == pytest.approx(5, abs=5)  # where they are 2% apart
+        assert find_rise_above(fast, slow) is None
 
     def test_above_compares_runs_that_logged_other_steps(self) -> None:
         def every_tenth(losses: Losses) -> LossCurve:
             return LossCurve.of(pl.DataFrame({"step": range(0, 200, 10), "loss": [losses[i] for i in range(0, 200, 10)]}))
 
         fine, coarse = curve(list(falling().values())), every_tenth(falling())
-        assert above(coarse, fine) is above(fine, coarse) is None
-        assert above(curve(list(rising().values())), coarse) == pytest.approx(125, abs=10)
-        assert above(every_tenth(rising()), fine) == pytest.approx(125, abs=10)
+        assert find_rise_above(coarse, fine) is find_rise_above(fine, coarse) is None
+        assert find_rise_above(curve(list(rising().values())), coarse) == pytest.approx(125, abs=10)
+        assert find_rise_above(every_tenth(rising()), fine) == pytest.approx(125, abs=10)

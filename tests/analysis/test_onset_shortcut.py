@@ -42,10 +42,10 @@ def record(random: np.random.Generator, interval: int, spoiled: float) -> Metric
 def test_nothing_is_lost(monkeypatch: pytest.MonkeyPatch, seed: int, intervals: tuple[int, int], spoiled: float) -> None:
     random = np.random.default_rng(seed)
     baseline, run = (record(random, interval, spoiled).grid for interval in intervals)
-    found = onset.all_onsets(baseline, run)
+    found = onset.list_onsets(baseline, run)
     with monkeypatch.context() as patch:
         patch.setattr(onset, "_may_be_out", lambda _, pair: np.arange(len(pair.tensors)))
-        assert_frame_equal(found, onset.all_onsets(baseline, run))
+        assert_frame_equal(found, onset.list_onsets(baseline, run))
 
 
 def test_most_steady_tensors_are_left_out_and_those_that_rise_are_not() -> None:

@@ -9,7 +9,7 @@ import pytest
 from runs_of_depth import of_depth, write_of_depth
 
 from nemo_fp8_debug.analysis.comparison.compare import compare
-from nemo_fp8_debug.analysis.comparison.layer_matching import as_far_from_the_output
+from nemo_fp8_debug.analysis.comparison.layer_matching import match_from_output
 from nemo_fp8_debug.analysis.diagnosis.diagnose import diagnose
 
 
@@ -48,4 +48,4 @@ def test_a_gradient_that_is_out_beside_both_layers_is_named(tmp_path: Path, culp
     ],
 )
 def test_layers_are_matched_from_the_output(baseline: Sequence[str], run: Sequence[str], found: dict[str, str]) -> None:
-    assert as_far_from_the_output(baseline, run) == found
+    assert match_from_output(baseline, run) == found

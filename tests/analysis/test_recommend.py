@@ -20,7 +20,7 @@ from typer.testing import CliRunner, Result
 
 from nemo_fp8_debug import ConfigError, Emulation, Monitor, RecordError
 from nemo_fp8_debug.analysis.recommendation.options import Budget, Flag, Given, candidates
-from nemo_fp8_debug.analysis.recommendation.recommend import Recommendation, coverage, flops_of, over_budget, recommend
+from nemo_fp8_debug.analysis.recommendation.recommend import Recommendation, coverage, find_over_budget, flops_of, recommend
 from nemo_fp8_debug.analysis.replay.replay import add_to_record, replay
 from nemo_fp8_debug.analysis.runs.run import Run
 from nemo_fp8_debug.cli import app
@@ -295,7 +295,7 @@ class TestCommandLine:
         result = cli(run.path, "--output", tmp_path / "fix")
         assert result.exit_code == 0, result.output
         assert "bf16" in result.stdout and "100% -> 91.7%" in result.stdout
-        expected: Recommendation = recommend(run, over_budget(run, Budget()))
+        expected: Recommendation = recommend(run, find_over_budget(run, Budget()))
         assert Plan.load(tmp_path / "fix" / "plan.json") == expected.plan
         before = {path: path.read_text() for path in (tmp_path / "fix").iterdir()}
         again = cli(run.path, "--output", tmp_path / "fix")
@@ -355,7 +355,7 @@ def test_a_healthy_run_with_delayed_scaling_stays_in_fp8(tmp_path: Path, seed: i
     run = Run.read(tmp_path)
     clipped = run.metrics.frame(["overflow_pct"]).filter(pl.col("step") >= 30)["overflow_pct"].max()
     assert isinstance(clipped, float) and clipped > Budget().overflow_pct
-    assert over_budget(run, Budget()) == []
+    assert find_over_budget(run, Budget()) == []
     found = recommend(run, [(layer, role) for layer, role in run.metrics.tensors.rows()])
     assert found.before == found.after == 1.0 and not found.plan.changes
 
@@ -367,4 +367,4 @@ def test_a_share_counts_from_24_values_on(tmp_path: Path, clipped: int, asks: bo
     for step in range(8):
         record.record(sample(step, [{"n": 4096, "overflow_pct": 100 * clipped / 4096 if step == 6 else 0.0}]))
     record.close()
-    assert bool(over_budget(Run.read(tmp_path), Budget())) == asks
+    assert bool(find_over_budget(Run.read(tmp_path), Budget())) == asks

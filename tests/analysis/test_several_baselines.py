@@ -17,7 +17,7 @@ from nemo_fp8_debug.analysis.diagnosis.diagnose import diagnose
 from nemo_fp8_debug.analysis.diagnosis.narrator import tell_loss
 from nemo_fp8_debug.analysis.loss.curve import LossCurve
 from nemo_fp8_debug.analysis.loss.outcome import LossOutcome
-from nemo_fp8_debug.analysis.loss.seeds import beside, mean_of
+from nemo_fp8_debug.analysis.loss.seeds import choose_baseline_loss, mean_of
 from nemo_fp8_debug.cli import app
 from nemo_fp8_debug.errors import ConfigError
 from nemo_fp8_debug.record.writer import RunRecord
@@ -37,7 +37,7 @@ APART = (-0.2, 0.0, 0.2)
 def outcome(above: float, apart: tuple[float, ...] = APART, same_model: bool = True) -> LossOutcome:
     """Of a run so many percent above, beside baselines that are as far apart."""
     curves = {f"seed_{seed}": losses(seed, each) for seed, each in enumerate(apart, start=1)}
-    found = beside(("run", losses(0, above)), curves)
+    found = choose_baseline_loss(("run", losses(0, above)), curves)
     return LossOutcome.of(losses(0, above), found.curve, same_model=same_model, seeds=found.seeds)
 
 
@@ -65,7 +65,9 @@ class TestLoss:
         """The run lies 1% above all along, as a seed may, and 15% from step 200 on."""
         run = losses(0, 1.0)
         run = LossCurve.of(pl.DataFrame({"step": run.steps, "loss": run.losses * np.where(run.steps >= 200, 1.14, 1.0)}))
-        found = beside(("run", run), {f"{seed}": losses(seed, each) for seed, each in enumerate((-1.0, 0.0, 1.0), start=1)})
+        found = choose_baseline_loss(
+            ("run", run), {f"{seed}": losses(seed, each) for seed, each in enumerate((-1.0, 0.0, 1.0), start=1)}
+        )
         told = LossOutcome.of(run, found.curve, same_model=True, seeds=found.seeds)
         assert told.harm == "harmful" and told.since == pytest.approx(200, abs=4)
 
@@ -76,7 +78,9 @@ class TestLoss:
         harms = []
         for i, (mine, *theirs) in enumerate(drawn):
             run = losses(1000 + 4 * i, mine)
-            found = beside(("run", run), {f"{k}": losses(1001 + 4 * i + k, each) for k, each in enumerate(theirs)})
+            found = choose_baseline_loss(
+                ("run", run), {f"{k}": losses(1001 + 4 * i + k, each) for k, each in enumerate(theirs)}
+            )
             harms.append(LossOutcome.of(run, found.curve, same_model=True, seeds=found.seeds).harm)
         assert harms.count("harmful") == 0
 
@@ -84,12 +88,12 @@ class TestLoss:
 class TestWhichCount:
     def told(self, **baselines: LossCurve) -> tuple[int, str]:
         """How many count beside a run, and the notes."""
-        found = beside(("run", losses(0, 5.0)), baselines)
+        found = choose_baseline_loss(("run", losses(0, 5.0)), baselines)
         return 1 if found.seeds is None else found.seeds.n, " ".join(found.notes)
 
     def test_one_of_the_same_batches_is_the_only_one(self) -> None:
         twin = losses(0)
-        found = beside(("run", losses(0, 1.0)), {"a": losses(1), "twin": twin, "b": losses(2)})
+        found = choose_baseline_loss(("run", losses(0, 1.0)), {"a": losses(1), "twin": twin, "b": losses(2)})
         assert found.curve is twin and found.seeds is None and found.notes[0].startswith("twin saw the run's batches")
 
     def test_of_several_of_the_same_batches_one(self) -> None:
@@ -127,7 +131,7 @@ class TestWhichCount:
         table = pl.DataFrame({"step": range(400), "loss": losses(1).losses}).with_columns(
             loss=pl.when(pl.col("step") == 380).then(float("nan")).otherwise("loss")
         )
-        found = beside(("run", losses(0)), {"a": LossCurve.of(table), "b": losses(2)})
+        found = choose_baseline_loss(("run", losses(0)), {"a": LossCurve.of(table), "b": losses(2)})
         assert found.seeds is not None and found.seeds.spread < 1 and 380 not in found.curve.steps
 
     def test_the_mean_is_at_the_steps_of_the_one_with_most(self) -> None:
@@ -142,7 +146,7 @@ class TestWhichCount:
     def test_one_whose_loss_tells_nothing_is_no_error(self, bad: list[float]) -> None:
         other = LossCurve.of(pl.DataFrame({"step": range(len(bad)), "loss": bad}, {"step": pl.Int64, "loss": pl.Float64}))
         for order in ({"a": losses(1), "bad": other}, {"bad": other, "a": losses(1)}, {"bad": other, "worse": other}):
-            found = beside(("run", losses(0)), order)
+            found = choose_baseline_loss(("run", losses(0)), order)
             assert tell_loss(LossOutcome.of(losses(0), found.curve, same_model=True, seeds=found.seeds))
 
 

@@ -19,8 +19,8 @@ from diagnosed_runs import CULPRIT, EVERY, FIRST, ONSET, N, corrupted, falling, 
 from nemo_fp8_debug.analysis.diagnosis.diagnose import diagnose
 from nemo_fp8_debug.analysis.diagnosis.events import KINDS
 from nemo_fp8_debug.analysis.diagnosis.ranking import harm_ranks
-from nemo_fp8_debug.analysis.story.story import ROWS, story, strip_text
-from nemo_fp8_debug.analysis.story.summary import story_markdown
+from nemo_fp8_debug.analysis.story.story import ROWS, draw_strip, story
+from nemo_fp8_debug.analysis.story.summary import write_markdown
 
 DIVERGES = ONSET + 8
 
@@ -139,7 +139,7 @@ class TestWithoutAFault:
         assert rows[dead]["error_rank"] is None and rows[dead]["why"].endswith(
             f"All its values are zero since step {since}."
         )
-        assert f"all values zero since {since}" in story_markdown(told)
+        assert f"all values zero since {since}" in write_markdown(told)
         alive = [row["error_rank"] for layer, row in rows.items() if layer != dead]
         assert None not in alive
 
@@ -158,7 +158,7 @@ class TestWithoutAFault:
         assert told["headline"]["first"]["since"] == ONSET
         where = f"X of {CULPRIT} at step {warned}, 24 steps before the first tensor."
         assert told["headline"]["warning"] == where
-        assert f"- **Early warning**: {where}" in story_markdown(told).replace("\\_", "_")
+        assert f"- **Early warning**: {where}" in write_markdown(told).replace("\\_", "_")
 
     def test_a_clean_pair_follows_with_the_smallest_gap_that_could_be_seen(self, baseline: Path, tmp_path: Path) -> None:
         told = story(diagnose(write(tmp_path / "again", nothing, falling(seed=1)), baseline))
@@ -224,7 +224,7 @@ class TestStripOfText:
 
     @pytest.mark.parametrize("width", [40, 80, 200])
     def test_marks_lie_in_order_below_each_other_and_within_the_width(self, width: int) -> None:
-        rate, loss, x, gradient, axis, legend = strip_text(self.EVENTS, width).splitlines()
+        rate, loss, x, gradient, axis, legend = draw_strip(self.EVENTS, width).splitlines()
         assert max(map(len, (rate, loss, x, gradient, axis))) == width
         assert rate.index("▼") < loss.index("▼") < x.index("3") == gradient.index("◆") == width - 1
         assert abs(loss.index("▼") - (rate.index("▼") + width - 1) / 2) <= 1
@@ -232,8 +232,8 @@ class TestStripOfText:
         assert legend == "◆ scale  ● values  ▼ begins"
 
     def test_nothing_and_a_single_step(self) -> None:
-        assert strip_text([]) == ""
-        assert strip_text(self.EVENTS[:1]).splitlines()[1].split() == ["step", "100"]
+        assert draw_strip([]) == ""
+        assert draw_strip(self.EVENTS[:1]).splitlines()[1].split() == ["step", "100"]
 
     def test_every_event_has_a_row_that_is_drawn(self, told: dict[str, Any]) -> None:
         assert {"loss", "X"} <= {event["row"] for event in told["events"]} <= set(ROWS)

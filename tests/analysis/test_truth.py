@@ -24,7 +24,7 @@ from fault_injection.training import Setup, Training, train
 from fault_injection.truth import gap_of, truth
 
 from nemo_fp8_debug import Monitor
-from nemo_fp8_debug.capture.gemms import find_gemms, select
+from nemo_fp8_debug.capture.gemms import find_gemms, select_gemms
 
 #: a model of one layer of each of the frameworks that have hooks of their own
 SETUPS = {name: Setup(name, "delayed", 1, 1, 1, "scaled") for name in ("moe", "vit")}
@@ -34,7 +34,7 @@ NEUTRAL = [kind for kind in OPERAND_KINDS if kind not in ("nan_operand", "from_t
 def fault(kind: str, setup: Setup, onset: int = 1) -> Fault:
     """One that has its full strength at once."""
     of = family(setup.family)
-    names = [gemm.name for gemm in select(find_gemms([of.build(0, setup.depth, setup.engine)]), list(of.layers))]
+    names = [gemm.name for gemm in select_gemms(find_gemms([of.build(0, setup.depth, setup.engine)]), list(of.layers))]
     made = drawn(kind, Draw(random.Random(3), of, setup, names))
     if isinstance(made, Together):
         return replace(made, onset=onset, parts=tuple(replace(part, onset=onset) for part in made.parts))
@@ -74,7 +74,7 @@ def test_a_fault_of_an_operand_is_none_in_high_precision(
 def test_an_x_of_other_models_can_be_changed_without_changing_high_precision(name: str) -> None:
     of = family(name)
     setup = Setup(name, "delayed", 1, 1, of.depth)
-    gemms = [gemm.name for gemm in select(find_gemms([of.build(0, of.depth, "delayed")]), list(of.layers))]
+    gemms = [gemm.name for gemm in select_gemms(find_gemms([of.build(0, of.depth, "delayed")]), list(of.layers))]
     one_of_each = {gemm.rpartition(".")[2]: gemm for gemm in gemms if gemm.rpartition(".")[2] in of.changeable}
     assert {*one_of_each} == {*of.changeable}
     clean = losses(setup, Fault(), fp8=False)

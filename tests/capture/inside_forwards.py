@@ -11,7 +11,7 @@ from torch import nn
 
 from nemo_fp8_debug.capture.backends.base import ScaleInUse, UnknownCast
 from nemo_fp8_debug.capture.dispatcher import Dispatcher
-from nemo_fp8_debug.capture.gemms import Gemm, find_gemms, seen_in_forward
+from nemo_fp8_debug.capture.gemms import Gemm, find_gemms, is_seen_in_forward
 from nemo_fp8_debug.capture.matmul_capture import MatmulCapture
 
 Key = tuple[str, str]
@@ -58,7 +58,7 @@ class _Sink:
 def look_at(model: nn.Module, step: Callable[[], None]) -> Seen:
     """What is handed over of all modules that multiply inside their forward, or may."""
     seen = Seen()
-    gemms = [g for g in find_gemms([model], in_forward=True) if seen_in_forward(g)]
+    gemms = [g for g in find_gemms([model], in_forward=True) if is_seen_in_forward(g)]
     sinks = {(g.name, role): _Sink(g, (g.name.removeprefix("model."), role), seen) for g in gemms for role in ROLES}
 
     def fault(name: str, role: str, error: Exception, lost: bool) -> None:

@@ -8,7 +8,7 @@ from torch import nn
 from transformers import GPTNeoXJapaneseConfig, GPTNeoXJapaneseForCausalLM
 
 from nemo_fp8_debug import ConfigError
-from nemo_fp8_debug.capture.gemms import find_gemms, select, without_ends
+from nemo_fp8_debug.capture.gemms import drop_ends, find_gemms, select_gemms
 from nemo_fp8_debug.core.layer_names import compile_patterns
 
 NAMES = [
@@ -98,12 +98,12 @@ def test_a_shared_module_is_one_gemm() -> None:
 def test_no_match_lists_what_there_is() -> None:
     gemms = find_gemms([nn.Sequential(nn.Linear(2, 2))])
     with pytest.raises(ConfigError, match=r"no GEMM layer matches \['linear_fc9'\]; the model has '0'"):
-        select(gemms, ["linear_fc9"])
+        select_gemms(gemms, ["linear_fc9"])
 
 
 def test_model_without_gemm() -> None:
     with pytest.raises(ConfigError, match="no GEMM layer that is known"):
-        select(find_gemms([nn.Conv2d(1, 1, 1)]), None)
+        select_gemms(find_gemms([nn.Conv2d(1, 1, 1)]), None)
 
 
 def test_without_ends() -> None:
@@ -111,6 +111,6 @@ def test_without_ends() -> None:
     model.layers = nn.ModuleList([nn.Sequential(nn.Linear(2, 2)) for _ in range(4)])
     model.head = nn.Linear(2, 2)
     gemms = find_gemms([model])
-    assert [g.name for g in without_ends(gemms, 1, 2)] == ["layers.1.0", "head"]
+    assert [g.name for g in drop_ends(gemms, 1, 2)] == ["layers.1.0", "head"]
     with pytest.raises(ConfigError, match="none of 4"):
-        without_ends([g for g in gemms if g.name != "head"], 2, 2)
+        drop_ends([g for g in gemms if g.name != "head"], 2, 2)

@@ -8,17 +8,17 @@ import torch
 from torch import nn
 
 from nemo_fp8_debug.capture.backends import torch_linear
-from nemo_fp8_debug.capture.backends.base import ScaleInUse, not_quantized
+from nemo_fp8_debug.capture.backends.base import ScaleInUse, make_unquantized_cast
 from nemo_fp8_debug.capture.gemms import Gemm
-from nemo_fp8_debug.capture.operand_stats import collect
+from nemo_fp8_debug.capture.operand_stats import collect_stats
 from nemo_fp8_debug.capture.operands import KEPT_APART, Operand
-from nemo_fp8_debug.kernels import histogram_of
+from nemo_fp8_debug.kernels import count_histogram
 from nemo_fp8_debug.numerics.block_scaling import quantization_sums_in_blocks
 from nemo_fp8_debug.numerics.formats import E4M3
 from nemo_fp8_debug.numerics.metrics import QuantizationSums
 from nemo_fp8_debug.numerics.recipe import parse_recipe
 from nemo_fp8_debug.numerics.tensor_scaling import CurrentScaling
-from nemo_fp8_debug.observations.operands.measure import measure
+from nemo_fp8_debug.observations.operands.measure import measure_tensors
 
 #: casts of a step's calls: one histogram of them all, one histogram a call up to `KEPT_APART`, and what comes after
 IN_USE = {
@@ -37,7 +37,7 @@ def test_block_recipes_are_what_if_on_each_micro_batch_by_itself(use: ScaleInUse
     operand = Operand(Gemm("fc", nn.Linear(1, 1), torch_linear.BACKEND), "input", use, what_if=what_if)
     for order, x in enumerate(batches):
         operand.add(x, order)
-    assert torch.equal(operand.total.counts, histogram_of(torch.stack(batches)).counts)
+    assert torch.equal(operand.total.counts, count_histogram(torch.stack(batches)).counts)
     for recipe in what_if:
         got = QuantizationSums.concat(operand.what_if_sums[recipe.name])
         by = recipe.scaling, "input", recipe.format_of("input")
@@ -53,9 +53,9 @@ def test_metrics_of_what_is_not_quantized_are_over_finite_values(dtype: torch.dt
     rows = []
     for value in (0.0, torch.inf):
         x[0, 0] = value
-        seen = Operand(Gemm("fc", nn.Linear(1, 1), torch_linear.BACKEND), "input", not_quantized("input"))
+        seen = Operand(Gemm("fc", nn.Linear(1, 1), torch_linear.BACKEND), "input", make_unquantized_cast("input"))
         seen.add(x, 0)
-        rows.append({name: column[0] for name, column in measure(collect([seen])).metrics.items()})
+        rows.append({name: column[0] for name, column in measure_tensors(collect_stats([seen])).metrics.items()})
     finite, infinite = rows
     assert infinite["inf"] == 1 and infinite["scale"] == finite["scale"]
     assert infinite["underflow_pct"] == finite["underflow_pct"] and infinite["overflow_pct"] == 0
@@ -68,9 +68,9 @@ def test_an_infinity_leaves_errors_those_of_the_finite_values(dtype: torch.dtype
     """Against float64: the scale is that of the largest finite magnitude, which the row reports, on either path."""
     x = (torch.randn(64, 32, generator=torch.Generator().manual_seed(1)) * 1e-3).to(dtype)
     x[0, 0], x[1, 1], x[2, 2] = torch.inf, -torch.inf, torch.nan
-    seen = Operand(Gemm("fc", nn.Linear(1, 1), torch_linear.BACKEND), role, not_quantized(role))
+    seen = Operand(Gemm("fc", nn.Linear(1, 1), torch_linear.BACKEND), role, make_unquantized_cast(role))
     seen.add(x, 0)
-    row = {name: column[0] for name, column in measure(collect([seen])).metrics.items()}
+    row = {name: column[0] for name, column in measure_tensors(collect_stats([seen])).metrics.items()}
     finite = x[x.isfinite()].double().numpy()
     largest, mantissa, lowest = (448.0, 3, -6) if role == "input" else (57344.0, 2, -14)
     assert row["scale"] == np.float32(largest) / np.float32(np.abs(finite).max())

@@ -19,16 +19,16 @@ from nemo_fp8_debug.capture.backends import torch_linear
 from nemo_fp8_debug.capture.backends.base import ScaleInUse
 from nemo_fp8_debug.capture.device_to_host import GROUP, copied_to_host, packed, unpacked
 from nemo_fp8_debug.capture.gemms import Gemm
-from nemo_fp8_debug.capture.operand_stats import collect
+from nemo_fp8_debug.capture.operand_stats import collect_stats
 from nemo_fp8_debug.capture.operands import Operand
-from nemo_fp8_debug.kernels import histogram_of
+from nemo_fp8_debug.kernels import count_histogram
 from nemo_fp8_debug.numerics.block_scaling import MXFP8Scaling
 from nemo_fp8_debug.numerics.delayed_state import EmulatedScales
 from nemo_fp8_debug.numerics.formats import E4M3
 from nemo_fp8_debug.numerics.histogram import BINS
 from nemo_fp8_debug.numerics.recipe import parse_recipe
 from nemo_fp8_debug.numerics.tensor_scaling import CurrentScaling
-from nemo_fp8_debug.observations.operands.measure import measure
+from nemo_fp8_debug.observations.operands.measure import measure_tensors
 
 DTYPES = [torch.int64, torch.float64, torch.float32, torch.bfloat16, torch.uint8, torch.bool]
 SHAPES: list[tuple[int, ...]] = [(), (0,), (1,), (3,), (2, 5)]
@@ -47,7 +47,7 @@ def test_one_copy_holds_tensors_of_any_kind(kinds: list[tuple[torch.dtype, tuple
 
 @pytest.mark.parametrize("n", [0, 1, GROUP, GROUP + 1, 3 * GROUP])
 def test_of_histograms_only_what_they_hold_is_copied(n: int) -> None:
-    histograms = [histogram_of(torch.randn(500 * (i % 3)).bfloat16()).counts for i in range(n)]
+    histograms = [count_histogram(torch.randn(500 * (i % 3)).bfloat16()).counts for i in range(n)]
     tensors = [*histograms, torch.tensor(8.0), *histograms[:1], torch.arange(BINS - 1)]
     bytes_copied = []
 
@@ -134,7 +134,7 @@ def test_all_that_was_collected_moves_and_gives_the_same_metrics(case: str, samp
     before = tensors_of(moved)
     brought_home(moved)
     assert not before.keys() & tensors_of(moved).keys()
-    a, b = (measure(collect([seen]), others_of(seen, samples)) for seen in (stayed, moved))
+    a, b = (measure_tensors(collect_stats([seen]), others_of(seen, samples)) for seen in (stayed, moved))
     assert a.metrics == b.metrics
     assert a.what_if == b.what_if
     for x, y in zip(a.histograms["counts"], b.histograms["counts"], strict=True):

@@ -17,7 +17,7 @@ from torch import nn
 from nemo_fp8_debug import Monitor
 from nemo_fp8_debug.capture.dispatcher import Dispatcher
 from nemo_fp8_debug.capture.grad_scale import GradScale
-from nemo_fp8_debug.capture.patching import patched
+from nemo_fp8_debug.capture.patching import watch_calls
 from nemo_fp8_debug.core.sample import Sample
 from nemo_fp8_debug.record.reader import find_run, read_table
 
@@ -219,7 +219,7 @@ def test_several_may_stand_in_and_leave_in_any_order() -> None:
 
     for order in ((0, 1), (1, 0)):
         host, seen = Backend(), ([], [])
-        leave = [patched(host, "work", call, seen[i].append) for i in range(2)]
+        leave = [watch_calls(host, "work", call, seen[i].append) for i in range(2)]
         assert host.work(1) == 2
         leave[order[0]]()
         assert host.work(2) == 3

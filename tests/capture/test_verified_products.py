@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from nemo_fp8_debug import Emulation, Monitor, read_record
-from nemo_fp8_debug.observations.products.nodes import product_node
+from nemo_fp8_debug.observations.products.nodes import find_product_node
 
 PRODUCTS = {"fprop", "dgrad", "wgrad"}
 
@@ -240,9 +240,9 @@ class Halved(torch.autograd.Function):
 def test_the_node_of_the_layer_before_is_never_taken_for_ones_own() -> None:
     first, x = nn.Linear(32, 32), torch.randn(8, 32, requires_grad=True)
     y = first(x)
-    assert product_node(y, x, first.weight) is not None
-    assert product_node(Halved.apply(y), y, None) is None
-    assert product_node(y.view(2, 4, 32), y, None) is None
+    assert find_product_node(y, x, first.weight) is not None
+    assert find_product_node(Halved.apply(y), y, None) is None
+    assert find_product_node(y.view(2, 4, 32), y, None) is None
 
 
 def test_few_rows_cost_no_sample(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch.distributed as dist
 
-from nemo_fp8_debug.distributed.networks import Network, interfaces, unreachable
+from nemo_fp8_debug.distributed.networks import Network, explain_unreachable, list_interfaces
 from nemo_fp8_debug.distributed.peers import Peers
 
 
@@ -19,7 +19,7 @@ def network(host: int, gloo: str | None) -> Network:
 )
 def test_interfaces_are_those_that_torch_reads(monkeypatch: pytest.MonkeyPatch, named: str, found: list[str]) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", named)
-    assert interfaces() == found
+    assert list_interfaces() == found
 
 
 def test_an_interface_that_is_not_there_is_refused_as_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -32,15 +32,15 @@ def test_an_interface_that_is_not_there_is_refused_as_by_torch(monkeypatch: pyte
 
 def test_loopback_between_hosts_says_what_to_set() -> None:
     hosts = [network(1, "10.0.0.1"), network(1, "10.0.0.1"), network(2, "127.0.1.1")]
-    assert unreachable(hosts) == (
+    assert explain_unreachable(hosts) == (
         "the name of host host2 (rank 2) resolves to 127.0.1.1, which other hosts cannot reach; "
         "set GLOO_SOCKET_IFNAME to the network interface between the hosts, on host2 that of 10.0.0.2"
     )
 
 
 def test_loopback_on_one_host_and_named_interfaces_are_no_fault() -> None:
-    assert unreachable([network(1, "127.0.0.1"), network(1, "127.0.0.1")]) is None
-    assert unreachable([network(1, None), network(2, None)]) is None
+    assert explain_unreachable([network(1, "127.0.0.1"), network(1, "127.0.0.1")]) is None
+    assert explain_unreachable([network(1, None), network(2, None)]) is None
 
 
 def test_the_lowest_ranks_and_those_of_several_hosts_are_asked() -> None:

@@ -13,7 +13,7 @@ from cuda_simulator import block_sums as sums
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from nemo_fp8_debug.kernels import histogram_of
+from nemo_fp8_debug.kernels import count_histogram
 from nemo_fp8_debug.kernels.cuda import blocks
 from nemo_fp8_debug.numerics.block_scaling import BlockRule, quantization_sums_in_blocks
 from nemo_fp8_debug.numerics.formats import E2M1, E4M3, E5M2, FloatFormat
@@ -104,7 +104,7 @@ def tensors_of_zeros_and_of_nothing_finite() -> None:
 def empty_tensors() -> None:
     for shape in ((0, 16), (3, 0), (0,)):
         x, how = torch.zeros(shape, dtype=BF16), (NVFP4, "input", E2M1)
-        got, expected = (blocks.block_sums(x, *how, histogram_of(x)), quantization_sums_in_blocks(x, *how))
+        got, expected = (blocks.block_sums(x, *how, count_histogram(x)), quantization_sums_in_blocks(x, *how))
         assert all(torch.equal(getattr(got, f.name), getattr(expected, f.name)) for f in fields(got))
 
 
@@ -118,11 +118,11 @@ def amax_of_any_tensor() -> None:
     """NaN counts for nothing, infinity does."""
     for dtype in DTYPES:
         for value, expected in ((3.0, 3.0), (-3.0, 3.0), (torch.nan, 1.0), (-torch.inf, torch.inf)):
-            assert blocks.amax_of_histogram(histogram_of(torch.tensor([1.0, value, 0.5], dtype=dtype))) == expected, (
+            assert blocks.amax_of_histogram(count_histogram(torch.tensor([1.0, value, 0.5], dtype=dtype))) == expected, (
                 dtype,
                 value,
             )
-        assert blocks.amax_of_histogram(histogram_of(torch.zeros(0, dtype=dtype))) == 0
+        assert blocks.amax_of_histogram(count_histogram(torch.zeros(0, dtype=dtype))) == 0
 
 
 if __name__ == "__main__":

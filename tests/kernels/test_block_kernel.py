@@ -10,7 +10,7 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from nemo_fp8_debug.kernels import histogram_of, quantization_sums
+from nemo_fp8_debug.kernels import count_histogram, quantization_sums
 from nemo_fp8_debug.numerics.recipe import parse_recipe
 
 #: recipe, role, rows and columns of a block, type of the codes
@@ -80,7 +80,7 @@ def test_sums_under_powers_of_two(name: str, role: str, block: tuple[int, int], 
     recipe = parse_recipe(name)
     for what, made in tensors().items():
         x = made.to(dtype).clamp(-torch.finfo(dtype).max, torch.finfo(dtype).max)
-        got = quantization_sums(x, recipe.scaling, role, recipe.format_of(role), histogram_of(x))
+        got = quantization_sums(x, recipe.scaling, role, recipe.format_of(role), count_histogram(x))
         want = by_value(x, 0.5 if "epsilon" in name else 0, block, codes)
         assert {name: getattr(got, name).item() for name in want} == {
             name: pytest.approx(value, rel=1e-12, abs=0.0) for name, value in want.items()

@@ -16,7 +16,7 @@ from tensors import all_patterns
 from nemo_fp8_debug import kernels
 from nemo_fp8_debug.kernels.cpu import quantize
 from nemo_fp8_debug.numerics.formats import E2M1, E4M3, E5M2, FloatFormat
-from nemo_fp8_debug.numerics.metrics import amax_of
+from nemo_fp8_debug.numerics.metrics import compute_amax
 
 NUMPY = {
     "e4m3": ml_dtypes.float8_e4m3fn,
@@ -69,7 +69,7 @@ def test_all_patterns_of_bfloat16_under_any_scale(scale: float, fmt: FloatFormat
 def test_any_pattern_of_float32_under_any_scale(bits: list[int], scale: float, fmt: FloatFormat) -> None:
     x = torch.tensor(bits, dtype=torch.int32).view(torch.float32)
     assert_same(kernels.quantize_dequantize(x, torch.tensor(scale), fmt), oracle(x, scale, fmt))
-    assert torch.equal(kernels.amax(x), amax_of(x))
+    assert torch.equal(kernels.amax(x), compute_amax(x))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
@@ -79,7 +79,7 @@ def test_any_layout(layout: str, dtype: torch.dtype) -> None:
     found = kernels.quantize_dequantize(x, torch.tensor(50.0), E4M3)
     assert torch.equal(found, oracle(x, 50.0, E4M3))
     assert found.shape == x.shape
-    assert torch.equal(kernels.amax(x), amax_of(x))
+    assert torch.equal(kernels.amax(x), compute_amax(x))
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3])
@@ -90,9 +90,9 @@ def test_shares_of_threads_cover_all_values(n: int, threads: int) -> None:
         quantize.quantize_dequantize(x, 50.0, float(np.float32(1) / np.float32(50)), E4M3, threads),
         oracle(x, 50.0, E4M3),
     )
-    assert torch.equal(quantize.amax(x, threads), amax_of(x))
+    assert torch.equal(quantize.amax(x, threads), compute_amax(x))
     x[-1] = -1e30
-    assert torch.equal(quantize.amax(x, threads), amax_of(x))
+    assert torch.equal(quantize.amax(x, threads), compute_amax(x))
 
 
 def test_formats_of_four_bits_are_cast_by_torch() -> None:

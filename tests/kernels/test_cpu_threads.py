@@ -10,7 +10,7 @@ import torch
 from numba.np.numpy_support import carray
 from processes import GUARD
 
-from nemo_fp8_debug.kernels import histogram_of, quantization_sums
+from nemo_fp8_debug.kernels import count_histogram, quantization_sums
 from nemo_fp8_debug.kernels.cpu.jit import JOB, Work, counts_at, next_share, work
 from nemo_fp8_debug.kernels.cpu.threads import share_out
 from nemo_fp8_debug.numerics.formats import E4M3
@@ -75,7 +75,7 @@ def test_in_a_forked_process(squaring: Work) -> None:
     """Which has inherited OpenMP's threads by name only."""
     recipe, x = parse_recipe("mxfp8"), torch.randn(1 << 20).bfloat16()
     assert squares(squaring, 1)
-    counted = histogram_of(x)
+    counted = count_histogram(x)
     want = quantization_sums(x, recipe.scaling, "input", E4M3, counted).sum_error2.item()
     context = multiprocessing.get_context("fork")
     found: SimpleQueue[tuple[bool, float]] = context.SimpleQueue()

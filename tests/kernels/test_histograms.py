@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from nemo_fp8_debug.kernels import histogram_of
+from nemo_fp8_debug.kernels import count_histogram
 from nemo_fp8_debug.kernels.cpu.histograms import Histograms
 from nemo_fp8_debug.numerics import metrics
 from nemo_fp8_debug.numerics.formats import BF16, E4M3, E5M2
@@ -28,7 +28,7 @@ def bits(x: torch.Tensor) -> npt.NDArray[np.uint16]:
 
 
 def of_bits(patterns: npt.NDArray[np.uint16], dtype: torch.dtype) -> Histogram:
-    return histogram_of(torch.from_numpy(patterns.view(np.int16)).view(dtype))
+    return count_histogram(torch.from_numpy(patterns.view(np.int16)).view(dtype))
 
 
 def same(found: object, want: object) -> bool:
@@ -66,7 +66,7 @@ def test_all_magnitudes_at_once(dtype: torch.dtype) -> None:
 
 
 def test_some_of_them_in_another_order() -> None:
-    histograms = [histogram_of((10.0**i * torch.randn(100 * i)).bfloat16()) for i in range(4)]
+    histograms = [count_histogram((10.0**i * torch.randn(100 * i)).bfloat16()) for i in range(4)]
     found = Histograms(histograms).select([2, 0])
     assert found.moments.n.tolist() == [200, 0]
     sums = found.quantization_sums(torch.tensor([2.0, 1.0]), [E4M3, E5M2])

@@ -12,7 +12,7 @@ from torch import nn
 from vit import ViT
 
 from nemo_fp8_debug import Monitor, compare, diagnose
-from nemo_fp8_debug.core.coverage_text import unobserved
+from nemo_fp8_debug.core.coverage_text import describe_unobserved
 
 
 def recorded(folder: Path, model: nn.Module, shape: tuple[int, ...], layers: list[str] | None = None) -> Path:
@@ -69,4 +69,4 @@ class TestRuns:
     "coverage", [None, {}, "x", {"share_not_observed": "x", "not_observed": 3}, {"not_observed": {"a": 1}}]
 )
 def test_sections_of_other_records_are_no_fault(coverage: Any) -> None:
-    assert isinstance(unobserved(coverage, above=0.05), str)
+    assert isinstance(describe_unobserved(coverage, above=0.05), str)

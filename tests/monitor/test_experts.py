@@ -15,7 +15,7 @@ from torch import nn
 
 from nemo_fp8_debug import Monitor
 from nemo_fp8_debug.analysis.replay.replay import replay
-from nemo_fp8_debug.core.layer_names import aggregate_of, is_aggregate
+from nemo_fp8_debug.core.layer_names import is_aggregate, name_aggregate
 from nemo_fp8_debug.numerics.delayed_state import EmulatedScales
 from nemo_fp8_debug.numerics.recipe import parse_recipe
 from nemo_fp8_debug.numerics.tensor_scaling import CurrentScaling
@@ -60,7 +60,7 @@ def dumped(run: Storage) -> dict[tuple[int, str, str], list[tuple[str, torch.Ten
         about, tensors = read_dump(run, name)
         if about.role == "weight" and about.call:
             continue
-        of_fold = found.setdefault((step, aggregate_of(about.layer) or "", about.role), [])
+        of_fold = found.setdefault((step, name_aggregate(about.layer) or "", about.role), [])
         of_fold.append((about.layer, tensors["value"].flatten(), float(tensors["scale"])))
     return found
 
@@ -174,7 +174,7 @@ def test_block_recipes_fold_too(tmp_path: Path, dtype: torch.dtype) -> None:
     for table in ("metrics", "what_if"):
         rows = read_table(run, table).filter(pl.col("experts").is_not_null() & (pl.col("n") > 0))
         assert len(aggregates(rows)) == STEPS * FOLDS
-        aggregate = pl.col("layer").map_elements(lambda name: aggregate_of(name) or name, pl.String)
+        aggregate = pl.col("layer").map_elements(lambda name: name_aggregate(name) or name, pl.String)
         lost, error = pl.col("underflow_pct") * pl.col("n") / 100, pl.col("mse") * pl.col("n")
         sums = rows.select(
             "step",

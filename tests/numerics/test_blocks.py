@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from long import long_but
 
-from nemo_fp8_debug.numerics.formats import e8m0_at_least, e8m0_value
+from nemo_fp8_debug.numerics.formats import decode_e8m0, round_up_to_e8m0
 from nemo_fp8_debug.numerics.recipe import parse_recipe
 
 
@@ -107,13 +107,15 @@ def test_gfloat_rounds_nvfp4_codes_alike() -> None:
 
 def test_e8m0_is_that_of_ml_dtypes_and_rounds_up() -> None:
     codes = torch.arange(256, dtype=torch.int16).to(torch.uint8)
-    np.testing.assert_array_equal(e8m0_value(codes).numpy(), codes.numpy().view(ml_dtypes.float8_e8m0fnu).astype(np.float64))
+    np.testing.assert_array_equal(
+        decode_e8m0(codes).numpy(), codes.numpy().view(ml_dtypes.float8_e8m0fnu).astype(np.float64)
+    )
     bits = torch.randint(0, 0x7F800000, (1 << 16,), dtype=torch.int32, generator=torch.Generator().manual_seed(0))
-    x = torch.cat([bits.view(torch.float32), e8m0_value(codes[:255]).float()])
-    above = e8m0_value(e8m0_at_least(x))
+    x = torch.cat([bits.view(torch.float32), decode_e8m0(codes[:255]).float()])
+    above = decode_e8m0(round_up_to_e8m0(x))
     assert ((above >= x.double()) | (above == 2.0**127)).all()
     assert ((above / 2 < x.double()) | (above == 2.0**-127)).all()
-    assert e8m0_at_least(torch.tensor([torch.inf, torch.nan])).tolist() == [254, 255]
+    assert round_up_to_e8m0(torch.tensor([torch.inf, torch.nan])).tolist() == [254, 255]
 
 
 SHAPES = [(1, 1), (3, 5), (40, 300), (129, 257), (130, 16), (2, 3, 70)]

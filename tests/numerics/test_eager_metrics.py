@@ -6,7 +6,7 @@ import pytest
 import torch
 from benchmarks.peers.eager_metrics import NAMES, eager_metrics
 
-from nemo_fp8_debug.kernels import histogram_of
+from nemo_fp8_debug.kernels import count_histogram
 from nemo_fp8_debug.numerics import metrics
 from nemo_fp8_debug.numerics.formats import E4M3, E5M2, FloatFormat
 from nemo_fp8_debug.numerics.histogram import HistogramBatch
@@ -19,10 +19,10 @@ def test_eager_formulas_give_our_metrics(fmt: FloatFormat, precision: torch.dtyp
     torch.manual_seed(0)
     x = (torch.randn(100, 100) * (4 * torch.randn(100, 100)).exp()).bfloat16()
     x[0, 0], x[0, 1], x[0, 2] = torch.nan, torch.inf, 0
-    batch = HistogramBatch.of([histogram_of(x)])
+    batch = HistogramBatch.of([count_histogram(x)])
     moments = metrics.moments(batch)
     scale = CurrentScaling().scale(batch.amax(), torch.tensor([fmt.max]))
-    ours = metrics.metrics_of(moments, metrics.quantization_sums(batch, scale, [fmt]), scale, scale)
+    ours = metrics.compute_metrics(moments, metrics.quantization_sums(batch, scale, [fmt]), scale, scale)
     ours |= {"nan": moments.nan, "inf": moments.inf}
     theirs = eager_metrics(x, fmt.dtype, precision)
     assert set(NAMES) == {*metrics.METRICS, "nan", "inf"}

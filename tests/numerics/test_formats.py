@@ -11,7 +11,7 @@ import pytest
 import torch
 from tensors import all_patterns
 
-from nemo_fp8_debug.numerics.formats import BF16, E2M1, E4M3, E5M2, FORMATS, FP16, FloatFormat, decoded, saturating_cast
+from nemo_fp8_debug.numerics.formats import BF16, E2M1, E4M3, E5M2, FORMATS, FP16, FloatFormat, decode_codes, saturating_cast
 
 ML_DTYPE = {
     "e4m3": ml_dtypes.float8_e4m3fn,
@@ -99,8 +99,8 @@ def test_every_code_is_decoded_as_ml_dtypes_does_wherever_it_lies(fmt: FloatForm
     codes = np.arange(256, dtype=np.uint8).reshape(8, 32)
     want = codes.view(ML_DTYPE[fmt.name]).astype(np.float32)
     given = torch.from_numpy(codes).view(fmt.dtype)
-    assert_same_bits(decoded(given, fmt), want)
-    turned = decoded(given.T, fmt)
+    assert_same_bits(decode_codes(given, fmt), want)
+    turned = decode_codes(given.T, fmt)
     assert_same_bits(turned, want.T)
     assert turned.stride() == given.T.stride()
 

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from tensors import KINDS, SIXTEEN_BIT, random_patterns
 
-from nemo_fp8_debug.kernels import histogram_of
+from nemo_fp8_debug.kernels import count_histogram
 from nemo_fp8_debug.kernels.cuda.sums import total
 from nemo_fp8_debug.numerics import metrics
 from nemo_fp8_debug.numerics.formats import E4M3, E5M2, FloatFormat
@@ -83,13 +83,13 @@ def measured(
     moments: Moments, sums: QuantizationSums, scale: npt.ArrayLike, current: npt.ArrayLike
 ) -> list[dict[str, float]]:
     """Metrics and counts, a dictionary a row."""
-    columns = metrics.metrics_of(moments, sums, torch.tensor(scale), torch.tensor(current))
+    columns = metrics.compute_metrics(moments, sums, torch.tensor(scale), torch.tensor(current))
     columns |= {name: getattr(moments, name) for name in COUNTS}
     return [{name: column[i].item() for name, column in columns.items()} for i in range(len(moments.n))]
 
 
 def from_histograms(jobs: list[tuple[torch.Tensor, np.float32, FloatFormat]]) -> list[dict[str, float]]:
-    batch = HistogramBatch.of([histogram_of(x) for x, _, _ in jobs])
+    batch = HistogramBatch.of([count_histogram(x) for x, _, _ in jobs])
     scale = np.array([scale for _, scale, _ in jobs], np.float32)
     current = np.array([current_scale(values_of(x), fmt) for x, _, fmt in jobs], np.float32)
     sums = metrics.quantization_sums(batch, torch.from_numpy(scale), [fmt for _, _, fmt in jobs])
@@ -219,11 +219,11 @@ def test_fold_adds_up_the_parts_of_each_owner() -> None:
     scale = torch.tensor([3.0, 3.0, 0.5, 3.0])
     tensors = [random_patterns(500, torch.float16, seed) for seed in range(4)]
     formats = [E4M3, E4M3, E5M2, E4M3]
-    parts = metrics.quantization_sums(HistogramBatch.of([histogram_of(x) for x in tensors]), scale, formats)
+    parts = metrics.quantization_sums(HistogramBatch.of([count_histogram(x) for x in tensors]), scale, formats)
     aggregated = parts.sum_by_owner(torch.tensor([0, 0, 2, 0]), 3)
     whole = [torch.cat([tensors[0], tensors[1], tensors[3]]), torch.zeros(0, dtype=torch.float16), tensors[2]]
     want = metrics.quantization_sums(
-        HistogramBatch.of([histogram_of(x) for x in whole]), torch.tensor([3.0, 1.0, 0.5]), [E4M3, E4M3, E5M2]
+        HistogramBatch.of([count_histogram(x) for x in whole]), torch.tensor([3.0, 1.0, 0.5]), [E4M3, E4M3, E5M2]
     )
     assert torch.equal(aggregated.underflows, want.underflows)
     assert torch.equal(aggregated.overflows, want.overflows)
@@ -248,8 +248,8 @@ def test_one_histogram_on_its_device_gives_what_a_batch_gives(dtype: torch.dtype
     x = (torch.randn(5000) * 2.0 ** torch.randint(-12, 8, (5000,))).to(dtype)
     x[:3] = torch.tensor([torch.nan, torch.inf, 0.0])
     scale = torch.tensor(37.5)
-    alone = metrics.quantization_sums_of_counts(histogram_of(x), scale, fmt)
-    batch = metrics.quantization_sums(HistogramBatch.of([histogram_of(x)]), scale[None], [fmt])
+    alone = metrics.quantization_sums_of_counts(count_histogram(x), scale, fmt)
+    batch = metrics.quantization_sums(HistogramBatch.of([count_histogram(x)]), scale[None], [fmt])
     for name in ("underflows", "overflows"):
         assert torch.equal(getattr(alone, name), getattr(batch, name))
     for name in ("sum_error2", "sum_xq", "sum_q2"):
@@ -257,7 +257,7 @@ def test_one_histogram_on_its_device_gives_what_a_batch_gives(dtype: torch.dtype
 
 
 def test_each_row_is_a_table_of_its_own() -> None:
-    batch = HistogramBatch.of([histogram_of(torch.randn(50).bfloat16()) for _ in range(3)])
+    batch = HistogramBatch.of([count_histogram(torch.randn(50).bfloat16()) for _ in range(3)])
     found = metrics.moments(batch)
     for i, row in enumerate(found.each()):
         assert all(torch.equal(getattr(row, f.name), getattr(found.row(i), f.name)) for f in dataclasses.fields(found))

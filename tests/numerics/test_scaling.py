@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from tensors import KINDS, SIXTEEN_BIT, all_patterns
 
 from nemo_fp8_debug.numerics.formats import E4M3, E5M2, FloatFormat
-from nemo_fp8_debug.numerics.metrics import amax_of
+from nemo_fp8_debug.numerics.metrics import compute_amax
 from nemo_fp8_debug.numerics.tensor_scaling import CurrentScaling, DelayedScaling, quantize, quantize_dequantize
 
 FLT_MAX = np.finfo(np.float32).max
@@ -133,7 +133,7 @@ class TestAmax:
     def test_is_the_largest_magnitude_that_is_not_nan(self, kind: str, dtype: torch.dtype) -> None:
         x = KINDS["heavy-tailed" if kind == "subnormal" else kind](dtype)
         magnitude = np.abs(x.detach().float().numpy())
-        got = amax_of(x)
+        got = compute_amax(x)
         assert got.dtype == torch.float32
         assert got.item() == magnitude[~np.isnan(magnitude)].max(initial=0)
 

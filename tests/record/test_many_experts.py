@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 from nemo_fp8_debug.analysis.comparison.compare import compare
 from nemo_fp8_debug.analysis.story.summary import summarize, to_json
 from nemo_fp8_debug.cli import app
-from nemo_fp8_debug.core.layer_names import aggregate_of, compile_patterns, few_experts, is_aggregate
+from nemo_fp8_debug.core.layer_names import compile_patterns, few_experts, is_aggregate, name_aggregate
 from nemo_fp8_debug.core.sample import Sample
 from nemo_fp8_debug.options.trigger_rules import parse_rule
 from nemo_fp8_debug.record.console_table import TableRecorder
@@ -71,10 +71,10 @@ class TestNames:
         ],
     )
     def test_experts_of_a_layer_share_a_name(self, name: str) -> None:
-        assert aggregate_of(name.format(17)) == aggregate_of(name.format(0)) == name.format("*")
+        assert name_aggregate(name.format(17)) == name_aggregate(name.format(0)) == name.format("*")
         assert is_aggregate(name.format("*"))
         assert not is_aggregate(name.format(17))
-        assert aggregate_of(name.format("*")) is None
+        assert name_aggregate(name.format("*")) is None
 
     @pytest.mark.parametrize(
         "name",
@@ -90,7 +90,7 @@ class TestNames:
         ],
     )
     def test_others_have_none(self, name: str) -> None:
-        assert aggregate_of(name) is None
+        assert name_aggregate(name) is None
         assert not is_aggregate(name)
 
     def test_the_name_is_a_pattern_for_its_experts(self) -> None:
@@ -101,7 +101,7 @@ class TestNames:
 
     def test_a_few_of_each(self) -> None:
         names = ["a", *(f"experts.{i}.w" for i in range(9)), "b", *(f"experts.{i}.v" for i in range(2)), "experts.*.w"]
-        assert few_experts(names, aggregate_of, 2) == [
+        assert few_experts(names, name_aggregate, 2) == [
             *("a", "experts.0.w", "experts.1.w", "b", "experts.0.v", "experts.1.v", "experts.*.w")
         ]
 
@@ -123,13 +123,13 @@ class TestTensorBoard:
         worst = sorted((tags[t] for t in tags if t.startswith(of_first)), reverse=True)
         assert len(worst) == 2 * (1 + EXPERTS_SHOWN)
         of = moe(0, random.Random(0)).columns
-        mse = [v for n, r, v in zip(of["layer"], of["role"], of["mse"], strict=True) if (aggregate_of(n), r) == FIRST]
+        mse = [v for n, r, v in zip(of["layer"], of["role"], of["mse"], strict=True) if (name_aggregate(n), r) == FIRST]
         got = sorted((v for t, v in tags.items() if re.fullmatch(EXPERT_TAG, t)), reverse=True)
         assert got == pytest.approx([math.log10(value) for value in sorted(mse, reverse=True)[:EXPERTS_SHOWN]])
 
     def test_they_stay_few_however_often_the_worst_changes(self) -> None:
         of_all_steps = set().union(*self.tags(4, 5000))
-        found = Counter(aggregate_of(tag) for tag in of_all_steps if tag.startswith("fp8_") and aggregate_of(tag))
+        found = Counter(name_aggregate(tag) for tag in of_all_steps if tag.startswith("fp8_") and name_aggregate(tag))
         assert set(found.values()) == {EXPERTS_SHOWN}
         assert len(found) == len(STREAMED) * len(ROLES) * FOLDS
 
@@ -138,7 +138,7 @@ class TestTensorBoard:
         single = {tag for tags in self.tags(2, max_tags) for tag in tags if tag.startswith("fp8_")}
         assert len(single) <= max_tags
         assert len(single) >= max_tags // len(STREAMED) // len(ROLES) * len(STREAMED) * len(ROLES)
-        assert not [tag for tag in single if aggregate_of(tag)]
+        assert not [tag for tag in single if name_aggregate(tag)]
 
     def test_worst_and_median_are_of_tensors(self) -> None:
         (tags,) = self.tags(1, 5000)
@@ -158,7 +158,7 @@ class TestTensorBoard:
             tags = [tag.replace("\\", "").removesuffix("$") for chart in category.chart for tag in chart.multiline.tag]
             metrics = Counter(tag.partition("/")[0] for tag in tags)
             assert len(metrics) == 6 and set(metrics.values()) == {3}
-            assert max(Counter(filter(None, map(aggregate_of, tags))).values()) == 1
+            assert max(Counter(filter(None, map(name_aggregate, tags))).values()) == 1
 
 
 FIRST = (name_of(0, "*", "linear_fc1"), "input")
@@ -172,7 +172,7 @@ def test_the_table_shows_the_worst_expert_of_a_layer_only() -> None:
     assert "60 of 60 tensors" in lines[0]
     rows = [tuple(cell.strip() for cell in line.split("│")[1:3]) for line in lines if line.startswith("│")]
     assert len(rows) == 60 == len(ROLES) * (DENSE + 2 * FOLDS)
-    assert set(Counter((aggregate_of(layer), role) for layer, role in rows if aggregate_of(layer)).values()) == {1}
+    assert set(Counter((name_aggregate(layer), role) for layer, role in rows if name_aggregate(layer)).values()) == {1}
     assert sum(is_aggregate(layer) for layer, _ in rows) == len(ROLES) * FOLDS
 
 

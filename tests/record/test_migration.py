@@ -31,7 +31,7 @@ SENTENCES = {"verdict", "notes", "evidence", "advice", "path"}
 
 
 def folder_of(record: Path, table: str) -> Path:
-    return next(path for name in migration.folders_of(table) if (path := record / name).exists())
+    return next(path for name in migration.list_folders(table) if (path := record / name).exists())
 
 
 @pytest.mark.parametrize("table", ["metrics", "what_if", "histograms", "steps"])

@@ -109,7 +109,7 @@ def test_a_footer_tells_which_steps_have_the_same_texts(of_steps: list[list[str 
         }
     )
     parts = [part for part in (whole[: sum(lengths[:at])], whole[sum(lengths[:at]) :]) if len(part)]
-    told = outline.from_text(outline.to_text(list(map(outline.outline_of, parts))).encode())
+    told = outline.parse_outline(outline.format_outline(list(map(outline.make_outline, parts))).encode())
     assert told is not None
     assert [told.find(row) for row in range(len(whole))] == [(i, j) for i, n in enumerate(lengths) for j in range(n)]
     if len({text for of_step in of_steps for text in of_step}) == 1:
@@ -124,10 +124,10 @@ def test_a_footer_tells_which_steps_have_the_same_texts(of_steps: list[list[str 
 def test_a_footer_that_tells_what_no_run_writes_is_refused(run: Path, value: Any) -> None:
     part = max((run / "metrics").iterdir())
     table = pa.Table.from_batches(pq.read_table(part).to_batches())
-    told = json.loads(outline.to_text([outline.outline_of(table)]))
+    told = json.loads(outline.format_outline([outline.make_outline(table)]))
     told["same"]["nan"] = value
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(parquet, "to_text", lambda _: json.dumps(told))
+        patch.setattr(parquet, "format_outline", lambda _: json.dumps(told))
         content, checksum = parquet.encode(table)
     part.unlink()
     (part.parent / f"{part.stem[:-8]}{checksum}.parquet").write_bytes(content)

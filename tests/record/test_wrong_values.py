@@ -15,7 +15,7 @@ from small_record import measured, start
 from nemo_fp8_debug import RecordError
 from nemo_fp8_debug.analysis.diagnosis.diagnose import diagnose
 from nemo_fp8_debug.analysis.replay.replay import replay
-from nemo_fp8_debug.errors import hearing
+from nemo_fp8_debug.errors import capture_warnings
 from nemo_fp8_debug.record.parts import HISTOGRAMS, MAGNITUDES
 from nemo_fp8_debug.record.reader import read_fingerprint, read_record
 
@@ -78,7 +78,7 @@ def test_a_part_with_wrong_values_is_left_out(
     run = Path(shutil.copytree(sound, tmp_path / "run"))
     whole = len(read_record(run, table))
     path = rewritten(sorted((run / table).iterdir())[1], change)
-    with hearing() as heard:
+    with capture_warnings() as heard:
         left = read_record(run, table)
     if why is None:
         assert heard == [] and len(left) == whole
@@ -87,7 +87,7 @@ def test_a_part_with_wrong_values_is_left_out(
     tab = opened(tmp_path)
     statuses = {route: ask(tab, route, query) for route, query in ROUTES.items()}
     assert {route for route, status in statuses.items() if status != 200} <= {"histogram"}
-    with hearing():
+    with capture_warnings():
         diagnose(run, sound)
         assert set(replay(run, "current-e5m2")["step"]) >= {0, 2, 3}
 
@@ -95,7 +95,7 @@ def test_a_part_with_wrong_values_is_left_out(
 def test_a_fingerprint_whose_sections_are_no_mappings_is_read_without_them(sound: Path, tmp_path: Path) -> None:
     run = Path(shutil.copytree(sound, tmp_path / "run"))
     (run / "attempt-0.json").write_text('{"schema_version": 4, "backend_options": null, "versions": [1], "recipe": {}}')
-    with hearing() as heard:
+    with capture_warnings() as heard:
         assert read_fingerprint(run) == {"schema_version": 4, "recipe": {}}
         diagnose(run)
     assert any("read without versions, backend_options: a JSON object is expected there" in text for text in heard)

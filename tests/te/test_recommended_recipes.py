@@ -17,8 +17,8 @@ from processes import finished, found_in
 from recommendations import BF16, CURRENT, recommendation, run
 
 from nemo_fp8_debug.analysis.recommendation.recommend import Ends
-from nemo_fp8_debug.analysis.recommendation.snippets.megatron import flags_of, per_module, run_wide
-from nemo_fp8_debug.analysis.recommendation.snippets.te_quantizers import quantizers
+from nemo_fp8_debug.analysis.recommendation.snippets.megatron import flags_of, make_per_module, make_run_wide
+from nemo_fp8_debug.analysis.recommendation.snippets.te_quantizers import make_quantizers
 from nemo_fp8_debug.analysis.runs.metrics import Metrics
 from nemo_fp8_debug.record.schema import SCHEMAS
 
@@ -44,8 +44,8 @@ def test_modules_cast_as_their_recipe_says_and_all_others_as_the_run_does(tmp_pa
         (RESCALED, "weight"): CURRENT,
         (IN_E4M3, "grad_output"): [("format", "current-e4m3"), *BF16],
     }
-    modules = per_module(recommendation(run(), ways))
-    options = run_wide(recommendation(run(), {(RESCALED, "weight"): CURRENT}, Ends(0, 1, 2, None)))
+    modules = make_per_module(recommendation(run(), ways))
+    options = make_run_wide(recommendation(run(), {(RESCALED, "weight"): CURRENT}, Ends(0, 1, 2, None)))
     assert modules and options
     values = yaml.safe_load(options.text)
     assert len(values) == 5
@@ -81,13 +81,13 @@ def quantizers_of(folder: Path) -> Path:
         run(), metrics=Metrics.of(pl.DataFrame(rows, SCHEMAS["metrics"]).with_columns(step=pl.lit(0, pl.Int64)))
     )
     older = replace(of_run, fingerprint={"versions": {"transformer-engine": "2.4.0", "megatron-core": "0.16.0"}})
-    older_files, _ = quantizers(recommendation(older, {(LEAVES, "input"): BF16}), for_megatron=True)
+    older_files, _ = make_quantizers(recommendation(older, {(LEAVES, "input"): BF16}), for_megatron=True)
     assert [file.coarser[0].partition(";")[0] for file in older_files] == [
         "The run has transformer-engine 2.4.0, and te_quantizers.py needs 2.19 or later",
         "The run has megatron-core 0.16.0, and megatron_operands.yaml needs 0.17 or later",
     ]
     ways = {(LEAVES, "grad_output"): BF16, (IN_E4M3, "grad_output"): [("format", "current-e4m3"), *BF16]}
-    (factory, modules), _ = quantizers(recommendation(of_run, ways), for_megatron=True)
+    (factory, modules), _ = make_quantizers(recommendation(of_run, ways), for_megatron=True)
     for snippet in (factory, modules):
         (folder / snippet.name).write_text(snippet.text)
     with pytest.raises(ImportError, match=r"needs Transformer Engine 2\.19 or later"):  # this process has none

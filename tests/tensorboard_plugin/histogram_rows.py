@@ -10,8 +10,8 @@ import torch
 
 from nemo_fp8_debug.numerics.formats import FloatFormat
 from nemo_fp8_debug.numerics.histogram import Histogram, HistogramBatch
-from nemo_fp8_debug.numerics.metrics import Moments, QuantizationSums, merge, metrics_of, moments, quantization_sums
-from nemo_fp8_debug.numerics.tensor_scaling import scale_of_amax
+from nemo_fp8_debug.numerics.metrics import Moments, QuantizationSums, compute_metrics, merge, moments, quantization_sums
+from nemo_fp8_debug.numerics.tensor_scaling import compute_scale
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 #: metrics that the page shows
@@ -45,8 +45,8 @@ def all_by_numerics(questions: Sequence[Question]) -> list[dict[str, float]]:
     known = Moments.concat([merge(of_rows.rows(storage)) for storage in mine])
     sums = QuantizationSums.concat([sums_of_rows.rows(storage).total() for storage in mine])
     limits = torch.tensor([fmt.max for _, _, fmt in questions], dtype=torch.float32)
-    current = scale_of_amax(known.amax.float(), limits)
-    columns = metrics_of(known, sums, current, current)
+    current = compute_scale(known.amax.float(), limits)
+    columns = compute_metrics(known, sums, current, current)
     columns |= {"n": known.n, "nan": known.nan, "inf": known.inf, "amax": known.amax, "current": current}
     columns |= {"underflows": sums.underflows, "overflows": sums.overflows}
     return [{name: float(values[i]) for name, values in columns.items()} for i in range(len(questions))]

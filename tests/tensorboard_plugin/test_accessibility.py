@@ -13,7 +13,7 @@ from playwright.sync_api import Page, expect
 import nemo_fp8_debug
 from nemo_fp8_debug.analysis.diagnosis.diagnose import diagnose
 from nemo_fp8_debug.analysis.story.story import story
-from nemo_fp8_debug.analysis.story.summary import story_markdown
+from nemo_fp8_debug.analysis.story.summary import write_markdown
 from nemo_fp8_debug.numerics.metric_names import LABELS
 from nemo_fp8_debug.tensorboard_plugin.records.metadata import describe_metrics
 
@@ -90,7 +90,7 @@ def test_the_verdict_is_copied_as_markdown(frame: Open, logdir: Path) -> None:
     heading, facts = copied.split("\n\n", 1)
     assert heading == f"### bad against baseline: {told['headline']['title']}"
     assert told["headline"]["cause_told"] in facts
-    assert facts.split("\n\n", 1)[1].strip() == story_markdown(told).split("\n\n", 1)[1]
+    assert facts.split("\n\n", 1)[1].strip() == write_markdown(told).split("\n\n", 1)[1]
 
 
 @pytest.mark.parametrize(
@@ -109,6 +109,6 @@ def test_names_of_a_record_are_no_markup_in_it(name: str) -> None:
              "zero_since": None}
         ],
     }  # fmt: skip
-    html = markdown.markdown(story_markdown(told), extensions=["tables"])
+    html = markdown.markdown(write_markdown(told), extensions=["tables"])
     assert "<img" not in html and "<a " not in html and "<em>" not in html and "<strong>in" not in html
     assert html.count("<tr>") == 4 and html.count("<td>") == 2 + 4

@@ -10,7 +10,7 @@ from playwright.sync_api import Page, expect
 from shown import cells, said, table, taken_away
 from verdict_records import HOSTILE
 
-from nemo_fp8_debug.analysis.runs.settings import differences
+from nemo_fp8_debug.analysis.runs.settings import list_differences
 from nemo_fp8_debug.record.reader import find_run, read_fingerprint
 
 Open = Callable[..., Page]
@@ -63,7 +63,7 @@ def test_one_run_alone_shows_its_fingerprint_as_text(frame: Open, logdir: Path) 
     settings = table(page, "settings")
     fingerprint = read_fingerprint(find_run(logdir / HOSTILE))
     assert fingerprint["model"]["class"] == HOSTILE
-    expected = differences({}, fingerprint).sort("setting").select("setting", "run").rows()
+    expected = list_differences({}, fingerprint).sort("setting").select("setting", "run").rows()
     assert sorted((row[0], row[1]) for row in cells(settings)) == expected
     assert page.locator("[data-picker=differs]").count() == 0
     assert page.locator("#view img").count() == 0 and not page.evaluate("window.hacked")

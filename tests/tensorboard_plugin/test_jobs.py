@@ -23,7 +23,7 @@ from nemo_fp8_debug.analysis.diagnosis.ranking import harm_ranks
 from nemo_fp8_debug.analysis.replay.replay import replay
 from nemo_fp8_debug.analysis.story.story import story
 from nemo_fp8_debug.analysis.story.summary import to_json
-from nemo_fp8_debug.errors import hearing
+from nemo_fp8_debug.errors import capture_warnings
 from nemo_fp8_debug.tensorboard_plugin.jobs import analyses, job_queue
 
 
@@ -247,7 +247,7 @@ def test_the_memory_of_a_process_is_what_it_fills() -> None:
 )
 def test_the_memory_budget_of_jobs(monkeypatch: pytest.MonkeyPatch, given: str, gib: float | None) -> None:
     monkeypatch.setenv(job_queue.MEMORY, given)
-    with hearing() as heard:
+    with capture_warnings() as heard:
         found = job_queue.read_memory_limit()
     machine = int(Path("/proc/meminfo").read_text().split()[1]) << 10
     assert found == gib * (1 << 30) if gib else 0 < found <= machine / 2 + (1 << 20)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from samples import sample
 from tab import FC1, FC2, Tab, expected_frames, start
 
-from nemo_fp8_debug.analysis.comparison.drift import placed
+from nemo_fp8_debug.analysis.comparison.drift import locate_tensors
 from nemo_fp8_debug.core.keys import SHOWN_AS
 from nemo_fp8_debug.numerics.formats import FORMATS
 from nemo_fp8_debug.record.reader import read_table
@@ -43,7 +43,7 @@ def test_frames_are_the_record(two_runs: Path, tab: Tab, metric: str, first: int
 def test_frames_say_where_each_tensor_is(tab: Tab) -> None:
     """Of tensors that the newest part lacks as well."""
     header, _ = tab.frames(run="odd", metric="mse", from_=0, to=700)
-    expected = placed(pl.DataFrame({name: header[name] for name in ("layer", "role")}))
+    expected = locate_tensors(pl.DataFrame({name: header[name] for name in ("layer", "role")}))
     assert {name: header[name] for name in ("layer", "role", "kind", "depth")} == {
         name: expected[name].to_list() for name in ("layer", "role", "kind", "depth")
     }
@@ -100,7 +100,7 @@ def test_percentiles_and_sizes_are_those_of_the_values_behind_the_warm_up(tmp_pa
 def test_a_run_is_described(two_runs: Path, tab: Tab) -> None:
     about = tab.json("run", run="counted")
     rows = read_table(two_runs / "counted/fp8_debug", "metrics")
-    tensors = placed(rows.filter(pl.col("step") == 20).select("layer", "role"))  # in order of execution already
+    tensors = locate_tensors(rows.filter(pl.col("step") == 20).select("layer", "role"))  # in order of execution already
     assert about["run"] == "counted" and about["steps"] == [0, 10, 20] and about["notes"] == [NOT_QUANTIZED]
     assert about["tensors"] == {name: tensors[name].to_list() for name in ("layer", "role", "kind", "depth")}
     assert "started 2 times" in tab.json("run", run="odd")["notes"][0]
@@ -113,7 +113,7 @@ def test_a_layer_of_a_number_beyond_all_layers_has_no_depth(tmp_path: Path) -> N
     record.close()
     tensors = Tab(tmp_path).json("run", run=".")["tensors"]
     assert (tensors["layer"], tensors["kind"], tensors["depth"]) == ([layer], ["fc1"], [None])
-    assert placed(pl.DataFrame({"layer": [layer]}))["depth"].to_list() == [None]
+    assert locate_tensors(pl.DataFrame({"layer": [layer]}))["depth"].to_list() == [None]
 
 
 def test_a_timeline_is_the_record(two_runs: Path, tab: Tab) -> None:

@@ -17,9 +17,9 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.loggers import Logger, TensorBoardLogger
 
-from ...capture.grad_scale import scale_of, was_skipped
-from ...capture.patching import Watcher, patched
-from ...core.arguments import checks_arguments
+from ...capture.grad_scale import read_scale, was_skipped
+from ...capture.patching import Watcher, watch_calls
+from ...core.arguments import check_arguments
 from ...core.sample import Recorder
 from ...errors import warn
 from ...monitor.monitor import Monitor
@@ -62,7 +62,7 @@ _OF_VALIDATION = re.compile(r"(reduced_)?(val|valid|validation|eval|dev|test)[_/
 _SCALARS = ("lr", "grad_norm", "consumed_samples")
 
 
-@checks_arguments(options_of=Config)
+@check_arguments(options_of=Config)
 class FP8DebugCallback(pl.Callback):
     """Looks at the operands of linear layers every `interval` steps of a Lightning or NeMo run, without disturbing it.
 
@@ -121,13 +121,13 @@ class FP8DebugCallback(pl.Callback):
         """Open a sample where one is due."""
         if self._monitor and self._leave is None:
             self._monitor.begin_step(_logged_step(trainer))
-            self._scale = scale_of(_scaler(trainer))
+            self._scale = read_scale(_scaler(trainer))
             self._leave = self._watch(trainer) if self._monitor.sampling else _nothing
 
     def _watch(self, trainer: pl.Trainer) -> Callable[[], None]:
         """See the losses of the step's batches: no event hands them over before Lightning divides and scales them."""
         assert self._monitor
-        return patched(trainer.strategy, "training_step", _training_step, self._monitor.watch_loss)
+        return watch_calls(trainer.strategy, "training_step", _training_step, self._monitor.watch_loss)
 
     def _stop_watching(self) -> None:
         if self._leave is not None:

@@ -8,14 +8,14 @@ from typing import Any
 import lightning.pytorch as pl
 from torch import nn
 
-from ...capture.gemms import find_gemms, select, without_ends
-from ...core.arguments import check_strings, checked_number, checks_arguments
+from ...capture.gemms import drop_ends, find_gemms, select_gemms
+from ...core.arguments import check_arguments, check_number, check_strings
 from ...core.layer_names import compile_patterns
 from ...interventions.apply import apply_plan, check_named
 from ...interventions.emulate import Emulation
 from ...interventions.transformer_engine import EngineChanges
 from ...numerics.recipe import parse_recipe
-from ...plan.plan import NO_CHANGES, AnyPlan, plan_in_force, read_plan
+from ...plan.plan import NO_CHANGES, AnyPlan, read_plan, read_plan_in_force
 
 
 def roots(trainer: pl.Trainer, pl_module: pl.LightningModule) -> list[nn.Module]:
@@ -81,7 +81,7 @@ class _Intervention(pl.Callback):
             self._acting.load_state_dict(state_dict)
 
 
-@checks_arguments()
+@check_arguments()
 class FP8EmulationCallback(_Intervention):
     """Trains with FP8-quantized GEMM operands and high-precision GEMMs, without editing the model.
 
@@ -118,20 +118,20 @@ class FP8EmulationCallback(_Intervention):
         check_strings("layers", layers)
         self._layers = list(layers)
         ends = {"first_layers_bf16": first_layers_bf16, "last_layers_bf16": last_layers_bf16}
-        self._ends = tuple(checked_number(name, value, 0) for name, value in ends.items())
+        self._ends = tuple(check_number(name, value, 0) for name, value in ends.items())
         compile_patterns(self._layers)
         self.plan = read_plan(plan)
 
     def _attached(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> Emulation:
-        gemms = without_ends(select(find_gemms(roots(trainer, pl_module)), self._layers), *self._ends)
-        plan = plan_in_force(self.plan) or NO_CHANGES
+        gemms = drop_ends(select_gemms(find_gemms(roots(trainer, pl_module)), self._layers), *self._ends)
+        plan = read_plan_in_force(self.plan) or NO_CHANGES
         check_named(plan, gemms, "that this run quantizes")
         emulation = Emulation.of_gemms(gemms, self._recipe, plan)
         emulation.attach()
         return emulation
 
 
-@checks_arguments()
+@check_arguments()
 class FP8PlanCallback(_Intervention):
     """Changes how a run quantizes, as a plan says: what Transformer Engine casts, or what `FP8EmulationCallback` does.
 

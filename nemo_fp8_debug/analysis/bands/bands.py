@@ -17,12 +17,12 @@ import polars as pl
 import pyarrow.parquet as pq
 
 from ...core.keys import ROLES
-from ...core.layer_names import aggregate_of, is_aggregate
+from ...core.layer_names import is_aggregate, name_aggregate
 from ...errors import RecordError
-from ..comparison.drift import placed
-from ..comparison.layer_matching import sizes_of_weights
+from ..comparison.drift import locate_tensors
+from ..comparison.layer_matching import read_weight_sizes
 from ..comparison.onset import EVIDENCE, IN_A_ROW, OF_GRADIENTS, Evidence
-from ..runs.blocks import Result, in_parts, over_blocks
+from ..runs.blocks import Result, compute_in_parts, map_over_blocks
 from ..runs.grid import Floats, Grid
 from ..runs.run import Run
 from ..runs.settings import usual_casts
@@ -62,7 +62,7 @@ def purpose_of(layer: str) -> str | None:
     if last in ("dense", "c_proj", "proj"):
         in_attention = _ATTENTION.search(before) or (last == "proj" and not _MLP.search(before))
         found = "mlp in" if before.endswith("intermediate") else "attention out" if in_attention else "mlp out"
-    expert = is_aggregate(layer) or aggregate_of(layer) is not None
+    expert = is_aggregate(layer) or name_aggregate(layer) is not None
     return f"expert {found}" if found and expert else found
 
 
@@ -176,7 +176,7 @@ def shipped() -> Bands | None:
     return Bands.read(SHIPPED) if SHIPPED.exists() else None
 
 
-def bands_for(run: Run, given: str | os.PathLike[str] | Bands | None) -> Bands | None:
+def choose_bands(run: Run, given: str | os.PathLike[str] | Bands | None) -> Bands | None:
     """Return the bands to judge a run by; None if those that come with the package know no such model.
 
     Args:
@@ -219,8 +219,8 @@ def _over_operands(run: Run, do: Callable[[_Operands], Result]) -> list[Result]:
     """Return `do` of some operands at a time, in order."""
     metrics = run.metrics.with_role(*ROLES)
     recipes = usual_casts(metrics).select("layer", "role", "recipe")
-    sizes = {layer: n for layer, n in sizes_of_weights(metrics).items() if n}
-    known = placed(recipes).with_columns(
+    sizes = {layer: n for layer, n in read_weight_sizes(metrics).items() if n}
+    known = locate_tensors(recipes).with_columns(
         purpose=pl.Series(map(purpose_of, recipes["layer"]), dtype=pl.String),
         n=pl.Series(map(sizes.get, recipes["layer"]), dtype=pl.Int64),
     )
@@ -231,7 +231,7 @@ def _over_operands(run: Run, do: Callable[[_Operands], Result]) -> list[Result]:
     known = known.select("layer", "role", "purpose", "recipe", "n", part=part)
     do_part = partial(_do_part, do, known, _find_warmed_up(run))
     needed = dict.fromkeys([*(evidence.metric for evidence in JUDGED), "underflow_pct", "overflow_pct"])
-    found = over_blocks(partial(in_parts, do_part), metrics.within(known), together=[list(needed)])
+    found = map_over_blocks(partial(compute_in_parts, do_part), metrics.within(known), together=[list(needed)])
     return [of_part for of_block in found for of_part in of_block]
 
 
@@ -303,7 +303,7 @@ class JudgedRun:
         return len(self.covered) >= 0.9 * self.operands > 0
 
 
-def told(judged: JudgedRun | None) -> str:
+def describe_bands(judged: JudgedRun | None) -> str:
     """Return what stood for the baseline of a run, in a sentence."""
     if judged is None:
         known = "no bands of healthy runs were learned from models of its class"
@@ -320,7 +320,7 @@ def told(judged: JudgedRun | None) -> str:
     )
 
 
-def judge(run: Run, bands: Bands) -> JudgedRun:
+def judge_by_bands(run: Run, bands: Bands) -> JudgedRun:
     """Lay a run's operands against bands.
 
     Beyond is what lasts for three samples above all that lasted in healthy runs, by as much again as that rose above their

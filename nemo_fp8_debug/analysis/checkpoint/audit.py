@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from ...core.arguments import quoted
+from ...core.arguments import quote_names
 from ...errors import ConfigError, RecordError, warn
 from ...kernels import count_into
 from ...numerics import metrics
@@ -25,7 +25,7 @@ from ...numerics.histogram import DTYPES, Histogram, HistogramBatch
 from ...numerics.metrics import Moments, QuantizationSums
 from ...numerics.recipe import Recipe, parse_recipe, refuse_blocks
 from ...numerics.tensor_scaling import CurrentScaling
-from ..formatting import jsonable
+from ..formatting import make_jsonable
 from .contents import Contents, open_checkpoint
 from .weights import FP8_DTYPES, StoredScale, Weight, find_weights, weight_scale
 
@@ -77,7 +77,7 @@ class Audit:
         if not lost:
             return ""
         return (
-            f"{len(lost)} of {len(self._stored_in_fp8())} FP8 weights have no stored scale: {quoted(lost)}. "
+            f"{len(lost)} of {len(self._stored_in_fp8())} FP8 weights have no stored scale: {quote_names(lost)}. "
             "If the checkpoint lost their scales, a server loads wrong weights. The errors below leave these weights out."
         )
 
@@ -189,7 +189,7 @@ def audit(
         held = "; ".join([f"{n} tensors ({kind})" for kind, n in left_out.items()] + contents.faults)
         raise RecordError(f"{path} holds no weight of a GEMM, only {held}")
     if not chosen:
-        raise ConfigError(f"no weight matches; the checkpoint has {quoted(sorted(weight.name for weight in weights))}")
+        raise ConfigError(f"no weight matches; the checkpoint has {quote_names(sorted(weight.name for weight in weights))}")
 
     #: by what could not be read, the weights that it costs
     faults = defaultdict[str, list[str]](list)
@@ -359,9 +359,9 @@ def _rows(seen: Sequence[_Seen], recipe: Recipe) -> list[dict[str, Any]]:
         summed = metrics.quantization_sums(batch, scale, formats)
         sums = QuantizationSums.concat([s.sums[which] if s.sums else summed.row(i) for i, s in enumerate(seen)])
         current = _CURRENT.scale(amax, torch.tensor([fmt.max for fmt in formats]))
-        found = metrics.metrics_of(moments, sums, scale, current)
+        found = metrics.compute_metrics(moments, sums, scale, current)
         tables.append(
-            {name: jsonable(column.tolist()) for name, column in found.items()} | {"scale": scale.double().tolist()}
+            {name: make_jsonable(column.tolist()) for name, column in found.items()} | {"scale": scale.double().tolist()}
         )
     now, then, bf16 = tables
     return [

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ...core.layer_names import without_wrappers
+from ...core.layer_names import strip_wrappers
 from ...errors import RecordError
 from ...numerics.formats import E4M3, E5M2, FloatFormat
 from .contents import CheckpointEntry, Contents
@@ -79,7 +79,7 @@ def find_weights(contents: Contents) -> tuple[list[Weight], Counter[str]]:
     for name, entry in contents.tensors.items():
         if name in scales:
             continue
-        path = without_wrappers(name)
+        path = strip_wrappers(name)
         axes = _stacked_axes(path, entry)
         if entry.dtype in FP8_DTYPES and contents.lost & {name + suffix for suffix in _SCALES}:
             left_out["in FP8, with their scales lost"] += 1
@@ -124,7 +124,7 @@ def module_of_state(key: str) -> str:
     Megatron's form: `ShardedObject.unique_key` in megatron/core/dist_checkpointing/mapping.py.
     """
     name, _, shard = key.partition("/shard_")
-    path = without_wrappers(name).rpartition(".")[0] + "."
+    path = strip_wrappers(name).rpartition(".")[0] + "."
     index = tuple(int(i) for i in shard.partition("_")[0].split(".") if i.isdigit())
     axes = [p for p in (_STACKED_LAYERS, _STACKED_EXPERTS) if p.search(path)]
     if len(axes) > len(index):

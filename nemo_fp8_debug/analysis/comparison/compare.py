@@ -11,20 +11,20 @@ import numpy as np
 import polars as pl
 
 from ...core.keys import MIXED
-from ...core.layer_names import aggregate_of, is_aggregate
+from ...core.layer_names import is_aggregate, name_aggregate
 from ...core.scale_sources import ENGINE
 from ...core.table import load_modules
 from ...errors import ConfigError
 from ...record.schema import TABLES
-from ..loss.gap import above
+from ..loss.gap import find_rise_above
 from ..loss.outcome import MAX_GAP, LossOutcome
-from ..loss.seeds import Beside, beside
+from ..loss.seeds import Beside, choose_baseline_loss
 from ..runs.metrics import Metrics
 from ..runs.run import Run
-from ..runs.settings import coverage_notes, differences, remarks
-from .drift import TAIL, drifts, groups
-from .layer_matching import as_far_from_the_output, depths_of, differ_in_depth, named_alike, sizes_of_weights, that_count
-from .onset import IN_A_ROW, onsets
+from ..runs.settings import coverage_notes, list_differences, list_remarks
+from .drift import TAIL, group_tensors, measure_drifts
+from .layer_matching import has_other_depth, list_depths, match_by_name, match_from_output, read_weight_sizes, select_counted
+from .onset import IN_A_ROW, find_onsets
 
 #: metrics that are shown under other recipes
 _WEIGHED = ("relative_error", "underflow_pct", "overflow_pct", "mse")
@@ -38,13 +38,13 @@ class Comparison:
     #: with the baseline's names for its layers
     run: Run
     reference: Run | None
-    #: a row a tensor, farthest drifted first; columns as in `drifts`, and the first onset and lead of each; the experts of a
-    #: layer are one
+    #: a row a tensor, farthest drifted first; columns as in `measure_drifts`, and the first onset and lead of each; the
+    #: experts of a layer are one
     tensors: pl.DataFrame
     #: the same of those experts one by one
     experts: pl.DataFrame
-    #: since when tensors are out of the baseline's band, earliest first; as in `onsets`, but the experts of a layer are one,
-    #: and with lead: steps from the onset to that of the loss, negative behind it, null where the loss does not leave
+    #: since when tensors are out of the baseline's band, earliest first; as in `find_onsets`, but the experts of a layer
+    #: are one, and with lead: steps from the onset to that of the loss; negative behind it, null if the loss stays
     out_of_band: pl.DataFrame
     #: the same of the experts of layers whose experts are out as one, one by one
     experts_out_of_band: pl.DataFrame
@@ -63,8 +63,8 @@ class Comparison:
     @cached_property
     def loss(self) -> LossOutcome:
         """What the run's loss came to."""
-        sizes = sizes_of_weights(self.run.metrics)
-        same_model = None not in sizes.values() and sizes == sizes_of_weights(self.baseline.metrics)
+        sizes = read_weight_sizes(self.run.metrics)
+        same_model = None not in sizes.values() and sizes == read_weight_sizes(self.baseline.metrics)
         beside = Beside(self.baseline.loss) if self.beside is None else self.beside
         found = LossOutcome.of(self.run.loss, beside.curve, self.max_gap, same_model, beside.seeds)
         return found if self.reference is None else replace(found, reference=self.reference.loss)
@@ -78,12 +78,12 @@ class Comparison:
         return same and np.array_equal(run.steps, baseline.steps) and run.is_complete and baseline.is_complete
 
     def groups(self) -> pl.DataFrame:
-        """Where the tensors out of band are; see `groups`."""
-        return groups(self.tensors)
+        """Where the tensors out of band are; see `group_tensors`."""
+        return group_tensors(self.tensors)
 
     def differences(self) -> pl.DataFrame:
-        """In what the runs' settings differ; see `differences`."""
-        return differences(self.baseline.fingerprint, self.run.fingerprint)
+        """In what the runs' settings differ; see `list_differences`."""
+        return list_differences(self.baseline.fingerprint, self.run.fingerprint)
 
     @cached_property
     def features(self) -> dict[str, pl.DataFrame]:
@@ -150,15 +150,22 @@ def compare(
         run if run is None or isinstance(run, Run) else Run.read(run, by) for run in (baseline, run, reference)
     )
     assert first and second
-    second, notes = named_alike(first, second, renames)
+    second, notes = match_by_name(first, second, renames)
     expected = _beside(first, second, [each if isinstance(each, Run) else Run.read(each, by, held=0) for each in others])
-    ranked = drifts(first, second)
+    ranked = measure_drifts(first, second)
     depths = _depths(first, second)
-    out_of_band = _with_lead(_out_of_band(first, second), above(second.loss, expected.curve))
+    out_of_band = _with_lead(_out_of_band(first, second), find_rise_above(second.loss, expected.curve))
     since = out_of_band.group_by("layer", "role").agg(pl.col("onset").min(), pl.col("lead").max())
     ranked = ranked.with_row_index("rank").join(since, on=["layer", "role"], how="left").sort("rank").drop("rank")
     tensors, experts = split_experts(ranked)
-    notes = [*_mistaken(first, second), *expected.notes, *depths, *notes, *_coverage(first, second), *remarks(first, second)]
+    notes = [
+        *_mistaken(first, second),
+        *expected.notes,
+        *depths,
+        *notes,
+        *_coverage(first, second),
+        *list_remarks(first, second),
+    ]
     notes += [f"Of the run's model: {text}" for text in coverage_notes(second.fingerprint)]
     return Comparison(first, second, other, tensors, experts, *split_experts(out_of_band), tuple(notes), max_gap, expected)
 
@@ -166,32 +173,32 @@ def compare(
 def _beside(baseline: Run, run: Run, others: Sequence[Run]) -> Beside:
     """What the run's loss is compared with."""
     for other in others:
-        if differ_in_depth(*_layers_of(baseline, other)) or _differ_in_size(baseline, other):
+        if has_other_depth(*_layers_of(baseline, other)) or _differ_in_size(baseline, other):
             raise ConfigError(f"{other.path} is of another model than {baseline.path}: give baselines of one model")
-    return beside((run.path, run.loss), {each.path: each.loss for each in (baseline, *others)})
+    return choose_baseline_loss((run.path, run.loss), {each.path: each.loss for each in (baseline, *others)})
 
 
 def _differ_in_size(baseline: Run, other: Run) -> bool:
     """Whether most W that both know the size of have another one; a padded output layer makes no other model."""
-    sizes = [sizes_of_weights(each.metrics) for each in (baseline, other)]
+    sizes = [read_weight_sizes(each.metrics) for each in (baseline, other)]
     known = [(n, sizes[1][name]) for name, n in sizes[0].items() if n is not None and sizes[1].get(name) is not None]
     return 2 * sum(mine != theirs for mine, theirs in known) > len(known)
 
 
 def _out_of_band(baseline: Run, run: Run) -> pl.DataFrame:
     """Of the tensors that an engine quantizes, those that count as out of the baseline's band."""
-    expected, judged = baseline.metrics, quantized(run.metrics)
-    found, layers = onsets(expected, judged), _layers_of(baseline, run)
-    if not differ_in_depth(*layers):
+    expected, judged = baseline.metrics, select_quantized(run.metrics)
+    found, layers = find_onsets(expected, judged), _layers_of(baseline, run)
+    if not has_other_depth(*layers):
         return found
-    names = as_far_from_the_output(*layers)
+    names = match_from_output(*layers)
 
     def beside(tensors: pl.DataFrame) -> pl.DataFrame:
         theirs = tensors.with_columns(pl.col("layer").cast(pl.String).replace_strict(names))
         mine = {other: name for name, other in names.items()}
-        return onsets(expected.within(theirs).renamed(mine), judged.within(tensors))
+        return find_onsets(expected.within(theirs).renamed(mine), judged.within(tensors))
 
-    return that_count(found, names, beside)
+    return select_counted(found, names, beside)
 
 
 def _layers_of(baseline: Run, run: Run) -> tuple[pl.Series, pl.Series]:
@@ -206,8 +213,8 @@ def _mistaken(baseline: Run, run: Run) -> list[str]:
     """What looks as if the runs were not those that were meant."""
     if baseline.path == run.path:
         return ["Both runs are the same record."]
-    since = above(baseline.loss, run.loss)
-    if since is None or above(run.loss, baseline.loss) is not None:
+    since = find_rise_above(baseline.loss, run.loss)
+    if since is None or find_rise_above(run.loss, baseline.loss) is not None:
         return []
     return [f"The baseline's loss stays above the run's from {baseline.unit} {since}: were the two swapped?"]
 
@@ -215,9 +222,9 @@ def _mistaken(baseline: Run, run: Run) -> list[str]:
 def _depths(baseline: Run, run: Run) -> list[str]:
     """That the models are of another depth, which no name tells."""
     layers = _layers_of(baseline, run)
-    if not differ_in_depth(*layers):
+    if not has_other_depth(*layers):
         return []
-    counts = list(map(depths_of, layers))
+    counts = list(map(list_depths, layers))
     return [
         f"The baseline has {counts[0]} layers and the run {counts[1]}: layers of one name lie at other depths, so "
         "what sets them apart may be that."
@@ -239,7 +246,7 @@ def _coverage(baseline: Run, run: Run) -> list[str]:
     return told
 
 
-def quantized(metrics: Metrics) -> Metrics:
+def select_quantized(metrics: Metrics) -> Metrics:
     """Rows of operands that an engine quantizes, where one does: the others cannot have done harm."""
     # Experts as one are also mixed where nothing quantizes any.
     return metrics.only("scale_source", (ENGINE, MIXED)) if ENGINE in metrics.unique("scale_source") else metrics
@@ -248,7 +255,7 @@ def quantized(metrics: Metrics) -> Metrics:
 def split_experts(rows: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame]:
     """The rows of tensors, and apart from them those of experts whose aggregate is among them."""
     names = rows["layer"].cast(pl.String).unique(maintain_order=True)
-    ones = pl.DataFrame({"layer": names, "aggregate": pl.Series(list(map(aggregate_of, names)), dtype=pl.String)})
+    ones = pl.DataFrame({"layer": names, "aggregate": pl.Series(list(map(name_aggregate, names)), dtype=pl.String)})
     keys = rows.select(pl.col("layer", "role").cast(pl.String))
     aggregates = keys.filter(pl.col("layer").is_in(list(filter(is_aggregate, names)))).unique()
     its = keys.join(ones, on="layer", how="left", maintain_order="left").select(layer="aggregate", role="role")

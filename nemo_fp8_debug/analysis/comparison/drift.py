@@ -10,11 +10,11 @@ import numpy.typing as npt
 import polars as pl
 
 from ...core.keys import SHOWN_AS
-from ...core.layer_names import aggregate_of, is_aggregate
+from ...core.layer_names import is_aggregate, name_aggregate
 from ...errors import RecordError
-from ..runs.blocks import by_tensor, over_blocks
+from ..runs.blocks import compute_by_tensor, map_over_blocks
 from ..runs.grid import Floats, Grid, Paired, median
-from ..runs.metrics import in_common
+from ..runs.metrics import select_common
 from ..runs.run import Run
 
 #: models of more layers are looked at in thirds
@@ -23,13 +23,13 @@ _EACH = 8
 _NUMBER = re.compile(r"(?:^|\.)(\d{1,18})(?=\.|$)")
 
 
-def kind_of(layer: str) -> str:
+def read_kind(layer: str) -> str:
     """What a GEMM does: `decoder.layers.3.mlp.linear_fc2` -> `linear_fc2`; of experts with `experts.` before it."""
     last = next((part for part in reversed(layer.split(".")) if not part.isdigit() and part != "*"), layer)
-    return f"experts.{last}" if is_aggregate(layer) or aggregate_of(layer) else last
+    return f"experts.{last}" if is_aggregate(layer) or name_aggregate(layer) else last
 
 
-def depth_of(layer: str) -> int | None:
+def read_depth(layer: str) -> int | None:
     """Index of the layer of the model that a GEMM is in; None for one that is outside of them, as an output layer."""
     found = around_depth(layer)
     return found[1] if found else None
@@ -46,12 +46,12 @@ def around_depth(layer: str) -> tuple[str, int, str] | None:
     return (layer[: found.start(1)], int(found[1]), layer[found.end(1) :]) if found else None
 
 
-def placed(tensors: pl.DataFrame) -> pl.DataFrame:
+def locate_tensors(tensors: pl.DataFrame) -> pl.DataFrame:
     """`tensors` with where each is: kind, depth (null outside of layers), part (of the model, in words)."""
     names = tensors["layer"].unique()
-    depths = [depth_of(name) for name in names]
+    depths = [read_depth(name) for name in names]
     places = pl.DataFrame(
-        {"layer": names, "kind": [kind_of(name) for name in names], "depth": pl.Series(depths, dtype=pl.Int64)},
+        {"layer": names, "kind": [read_kind(name) for name in names], "depth": pl.Series(depths, dtype=pl.Int64)},
     )
     n = max((d for d in depths if d is not None), default=-1) + 1
     parts = [_part(depth, n) for depth in depths]
@@ -67,14 +67,14 @@ def _part(depth: int | None, n: int) -> str:
     return f"{third} third"
 
 
-def groups(tensors: pl.DataFrame) -> pl.DataFrame:
+def group_tensors(tensors: pl.DataFrame) -> pl.DataFrame:
     """A row a group: by (kind, depth or role), group, tensors, out_of_band (how many of them), onset (the earliest),
     drift_log2 (median).
 
     Args:
         tensors: layer, tensor, onset, drift_log2.
     """
-    rows, tables = placed(tensors), []
+    rows, tables = locate_tensors(tensors), []
     for by, column in (("kind", "kind"), ("depth", "part"), ("role", "tensor")):
         of_all = rows.group_by(column, maintain_order=True).agg(
             pl.len().cast(pl.Int64).alias("tensors"),
@@ -89,13 +89,13 @@ def groups(tensors: pl.DataFrame) -> pl.DataFrame:
     return pl.concat(tables)
 
 
-def concentrated(tensors: pl.DataFrame) -> list[str]:
+def describe_concentration(tensors: pl.DataFrame) -> list[str]:
     """In a sentence what the tensors out of band have in common and others lack; nothing where that is nothing.
 
     Args:
-        tensors: as for `groups`.
+        tensors: as for `group_tensors`.
     """
-    rows = placed(tensors)
+    rows = locate_tensors(tensors)
     out_of_band = rows.filter(pl.col("onset").is_not_null())
     if len(out_of_band) < 2:
         return []
@@ -135,7 +135,7 @@ SHOWN = ("mse", "underflow_pct", "overflow_pct", "relative_error", "cosine", "am
 _TOGETHER = (("mse", "unscaled_mse"), SHOWN[1:3], SHOWN[3:5], SHOWN[5:7], SHOWN[7:])
 
 
-def drifts(baseline: Run, run: Run) -> pl.DataFrame:
+def measure_drifts(baseline: Run, run: Run) -> pl.DataFrame:
     """How far each tensor drifted, over the later half of the samples of both runs that belong together.
 
     `drift_log2` takes the largest of three medians over those steps, each the log2 of a ratio run / baseline: of the
@@ -147,12 +147,12 @@ def drifts(baseline: Run, run: Run) -> pl.DataFrame:
     Raises:
         RecordError: the runs have no tensor, or no step, in common.
     """
-    both = in_common(baseline.metrics, run.metrics)
+    both = select_common(baseline.metrics, run.metrics)
     tail = Paired.of(*(each.steps for each in both)).last(TAIL)
     if not len(tail):
         raise RecordError(_nothing_in_common(baseline, run))
     later = both[0].at(tail.baseline), both[1].at(tail.run)
-    found = pl.concat(over_blocks(_later, *later, together=_TOGETHER)).hstack(pl.concat(over_blocks(_lost, *both)))
+    found = pl.concat(map_over_blocks(_later, *later, together=_TOGETHER)).hstack(pl.concat(map_over_blocks(_lost, *both)))
     known = found.filter("sampled").drop("sampled").with_columns(pl.col(pl.Float64).fill_nan(None))
     rows = known.with_columns(pl.col("nonfinite_since", "nonfinite_order").cast(pl.Int64))
     return rows.sort(
@@ -171,7 +171,7 @@ def _later(baseline: Grid, run: Grid) -> pl.DataFrame:
     Args:
         baseline, run: at as many samples, each of which belongs to that of the other.
     """
-    columns = by_tensor([_sampled, *(partial(_medians, metric) for metric in SHOWN)], baseline, run)
+    columns = compute_by_tensor([_sampled, *(partial(_medians, metric) for metric in SHOWN)], baseline, run)
     drift = np.fmax(np.fmax(columns["underflow_log2"], columns["overflow_log2"]), columns["relative_error_log2"])
     return baseline.tensors.with_columns(
         tensor=pl.col("role").replace_strict(SHOWN_AS),
@@ -183,7 +183,7 @@ def _later(baseline: Grid, run: Grid) -> pl.DataFrame:
 
 def _lost(baseline: Grid, run: Grid) -> pl.DataFrame:
     """nonfinite_since, nonfinite_order."""
-    return pl.DataFrame(by_tensor([_nonfinite_since], baseline, run))
+    return pl.DataFrame(compute_by_tensor([_nonfinite_since], baseline, run))
 
 
 def _in_both(baseline: Grid, run: Grid) -> npt.NDArray[np.bool_]:

@@ -12,28 +12,28 @@ from ...core.keys import GRADIENTS
 from ...errors import ConfigError, RecordError
 from ..runs.metrics import Metrics
 from ..runs.run import Run
-from .drift import around_depth, depth_of, kind_of
+from .drift import around_depth, read_depth, read_kind
 from .onset import OF_GRADIENTS, OF_OTHER_MODELS
 
 _KEY = ["layer", "role"]
 
 
-def depths_of(layers: Iterable[str]) -> int:
+def list_depths(layers: Iterable[str]) -> int:
     """How many layers deep the model is whose GEMMs have these names; 0 if they do not tell."""
-    return len({depth_of(name) for name in layers} - {None})
+    return len({read_depth(name) for name in layers} - {None})
 
 
-def differ_in_depth(baseline: Iterable[str], run: Iterable[str]) -> bool:
+def has_other_depth(baseline: Iterable[str], run: Iterable[str]) -> bool:
     """Whether both tell how deep their models are, and these are not alike."""
-    depths = depths_of(baseline), depths_of(run)
+    depths = list_depths(baseline), list_depths(run)
     return all(depths) and depths[0] != depths[1]
 
 
-def as_far_from_the_output(baseline: Iterable[str], run: Iterable[str]) -> dict[str, str]:
+def match_from_output(baseline: Iterable[str], run: Iterable[str]) -> dict[str, str]:
     """By the run's name of a layer, that of the baseline's which lies as far from the output, where that is another one.
 
     Example:
-        >>> as_far_from_the_output(["layers.0.fc1", "layers.1.fc1"], ["layers.0.fc1", "layers.1.fc1", "layers.2.fc1"])
+        >>> match_from_output(["layers.0.fc1", "layers.1.fc1"], ["layers.0.fc1", "layers.1.fc1", "layers.2.fc1"])
         {'layers.1.fc1': 'layers.0.fc1', 'layers.2.fc1': 'layers.1.fc1'}
     """
     theirs, mine = set(baseline), dict.fromkeys(run)
@@ -59,7 +59,7 @@ def _last_of(layers: Iterable[str]) -> dict[str, int]:
     return last
 
 
-def that_count(
+def select_counted(
     out_of_band: pl.DataFrame, names: Mapping[str, str], beside: Callable[[pl.DataFrame], pl.DataFrame]
 ) -> pl.DataFrame:
     """What counts of that which is out of the band of a baseline of another depth.
@@ -69,7 +69,7 @@ def that_count(
 
     Args:
         out_of_band: as of `onsets`.
-        names: as of `as_far_from_the_output`.
+        names: as of `match_from_output`.
         beside: of some tensors (layer, role; names of the run) what is out of the band of those layers.
     """
     strong = _strong(out_of_band)
@@ -94,7 +94,7 @@ Names = Mapping[str, str]
 Sizes = Mapping[str, int | None]
 
 
-def named_alike(baseline: Run, run: Run, renames: Sequence[str] = ()) -> tuple[Run, list[str]]:
+def match_by_name(baseline: Run, run: Run, renames: Sequence[str] = ()) -> tuple[Run, list[str]]:
     """The run with the baseline's names for its layers, and how they were found, in sentences.
 
     Args:
@@ -106,29 +106,29 @@ def named_alike(baseline: Run, run: Run, renames: Sequence[str] = ()) -> tuple[R
         ConfigError: an element of `renames` is not of that form, or gives two layers one name.
         RecordError: the layers have other sizes in the other run: it is of another model.
     """
-    sizes = [sizes_of_weights(run.metrics) for run in (baseline, run)]
-    names, told = matched(list(sizes[0]), list(sizes[1]), renames, lambda: (sizes[0], sizes[1]))
+    sizes = [read_weight_sizes(run.metrics) for run in (baseline, run)]
+    names, told = match_layers(list(sizes[0]), list(sizes[1]), renames, lambda: (sizes[0], sizes[1]))
     how = [told] if names else []
     alike = run.renamed(names) if names else run
     run_sizes = {names.get(name, name): n for name, n in sizes[1].items()}
     return _without_others_sizes(alike, sizes[0], run_sizes, baseline.path, how), how + _alone(sizes[0], run_sizes)
 
 
-def matched(
+def match_layers(
     baseline: Sequence[str], run: Sequence[str], renames: Sequence[str], sizes: Callable[[], tuple[Sizes, Sizes]]
 ) -> tuple[Names, str]:
     """What the baseline calls those layers of the run that have another name there, and how that was found, in a sentence.
 
     Args:
         baseline: its layers, in the order of the record; `run` likewise.
-        renames: as of `named_alike`.
+        renames: as of `match_by_name`.
         sizes: asked for how many values W has in each, by layer, where names alone do not tell.
 
     Raises:
-        ConfigError: as of `named_alike`.
+        ConfigError: as of `match_by_name`.
 
     Example:
-        >>> matched(["0.fc1", "0.fc2"], ["model.0.fc1", "model.0.fc2"], (), sizes=lambda: ({}, {}))[0]
+        >>> match_layers(["0.fc1", "0.fc2"], ["model.0.fc1", "model.0.fc2"], (), sizes=lambda: ({}, {}))[0]
         {'model.0.fc1': '0.fc1', 'model.0.fc2': '0.fc2'}
     """
     if renames:
@@ -140,7 +140,7 @@ def matched(
     return (names, told) if names else _one_to_one(*sizes())
 
 
-def sizes_of_weights(metrics: Metrics) -> dict[str, int | None]:
+def read_weight_sizes(metrics: Metrics) -> dict[str, int | None]:
     """How many values W has, by layer in order; None where that is not known."""
     return dict.fromkeys(metrics.tensors["layer"]) | metrics.sizes_of_weights
 
@@ -189,7 +189,7 @@ def _prefixes(name: str) -> list[str]:
 def _one_to_one(baseline: Sizes, run: Sizes) -> tuple[Names, str]:
     """All layers in their order, if each has as many weights as its like, and kinds go with kinds."""
     pairs = list(zip(run, baseline, strict=False))
-    kinds = {(kind_of(b), kind_of(g)) for b, g in pairs}
+    kinds = {(read_kind(b), read_kind(g)) for b, g in pairs}
     one_to_one = len(kinds) == len({k for k, _ in kinds}) == len({k for _, k in kinds})
     if (
         len(baseline) != len(run)

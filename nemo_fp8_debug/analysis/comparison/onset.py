@@ -17,11 +17,11 @@ import numpy.typing as npt
 import polars as pl
 
 from ...core.keys import SHOWN_AS
-from ...core.threads import ahead
+from ...core.threads import run_ahead
 from ...numerics.limits import LEAST_VALUES
-from ..runs.blocks import over_blocks
+from ..runs.blocks import map_over_blocks
 from ..runs.grid import Floats, Grid, Ints, lower_median
-from ..runs.metrics import Metrics, in_common
+from ..runs.metrics import Metrics, select_common
 from ..runs.source import Bools
 
 
@@ -87,7 +87,7 @@ RATE = 0.01
 CHANCE, FALLS = 4e-4, 6.0
 
 
-def discoveries(rows: pl.DataFrame, tensors: int) -> pl.DataFrame:
+def select_discoveries(rows: pl.DataFrame, tensors: int) -> pl.DataFrame:
     """The rows of tensors that are out by more than chance lets one of so many be (Benjamini and Hochberg, JRSS B 57, 1995).
 
     NaN and infinity are no chance.
@@ -98,7 +98,7 @@ def discoveries(rows: pl.DataFrame, tensors: int) -> pl.DataFrame:
 
     Example:
         >>> rows = pl.DataFrame({"layer": ["fc1"], "role": ["input"], "metric": ["underflow_pct"], "excess": [1.6]})
-        >>> len(discoveries(rows, 60)), len(discoveries(rows, 6000))
+        >>> len(select_discoveries(rows, 60)), len(discoveries(rows, 6000))
         (1, 0)
     """
     if rows.is_empty():
@@ -148,7 +148,7 @@ _EXCHANGES = (
 )
 
 
-def onsets(baseline: Metrics, run: Metrics) -> pl.DataFrame:
+def find_onsets(baseline: Metrics, run: Metrics) -> pl.DataFrame:
     """When each tensor that both runs have left the baseline's band.
 
     Args:
@@ -160,14 +160,14 @@ def onsets(baseline: Metrics, run: Metrics) -> pl.DataFrame:
         samples (in a row that are out; a transient has fewer than 3), excess (how many times the least rise that counts, a
         median over the samples that made the onset), value and expected (of the metric at the onset; a running median of the
         baseline). Earliest first, then strongest. Of all tensors that are out, at most one in a hundred is so by chance
-        (see `discoveries`).
+        (see `select_discoveries`).
     """
-    both = in_common(baseline, run)
-    found = over_blocks(_rows, *both, together=_TOGETHER)
-    return discoveries(_in_order(found), len(both[0].tensors))
+    both = select_common(baseline, run)
+    found = map_over_blocks(_rows, *both, together=_TOGETHER)
+    return select_discoveries(_in_order(found), len(both[0].tensors))
 
 
-def all_onsets(baseline: Grid, run: Grid) -> pl.DataFrame:
+def list_onsets(baseline: Grid, run: Grid) -> pl.DataFrame:
     """The same of two runs over the same tensors, with what chance alone brings about."""
     return _in_order([_rows(baseline, run)])
 
@@ -182,7 +182,7 @@ def _rows(baseline: Grid, run: Grid) -> list[list[Row]]:
         return Pair(baseline.rows(some), run.rows(some), loses_more)
 
     parts = baseline.parts()
-    masks = list(ahead(lambda some: pair(some).loses_more, parts))
+    masks = list(run_ahead(lambda some: pair(some).loses_more, parts))
     found: list[list[Row]] = []
     for _, of_metric in itertools.groupby(EVIDENCE, lambda evidence: evidence.metric):
         alike = list(of_metric)
@@ -191,7 +191,7 @@ def _rows(baseline: Grid, run: Grid) -> list[list[Row]]:
             here = pair(*of_part)
             return [list(_out(evidence, here)) for evidence in alike]
 
-        of_parts = list(ahead(out, list(zip(parts, masks, strict=True))))
+        of_parts = list(run_ahead(out, list(zip(parts, masks, strict=True))))
         found += [[row for rows in of_parts for row in rows[i]] for i in range(len(alike))]
     return found
 
@@ -304,13 +304,13 @@ class Pair:
             return np.where(n > 0, n, np.inf)
 
 
-def limits(evidence: Evidence, pair: Pair) -> Floats:
+def compute_limits(evidence: Evidence, pair: Pair) -> Floats:
     """[T, S]: the value beyond which a tensor is out; above it, or below it if a fall counts."""
     expected, _ = pair.of(evidence.metric)
     return evidence.unscaled(_usual(evidence, expected, pair) + least_rise_of(evidence, pair))
 
 
-def least_rise(evidence: Evidence, values: Floats, medians: Floats) -> Floats:
+def compute_least_rise(evidence: Evidence, values: Floats, medians: Floats) -> Floats:
     """[T]: the least rise that counts: what counts however steady a baseline is, or more where it moves by more.
 
     Args:
@@ -334,7 +334,7 @@ def least_of_values(evidence: Evidence, sizes: Floats) -> Floats:
 
 def least_rise_of(evidence: Evidence, pair: Pair) -> Floats:
     """[T, S], or [T, 1] if all samples have the same: that counts."""
-    least = least_rise(evidence, pair.of_baseline(evidence.metric), pair.medians(evidence.metric))[:, None]
+    least = compute_least_rise(evidence, pair.of_baseline(evidence.metric), pair.medians(evidence.metric))[:, None]
     return np.maximum(least, least_of_values(evidence, pair.sizes)) if evidence.least_values else least
 
 
@@ -344,7 +344,7 @@ def _usual(evidence: Evidence, expected: Floats, pair: Pair) -> Floats:
     return usual
 
 
-def measured(evidence: Evidence, pair: Pair) -> tuple[Floats, Floats, Floats]:
+def measure_excess(evidence: Evidence, pair: Pair) -> tuple[Floats, Floats, Floats]:
     """[T, S] each: what the baseline has, what the run has, and how many times the least rise that counts that is above
     the band; -inf where it does not count."""
     expected, found = pair.of(evidence.metric)
@@ -361,7 +361,7 @@ def _out(evidence: Evidence, pair: Pair) -> Iterator[Row]:
     if not len(places):
         return
     pair = pair.rows(places)
-    expected, found, excess = measured(evidence, pair)
+    expected, found, excess = measure_excess(evidence, pair)
     out = excess > 1
     needed = 1 if evidence.metric == "nonfinite" else IN_A_ROW
     for i in np.flatnonzero(out.any(axis=1)):

@@ -8,7 +8,7 @@ import numpy as np
 import polars as pl
 
 from ..runs.grid import Floats, Grid, Ints
-from .onset import EVIDENCE, Evidence, Pair, all_onsets, discoveries, least_rise_of, limits, measured
+from .onset import EVIDENCE, Evidence, Pair, compute_limits, least_rise_of, list_onsets, measure_excess, select_discoveries
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class TensorBand:
     is_sure: bool
 
 
-def tensor_band(baseline: Grid, run: Grid, tensors: int) -> TensorBand:
+def compute_tensor_band(baseline: Grid, run: Grid, tensors: int) -> TensorBand:
     """The bands of a tensor.
 
     Args:
@@ -54,25 +54,25 @@ def tensor_band(baseline: Grid, run: Grid, tensors: int) -> TensorBand:
         >>> from nemo_fp8_debug.analysis.runs.metrics import Metrics
         >>> rows = pl.DataFrame({"step": range(40), "layer": "fc1", "role": "input", "mse": 1e-3, "underflow_pct": 0.0})
         >>> risen = rows.with_columns((pl.col("underflow_pct", "mse") + pl.when(pl.col("step") < 20).then(0).otherwise(9.0)))
-        >>> found = tensor_band(Metrics.of(rows).grid, Metrics.of(risen).grid, tensors=1)
+        >>> found = compute_tensor_band(Metrics.of(rows).grid, Metrics.of(risen).grid, tensors=1)
         >>> found.onsets["onset"].to_list(), float(found.metrics["underflow_pct"].high[0])
         ([20], 1.0)
     """
-    pair, onsets = Pair(baseline, run), all_onsets(baseline, run)
+    pair, onsets = Pair(baseline, run), list_onsets(baseline, run)
     names = dict.fromkeys(evidence.metric for evidence in EVIDENCE)
     metrics = {name: _band([e for e in EVIDENCE if e.metric == name], pair) for name in names}
-    return TensorBand(pair.steps, metrics, onsets, not discoveries(onsets, tensors).is_empty())
+    return TensorBand(pair.steps, metrics, onsets, not select_discoveries(onsets, tensors).is_empty())
 
 
 def _band(evidence: list[Evidence], pair: Pair) -> MetricBand:
     """Of a metric, whose rises count, and its falls if there is evidence of both."""
     expected, found = (values[0] for values in pair.of(evidence[0].metric))
-    ends = {e.sign: limits(e, pair)[0] for e in evidence}
+    ends = {e.sign: compute_limits(e, pair)[0] for e in evidence}
     none = np.full_like(expected, np.nan)
     low, high = ends.get(-1, none), ends.get(1, none)
     with np.errstate(invalid="ignore"):
         beyond = (found > high) | (found < low)
-    counts = np.any([measured(e, pair)[2][0] > 1 for e in evidence], axis=0)
+    counts = np.any([measure_excess(e, pair)[2][0] > 1 for e in evidence], axis=0)
     least = float(np.min(least_rise_of(evidence[0], pair)[0], initial=np.inf))
     ratio = evidence[0].log2
     return MetricBand(low, expected, high, 2**least if ratio else least, ratio, int(beyond.sum()), int(counts.sum()))

@@ -14,14 +14,14 @@ from importlib.resources import files
 
 import polars as pl
 
-from ...core.scale_sources import QUANTIZED, notice
+from ...core.scale_sources import QUANTIZED, describe_quantization
 from ...core.table import load_modules
 from .. import thresholds
 from ..comparison.compare import Comparison
 from ..comparison.onset import IN_A_ROW
 from ..loss.outcome import LossOutcome
-from ..loss.step_change import higher_in_the_end
-from ..runs.grid import Ints, interval_of
+from ..loss.step_change import measure_lasting_rise
+from ..runs.grid import Ints, measure_interval
 from ..runs.run import Run
 from ..runs.settings import coverage_notes
 from .decide import Decision
@@ -128,7 +128,7 @@ class Answer:
         """
         loss, chosen = self.loss.harmful_since, self.decision.finding
         if loss is not None and chosen is not None and chosen.since is not None and not chosen.slack:
-            interval = 1 if chosen.is_exact else int(interval_of(self.facts.steps))
+            interval = 1 if chosen.is_exact else int(measure_interval(self.facts.steps))
             began = chosen.since - interval + 1
             loss = began if loss < began <= loss + self.loss.run.half else loss
         return min((step for step in (loss, self.stopped_at) if step is not None), default=None)
@@ -172,12 +172,12 @@ class Answer:
         """What to bear in mind: of the comparison, and of what samples cannot show."""
         if self.comparison is not None:
             return [*self.comparison.notes, *self._list_unsampled()]
-        known = [*filter(None, [notice(self.run.quantization)]), *coverage_notes(self.run.fingerprint)]
+        known = [*filter(None, [describe_quantization(self.run.quantization)]), *coverage_notes(self.run.fingerprint)]
         bands = [self.judged_by] if self.judged_by and self.run.quantization == QUANTIZED else []
         return [*known, *bands, *self._list_unsampled()]
 
     def _list_unsampled(self) -> list[str]:
-        apart, unit = interval_of(self.run.metrics.steps), self.run.unit
+        apart, unit = measure_interval(self.run.metrics.steps), self.run.unit
         if self.culprit is not None or apart <= 1:
             return []
         return [
@@ -221,4 +221,4 @@ def _came_with(loss: LossOutcome, since: int | None, sampled: Ints) -> bool:
     """Return True if the run lies higher above the baseline than before a step, or nobody knows."""
     if loss.baseline is None or since is None:
         return True
-    return higher_in_the_end(loss.run, loss.baseline, since, sampled) > loss.max_gap
+    return measure_lasting_rise(loss.run, loss.baseline, since, sampled) > loss.max_gap

@@ -40,7 +40,7 @@ class LayerCourse:
         return max(int(within[-1]) + 1 if len(within) else 0, self.first)
 
 
-def courses(rows: pl.DataFrame, baseline: pl.DataFrame | None, metric: str) -> list[LayerCourse]:
+def measure_courses(rows: pl.DataFrame, baseline: pl.DataFrame | None, metric: str) -> list[LayerCourse]:
     """Of each layer that has samples enough, in the order of the table.
 
     Args:
@@ -49,7 +49,7 @@ def courses(rows: pl.DataFrame, baseline: pl.DataFrame | None, metric: str) -> l
 
     Example:
         >>> rows = pl.DataFrame({"step": range(12), "layer": ["a"] * 12, "amax": [1.0] * 8 + [9.0] * 4})
-        >>> (course,) = courses(rows, None, "amax")
+        >>> (course,) = measure_courses(rows, None, "amax")
         >>> course.usual.max(), course.since(course.values > 4)
         (1.0, 8)
     """

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...core.keys import Key
 from ...errors import ConfigError, RecordError
-from ..formatting import jsonable
+from ..formatting import make_jsonable
 from ..runs.run import Run
 from .answer import Answer
 from .finding import NO_RECIPE
@@ -44,7 +44,7 @@ class Diagnosis(Answer):
             [('layers.0.fc2', 'current-e5m2')]
         """
         from ..recommendation.options import Budget  # with torch
-        from ..recommendation.recommend import over_budget, recommend
+        from ..recommendation.recommend import find_over_budget, recommend
 
         budget, flags, run = budget or Budget(), flag_operands(self), self.run
         if run.axis is not None:  # steps of flags are samples, and plans are of steps
@@ -52,7 +52,7 @@ class Diagnosis(Answer):
             flags = {key: replace(flag, out=None) for key, flag in flags.items()}
         if not operands:
             alone = self.baseline is None and self.about_fp8 is not False and self.cause not in NO_RECIPE
-            operands = list(dict.fromkeys([*flags, *(over_budget(run, budget) if alone else ())]))
+            operands = list(dict.fromkeys([*flags, *(find_over_budget(run, budget) if alone else ())]))
         return recommend(run, operands, budget, flags)
 
     def find_fix(self, recommended: Recommendation) -> TensorFix | None:
@@ -86,7 +86,7 @@ class Diagnosis(Answer):
     def to_json(self) -> dict[str, Any]:
         """Return plain values."""
         other = self.loss.reference_outcome
-        plain: dict[str, Any] = jsonable(
+        plain: dict[str, Any] = make_jsonable(
             {
                 "headline": tell_headline(self),
                 "verdict": self.verdict(),

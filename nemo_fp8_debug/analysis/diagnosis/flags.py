@@ -9,15 +9,15 @@ import polars as pl
 
 from ...core.keys import GRADIENTS, ROLES, Key
 from ...core.scale_sources import QUANTIZED
-from ..formatting import number
+from ..formatting import format_number
 from ..recommendation.options import Flag, Undo
-from ..runs.grid import interval_of
+from ..runs.grid import measure_interval
 from ..runs.run import Run
 from ..runs.settings import usual_casts
 from .answer import Answer
 from .finding import CAUSES, NO_RECIPE, NOT_FP8, OF_FP8, Finding
 from .ranking import harm_ranks
-from .rules.operands import loses_most, suspects
+from .rules.operands import has_lost_most, suspects
 from .rules.recipe import recipe_changes
 
 #: causes that lie in the scale alone: one that follows the values helps
@@ -65,7 +65,7 @@ def _flag_compared(found: Answer, flagged: dict[Key, Flag], out: Mapping[Key, tu
     for row in found.comparison.out_of_band.iter_rows(named=True):
         if found.divergence_step is not None and row["onset"] > max(found.divergence_step, begun):
             continue
-        what = f"{row['metric']} {number(row['expected'])} -> {number(row['value'])} from step {row['onset']}"
+        what = f"{row['metric']} {format_number(row['expected'])} -> {format_number(row['value'])} from step {row['onset']}"
         key = (row["layer"], row["role"])
         flagged.setdefault(key, Flag(what, out.get(key)))
     for each in found.findings:
@@ -76,7 +76,7 @@ def _flag_compared(found: Answer, flagged: dict[Key, Flag], out: Mapping[Key, tu
             flag = Flag(f"{each.cause}: {each.evidence}", out.get(key), only_scale=each.cause in _ONLY_SCALE)
             flagged[key] = replace(flagged.setdefault(key, flag), only_scale=flag.only_scale)
     for suspect in suspects(found.facts):
-        if suspect.role not in GRADIENTS and loses_most(suspect):
+        if suspect.role not in GRADIENTS and has_lost_most(suspect):
             key = (suspect.layer, suspect.role)
             flagged.setdefault(key, Flag(f"most values are lost from step {suspect.since} on", out.get(key)))
 
@@ -115,7 +115,7 @@ def _find_undos(run: Run, baseline: Run | None, until: Mapping[Key, int | None])
     """
     if run.quantization != QUANTIZED or not until:
         return {}
-    before, slack = _recipes_in(baseline, until), int(interval_of(run.metrics.steps))
+    before, slack = _recipes_in(baseline, until), int(measure_interval(run.metrics.steps))
     keys = pl.DataFrame(list(until), schema=dict.fromkeys(_KEY, pl.String), orient="row")
     rows = run.metrics.within(keys).frame(["recipe"]).drop_nulls("recipe")
     found: dict[Key, Undo] = {}

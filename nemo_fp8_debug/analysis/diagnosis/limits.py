@@ -9,8 +9,8 @@ import numpy as np
 import polars as pl
 
 from ...numerics.limits import FAR, FORMATS, LEAST_VALUES, LIMITS, MADE_UP
-from ..comparison.compare import quantized, split_experts
-from ..runs.blocks import in_parts, over_blocks
+from ..comparison.compare import select_quantized, split_experts
+from ..runs.blocks import compute_in_parts, map_over_blocks
 from ..runs.grid import Floats, Grid
 from ..runs.metrics import Metrics
 from ..runs.run import Run
@@ -36,9 +36,11 @@ def find_beyond(metrics: Metrics, least: float = 1.0) -> pl.DataFrame:
         >>> find_beyond(Metrics.of(off)).row(0)
         ('fc1', 'weight', 15, 2.3333333333333335)
     """
-    limited = with_limits(metrics)
+    limited = select_limited(metrics)
     found = (
-        [] if limited.is_empty() else over_blocks(partial(in_parts, partial(_beyond, least)), limited, together=[COLUMNS])
+        []
+        if limited.is_empty()
+        else map_over_blocks(partial(compute_in_parts, partial(_beyond, least)), limited, together=[COLUMNS])
     )
     rows = [row for of_block in found for of_part in of_block for row in of_part]
     schema = {"layer": pl.String, "role": pl.String, "onset": pl.Int64, "excess": pl.Float64}
@@ -58,7 +60,7 @@ def _beyond(least: float, grid: Grid) -> list[tuple[str, str, int, float]]:
     return found
 
 
-def with_limits(metrics: Metrics) -> Metrics:
+def select_limited(metrics: Metrics) -> Metrics:
     """Rows of the operands that have limits: those in FP8."""
     return metrics.only("format", FORMATS) if "format" in metrics.columns else metrics
 
@@ -104,12 +106,14 @@ def early_warning(run: Run) -> pl.DataFrame:
         >>> scores.columns, scores["score"].max() > 1
         (['step', 'score', 'layer', 'role'], True)
     """
-    limited = with_limits(quantized(run.metrics))
+    limited = select_limited(select_quantized(run.metrics))
     judged = limited.among(split_experts(limited.tensors)[0])
     empty = pl.DataFrame(schema={"step": pl.Int64, "score": pl.Float64, "layer": pl.String, "role": pl.String})
     if judged.is_empty():
         return empty
-    found = [rows for block in over_blocks(partial(in_parts, _farthest), judged, together=[COLUMNS]) for rows in block]
+    found = [
+        rows for block in map_over_blocks(partial(compute_in_parts, _farthest), judged, together=[COLUMNS]) for rows in block
+    ]
     # Of operands that are equally far the first counts.
     return pl.concat([empty, *found]).sort("step", -pl.col("score"), maintain_order=True).unique("step", maintain_order=True)
 

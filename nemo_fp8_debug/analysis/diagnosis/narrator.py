@@ -14,7 +14,7 @@ from ...core.keys import GRADIENTS, SHOWN_AS
 from ...numerics.metric_names import LABELS
 from ...record.schema import TABLES
 from ..comparison.onset import IN_A_ROW
-from ..formatting import number
+from ..formatting import format_number
 from ..loss.gap import CHECK_DATA, Gap
 from ..loss.outcome import OF_RANGE, LossOutcome
 from ..loss.seeds import Seeds
@@ -515,7 +515,7 @@ def _tell_other_seeds(loss: LossOutcome, gap: Gap) -> str:
     reach = loss.seeds.reach(0.95)
     if gap.percent > reach:
         return "Fewer than 1 in 20 runs of another seed end as far above; that alone is not sure enough."
-    return f"1 in 20 runs of another seed ends {number(reach)}% or more above this mean."
+    return f"1 in 20 runs of another seed ends {format_number(reach)}% or more above this mean."
 
 
 def tell_reference(loss: LossOutcome, unit: str = "step") -> str:

@@ -12,7 +12,7 @@ import polars as pl
 from ...core.keys import Key
 from ..comparison.compare import Comparison, split_experts
 from ..comparison.drift import SHOWN, TAIL
-from ..runs.blocks import by_tensor, over_blocks
+from ..runs.blocks import compute_by_tensor, map_over_blocks
 from ..runs.grid import Floats, Grid, median
 from ..runs.run import Run
 from .answer import Answer
@@ -67,7 +67,7 @@ def harm_ranks(found: Answer) -> dict[Key, int]:
     return {(layer, role): rank for layer, role, rank in rank_tensors(found).select(*KEY, "harm_rank").iter_rows()}
 
 
-def by_harm(rows: Sequence[Mapping[str, Any]], found: Answer) -> list[dict[str, Any]]:
+def order_by_harm(rows: Sequence[Mapping[str, Any]], found: Answer) -> list[dict[str, Any]]:
     """Rows of tensors, with layer and role, in the order of harm, each with its harm_rank."""
     ranks = harm_ranks(found)
     with_ranks = [{**row, "harm_rank": ranks[row["layer"], row["role"]]} for row in rows]
@@ -92,7 +92,7 @@ def _named(found: Answer) -> pl.DataFrame:
 def _tensors(found: Answer, named: pl.DataFrame) -> pl.DataFrame:
     """layer, role, drift_log2, medians: of all tensors, and of experts and other tensors that findings name."""
     run = _medians(found.run, "run", found.comparison)
-    run = run.join(medians(found.run, ["nonfinite"], most=["nonfinite"]), on=KEY, how="left", maintain_order="left")
+    run = run.join(compute_medians(found.run, ["nonfinite"], most=["nonfinite"]), on=KEY, how="left", maintain_order="left")
     apart = split_experts(run)[0]
     rows = pl.concat([apart, run.join(apart, on=KEY, how="anti").join(named, on=KEY, how="semi")])
     missing = named.select(KEY).join(rows, on=KEY, how="anti", maintain_order="left")
@@ -113,24 +113,24 @@ def _medians(run: Run, suffix: str, comparison: Comparison | None) -> pl.DataFra
         known = pl.concat([comparison.tensors, comparison.experts]).select(*KEY, *(f"{name}_{suffix}" for name in SHOWN))
         rows = run.metrics.tensors.join(known, on=KEY, how="left", maintain_order="left")
     else:
-        rows = medians(run, SHOWN).rename({name: f"{name}_{suffix}" for name in SHOWN})
+        rows = compute_medians(run, SHOWN).rename({name: f"{name}_{suffix}" for name in SHOWN})
     shares = [pl.col(f"{name}_{suffix}") / of for name, of in _SHARES.items()]
     return rows.with_columns(lost=pl.max_horizontal(shares))
 
 
-def medians(run: Run, metrics: Sequence[str], most: Sequence[str] = ()) -> pl.DataFrame:
+def compute_medians(run: Run, metrics: Sequence[str], most: Sequence[str] = ()) -> pl.DataFrame:
     """layer, role, and by metric its median over the later half of the samples, or of `most` the largest value."""
     steps = run.metrics.steps
     later = run.metrics.over(steps[-max(1, round(len(steps) * TAIL)) :])
     if later.is_empty():
         return later.tensors.with_columns(pl.lit(None, pl.Float64).alias(name) for name in metrics)
     functions = [partial(_of_later, name, name in most) for name in metrics]
-    rows = over_blocks(partial(_columns, functions), later)
+    rows = map_over_blocks(partial(_columns, functions), later)
     return pl.concat(rows).with_columns(pl.col(metrics).fill_nan(None))
 
 
 def _columns(functions: Sequence[Callable[..., dict[str, Floats]]], grid: Grid) -> pl.DataFrame:
-    return grid.tensors.with_columns(**by_tensor(functions, grid))
+    return grid.tensors.with_columns(**compute_by_tensor(functions, grid))
 
 
 def _of_later(metric: str, most: bool, grid: Grid) -> dict[str, Floats]:

@@ -77,7 +77,7 @@ def _lagged(values: Floats, order: int) -> Floats:
     return np.lib.stride_tricks.sliding_window_view(values[:-1], order)[:, ::-1]
 
 
-def persistence(noise: Floats) -> float:
+def measure_persistence(noise: Floats) -> float:
     """By what factor dependence on the value before widens the standard error of a mean, as if of first order.
 
     Values beyond three standard deviations count as three: a steep part of a curve is not its noise.
@@ -97,7 +97,7 @@ _HIGH = 6.0
 _LEAST = 1e-6
 
 
-def stays(high: npt.NDArray[np.bool_], apart: Floats, half: int, after: int = -1) -> int | None:
+def find_lasting_start(high: npt.NDArray[np.bool_], apart: Floats, half: int, after: int = -1) -> int | None:
     """First place behind `after` from which a series is high to its end, for longer than half a window; None: it is not.
 
     Args:
@@ -107,7 +107,7 @@ def stays(high: npt.NDArray[np.bool_], apart: Floats, half: int, after: int = -1
 
     Example:
         >>> apart = np.repeat([0.0, 1.0], 20)
-        >>> stays(apart > 0.5, apart, 4)
+        >>> find_lasting_start(apart > 0.5, apart, 4)
         20
     """
     low = np.flatnonzero(~high)
@@ -252,7 +252,7 @@ class LossCurve:
     def noise(self) -> float:
         """Standard deviation of the smoothed loss: that of a median over Gaussian noise that persists as this one does."""
         with np.errstate(invalid="ignore"):
-            lasting = persistence(self.losses - self.smooth)
+            lasting = measure_persistence(self.losses - self.smooth)
         return float(np.sqrt(np.pi / 2) * self.scatter * lasting / np.sqrt(2 * self.half + 1))
 
     @property
@@ -322,7 +322,7 @@ class LossCurve:
         floor = float(self.smooth[lowest])
         high = self.smooth > floor + self._least_rise(floor)
         with np.errstate(invalid="ignore"):
-            first = stays(high, self.losses - floor, self.half, after=lowest)
+            first = find_lasting_start(high, self.losses - floor, self.half, after=lowest)
         return None if first is None else int(self.steps[first])
 
 

@@ -10,7 +10,7 @@ import numpy.typing as npt
 from scipy.special import stdtrit
 
 from .. import thresholds
-from .curve import LossCurve, Scale, persistence, running_median, standard_error, stays
+from .curve import LossCurve, Scale, find_lasting_start, measure_persistence, running_median, standard_error
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
@@ -52,14 +52,14 @@ class Aligned:
         return replace(self, steps=self.steps[kept], run=self.run[kept], baseline=self.baseline[kept])
 
 
-def align(run: LossCurve, baseline: LossCurve) -> Aligned:
+def align_losses(run: LossCurve, baseline: LossCurve) -> Aligned:
     """Where both have losses: at the steps of both, or, if they share few, as means over stretches that both cover.
 
     Example:
         >>> import polars as pl
         >>> coarse = LossCurve.of(pl.DataFrame({"step": [0, 10, 20, 30], "loss": [4.0, 3.0, 2.0, 1.0]}))
         >>> fine = LossCurve.of(pl.DataFrame({"step": range(40), "loss": [2.0] * 40}))
-        >>> align(coarse, fine).steps.tolist()
+        >>> align_losses(coarse, fine).steps.tolist()
         [0, 10, 20, 30]
     """
     shared, mine, theirs = np.intersect1d(run.steps, baseline.steps, return_indices=True)
@@ -164,7 +164,7 @@ class Gap:
         return not np.isfinite(self.percent)
 
 
-def gap(run: LossCurve, baseline: LossCurve, part: float = PART, after: int | None = None) -> Gap | None:
+def measure_gap(run: LossCurve, baseline: LossCurve, part: float = PART, after: int | None = None) -> Gap | None:
     """The gap of a run to a baseline.
 
     Losses are compared where both have them. The standard error is that of the mean of run - ratio * baseline, by the delta
@@ -182,15 +182,15 @@ def gap(run: LossCurve, baseline: LossCurve, part: float = PART, after: int | No
         >>> import numpy as np, polars as pl
         >>> noise = np.random.default_rng(0).normal(0, 0.02, 500)
         >>> losses = [LossCurve.of(pl.DataFrame({"step": range(500), "loss": 2 * (1 + noise) * f})) for f in (1.01, 1.0)]
-        >>> found = gap(*losses)
+        >>> found = measure_gap(*losses)
         >>> round(found.percent, 3), found.n, found.paired
         (1.0, 100, True)
     """
-    return gap_of(align(run, baseline), part, after)
+    return measure_aligned_gap(align_losses(run, baseline), part, after)
 
 
-def gap_of(aligned: Aligned, part: float = PART, after: int | None = None, fewest: int = FEWEST) -> Gap | None:
-    """Of losses that are aligned already; see `gap`."""
+def measure_aligned_gap(aligned: Aligned, part: float = PART, after: int | None = None, fewest: int = FEWEST) -> Gap | None:
+    """Of losses that are aligned already; see `measure_gap`."""
     aligned = aligned.last(part, after, fewest)
     known = np.isfinite(aligned.baseline)
     finite = known & np.isfinite(aligned.run)
@@ -224,7 +224,7 @@ def _gone(losses: Floats) -> bool:
     return bool(len(losses) > 1 and not np.isfinite(losses[-2:]).any())
 
 
-def above(run: LossCurve, baseline: LossCurve) -> int | None:
+def find_rise_above(run: LossCurve, baseline: LossCurve) -> int | None:
     """First step from which a run's loss stays above a baseline's for good; None: it does not, or that cannot be seen.
 
     The run is compared with the baseline batch by batch or with the baseline's running median, whichever leaves less noise:
@@ -233,18 +233,18 @@ def above(run: LossCurve, baseline: LossCurve) -> int | None:
     Example:
         >>> import polars as pl
         >>> def losses(rise): return LossCurve.of(pl.DataFrame({"step": range(100), "loss": [2.0] * 60 + [2 + rise] * 40}))
-        >>> above(losses(0.1), losses(0.0))
+        >>> find_rise_above(losses(0.1), losses(0.0))
         60
     """
     if not len(run.losses) or not len(baseline.losses):
         return None
-    aligned = align(run, baseline)
+    aligned = align_losses(run, baseline)
     n = len(aligned.steps)
     if n < 2:
         return None
     half = max(2, n // 12)
     apart, smooth, noise = min((_apart(aligned, each, half) for each in (True, False)), key=lambda found: found[2])
-    first = stays(smooth > thresholds.DEPARTS_SIGMAS * noise, apart, half)
+    first = find_lasting_start(smooth > thresholds.DEPARTS_SIGMAS * noise, apart, half)
     if first is None:
         return None
     # Three times as far needs no second test.
@@ -271,12 +271,12 @@ def _noise(apart: Floats, half: int) -> float:
     if not len(finite):
         return 0.0
     scatter = float(np.median(np.abs(finite))) / 0.6745
-    return float(np.sqrt(np.pi / 2) * scatter * persistence(finite) / np.sqrt(2 * half + 1))
+    return float(np.sqrt(np.pi / 2) * scatter * measure_persistence(finite) / np.sqrt(2 * half + 1))
 
 
 def _is_sure(aligned: Aligned, first: int) -> bool:
     """Whether the mean over the last part, and not before `first`, is above the baseline's; of few losses, yes."""
     n = len(aligned.steps)
     start = max(min(max(first, round((1 - PART) * n)), n - TOO_FEW), 0)
-    found = gap_of(aligned, after=int(aligned.steps[start]) - 1)
+    found = measure_aligned_gap(aligned, after=int(aligned.steps[start]) - 1)
     return found is None or found.infinite or found.interval(thresholds.SURE)[0] > 0

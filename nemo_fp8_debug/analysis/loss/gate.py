@@ -14,7 +14,7 @@ from scipy.special import stdtrit
 from ...errors import ConfigError
 from .. import thresholds
 from .curve import LossCurve
-from .gap import FEWEST, PART, Gap, align, gap_of
+from .gap import FEWEST, PART, Gap, align_losses, measure_aligned_gap
 
 #: chance of passing a run whose gap is the limit, and of failing one whose gap is the limit
 ERROR = 0.05
@@ -140,8 +140,8 @@ def gate(
         ('pass', 0.2, 'this pair')
     """
     _check(runs, baselines, max_gap, part)
-    pairs = [align(run, baseline) for run, baseline in _pairs(runs, baselines)]
-    gaps = [gap_of(pair, part, after, fewest) for pair in pairs]
+    pairs = [align_losses(run, baseline) for run, baseline in _pairs(runs, baselines)]
+    gaps = [measure_aligned_gap(pair, part, after, fewest) for pair in pairs]
     known = [gap for gap in gaps if gap is not None]
     if len(known) < len(gaps):
         return None

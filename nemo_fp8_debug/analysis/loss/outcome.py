@@ -8,11 +8,11 @@ from functools import cached_property
 import numpy as np
 
 from .. import thresholds
-from ..formatting import number
+from ..formatting import format_number
 from .curve import LossCurve
-from .gap import Gap, above, gap
+from .gap import Gap, find_rise_above, measure_gap
 from .seeds import Seeds
-from .step_change import jumps_at, rises_at
+from .step_change import find_jump, measure_rise
 
 #: percent by which the mean loss over the last part may lie above the baseline's before it counts as harm
 MAX_GAP = thresholds.MAX_GAP
@@ -56,7 +56,7 @@ class LossOutcome:
     @cached_property
     def gap(self) -> Gap | None:
         """To the baseline, over the last part; None without one, or with too few losses in common."""
-        return None if self.baseline is None else gap(self.run, self.baseline)
+        return None if self.baseline is None else measure_gap(self.run, self.baseline)
 
     @cached_property
     def reference_outcome(self) -> LossOutcome | None:
@@ -69,7 +69,7 @@ class LossOutcome:
     @cached_property
     def gap_to_reference(self) -> Gap | None:
         """How far the run lies above the reference run, over the last part; None if that cannot be measured."""
-        return None if self.reference is None else gap(self.run, self.reference)
+        return None if self.reference is None else measure_gap(self.run, self.reference)
 
     @property
     def differs_from_reference(self) -> bool | None:
@@ -118,14 +118,14 @@ class LossOutcome:
             return None
         if self.gap.interval()[0] <= 0:  # noise may have brought it to where it ends
             return None
-        return jumps_at(self.run, self.baseline, self.max_gap)
+        return find_jump(self.run, self.baseline, self.max_gap)
 
     @cached_property
     def _risen(self) -> int | None:
         if self.baseline is None:
             return self.run.diverged_at
-        since = None if self.seeds is None else above(self.run, self.baseline.raised(self.seeds.reach(_MOST)))
-        return above(self.run, self.baseline) if since is None else since
+        since = None if self.seeds is None else find_rise_above(self.run, self.baseline.raised(self.seeds.reach(_MOST)))
+        return find_rise_above(self.run, self.baseline) if since is None else since
 
     @property
     def lies_above(self) -> bool:
@@ -162,7 +162,7 @@ class LossOutcome:
         if found.paired or found.percent > self.beyond_seeds:
             return "harmful"
         assert self.since is not None
-        rise = rises_at(self.run, self.baseline, self.since)
+        rise = measure_rise(self.run, self.baseline, self.since)
         least = thresholds.OTHER_SEEDS if self.same_model else 2 * thresholds.OTHER_SEEDS
         if rise is not None and rise > least:
             return "harmful"
@@ -221,4 +221,4 @@ class LossOutcome:
         """
         alone = self.run.scale_to_lowest if step is None else self.run.scale_before(step)
         scale = alone if self.baseline is None else self.baseline.scale
-        return f"{number(value)}%{OF_RANGE if scale is not None and scale.is_range else ''}"
+        return f"{format_number(value)}%{OF_RANGE if scale is not None and scale.is_range else ''}"

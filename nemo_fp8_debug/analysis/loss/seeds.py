@@ -10,7 +10,7 @@ import polars as pl
 from scipy.special import stdtrit
 
 from .curve import LossCurve, Scale
-from .gap import FEWEST, PART, Floats, Ints, align
+from .gap import FEWEST, PART, Floats, Ints, align_losses
 
 #: losses in common from which on it shows whether two runs saw the same batches
 _TELL = 40
@@ -52,7 +52,7 @@ class Beside:
     notes: Sequence[str] = ()
 
 
-def beside(run: tuple[str, LossCurve], baselines: Mapping[str, LossCurve]) -> Beside:
+def choose_baseline_loss(run: tuple[str, LossCurve], baselines: Mapping[str, LossCurve]) -> Beside:
     """What the loss of a run is compared with: its baseline; of several, one that saw the run's batches, or the mean.
 
     Args:
@@ -62,7 +62,7 @@ def beside(run: tuple[str, LossCurve], baselines: Mapping[str, LossCurve]) -> Be
     Example:
         >>> noise = np.random.default_rng(0).normal(0, 0.02, (3, 200))
         >>> first, other, run = (LossCurve.of(pl.DataFrame({"step": range(200), "loss": 2 + each})) for each in noise)
-        >>> found = beside(("run", run), {"first": first, "other": other, "again": first})
+        >>> found = choose_baseline_loss(("run", run), {"first": first, "other": other, "again": first})
         >>> found.seeds.n, found.notes[0]
         (2, 'again does not count for the loss: it saw the batches of first.')
     """
@@ -70,7 +70,7 @@ def beside(run: tuple[str, LossCurve], baselines: Mapping[str, LossCurve]) -> Be
     if len(baselines) == 1:
         return Beside(first)
     counted, notes = _that_count(run, baselines)
-    paired = next((name for name, curve in counted.items() if align(run[1], curve).paired), None)
+    paired = next((name for name, curve in counted.items() if align_losses(run[1], curve).paired), None)
     if paired is not None:
         return Beside(
             counted[paired], None, [f"{paired} saw the run's batches: the loss is compared with it alone.", *notes]
@@ -124,7 +124,7 @@ def _like(baseline: LossCurve, counted: Mapping[str, LossCurve]) -> str:
     """That it saw the batches of one that counts already, or that this cannot be told: then it does not show what seeds
     differ by."""
     for name, curve in counted.items():
-        both = align(baseline, curve)
+        both = align_losses(baseline, curve)
         if len(both.steps) < _TELL:
             return f"with {len(both.steps)} losses in common it cannot be told whether it saw the batches of {name}"
         if both.paired:

@@ -8,8 +8,8 @@ import numpy as np
 from scipy.special import ndtri, stdtr
 
 from .. import thresholds
-from .curve import LossCurve, Scale, persistence, running_median, standard_error
-from .gap import PART, Aligned, Floats, Ints, align
+from .curve import LossCurve, Scale, measure_persistence, running_median, standard_error
+from .gap import PART, Aligned, Floats, Ints, align_losses
 
 #: losses on either side of the step, at most as a part of all, and at least
 _PART, _FEWEST = 6, 10
@@ -35,7 +35,7 @@ class Rise(NamedTuple):
         return self.chance < 1 - thresholds.SURE
 
 
-def rises_at(run: LossCurve, baseline: LossCurve | None, step: int) -> float | None:
+def measure_rise(run: LossCurve, baseline: LossCurve | None, step: int) -> float | None:
     """By how many percent the loss is higher after a step than before; None: it is not, or that cannot be seen.
 
     A loss that falls is higher before, so without a baseline a rise is more than what is seen. With one of other batches the
@@ -47,14 +47,14 @@ def rises_at(run: LossCurve, baseline: LossCurve | None, step: int) -> float | N
     Example:
         >>> import polars as pl
         >>> losses = np.where(np.arange(200) < 120, 2.0, 2.4) + np.random.default_rng(0).normal(0, 0.05, 200)
-        >>> round(rises_at(LossCurve.of(pl.DataFrame({"step": range(200), "loss": losses})), None, 120))
+        >>> round(measure_rise(LossCurve.of(pl.DataFrame({"step": range(200), "loss": losses})), None, 120))
         20
     """
     found = _rise_at(run, baseline, step)
     return found.percent if found is not None and found.is_sure else None
 
 
-def rises_with(
+def measure_rise_of_sample(
     run: LossCurve, baseline: LossCurve | None, step: int, sampled: Ints, lasting: float = -np.inf
 ) -> float | None:
     """The same of what a sample shows, which began between it and the sample before: the larger rise of those at either end.
@@ -68,14 +68,14 @@ def rises_with(
         >>> import polars as pl
         >>> losses = np.where(np.arange(200) < 116, 2.0, 2.4) + np.random.default_rng(0).normal(0, 0.05, 200)
         >>> curve = LossCurve.of(pl.DataFrame({"step": range(200), "loss": losses}))
-        >>> round(rises_with(curve, None, 120, np.arange(0, 200, 5)))
+        >>> round(measure_rise_of_sample(curve, None, 120, np.arange(0, 200, 5)))
         21
     """
     rises = _rises_with(run, baseline, step, sampled)
     return max((rise.percent for rise in rises if rise.is_sure and rise.lasting > lasting), default=None)
 
 
-def higher_in_the_end(run: LossCurve, baseline: LossCurve, step: int, sampled: Ints) -> float:
+def measure_lasting_rise(run: LossCurve, baseline: LossCurve, step: int, sampled: Ints) -> float:
     """Percent by which a run lies higher above a baseline of other batches in the end than before what a sample shows, which
     may have begun at once behind the sample before; infinite where too little is known of what was before.
 
@@ -84,7 +84,7 @@ def higher_in_the_end(run: LossCurve, baseline: LossCurve, step: int, sampled: I
         >>> losses = 2 + np.random.default_rng(0).normal(0, 0.05, (2, 300))
         >>> losses[0, 200:] += 0.2
         >>> bad, good = (LossCurve.of(pl.DataFrame({"step": range(300), "loss": each})) for each in losses)
-        >>> [round(higher_in_the_end(bad, good, step, np.arange(0, 300, 10))) for step in (210, 280)]
+        >>> [round(measure_lasting_rise(bad, good, step, np.arange(0, 300, 10))) for step in (210, 280)]
         [10, 0]
     """
     if _rise_at(run, baseline, _may_have_begun(step, sampled)) is None:
@@ -104,11 +104,11 @@ def _may_have_begun(step: int, sampled: Ints) -> int:
 
 
 def _rise_at(run: LossCurve, baseline: LossCurve | None, step: int) -> Rise | None:
-    """What is measured at a step, see `rises_at`; None: nothing is."""
+    """What is measured at a step, see `measure_rise`; None: nothing is."""
     steps, losses, scale = run.steps, run.losses, run.scale_before(step)
     whole: float | None = None if scale is None else scale.value
     if baseline is not None and baseline.has_enough:
-        aligned = align(run, baseline)
+        aligned = align_losses(run, baseline)
         steps, losses, whole = aligned.steps, *_of_its_own(aligned)
     at = int(np.searchsorted(steps, step))
     width = max(len(steps) // _PART, _FEWEST)
@@ -138,7 +138,7 @@ def _rise(before: Floats, after: Floats, whole: float, lasting: float) -> Rise:
     return Rise(100 * apart / whole, chance, lasting)
 
 
-def jumps_at(run: LossCurve, baseline: LossCurve, lasting: float = 0.0) -> tuple[int, float] | None:
+def find_jump(run: LossCurve, baseline: LossCurve, lasting: float = 0.0) -> tuple[int, float] | None:
     """The step at which a loss jumps farthest, and by how many percent; None: it does at none, or that cannot be seen.
 
     Both the loss and its ratio to that of a baseline of other batches must, and the baseline must not: a loss that a steeper
@@ -152,7 +152,7 @@ def jumps_at(run: LossCurve, baseline: LossCurve, lasting: float = 0.0) -> tuple
         >>> losses = 2 + np.random.default_rng(0).normal(0, 0.05, (2, 300))
         >>> losses[0, 200:] += 0.2
         >>> bad, good = (LossCurve.of(pl.DataFrame({"step": range(300), "loss": each})) for each in losses)
-        >>> jumps_at(bad, good)[0], jumps_at(good, bad)
+        >>> find_jump(bad, good)[0], jumps_at(good, bad)
         (200, None)
     """
     found = farthest_jump(run, baseline)
@@ -171,8 +171,8 @@ class Jump(NamedTuple):
 
 
 def farthest_jump(run: LossCurve, baseline: LossCurve) -> Jump | None:
-    """Whether it counts or not; None: that cannot be seen. See `jumps_at`."""
-    aligned = align(run, baseline)
+    """Whether it counts or not; None: that cannot be seen. See `find_jump`."""
+    aligned = align_losses(run, baseline)
     behind = max(len(aligned.steps) // _BEHIND, _FEWEST)
     places = len(aligned.steps) - (1 + _BEFORE) * behind + 1
     if places < 1 or not (np.isfinite(aligned.run) & np.isfinite(aligned.baseline)).all():
@@ -215,4 +215,4 @@ def _jumps(series: Floats, behind: int) -> tuple[Floats, float]:
     before = _BEFORE * behind
     at = np.arange(before, len(series) - behind + 1)
     jumps: Floats = (sums[at + behind] - sums[at]) / behind - (sums[at] - sums[at - before]) / before
-    return jumps, scatter * persistence(apart) * (1 / behind + 1 / before) ** 0.5
+    return jumps, scatter * measure_persistence(apart) * (1 / behind + 1 / before) ** 0.5

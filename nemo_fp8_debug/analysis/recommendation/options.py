@@ -140,7 +140,7 @@ class Option(NamesRecipe):
     approximate: bool = False
 
 
-def cast_of(recipe: Recipe, role: str) -> Cast:
+def find_cast(recipe: Recipe, role: str) -> Cast:
     """What a recipe says of an operand."""
     return recipe.scaling, recipe.format_of(role).name
 
@@ -166,7 +166,7 @@ def _undo(given: Given) -> Iterator[tuple[str, Recipe]]:
     undo, recipe = given.undo, given.in_use
     if undo is not None and undo.recipe is not None:
         before = find_recipe(undo.recipe)
-        is_same = before and recipe and cast_of(before, given.role) == cast_of(recipe, given.role)
+        is_same = before and recipe and find_cast(before, given.role) == find_cast(recipe, given.role)
         recipe = None if is_same else before
     if undo is not None and recipe is not None:
         yield UNDO, recipe
@@ -226,7 +226,7 @@ def candidates(given: Given) -> Iterator[tuple[str, Recipe]]:
                 yield kind, recipe
 
 
-def replayable(given: Given) -> Iterator[Recipe]:
+def list_replayable(given: Given) -> Iterator[Recipe]:
     """What is to be known of an operand to choose: its candidates, and what its own recipe should have made of it."""
     if given.in_use:
         yield given.in_use
@@ -283,11 +283,11 @@ class Judged:
 
     def of(self, key: Key, recipe: Recipe) -> Errors | None:
         """Errors under a recipe; None where they cannot be had."""
-        return self._errors.get((key, cast_of(recipe, key[1])))
+        return self._errors.get((key, find_cast(recipe, key[1])))
 
     def is_approximate(self, key: Key, recipe: Recipe) -> bool:
         """Return True if errors under a recipe are of float32 values that were rounded to bfloat16."""
-        return (key, cast_of(recipe, key[1])) in self._approximate
+        return (key, find_cast(recipe, key[1])) in self._approximate
 
     def _steps(self, keys: Sequence[Key]) -> set[int]:
         of_keys = pl.DataFrame(keys, schema=_KEY, orient="row")
@@ -302,9 +302,9 @@ class Judged:
         for layer, role, name, *metrics, samples, is_rounded in counted.iter_rows():
             recipe, key = find_recipe(name), (layer, role)
             if recipe is not None and samples == self._samples[key]:
-                self._errors[key, cast_of(recipe, role)] = Errors(*metrics)
+                self._errors[key, find_cast(recipe, role)] = Errors(*metrics)
                 if is_rounded:
-                    self._approximate.add((key, cast_of(recipe, role)))
+                    self._approximate.add((key, find_cast(recipe, role)))
 
 
 def _stretches(out: Mapping[Key, tuple[int, int]]) -> pl.DataFrame:
@@ -348,7 +348,7 @@ def _by_key(rows: pl.DataFrame) -> Iterator[tuple[Key, tuple[float, ...]]]:
         yield (layer, role), tuple(values)
 
 
-def options_of(key: Key, given: Given, dtype: str, judged: Judged, budget: Budget, flag: Flag) -> tuple[Option, ...]:
+def list_options(key: Key, given: Given, dtype: str, judged: Judged, budget: Budget, flag: Flag) -> tuple[Option, ...]:
     """Everything that can be done about an operand that does not keep the budget, in order of cost; BF16 is the last."""
     options = []
     astray = _astray(key, given.in_use, judged)

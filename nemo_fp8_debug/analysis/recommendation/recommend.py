@@ -13,15 +13,15 @@ import polars as pl
 
 from ...core.keys import ROLES, SHOWN_AS, Key
 from ...core.layer_names import compile_patterns, is_aggregate
-from ...core.scale_sources import HIGH_PRECISION, NOT_READ, QUANTIZED, notice
+from ...core.scale_sources import HIGH_PRECISION, NOT_READ, QUANTIZED, describe_quantization
 from ...errors import RecordError
 from ...numerics.recipe import BF16_RECIPE, find_recipe
 from ...plan.plan import Change, Plan
-from ..comparison.compare import quantized
-from ..formatting import jsonable, number
+from ..comparison.compare import select_quantized
+from ..formatting import format_number, make_jsonable
 from ..runs.metrics import Metrics
 from ..runs.run import Run
-from .options import STAY, UNDO, Budget, Errors, Flag, Given, Judged, Option, Undo, options_of, replayable
+from .options import STAY, UNDO, Budget, Errors, Flag, Given, Judged, Option, Undo, list_options, list_replayable
 
 #: the GEMMs of a linear layer: Y = X W, dX = dY W, dW = dY X, and the two operands that each multiplies
 OPERANDS: Mapping[str, tuple[str, str]] = {
@@ -139,7 +139,7 @@ class TensorFix:
         return f"{SHOWN_AS[self.role]} of {self.layer}"
 
     def to_json(self) -> dict[str, Any]:
-        """Return what JSON shows, for `jsonable`: the fields, the chosen option, and the change as text."""
+        """Return what JSON shows, for `make_jsonable`: the fields, the chosen option, and the change as text."""
         return vars(self) | {"chosen": self.chosen, "change": self.change}
 
 
@@ -183,7 +183,7 @@ class Recommendation:
 
     def to_json(self) -> dict[str, Any]:
         """Return plain values."""
-        plain: dict[str, Any] = jsonable(
+        plain: dict[str, Any] = make_jsonable(
             {
                 "run": self.run.path,
                 "quantization": self.run.quantization,
@@ -229,7 +229,7 @@ def recommend(
     flag_of = {key: flags.get(key) or Flag(_reason(now.get(key), budget)) for key in about}
     too_bad = [key for key in about if not budget.met_by(now.get(key)) or _is_cause(flag_of[key])]
     given = {key: Given(find_recipe(about[key][0]), about[key][1], key[1], flag_of[key].undo) for key in about}
-    judged.replay({key: list(replayable(given[key])) for key in too_bad})
+    judged.replay({key: list(list_replayable(given[key])) for key in too_bad})
     flops, in_fp8 = flops_of(run.metrics), _in_fp8(run)
     before = coverage(flops, in_fp8.__contains__)
 
@@ -239,7 +239,7 @@ def recommend(
     findings = []
     for key, (recipe, _, dtype) in about.items():
         flag, stay = flag_of[key], Option(STAY, recipe, now.get(key), key not in too_bad)
-        options = (stay, *(options_of(key, given[key], dtype, judged, budget, flag) if key in too_bad else ()))
+        options = (stay, *(list_options(key, given[key], dtype, judged, budget, flag) if key in too_bad else ()))
         finding = TensorFix(*key, flag.why, options, None, budget.worst_of(now.get(key)), flag.undo)
         alone = left(_plan([finding]))
         cost = before - alone if before is not None and alone is not None and _known(key[0], flops) else None
@@ -264,14 +264,14 @@ def _of_unknown_recipes(keys: Sequence[Key], now: Mapping[Key, Errors]) -> list[
         return []
     (layer, role), errors = keys[0], now.get(keys[0])
     known = errors is not None and errors.underflow_pct is not None
-    lost = f" (underflow {number(errors.underflow_pct, '%')})" if errors is not None and known else ""
+    lost = f" (underflow {format_number(errors.underflow_pct, '%')})" if errors is not None and known else ""
     return [
         f"The record does not tell under which recipe {len(keys)} operands were cast, so nothing can be tried for them: "
         f"{SHOWN_AS[role]} of {layer}{lost} is the first."
     ]
 
 
-def over_budget(run: Run, budget: Budget) -> list[Key]:
+def find_over_budget(run: Run, budget: Budget) -> list[Key]:
     """Operands of a run that lose more than a budget allows, experts of a layer as one, where there is no baseline."""
     keys = sorted(_in_fp8(run))
     aggregates = [key for key in keys if is_aggregate(key[0])]
@@ -290,7 +290,7 @@ def _about(run: Run, flagged: Sequence[Key]) -> dict[Key, tuple[str, str, str]]:
 
 
 def _in_fp8(run: Run) -> set[Key]:
-    metrics, is_fp8 = quantized(run.metrics), pl.col("recipe").ne_missing(BF16_RECIPE.name)
+    metrics, is_fp8 = select_quantized(run.metrics), pl.col("recipe").ne_missing(BF16_RECIPE.name)
     rows = metrics.gathered(["recipe"], lambda rows: rows.filter(is_fp8).unique("tensor"))
     return set(metrics.named(rows).select("layer", "role").rows())
 
@@ -338,7 +338,7 @@ def _plan(findings: Sequence[TensorFix]) -> Plan:
 _BLOCK = re.compile(r"decoder\.layers\.(\d+)\.")
 
 
-def block_of(layer: str) -> int | None:
+def find_block(layer: str) -> int | None:
     """The place of a GEMM's block in a decoder; None where it has none."""
     found = _BLOCK.match(layer)
     return int(found[1]) if found else None
@@ -346,8 +346,8 @@ def block_of(layer: str) -> int | None:
 
 def _ends(run: Run, plan: Plan, left: Callable[[Plan], float | None]) -> Ends | None:
     """The blocks at either end that hold all that the plan takes out of FP8; None where others would have to go too."""
-    at = [block_of(change.layer) for change in plan.changes if change.recipe == BF16_RECIPE.name]
-    known = [block for layer in run.metrics.tensors["layer"].unique() if (block := block_of(layer)) is not None]
+    at = [find_block(change.layer) for change in plan.changes if change.recipe == BF16_RECIPE.name]
+    known = [block for layer in run.metrics.tensors["layer"].unique() if (block := find_block(layer)) is not None]
     n = run.fingerprint.get("backend_options", {}).get("num_layers") or max(known, default=-1) + 1
     if not at or None in at:
         return None
@@ -361,7 +361,7 @@ def _ends(run: Run, plan: Plan, left: Callable[[Plan], float | None]) -> Ends | 
 
 
 def _notes(run: Run, findings: Sequence[TensorFix]) -> list[str]:
-    notes = list(filter(None, [notice(run.quantization)]))
+    notes = list(filter(None, [describe_quantization(run.quantization)]))
     changed = [f for f in findings if f.changes]
     in_bf16 = [f for f in changed if f.chosen.kind == "bf16"]
     if in_bf16 and not any(o.errors for f in in_bf16 for o in f.options if o.kind == "block"):

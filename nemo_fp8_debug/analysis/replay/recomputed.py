@@ -20,7 +20,7 @@ from ...numerics.block_scaling import BlockRule
 from ...numerics.expert_groups import ExpertAggregates
 from ...numerics.formats import FORMATS, FloatFormat
 from ...numerics.histogram import DTYPES, Histogram, HistogramBatch
-from ...numerics.metric_columns import rows
+from ...numerics.metric_columns import make_metric_columns
 from ...numerics.metrics import Moments, QuantizationSums
 from ...numerics.recipe import BF16_RECIPE, Recipe, find_recipe
 from ...numerics.tensor_scaling import CurrentScaling
@@ -85,10 +85,10 @@ def recorded_histograms(run: Storage, job: Job) -> list[ReplayedCalls]:
 
 def dumped_tensors(run: Storage, job: Job) -> list[ReplayedCalls]:
     """The tensors that the first rank dumped, counted into histograms if these are enough."""
-    from ...kernels import histogram_of  # compiles on import, which histograms do not need
+    from ...kernels import count_histogram  # compiles on import, which histograms do not need
 
     parts: dict[tuple[Key, int], ReplayedCalls] = {}
-    under_blocks = in_blocks(job)
+    under_blocks = recompute_in_blocks(job)
     recorded = {
         (layer, role): math.nan if s is None else s for layer, role, s in job.about.select(*OPERAND, "scale").iter_rows()
     }
@@ -106,7 +106,7 @@ def dumped_tensors(run: Storage, job: Job) -> list[ReplayedCalls]:
         if recipe := under_blocks.get(key):
             part = ReplayedCalls(key, x, recipe.name, recipe.format_of(about.role), math.nan)
         else:
-            part = ReplayedCalls(key, histogram_of(x) if x.dtype in DTYPES else x, about.recipe, about.format, scale)
+            part = ReplayedCalls(key, count_histogram(x) if x.dtype in DTYPES else x, about.recipe, about.format, scale)
         if about.scale_source != "engine" and isinstance(part.values, Histogram):
             part = replace(part, scale=recorded.get(key, scale))
         # Calls under one scale are one histogram, as in the record.
@@ -116,7 +116,7 @@ def dumped_tensors(run: Storage, job: Job) -> list[ReplayedCalls]:
     return list(parts.values())
 
 
-def in_blocks(job: Job) -> dict[Key, Recipe]:
+def recompute_in_blocks(job: Job) -> dict[Key, Recipe]:
     """The block recipes that operands are to be measured under."""
     found = {}
     for layer, role, name in job.about.select(*OPERAND, "recipe").iter_rows():
@@ -189,14 +189,14 @@ class Recomputed:
         )
 
     def columns(self) -> dict[str, list[Any]]:
-        """As `rows`, and what they are about."""
+        """As `make_metric_columns`, and what they are about."""
         about: dict[str, list[Any]] = {
             "layer": [layer for layer, _ in self.keys],
             "role": [role for _, role in self.keys],
             "recipe": list(self.recipes),
             "rounded": [total is not None and total.rounded for total in self.totals],
         }
-        return about | rows(self.moments, self.sums, self.scale, self.formats)
+        return about | make_metric_columns(self.moments, self.sums, self.scale, self.formats)
 
 
 def _added_up(histograms: Sequence[Histogram | None]) -> Histogram | None:
@@ -204,7 +204,7 @@ def _added_up(histograms: Sequence[Histogram | None]) -> Histogram | None:
     return Histogram.total(known) if len(known) == len(histograms) else None
 
 
-def by_key(parts: Iterable[ReplayedCalls]) -> list[list[ReplayedCalls]]:
+def group_by_key(parts: Iterable[ReplayedCalls]) -> list[list[ReplayedCalls]]:
     """The parts of each operand."""
     groups: dict[Key, list[ReplayedCalls]] = defaultdict(list)
     for part in parts:
@@ -212,9 +212,9 @@ def by_key(parts: Iterable[ReplayedCalls]) -> list[list[ReplayedCalls]]:
     return list(groups.values())
 
 
-def of_histograms(parts: Sequence[ReplayedCalls], job: Job) -> Recomputed:
+def recompute_histograms(parts: Sequence[ReplayedCalls], job: Job) -> Recomputed:
     """All operands at once, from their histograms."""
-    groups = by_key(parts)
+    groups = group_by_key(parts)
     if job.recipe is not None:  # one scale for all calls
         groups = [[replace(g[0], values=sum((p.values for p in g[1:]), g[0].values))] for g in groups]
     ordered, n = [part for group in groups for part in group], len(groups)
@@ -233,12 +233,12 @@ def of_histograms(parts: Sequence[ReplayedCalls], job: Job) -> Recomputed:
     )
 
 
-def of_tensors(parts: Sequence[ReplayedCalls], job: Job) -> Recomputed:
+def recompute_tensors(parts: Sequence[ReplayedCalls], job: Job) -> Recomputed:
     """One operand, measured directly: of float32, or under a block recipe."""
     from ...kernels import quantization_sums
 
     tensors: list[torch.Tensor] = [part.values for part in parts]  # type: ignore[misc]
-    recipe, role = in_blocks(job).get(parts[0].key), parts[0].key[1]
+    recipe, role = recompute_in_blocks(job).get(parts[0].key), parts[0].key[1]
     each, whole, total = _moments(tensors)
     amax = each.amax if job.recipe is None else whole.amax.expand(len(parts))
     scale, formats = _casts(parts, amax.float(), job)
@@ -256,10 +256,10 @@ def _recipe_of(part: ReplayedCalls, job: Job) -> str:
 
 def _moments(tensors: Sequence[torch.Tensor]) -> tuple[Moments, Moments, Histogram | None]:
     """Moments of each tensor, those of all of them as one, and the histogram of these, where it is exact."""
-    from ...kernels import histogram_of
+    from ...kernels import count_histogram
 
     if tensors[0].dtype in DTYPES:
-        first, *rest = histograms = [histogram_of(x) for x in tensors]
+        first, *rest = histograms = [count_histogram(x) for x in tensors]
         total = sum(rest, first)
         return metrics.moments(HistogramBatch.of(histograms)), metrics.moments(HistogramBatch.of([total])), total
     each = Moments.concat([metrics.moments_of_float32(x) for x in tensors])

@@ -21,7 +21,7 @@ from ...errors import ConfigError, RecordError
 from ...numerics.block_scaling import BlockRule
 from ...numerics.delayed_state import EmulatedScales
 from ...numerics.histogram import Histogram
-from ...numerics.metric_columns import unscaled
+from ...numerics.metric_columns import unscale_columns
 from ...numerics.recipe import Recipe, parse_recipe, refuse_blocks
 from ...numerics.tensor_scaling import CurrentScaling
 from ...record.dump import dumped_files
@@ -30,7 +30,16 @@ from ...record.schema import SCHEMAS
 from ...record.storage import Storage
 from ...record.writer import add_rows
 from ..runs.metrics import Metrics
-from .recomputed import OPERAND, Job, Recomputed, by_key, dumped_tensors, of_histograms, of_tensors, recorded_histograms
+from .recomputed import (
+    OPERAND,
+    Job,
+    Recomputed,
+    dumped_tensors,
+    group_by_key,
+    recompute_histograms,
+    recompute_tensors,
+    recorded_histograms,
+)
 
 _J = TypeVar("_J")
 _R = TypeVar("_R")
@@ -175,8 +184,10 @@ def _replay_step(job: Job) -> pl.DataFrame:
     run = Storage(job.run)
     parts = recorded_histograms(run, job) if job.source == "histograms" else dumped_tensors(run, job)
     counted = [part for part in parts if isinstance(part.values, Histogram)]
-    found = [of_histograms(counted, job)] if counted else []
-    found += [of_tensors(group, job) for group in by_key(p for p in parts if isinstance(p.values, torch.Tensor))]
+    found = [recompute_histograms(counted, job)] if counted else []
+    found += [
+        recompute_tensors(group, job) for group in group_by_key(p for p in parts if isinstance(p.values, torch.Tensor))
+    ]
     if not found:
         return pl.DataFrame(schema=SCHEMAS["replayed"])
     return _as_rows(job, Recomputed.concat(found).with_folds(dict.fromkeys(job.about.select(OPERAND).rows())).columns())
@@ -185,7 +196,7 @@ def _replay_step(job: Job) -> pl.DataFrame:
 def _as_rows(job: Job, columns: dict[str, list[Any]]) -> pl.DataFrame:
     """Return rows of the `replayed` table; what does not depend on the recipe is taken from the recorded ones."""
     schema = SCHEMAS["replayed"]
-    columns |= unscaled(columns, job.multiplier)
+    columns |= unscale_columns(columns, job.multiplier)
     measured = pl.DataFrame({name: pl.Series(values, dtype=schema[name]) for name, values in columns.items()})
     kept = [name for name in schema if name not in columns or name in OPERAND]
     known = job.about.select(kept)

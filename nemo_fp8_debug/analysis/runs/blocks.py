@@ -11,8 +11,8 @@ import numpy as np
 import numpy.typing as npt
 import polars as pl
 
-from ...core.memory import give_back
-from ...core.threads import ahead
+from ...core.memory import free_unused
+from ...core.threads import run_ahead
 from ...record.parquet import GROUP
 from . import cluster
 from .grid import Grid
@@ -23,7 +23,7 @@ _AT_ONCE, _RANGES = 1 << 21, 16
 _SIGN = np.uint64(1 << 63)
 
 
-def median_of(metrics: Metrics, column: str, at_once: int = _AT_ONCE) -> float:
+def compute_median(metrics: Metrics, column: str, at_once: int = _AT_ONCE) -> float:
     """The median of all values of a column, without NaN; NaN if there are none.
 
     Values are counted by range, and those of the range that has the median are read again, until few are left.
@@ -33,7 +33,7 @@ def median_of(metrics: Metrics, column: str, at_once: int = _AT_ONCE) -> float:
 
     Example:
         >>> rows = pl.DataFrame({"step": [0, 1, 2, 3], "layer": "fc1", "role": "input", "mse": [4.0, 1.0, 2.0, None]})
-        >>> median_of(Metrics.of(rows), "mse")
+        >>> compute_median(Metrics.of(rows), "mse")
         2.0
     """
     total = sum(map(len, _keys(metrics, column)))
@@ -90,7 +90,7 @@ _REST = 0.25
 _FEWEST = 64
 
 
-def over_blocks(do: Callable[..., Result], *runs: Metrics, together: Together = ()) -> list[Result]:
+def map_over_blocks(do: Callable[..., Result], *runs: Metrics, together: Together = ()) -> list[Result]:
     """`do` of the same tensors of some runs as grids, as many tensors at a time as fit into memory, in order.
 
     On a cluster its workers share the work; see `cluster`.
@@ -101,7 +101,7 @@ def over_blocks(do: Callable[..., Result], *runs: Metrics, together: Together = 
     """
     cells = sum(len(run.steps) for run in runs) * max(map(len, together), default=1)
     at_once, tensors = max(1, CELLS // max(cells, 1)), len(runs[0].tensors)
-    workers = cluster.workers() if tensors and all(run.is_long for run in runs) else 0
+    workers = cluster.count_workers() if tensors and all(run.is_long for run in runs) else 0
     if workers:
         # As many for each, and no more than that takes: each opens all parts.
         turns = -(-tensors // (at_once * workers))
@@ -109,7 +109,9 @@ def over_blocks(do: Callable[..., Result], *runs: Metrics, together: Together = 
     elif at_once >= tensors:
         return [do(*(run.grids(together) for run in runs))]
     some = _slices(tensors, at_once, workers)
-    return cluster.each(partial(_of_block, do, together), ([run.narrowed(run.tensors[s]) for run in runs] for s in some))
+    return cluster.map_on_cluster(
+        partial(_of_block, do, together), ([run.narrowed(run.tensors[s]) for run in runs] for s in some)
+    )
 
 
 def _slices(tensors: int, at_once: int, workers: int = 0) -> list[slice]:
@@ -128,11 +130,11 @@ def _cut(tensors: int, at_once: int) -> list[slice]:
 
 def _of_block(do: Callable[..., Result], together: Together, runs: Sequence[Metrics]) -> Result:
     found = do(*(run.grids(together) for run in runs))
-    give_back()
+    free_unused()
     return found
 
 
-def by_tensor(
+def compute_by_tensor(
     functions: Sequence[Callable[..., Mapping[str, npt.NDArray[Any]]]], *grids: Grid
 ) -> dict[str, npt.NDArray[Any]]:
     """What functions tell of each tensor of some grids: columns by name, [T] each.
@@ -142,11 +144,11 @@ def by_tensor(
     """
     found: dict[str, npt.NDArray[Any]] = {}
     for function in functions:
-        of_parts = in_parts(function, *grids)
+        of_parts = compute_in_parts(function, *grids)
         found |= {name: np.concatenate([of_part[name] for of_part in of_parts]) for name in of_parts[0]}
     return found
 
 
-def in_parts(do: Callable[..., Result], *grids: Grid) -> list[Result]:
+def compute_in_parts(do: Callable[..., Result], *grids: Grid) -> list[Result]:
     """`do` of grids over some of the tensors at a time, in order; once, of all, if there are few."""
-    return list(ahead(lambda some: do(*(grid.rows(some) for grid in grids)), grids[0].parts()))
+    return list(run_ahead(lambda some: do(*(grid.rows(some) for grid in grids)), grids[0].parts()))

@@ -39,12 +39,12 @@ class Cluster(NamedTuple):
 _in_use: list[Cluster] = []
 
 
-def workers() -> int:
+def count_workers() -> int:
     """How many the cluster in use has; 0: none is in use."""
     return _in_use[-1].workers if _in_use else 0
 
 
-def each(do: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:
+def map_on_cluster(do: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:
     """`do` of each item, in order: here one after the other, and on a cluster each by a worker with one thread."""
     return _in_use[-1].each(do, list(items)) if _in_use else [do(item) for item in items]
 

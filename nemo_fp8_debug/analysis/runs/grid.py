@@ -119,7 +119,7 @@ class Paired:
         nearest = _nearest(baseline, run, later=True)
         # Between two equally near, one run looks ahead and the other back, so that a shift by half an interval pairs all.
         mutual = _nearest(run, baseline, later=False)[nearest] == np.arange(len(baseline))
-        close = np.abs(run[nearest] - baseline) <= max(interval_of(baseline), interval_of(run)) / 2
+        close = np.abs(run[nearest] - baseline) <= max(measure_interval(baseline), measure_interval(run)) / 2
         kept = np.flatnonzero(mutual & close)
         return cls(kept, nearest[kept])
 
@@ -140,7 +140,7 @@ def _nearest(of: Ints, among: Ints, later: bool) -> Ints:
     return np.where(before < after if later else before <= after, left, right)
 
 
-def interval_of(steps: Ints) -> float:
+def measure_interval(steps: Ints) -> float:
     """Steps between samples, the median; 0 where there is one at most."""
     return float(np.median(np.diff(steps))) if len(steps) > 1 else 0.0
 
@@ -175,7 +175,7 @@ def lower_median(values: Floats) -> Floats:
     return result
 
 
-def stretches(places: Ints) -> Iterator[tuple[int, slice]]:
+def find_stretches(places: Ints) -> Iterator[tuple[int, slice]]:
     """Each place that follows itself, and where that is."""
     ends = [0, *(np.flatnonzero(np.diff(places)) + 1).tolist(), len(places)] if len(places) else [0]
     for first, end in itertools.pairwise(ends):

@@ -18,7 +18,7 @@ import polars as pl
 from ...core.memory import Buffers
 from ...record.parts import count_rows
 from ...record.reader import read_table
-from ...record.scan import Chunk, Scan, itself
+from ...record.scan import Chunk, Scan, keep_chunk
 from ...record.schema import SCHEMAS
 from ...record.storage import Storage
 from . import cluster
@@ -218,7 +218,7 @@ class Metrics:
         operand, step = _renumbered(self._operand, operands), _renumbered(self._step, steps)
         return replace(self, tensors=tensors, steps=self.steps[steps], _operand=operand, _step=step)
 
-    def chunks(self, columns: Sequence[str], then: Callable[[Chunk], Any] = itself) -> Iterator[Any]:
+    def chunks(self, columns: Sequence[str], then: Callable[[Chunk], Any] = keep_chunk) -> Iterator[Any]:
         """ColumnReader, a few steps at a time; places are those of its operands and steps.
 
         Args:
@@ -245,10 +245,10 @@ class Metrics:
 
     def over_steps(self, do: Callable[[Metrics], Result]) -> list[Result]:
         """`do` of all of its steps at once; on a cluster, if it is long, of some of them by each worker, in order."""
-        workers = min(cluster.workers() if self.is_long else 0, len(self.steps))
+        workers = min(cluster.count_workers() if self.is_long else 0, len(self.steps))
         if not workers:
             return [do(self)]
-        return cluster.each(do, (self.at(some) for some in np.array_split(np.arange(len(self.steps)), workers)))
+        return cluster.map_on_cluster(do, (self.at(some) for some in np.array_split(np.arange(len(self.steps)), workers)))
 
     def scan(self, columns: Sequence[str]) -> Iterator[pl.DataFrame]:
         """Rows, a few steps at a time: columns, tensor (place of the operand), and step."""
@@ -411,7 +411,7 @@ def _fits(rows: pl.DataFrame, only: Sequence[tuple[str, Sequence[str]]]) -> Bool
     return rows.select(fits.alias("fits"))["fits"].to_numpy()
 
 
-def in_common(baseline: Metrics, run: Metrics) -> tuple[Metrics, Metrics]:
+def select_common(baseline: Metrics, run: Metrics) -> tuple[Metrics, Metrics]:
     """Both over the tensors that both have, in the order of the first."""
     tensors = baseline.tensors.join(run.tensors, on=KEY, how="semi", maintain_order="left")
     return baseline.among(tensors), run.among(tensors)

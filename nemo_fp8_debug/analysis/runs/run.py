@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import polars as pl
 
-from ...core.scale_sources import quantization
+from ...core.scale_sources import classify_sources
 from ...errors import ConfigError, RecordError
 from ...record.reader import find_run, read_fingerprint, read_table
 from ..loss.curve import LossCurve
@@ -62,7 +62,7 @@ class Run:
     @cached_property
     def quantization(self) -> str:
         """Whether the run quantizes, as `core.scale_sources` tells it."""
-        return quantization(self.metrics.unique("scale_source"), self.fingerprint)
+        return classify_sources(self.metrics.unique("scale_source"), self.fingerprint)
 
     @cached_property
     def steps(self) -> pl.DataFrame:

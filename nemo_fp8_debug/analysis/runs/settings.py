@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import polars as pl
 
-from ...core.coverage_text import unobserved
+from ...core.coverage_text import describe_unobserved
 from ...core.keys import MIXED
-from ...core.scale_sources import ENGINE, notice
+from ...core.scale_sources import ENGINE, describe_quantization
 from .grid import Ints
 from .metrics import Metrics
 from .run import Run
@@ -45,7 +45,7 @@ TELLING = ("recipe", "risky_features_on", "backend_options", "environment")
 _PASSED_OVER = ("attempt", "schema_version")
 
 
-def differences(baseline: Mapping[str, Any], run: Mapping[str, Any]) -> pl.DataFrame:
+def list_differences(baseline: Mapping[str, Any], run: Mapping[str, Any]) -> pl.DataFrame:
     """A row a setting: setting (`section.name`), baseline and run (as text; null where a run has none), telling (whether it
     bears on precision); those that do come first."""
     ours, theirs = (dict(_flat(fingerprint)) for fingerprint in (baseline, run))
@@ -75,11 +75,11 @@ def _encodable(text: str) -> str:
 
 def coverage_notes(fingerprint: Mapping[str, Any]) -> list[str]:
     """That more than 5% of what a run multiplies is not observed, or may not be, in a sentence."""
-    text = unobserved(fingerprint.get("coverage"), above=0.05)
+    text = describe_unobserved(fingerprint.get("coverage"), above=0.05)
     return [f"{text[0].upper()}{text[1:]}."] if text else []
 
 
-def remarks(baseline: Run, run: Run) -> list[str]:
+def list_remarks(baseline: Run, run: Run) -> list[str]:
     """What to bear in mind where metrics of the two runs were measured against different things, in sentences."""
     recipes = [sorted(filter(None, each.metrics.unique("recipe"))) for each in (baseline, run)]
     told = []
@@ -89,5 +89,7 @@ def remarks(baseline: Run, run: Run) -> list[str]:
             f"The runs were measured against different recipes ({measured}): underflow, overflow and errors tell the "
             "recipes apart as well as the tensors; amax and outlier_log2 tell the tensors alone."
         )
-    notices = [notice(each.quantization, name) for each, name in ((baseline, "the baseline"), (run, "the run"))]
+    notices = [
+        describe_quantization(each.quantization, name) for each, name in ((baseline, "the baseline"), (run, "the run"))
+    ]
     return told + [sentence for sentence in notices if sentence]

@@ -25,12 +25,12 @@ from ..diagnosis.narrator import (
     tell_verdict_reason,
     tell_why,
 )
-from ..diagnosis.ranking import ALSO_WRONG, BLAMED, KEY, medians, rank_tensors
+from ..diagnosis.ranking import ALSO_WRONG, BLAMED, KEY, compute_medians, rank_tensors
 from ..diagnosis.rules.zeros import is_zero
-from ..formatting import jsonable
+from ..formatting import make_jsonable
 from ..loss.outcome import LossOutcome
-from ..runs.blocks import in_parts, over_blocks
-from ..runs.grid import Grid, interval_of
+from ..runs.blocks import compute_in_parts, map_over_blocks
+from ..runs.grid import Grid, measure_interval
 from ..runs.metrics import Metrics
 from ..runs.run import Run
 
@@ -67,7 +67,7 @@ def row_of(event: Event) -> str:
     return SHOWN_AS[event.role] if SHOWN_AS[event.role] in _TENSORS else _BETWEEN
 
 
-def strip_text(events: Sequence[Mapping[str, Any]], width: int = 80, unit: str = "step") -> str:
+def draw_strip(events: Sequence[Mapping[str, Any]], width: int = 80, unit: str = "step") -> str:
     """The events as lines of text: a row a kind, a mark an event, a digit where several share a place.
 
     Args:
@@ -77,7 +77,7 @@ def strip_text(events: Sequence[Mapping[str, Any]], width: int = 80, unit: str =
 
     Example:
         >>> events = [{"step": 130, "kind": "lr", "row": "learning rate"}, {"step": 147, "kind": "loss", "row": "loss"}]
-        >>> print(strip_text(events, 40))
+        >>> print(draw_strip(events, 40))
         learning rate ▼
         loss                                   ▼
         step          130                    147
@@ -163,7 +163,7 @@ def story(found: Diagnosis) -> dict[str, Any]:
     first = _describe_first(tensors, found) if tensors else None
     events = [asdict(event) | {"row": row_of(event)} for event in _list_events(found, tensors)]
     present = {event["row"] for event in events}
-    plain: dict[str, Any] = jsonable(
+    plain: dict[str, Any] = make_jsonable(
         {
             "headline": _make_headline(found, first),
             "events": events,
@@ -181,7 +181,7 @@ def make_loss_headline(loss: LossOutcome, unit: str) -> dict[str, Any]:
         "title": tell_loss_headline(loss, unit),
         "since": loss.harmful_since,
         "unit": unit,
-        "gap": jsonable(loss.gap),
+        "gap": make_jsonable(loss.gap),
         "gap_told": None if loss.gap is None else tell_loss(loss, unit),
     }
 
@@ -197,7 +197,7 @@ def _make_headline(found: Diagnosis, first: Mapping[str, Any] | None) -> dict[st
         "since": found.divergence_step,
         "first": first,
         "warning": _describe_warning(found, first),
-        "interval": int(interval_of(found.run.metrics.steps)),
+        "interval": int(measure_interval(found.run.metrics.steps)),
         "change": next(iter(found.advice), None),
     }
 
@@ -276,7 +276,7 @@ def _make_tensor(
 def _read_medians(reference: Run | None) -> dict[Key, dict[str, Any]]:
     if reference is None:
         return {}
-    return {(row["layer"], row["role"]): row for row in medians(reference, SHOWN).iter_rows(named=True)}
+    return {(row["layer"], row["role"]): row for row in compute_medians(reference, SHOWN).iter_rows(named=True)}
 
 
 def _list_events(found: Diagnosis, tensors: list[dict[str, Any]]) -> list[Event]:
@@ -304,7 +304,7 @@ def find_zero_since(metrics: Metrics) -> dict[Key, int]:
     """
     if metrics.is_empty():
         return {}
-    found = over_blocks(partial(in_parts, _zero_since), metrics, together=[("amax", "nonfinite")])
+    found = map_over_blocks(partial(compute_in_parts, _zero_since), metrics, together=[("amax", "nonfinite")])
     return {key: step for of_block in found for of_part in of_block for key, step in of_part}
 
 

@@ -6,18 +6,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from ...core.layer_names import aggregate_key
-from ...numerics.metric_names import LABELS, label_of
+from ...numerics.metric_names import LABELS, name_metric
 from ..comparison.compare import Comparison
-from ..comparison.drift import concentrated
+from ..comparison.drift import describe_concentration
 from ..diagnosis.narrator import show_value, tell_loss, tell_reference
-from ..formatting import jsonable, number
-from ..loss.gap import above
+from ..formatting import format_number, make_jsonable
+from ..loss.gap import find_rise_above
 
 #: rows of each table
 _EVENTS, _TENSORS = 15, 8
 
 
-def story_markdown(told: Mapping[str, Any]) -> str:
+def write_markdown(told: Mapping[str, Any]) -> str:
     """A story as Markdown that GitHub and GitLab show; its heading, which names the runs, is the caller's.
 
     Args:
@@ -25,7 +25,7 @@ def story_markdown(told: Mapping[str, Any]) -> str:
 
     Example:
         >>> from nemo_fp8_debug.analysis.story.story import story
-        >>> told = story_markdown(story(diagnose("runs/bad", "runs/baseline")))
+        >>> told = write_markdown(story(diagnose("runs/bad", "runs/baseline")))
         >>> print(told.splitlines()[0])
         - **Why (high confidence)**: The learning rate is wrong at step 60. It left the baseline's after step 59 ...
     """
@@ -101,7 +101,7 @@ def summarize(found: Comparison) -> str:
     sentences = [
         *_of_the_loss(found),
         *_of_the_first_out(found),
-        *concentrated(found.tensors),
+        *describe_concentration(found.tensors),
         described(worst, found.run.unit),
         *_of_the_experts(found, worst),
         *_of_other_recipes(found, worst),
@@ -127,7 +127,7 @@ def _of_the_first_out(found: Comparison) -> list[str]:
     first = found.out_of_band.row(0, named=True)
     unit = found.run.unit
     before = "" if first["lead"] is None else f", {_apart(first['lead'], unit)} the loss"
-    what = f"{label_of(first['metric'])} {number(first['expected'])} -> {number(first['value'])}"
+    what = f"{name_metric(first['metric'])} {format_number(first['expected'])} -> {format_number(first['value'])}"
     which = f"{first['tensor']} of {first['layer']}"
     return [f"The first tensor out of the baseline's band is {which}, from {unit} {first['onset']}{before}: {what}."]
 
@@ -150,10 +150,10 @@ def _of_the_experts(found: Comparison, aggregate: Mapping[str, Any]) -> list[str
 
 def _of_other_recipes(found: Comparison, worst: Mapping[str, Any]) -> list[str]:
     rows = found.what_if().filter(layer=worst["layer"], role=worst["role"]).sort("relative_error")
-    before = number(worst["relative_error_run"])
+    before = format_number(worst["relative_error_run"])
     return [
-        f"Under {row['recipe']} its relative error would be {number(row['relative_error'])} instead of {before}, "
-        f"its underflow {number(row['underflow_pct'], '%')}."
+        f"Under {row['recipe']} its relative error would be {format_number(row['relative_error'])} instead of {before}, "
+        f"its underflow {format_number(row['underflow_pct'], '%')}."
         for row in rows.iter_rows(named=True)
     ]
 
@@ -168,9 +168,9 @@ def described(worst: Mapping[str, Any], unit: str) -> str:
         return "No metric that both records have tells their tensors apart."
 
     def pair(metric: str) -> str:
-        return " -> ".join(number(worst[f"{metric}_{run}"], "%") for run in ("baseline", "run"))
+        return " -> ".join(format_number(worst[f"{metric}_{run}"], "%") for run in ("baseline", "run"))
 
-    ratio = number(worst["mse_ratio"], prefix="x ")
+    ratio = format_number(worst["mse_ratio"], prefix="x ")
     lost = f"underflow {pair('underflow_pct')}, overflow {pair('overflow_pct')}"
     return f"The tensor that drifted farthest is {name}: MSE {ratio}, {lost}."
 
@@ -190,7 +190,7 @@ def to_json(found: Comparison) -> dict[str, Any]:
                 "final_loss": run.loss.final,
                 "lowest_loss": run.loss.lowest,
                 "diverged_at": run.loss.diverged_at,
-                "above_baseline_since": None if run is found.baseline else above(run.loss, found.baseline.loss),
+                "above_baseline_since": None if run is found.baseline else find_rise_above(run.loss, found.baseline.loss),
             }
             for name, run in runs.items()
         },
@@ -204,4 +204,4 @@ def to_json(found: Comparison) -> dict[str, Any]:
         "what_if": found.what_if(),
         **found.features,
     }
-    return jsonable(plain | tables)  # type: ignore[no-any-return]
+    return make_jsonable(plain | tables)  # type: ignore[no-any-return]

@@ -71,15 +71,15 @@ _SHADOW = Recipe(CurrentScaling())
 
 
 @functools.cache
-def not_quantized(role: str) -> ScaleInUse:
+def make_unquantized_cast(role: str) -> ScaleInUse:
     """Of an operand that its engine leaves in high precision."""
     return ScaleInUse(CurrentScaling(), _SHADOW.format_of(role), _SHADOW, "not quantized")
 
 
 @functools.cache
-def unknown_cast(role: str) -> ScaleInUse:
+def make_unknown_cast(role: str) -> ScaleInUse:
     """Of an operand whose cast cannot be told."""
-    return replace(not_quantized(role), source="unknown")
+    return replace(make_unquantized_cast(role), source="unknown")
 
 
 class StoredCodes(Protocol):
@@ -117,7 +117,7 @@ class Backend:
     #: dY of a part, from the gradient of the output
     grad: Callable[[torch.Tensor, nn.Module, Args, Kwargs, str], torch.Tensor | None] = lambda grad, *_: grad
     #: whether the role of a module on this rank is a copy of what another rank counts; None: the same on all that have it
-    copied: Callable[[nn.Module, str], bool | None] = parallel.copied
+    copied: Callable[[nn.Module, str], bool | None] = parallel.is_copy
     #: roles of a part that no hook sees
     unseen: Callable[[nn.Module, str], Collection[str]] = lambda module, part: ()
     #: from a forward call that has just returned: what tells how its engine casts a role of a part, asked at once of X and
@@ -147,7 +147,7 @@ class Backend:
     recipe: Callable[[nn.Module], Recipe | None] = lambda module: None
 
 
-def foreign_forward(module: nn.Module, kinds: tuple[type, ...], read: Collection[str] = ()) -> str:
+def find_foreign_forward(module: nn.Module, kinds: tuple[type, ...], read: Collection[str] = ()) -> str:
     """Return why the forward of a module may change or quantize its operands; empty: that forward was read.
 
     Args:
@@ -166,7 +166,7 @@ def foreign_forward(module: nn.Module, kinds: tuple[type, ...], read: Collection
     return "its class has a forward of its own, which may change or quantize its operands"
 
 
-def raw_weight(module: nn.Module, name: str = "weight") -> torch.Tensor | None:
+def read_raw_weight(module: nn.Module, name: str = "weight") -> torch.Tensor | None:
     """The parameter as the module holds it, without the getters of sharding engines; None where it is computed anew."""
     weight: torch.Tensor | None = dict.get(module._parameters, name)
     if weight is None:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from .base import Backend, is_plain, raw_weight
+from .base import Backend, is_plain, read_raw_weight
 
 #: parameters that are never multiplied as matrices
 NO_MATRIX = re.compile(r"(?:^|_)bias(?:es)?$|norm")
@@ -44,7 +44,11 @@ def _is_of_experts(name: str, parameter: torch.Tensor) -> bool:
 
 def is_computed(module: nn.Module) -> bool:
     """Whether a Linear computes its weight of other parameters, as under weight norm."""
-    return isinstance(module, nn.Linear) and raw_weight(module) is None and any(map(is_plain, computed_of(module).values()))
+    return (
+        isinstance(module, nn.Linear)
+        and read_raw_weight(module) is None
+        and any(map(is_plain, computed_of(module).values()))
+    )
 
 
 def computed_of(module: nn.Module) -> dict[str, torch.Tensor]:
@@ -64,10 +68,10 @@ def parameter_name(module: nn.Module, part: str) -> str:
     return part or "weight"
 
 
-def parameter_of(module: nn.Module, name: str) -> torch.Tensor | None:
+def find_parameter(module: nn.Module, name: str) -> torch.Tensor | None:
     """A parameter by its name in a module, without the getters of sharding engines."""
     path, _, key = name.rpartition(".")
-    return raw_weight(module.get_submodule(path), key)
+    return read_raw_weight(module.get_submodule(path), key)
 
 
 def _no_output(out: object) -> torch.Tensor:
@@ -79,7 +83,7 @@ BACKEND = Backend(
     owns=lambda module: bool(parts(module)),
     parts=parts,
     input=lambda module, args, kwargs, part: None,
-    weight=lambda module, args, kwargs, part: parameter_of(module, parameter_name(module, part)),
+    weight=lambda module, args, kwargs, part: find_parameter(module, parameter_name(module, part)),
     output=_no_output,
     in_forward=True,
 )

@@ -11,7 +11,7 @@ from torch import nn
 from ...numerics.block_scaling import BlockScaling, MXFP8Scaling
 from ...numerics.recipe import Recipe
 from ...numerics.tensor_scaling import CurrentScaling, DelayedScaling
-from .base import Args, Backend, Kwargs, raw_weight
+from .base import Args, Backend, Kwargs, read_raw_weight
 
 
 def _owns(module: nn.Module) -> bool:
@@ -22,7 +22,7 @@ def _owns(module: nn.Module) -> bool:
 def _weight(module: nn.Module, args: Args, kwargs: Kwargs, part: str) -> torch.Tensor | None:
     # An output layer tied to the embedding owns no weight and is given it with each call.
     given: Any = args[1] if len(args) > 1 else kwargs.get("weight")
-    return raw_weight(module) if given is None else given
+    return read_raw_weight(module) if given is None else given
 
 
 #: Megatron's names of recipes without a history

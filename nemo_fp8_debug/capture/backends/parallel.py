@@ -9,18 +9,18 @@ import torch.distributed as dist
 from torch import nn
 
 
-def groups() -> Any:
+def find_parallel_state() -> Any:
     """Megatron's `parallel_state`, where the run uses it."""
     state: Any = sys.modules.get("megatron.core.parallel_state")
     return state if state is not None and state.model_parallel_is_initialized() else None
 
 
-def copied(module: nn.Module, role: str) -> bool | None:
+def is_copy(module: nn.Module, role: str) -> bool | None:
     """Whether this rank's `role` of a linear module is a copy of what another rank counts.
 
     None: every rank that has the module holds the same, as without Megatron's groups each rank does of a weight.
     """
-    state = groups()
+    state = find_parallel_state()
     if state is None:
         return None if role == "weight" else False
     expert = _is_expert(module)
@@ -31,9 +31,9 @@ def copied(module: nn.Module, role: str) -> bool | None:
     return bool(within) and not _is_split(module, role, expert)
 
 
-def copied_part(module: nn.Module) -> bool:
+def find_copied_part(module: nn.Module) -> bool:
     """Whether another rank counts this rank's part of a master weight: data-parallel ranks have a part each."""
-    state = groups()
+    state = find_parallel_state()
     if state is None or _kind(module) is not None:
         return False
     return bool(_expert_tensor_rank(state) if _is_expert(module) else state.get_tensor_model_parallel_rank())
@@ -50,13 +50,13 @@ def _is_split(module: nn.Module, role: str, expert: bool) -> bool:
     return of_sequence
 
 
-def part_of(module: nn.Module, what: str) -> int | None:
+def find_part(module: nn.Module, what: str) -> int | None:
     """The part of a tensor that this rank has, of which others have copies; None: it is not known that anybody has one.
 
     Args:
         what: `weight`, `weight_gradient`, or `input`, of which tensor-parallel ranks have copies in column-parallel layers.
     """
-    state = groups()
+    state = find_parallel_state()
     expert = _is_expert(module)
     if what == "input":
         if state is None or expert or _kind(module) != "column" or _splits_sequence(module) or _others_communicate(module):
@@ -67,9 +67,9 @@ def part_of(module: nn.Module, what: str) -> int | None:
     return _expert_tensor_rank(state) if expert else int(state.get_tensor_model_parallel_rank())
 
 
-def parts_of() -> dict[str, int]:
+def list_parts() -> dict[str, int]:
     """How many parts of a tensor there can be, by what is compared; the same on all ranks."""
-    state = groups()
+    state = find_parallel_state()
     if state is None:
         return {"weight": 1, "weight_gradient": 1, "master": 1}
     tensor = int(state.get_tensor_model_parallel_world_size())
@@ -79,9 +79,9 @@ def parts_of() -> dict[str, int]:
     return {"weight": parts, "weight_gradient": parts, "master": 1} | data
 
 
-def gradient_ranks(module: nn.Module) -> int | None:
+def list_gradient_ranks(module: nn.Module) -> int | None:
     """Ranks of Megatron's groups whose gradients of a weight are added up; None: it does not use them."""
-    state = groups()
+    state = find_parallel_state()
     if state is None:
         return None
     if _is_expert(module):
@@ -93,7 +93,7 @@ def gradient_ranks(module: nn.Module) -> int | None:
 
 def adds_up(module: nn.Module, product: str) -> bool:
     """Whether a module adds up a product over ranks: Y of row-parallel layers, dX of column-parallel ones."""
-    state = groups()
+    state = find_parallel_state()
     kind = {"fprop": "row", "dgrad": "column"}.get(product)
     if state is None or kind is None or _kind(module) != kind or _others_communicate(module):
         return False
@@ -104,10 +104,10 @@ def adds_up(module: nn.Module, product: str) -> bool:
     return bool(size > 1)
 
 
-def sequence_part(module: nn.Module, kind: str) -> tuple[int, int] | None:
+def find_sequence_part(module: nn.Module, kind: str) -> tuple[int, int] | None:
     """This rank and the number of ranks that split the sequence between modules of a kind, `column` or `row`, which gather
     it; None: it is no such module."""
-    state = groups()
+    state = find_parallel_state()
     if state is None or _kind(module) != kind or _is_expert(module) or not _splits_sequence(module):
         return None
     size: int = state.get_tensor_model_parallel_world_size()
@@ -158,7 +158,7 @@ def _expert_data_rank(state: Any) -> int:
     return rank
 
 
-def first_expert(experts: int, owner: nn.Module | None = None) -> int:
+def find_first_expert(experts: int, owner: nn.Module | None = None) -> int:
     """The global number of this rank's first expert, which has `experts` of them.
 
     Args:
@@ -167,5 +167,5 @@ def first_expert(experts: int, owner: nn.Module | None = None) -> int:
     group = getattr(owner, "ep_group", None)
     if isinstance(group, dist.ProcessGroup):
         return experts * dist.get_rank(group)
-    state = groups()
+    state = find_parallel_state()
     return 0 if state is None else experts * int(state.get_expert_model_parallel_rank())

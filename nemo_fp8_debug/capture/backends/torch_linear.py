@@ -5,14 +5,14 @@ from __future__ import annotations
 from torch import nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
-from .base import Backend, foreign_forward, is_plain, raw_weight
+from .base import Backend, find_foreign_forward, is_plain, read_raw_weight
 
 
 def _foreign(module: nn.Module) -> str:
     """Why it may change or quantize its operands before it multiplies them; empty: it is `nn.Linear` and nothing more."""
-    if why := foreign_forward(module, (nn.Linear,)):
+    if why := find_foreign_forward(module, (nn.Linear,)):
         return why
-    weight = raw_weight(module)
+    weight = read_raw_weight(module)
     if weight is not None and not is_plain(weight):
         return f"its weight is a {type(weight).__name__}, which may quantize in its products"
     return ""
@@ -23,7 +23,7 @@ BACKEND = Backend(
     # The output projection of MultiheadAttention is a Linear that is never called.
     owns=lambda module: isinstance(module, nn.Linear) and not isinstance(module, NonDynamicallyQuantizableLinear),
     input=lambda module, args, kwargs, part: args[0] if args else kwargs["input"],
-    weight=lambda module, args, kwargs, part: raw_weight(module),
+    weight=lambda module, args, kwargs, part: read_raw_weight(module),
     output=lambda out: out[0] if isinstance(out, tuple) else out,
     foreign=_foreign,
 )

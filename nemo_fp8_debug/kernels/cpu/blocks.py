@@ -15,11 +15,11 @@ import numpy as np
 import torch
 from numba.np.numpy_support import carray
 
-from ...numerics.block_scaling import WHOLE_ROW, BlockRule, matrix, scales_of_amax
+from ...numerics.block_scaling import WHOLE_ROW, BlockRule, compute_block_scales, view_as_matrix
 from ...numerics.formats import FloatFormat
 from ...numerics.histogram import BINS, Histogram, infinity_bin, magnitudes_of
 from ...numerics.metrics import QuantizationSums
-from ..memory import address_of
+from ..memory import read_address
 from .histogram import occupied
 from .jit import JOB, Work, counts_at, doubles_at, floats_at, jit, job_at, next_share, values_at, work
 from .quantize import largest_pattern, rounded, spacing
@@ -42,18 +42,18 @@ def block_sums(x: torch.Tensor, rule: BlockRule, role: str, fmt: FloatFormat, co
     columns = x.shape[-1] if x.dim() else 1
     rows, stride, kept = x.numel() // columns, columns, x
     if not x.is_contiguous():
-        kept = matrix(x)
+        kept = view_as_matrix(x)
         if kept.stride(1) != 1:
             kept = kept.contiguous()
         stride = kept.stride(0) if rows > 1 else columns
     blocks = math.ceil(rows / high) * math.ceil(columns / wide)
     first, last = bounds(counted.counts.data_ptr(), infinity_bin(x.dtype)) if rule.two_level else (0, BINS - 1)
     whole = magnitudes_of(x.dtype, torch.device("cpu"))[last]
-    scales = scales_of_amax(rule, whole, fmt, x.dtype, slice(first, last + 1))
+    scales = compute_block_scales(rule, whole, fmt, x.dtype, slice(first, last + 1))
     tables = first, last + 1 - first, scales.scale.data_ptr(), scales.scale_inv.data_ptr(), spacing(fmt).ctypes.data
     shares = max(1, min(torch.get_num_threads(), blocks, kept.numel() // GRAIN))
     loop = _sums_of_blocks(0 if wide == WHOLE_ROW else wide, x.dtype == torch.float16)
-    job = share_out(loop, (address_of(kept), rows, columns, stride, high, blocks, *tables), shares, _RESULTS)
+    job = share_out(loop, (read_address(kept), rows, columns, stride, high, blocks, *tables), shares, _RESULTS)
     results = np.frombuffer(job, np.int64)[JOB:].reshape(shares, _RESULTS)
     counts, sums = results[:, :2].sum(0), results[:, 2:].view(np.float64).sum(0)
     return QuantizationSums(*torch.from_numpy(counts).split(1), *torch.from_numpy(sums).split(1))

@@ -14,7 +14,7 @@ import torch
 
 from ...numerics import metrics
 from ...numerics.formats import FloatFormat
-from ...numerics.histogram import BINS, DTYPES, LANES, Histogram, HistogramBatch, infinity_bin, magnitudes
+from ...numerics.histogram import BINS, DTYPES, LANES, Histogram, HistogramBatch, infinity_bin, list_magnitudes
 from ...numerics.metrics import Moments, QuantizationSums
 from .histogram import occupied
 from .jit import jit
@@ -66,7 +66,7 @@ class Histograms:
         ends = np.cumsum([0, *(len(h.occupied[0]) for h in self._histograms)])
         infinity = np.array([infinity_bin(h.dtype) for h in self._histograms])
         table = np.array([BINS * DTYPES.index(h.dtype) for h in self._histograms])
-        return magnitudes().numpy(), bins, counts, ends, infinity, table
+        return list_magnitudes().numpy(), bins, counts, ends, infinity, table
 
 
 def _find_occupied(histograms: Sequence[Histogram]) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ...numerics.block_scaling import Block, BlockRule, MXFP8Scaling, matrix, scales_of_amax
+from ...numerics.block_scaling import Block, BlockRule, MXFP8Scaling, compute_block_scales, view_as_matrix
 from ...numerics.formats import E4M3, FloatFormat
 from ...numerics.histogram import BINS, Histogram, infinity_bin, magnitudes_of
 from ...numerics.metrics import InParts, SumsFound
@@ -76,7 +76,7 @@ def block_sums(x: torch.Tensor, rule: BlockRule, role: str, fmt: FloatFormat, co
     device = x.device
     if not x.numel():
         return total(torch.zeros(1, SUMS, dtype=torch.float64, device=device))
-    rows = matrix(x).contiguous()
+    rows = view_as_matrix(x).contiguous()
     if not rows.data_ptr():
         raise ValueError("it has no memory any longer")
     (high, across), n = (math.ceil(size / TILE) for size in rows.shape), rows.numel()
@@ -87,7 +87,7 @@ def block_sums(x: torch.Tensor, rule: BlockRule, role: str, fmt: FloatFormat, co
     parts = torch.empty(blocks, SUMS, dtype=torch.float64, device=device)
     torch.cuda.current_stream(device).wait_event(_kept(rule, fmt, x.dtype, device))
     whole = amax_of_histogram(counted) if rule.two_level else _no_amax(device)
-    _, scale, scale_inv = scales_of_amax(rule, whole, fmt, x.dtype)
+    _, scale, scale_inv = compute_block_scales(rule, whole, fmt, x.dtype)
     scales = DeviceMemory(scale, "f4", len(scale)), DeviceMemory(scale_inv, "f8", len(scale_inv))
     grid = blocks, THREADS, Stream.current(device)
     launch(values, words, known, scales, DeviceMemory(parts, "f8", parts.numel()), grid)
@@ -102,7 +102,7 @@ def _no_amax(device: torch.device) -> torch.Tensor:
 @functools.cache
 def _kept(rule: BlockRule, fmt: FloatFormat, dtype: torch.dtype, device: torch.device) -> torch.cuda.Event:
     """When what is computed once for a rule and kept on the device is there; any stream but the current one has to wait."""
-    scales_of_amax(rule, torch.zeros((), device=device), fmt, dtype)
+    compute_block_scales(rule, torch.zeros((), device=device), fmt, dtype)
     made: torch.cuda.Event = torch.cuda.current_stream(device).record_event()
     return made
 

@@ -22,7 +22,7 @@ from ...capture.scan import ScannedModule, find_inside
 from ...core.error_guard import Fault, OperandGuard
 from ...core.keys import ACTIVATIONS, Key
 from .attention_logits import Scores, attention_sums, of_module, seen_logits
-from .norms import channel_sums, input_of, output_of, roles_of_norm
+from .norms import channel_sums, find_norm_input, find_norm_output, roles_of_norm
 from .routers import Choice, Router, find_routers, load_sums, router_sums
 
 #: norms of queries and keys, of which tensor-parallel ranks have heads of their own
@@ -42,7 +42,7 @@ class Site:
         """Whether another rank counts what this one has."""
         if "attention_logits" in self.roles or _OF_HEADS.search(self.gemm.name):
             return False
-        return bool(parallel.copied(self.gemm.module, "input"))
+        return bool(parallel.is_copy(self.gemm.module, "input"))
 
 
 def sites_in(
@@ -146,12 +146,12 @@ class ActivationCapture:
                 operand.add_further(further)
 
     def _before_norm(self, name: str, counted: Pass, args: Args, kwargs: Kwargs) -> None:
-        x = input_of(args, kwargs).detach()
+        x = find_norm_input(args, kwargs).detach()
         self._add(name, "norm_input", x, counted.order, channel_sums(x))
 
     def _after_norm(self, name: str, counted: Pass, args: Args, kwargs: Kwargs, out: Any) -> None:
         if (name, "norm_output") in self._operands:
-            y = output_of(out, input_of(args, kwargs)).detach()
+            y = find_norm_output(out, find_norm_input(args, kwargs)).detach()
             self._add(name, "norm_output", y, next(self._dispatcher.order), channel_sums(y))
 
     def _read_arguments(self, name: str, module: nn.Module, counted: Pass, args: Args, kwargs: Kwargs) -> None:

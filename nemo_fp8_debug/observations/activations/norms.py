@@ -29,7 +29,7 @@ def roles_of_norm(module: nn.Module) -> tuple[str, ...]:
     return ("norm_input", "norm_output") if named and is_leaf and has_no_matrix else ()
 
 
-def input_of(args: Args, kwargs: Kwargs) -> torch.Tensor:
+def find_norm_input(args: Args, kwargs: Kwargs) -> torch.Tensor:
     """What a norm is called with.
 
     Raises:
@@ -38,7 +38,7 @@ def input_of(args: Args, kwargs: Kwargs) -> torch.Tensor:
     return _first((*args, *kwargs.values()), "it is called with no tensor of numbers")
 
 
-def output_of(out: Any, x: torch.Tensor) -> torch.Tensor:
+def find_norm_output(out: Any, x: torch.Tensor) -> torch.Tensor:
     """What a norm returns.
 
     Raises:

@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
-from ...capture.backends.base import not_quantized
+from ...capture.backends.base import make_unquantized_cast
 from ...capture.operand_stats import OperandStats
 from ...capture.operands import Operand, UncastOperand
 from ...capture.scan import ScannedModule, scan_modules
 from ...capture.tensors import is_counted, is_never_counted
-from ...capture.tracing import compiled_by_now
+from ...capture.tracing import is_compiled_by_now
 from ...core.error_guard import ErrorGuard
 from ...core.keys import ACTIVATIONS, Key
 from ...core.layer_names import compile_patterns
@@ -150,7 +150,7 @@ class ActivationStep(StepObserver):
         counts, what_if = partial(is_counted, rank=step.watched.rank, first=None), step.config.what_if_recipes
         self._operands: dict[Key, Operand] = {
             (site.gemm.name, role): UncastOperand(
-                site.gemm, role, not_quantized(role), what_if, is_never_counted if site.is_copied else counts
+                site.gemm, role, make_unquantized_cast(role), what_if, is_never_counted if site.is_copied else counts
             )
             for site in self._sites
             for role in site.roles
@@ -164,7 +164,7 @@ class ActivationStep(StepObserver):
 
 
 def _compiled(found: Sequence[Site]) -> Collection[int]:
-    return compiled_by_now(scan_modules(site.gemm.module for site in found))
+    return is_compiled_by_now(scan_modules(site.gemm.module for site in found))
 
 
 class ActivationObservation(TensorObservation):

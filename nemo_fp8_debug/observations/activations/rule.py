@@ -9,12 +9,12 @@ import numpy as np
 import polars as pl
 
 from ...analysis import thresholds
-from ...analysis.diagnosis.courses import LayerCourse, courses
+from ...analysis.diagnosis.courses import LayerCourse, measure_courses
 from ...analysis.diagnosis.facts import Facts, Records, fact, read_unusual
 from ...analysis.diagnosis.finding import Finding
 from ...analysis.diagnosis.rule import rule
-from ...analysis.diagnosis.rules.nonfinite import FirstNonfinite, first_of_rows
-from ...analysis.formatting import number
+from ...analysis.diagnosis.rules.nonfinite import FirstNonfinite, find_first_nonfinite_row
+from ...analysis.formatting import format_number
 from ...analysis.runs.metrics import IS_NONFINITE
 from ...analysis.runs.run import Run
 from .table import TABLES
@@ -51,7 +51,7 @@ def attention_logits(records: Records) -> list[AttentionCourse]:
     """Return the largest logits of each attention layer, sample by sample."""
     mine, theirs = _read_both(records, _LOGITS)
     found = []
-    for course in [] if mine is None else courses(mine, theirs, "amax"):
+    for course in [] if mine is None else measure_courses(mine, theirs, "amax"):
         rows = mine.filter(layer=course.layer).sort("step")  # type: ignore[union-attr]
         entropy = rows["entropy"].cast(pl.Float64).fill_null(np.nan).to_numpy()
         found.append(AttentionCourse(course, rows["step"].to_numpy(), entropy))
@@ -68,7 +68,7 @@ def router_loads(records: Records) -> list[RouterCourse]:
     uneven = (pl.col("loads").list.max() - even) / (pl.col("rows") - even)
     rows, others = (None if each is None else each.with_columns(uneven=uneven) for each in (mine, theirs))
     assert rows is not None
-    by_layer = {course.layer: course for course in courses(rows, others, "uneven")}
+    by_layer = {course.layer: course for course in measure_courses(rows, others, "uneven")}
     found = []
     for (layer,), of_layer in rows.drop_nulls("loads").group_by("layer", maintain_order=True):
         loads = np.array(of_layer["loads"].to_list(), dtype=np.int64)
@@ -111,13 +111,13 @@ def find_attention(facts: Facts) -> Iterator[Finding]:
     since, first, (course, steps, entropy) = min(found, key=lambda each: each[0])
     value = float(course.values[first])
     evidence = (
-        f"the largest logit of {course.layer} is {number(value)} at {facts.unit} {course.steps[first]}, "
-        f"{number(value / float(course.usual.max()))} times the largest {_where(facts)}"
+        f"the largest logit of {course.layer} is {format_number(value)} at {facts.unit} {course.steps[first]}, "
+        f"{format_number(value / float(course.usual.max()))} times the largest {_where(facts)}"
     )
     sides = [entropy[side][np.isfinite(entropy[side])] for side in (steps < since, steps >= since)]
     if all(map(len, sides)):
         before, after = (float(np.median(side)) for side in sides)
-        evidence += f"; the entropy of its weights goes from {number(before)} to {number(after)} nats"
+        evidence += f"; the entropy of its weights goes from {format_number(before)} to {format_number(after)} nats"
     evidence += f"; {len(found) - 1} more attention layers do so" if len(found) > 1 else ""
     yield Finding("attention", "attention_logits", "clear", evidence, course.layer, _LOGITS, since, "", True)
 
@@ -179,4 +179,4 @@ def _where(facts: Facts) -> str:
 
 def find_nonfinite(run: Run, baseline: Run | None) -> list[FirstNonfinite]:
     """Return the first NaN or infinity between GEMMs that the baseline does not have."""
-    return first_of_rows(read_unusual(lambda each: _read(each).filter(IS_NONFINITE), run, baseline))
+    return find_first_nonfinite_row(read_unusual(lambda each: _read(each).filter(IS_NONFINITE), run, baseline))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ...core.keys import ACTIVATIONS
-from ...core.table import Metric, Table, typed
+from ...core.table import Metric, Table, cast_columns
 from ..operands.table import HISTOGRAMS, TENSORS
 
 #: metrics that a histogram cannot tell
@@ -17,7 +17,7 @@ METRICS = {
 }
 #: what else a row has of its own
 COUNTS = ("rows", "channel")
-_COLUMNS = {**TENSORS, **typed("float64", *COUNTS, *METRICS), "loads": "list[int64]"}
+_COLUMNS = {**TENSORS, **cast_columns("float64", *COUNTS, *METRICS), "loads": "list[int64]"}
 _ROLES = tuple(role for roles in ACTIVATIONS.values() for role in roles)
 
 TABLES = (

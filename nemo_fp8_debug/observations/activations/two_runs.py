@@ -8,10 +8,10 @@ from typing import Any
 import polars as pl
 
 from ...analysis.comparison.drift import ROOT_MEAN_SQUARE, TAIL
-from ...analysis.formatting import number
+from ...analysis.formatting import format_number
 from ...analysis.runs.run import Run
 from ...core.keys import SHOWN_AS
-from ...numerics.metric_names import label_of
+from ...numerics.metric_names import name_metric
 from .table import TABLES
 
 #: name in JSON, title of the table, and its columns behind layer and tensor
@@ -59,5 +59,5 @@ def _values(run: Run) -> pl.DataFrame:
 
 def show_row(row: Mapping[str, Any]) -> Iterator[str]:
     """Yield the cells of a row of `compare_runs`, behind layer and tensor."""
-    yield label_of(row["metric"])
-    yield from (number(row[name]) for name in ("baseline", "run", "ratio_log2"))
+    yield name_metric(row["metric"])
+    yield from (format_number(row[name]) for name in ("baseline", "run", "ratio_log2"))

@@ -12,7 +12,7 @@ import torch
 
 from ...capture.device_to_host import Move
 from ...capture.operands import Operand
-from ...capture.tensors import local
+from ...capture.tensors import take_local_part
 from ...capture.weight_gradients import WatchedWeight, WeightGradient
 from ...core.keys import Key
 from ...core.observation import Arrays, Lanes, Observation, SampledTables, SamplePlan
@@ -123,7 +123,7 @@ class GradientStep(StepObserver):
             if x is None:
                 self._sizes.forget(names[0])
             elif self._weights[names[0]].is_counted(x):
-                counted.append((names[0], local(x).detach()))
+                counted.append((names[0], take_local_part(x).detach()))
         self._sizes.measure(counted)
 
     def move(self, to: Move) -> None:

@@ -13,10 +13,10 @@ from ...analysis.diagnosis.facts import Facts, Records, fact, read_unusual
 from ...analysis.diagnosis.finding import Finding
 from ...analysis.diagnosis.rule import rule
 from ...analysis.diagnosis.rules.nonfinite import WEIGHT_GRADIENT, FirstNonfinite
-from ...analysis.diagnosis.rules.operands import loses_most, suspects
+from ...analysis.diagnosis.rules.operands import has_lost_most, suspects
 from ...analysis.diagnosis.rules.zeros import zero_tensors
 from ...analysis.runs.run import Run
-from ...core.layer_names import aggregate_of
+from ...core.layer_names import name_aggregate
 
 _ROLE = "weight_gradient"
 
@@ -54,8 +54,10 @@ def find_zero_gradients(facts: Facts) -> Iterator[Finding]:
 
     Example: a buffer is not reduced, so from step 80 on dW of layers.2.qkv is zero.
     """
-    explained = {each.layer for each in zero_tensors(facts)} | {each.layer for each in suspects(facts) if loses_most(each)}
-    found = [each for each in zero_gradients(facts) if each.layer not in explained and aggregate_of(each.layer) is None]
+    explained = {each.layer for each in zero_tensors(facts)} | {
+        each.layer for each in suspects(facts) if has_lost_most(each)
+    }
+    found = [each for each in zero_gradients(facts) if each.layer not in explained and name_aggregate(each.layer) is None]
     if not found:
         return
     since = min(each.since for each in found)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ...core.table import SAMPLE, Metric, Table, typed
+from ...core.table import SAMPLE, Metric, Table, cast_columns
 
 METRICS = {
     "norm": Metric("norm of dW", scale="log"),
@@ -14,10 +14,10 @@ TABLES = (
         "gradients",
         {
             **SAMPLE,
-            **typed("float64", "consumed_samples"),
-            **typed("string", "layer", "gemm"),
-            **typed("float64", *METRICS),
-            **typed("int64", "zeros", "nonfinite", "elements", "ranks"),
+            **cast_columns("float64", "consumed_samples"),
+            **cast_columns("string", "layer", "gemm"),
+            **cast_columns("float64", *METRICS),
+            **cast_columns("int64", "zeros", "nonfinite", "elements", "ranks"),
         },
     ),
 )

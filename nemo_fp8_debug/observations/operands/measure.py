@@ -10,14 +10,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from ...capture.operand_stats import OperandStats, added_up
-from ...core.layer_names import aggregate_of, is_aggregate
+from ...capture.operand_stats import OperandStats, add_up_stats
+from ...core.layer_names import is_aggregate, name_aggregate
 from ...core.table import concat_columns
 from ...kernels.cpu.histograms import Histograms
 from ...numerics.delayed_state import EmulatedScales
 from ...numerics.expert_groups import ExpertAggregates
 from ...numerics.formats import FORMATS, FloatFormat
-from ...numerics.metric_columns import distributions, rows
+from ...numerics.metric_columns import make_distribution_columns, make_metric_columns
 from ...numerics.metrics import Moments, QuantizationSums
 from ...numerics.tensor_scaling import CurrentScaling
 
@@ -47,7 +47,7 @@ class Measured:
     norms: list[float]
 
 
-def measure(
+def measure_tensors(
     stats: Sequence[OperandStats], others: Sequence[EmulatedScales] = (), names: Collection[str] = frozenset()
 ) -> Measured:
     """Return all metrics of tensors, and of the experts of each layer as one.
@@ -58,12 +58,12 @@ def measure(
         names: of the GEMMs that were looked at; experts that gave no sample are counted in the aggregate of theirs.
     """
     aggregates = ExpertAggregates.of([s.key for s in stats], [(s.cast.recipe, s.cast.format, s.cast.dtype) for s in stats])
-    aggregated = [added_up(key, [stats[i] for i in of]) for key, of in aggregates.members.items()]
+    aggregated = [add_up_stats(key, [stats[i] for i in of]) for key, of in aggregates.members.items()]
     totals = Histograms([s.histogram for s in stats])
     moments = _moments(stats, totals)
     if aggregated:
         moments = Moments.concat([moments, _moments(aggregated, Histograms([s.histogram for s in aggregated]))])
-    experts = Counter(aggregate for name in {*names, *(s.key[0] for s in stats)} if (aggregate := aggregate_of(name)))
+    experts = Counter(aggregate for name in {*names, *(s.key[0] for s in stats)} if (aggregate := name_aggregate(name)))
     operands = _Operands([*stats, *aggregated], aggregates, totals, moments, experts)
     scale, sums = _in_use(stats, operands)
     described: Rows = {
@@ -115,7 +115,7 @@ def _block_scales(operands: _Operands) -> Rows:
     if not counted:
         return {}
     rules: list[Any] = [s.cast.parsed.scaling for s in counted]
-    found = distributions(torch.stack([s.block_scales for s in counted if s.block_scales is not None]), rules)
+    found = make_distribution_columns(torch.stack([s.block_scales for s in counted if s.block_scales is not None]), rules)
     return operands.about(counted) | {
         "recipe": [s.cast.recipe for s in counted],
         "format": [s.cast.format for s in counted],
@@ -153,7 +153,7 @@ class _Operands:
         index, sums, scale = self.aggregates.append_to(chosen, sums, scale, self.moments.amax)
         at = torch.tensor(index, dtype=torch.int64)
         shown = [self.rows[i] for i in index]
-        return self.about(shown) | rows(self.moments.rows(at), sums, scale, formats(index))
+        return self.about(shown) | make_metric_columns(self.moments.rows(at), sums, scale, formats(index))
 
     def about(self, stats: Sequence[OperandStats]) -> Rows:
         """What rows are about."""
@@ -169,7 +169,7 @@ class _Operands:
         }
 
     def _experts(self, layer: str) -> int | None:
-        return self.experts[layer] if is_aggregate(layer) else 1 if aggregate_of(layer) else None
+        return self.experts[layer] if is_aggregate(layer) else 1 if name_aggregate(layer) else None
 
 
 def _in_use(stats: Sequence[OperandStats], operands: _Operands) -> tuple[torch.Tensor, QuantizationSums]:

@@ -8,23 +8,23 @@ from functools import partial
 import torch
 
 from ...capture.attention import AttentionCapture
-from ...capture.backends.base import ScaleInUse, unknown_cast
-from ...capture.gemms import Gemm, matching, seen_in_forward
+from ...capture.backends.base import ScaleInUse, make_unknown_cast
+from ...capture.gemms import Gemm, is_seen_in_forward, match_gemms
 from ...capture.hooks import Capture, OperandSink
 from ...capture.matmul_capture import MatmulCapture
 from ...capture.operands import Operand
 from ...capture.scales import SHADOW
-from ...capture.tensors import is_counted, is_never_counted, local
+from ...capture.tensors import is_counted, is_never_counted, take_local_part
 from ...core.error_guard import ErrorGuard
-from ...core.keys import ATTENTION, ATTENTION_BACKWARD, ATTENTION_FORWARD, ROLES, Key, roles_of
+from ...core.keys import ATTENTION, ATTENTION_BACKWARD, ATTENTION_FORWARD, ROLES, Key, list_roles
 from ...core.observation import Arrays, Lanes, SampledTables, SamplePlan
 from ...core.table import Columns
 from ...monitor.open_step import OpenStep, RunSetup, StepObserver, copied_elsewhere, is_shown
 from ...numerics.block_scaling import BlockRule
-from ...numerics.metric_columns import unscaled
+from ...numerics.metric_columns import unscale_columns
 from ...numerics.tensor_scaling import CurrentScaling
 from ...record.dump import Dumped, TensorDump
-from .measure import measure
+from .measure import measure_tensors
 from .table import METRICS_TABLE
 from .tensors import Stats, TensorObservation
 
@@ -49,18 +49,18 @@ class OperandStep(StepObserver):
             for gemm in step.known:
                 if is_shown(gemm, role):
                     _add_operand(step, gemm, role)
-        found = matching(step.watched.model.attentions, step.config.layers)
+        found = match_gemms(step.watched.model.attentions, step.config.layers)
         self._attentions = [gemm for gemm in found if id(gemm.module) not in step.compiled]
         if step.watched.model.scales.auto:
             roles = [*(ATTENTION_FORWARD if "input" in self._roles else ())]
             roles += ATTENTION_BACKWARD if "grad_output" in self._roles else ()
-            mine = {(g.name, role): Operand(g, role, unknown_cast(role)) for g in self._attentions for role in roles}
+            mine = {(g.name, role): Operand(g, role, make_unknown_cast(role)) for g in self._attentions for role in roles}
             self._attention_sinks |= mine
             step.operands |= mine
 
     def subscribe(self, step: OpenStep) -> None:
         """See `StepObserver`."""
-        model, inside = step.watched.model, {key for key, sink in step.sinks.items() if seen_in_forward(sink.gemm)}
+        model, inside = step.watched.model, {key for key, sink in step.sinks.items() if is_seen_in_forward(sink.gemm)}
         options = step.lose, step.dispatcher, model.scales.auto, step.products
         if outside := {key: sink for key, sink in step.sinks.items() if key not in inside}:
             Capture(outside, *options, model.masters, step.copies).subscribe()
@@ -122,7 +122,7 @@ class OperandObservation(TensorObservation):
 
     def __init__(self, setup: RunSetup) -> None:
         kinds = setup.shard_group.kinds
-        every = [(name, role) for name, kind in kinds.items() for role in roles_of(kind)]
+        every = [(name, role) for name, kind in kinds.items() for role in list_roles(kind)]
         super().__init__({key: kinds[key[0]].removeprefix(ATTENTION) for key in every}, setup.ranks)
         self._scales = setup.scales
 
@@ -160,9 +160,11 @@ class OperandObservation(TensorObservation):
     def finish(self, tables: Mapping[str, Columns], scalars: Mapping[str, float]) -> dict[str, Columns]:
         """See `Observation`."""
         # A step in which no rank saw any operand has a table all the same.
-        known = tables if "metrics" in tables else {"metrics": measure([]).metrics, **tables}
+        known = tables if "metrics" in tables else {"metrics": measure_tensors([]).metrics, **tables}
         multiplier = scalars.get("grad_scale")
-        return {name: {**columns, **unscaled(columns, multiplier)} for name in _UNSCALED if (columns := known.get(name))}
+        return {
+            name: {**columns, **unscale_columns(columns, multiplier)} for name in _UNSCALED if (columns := known.get(name))
+        }
 
 
 class DumpedOperand:
@@ -183,4 +185,4 @@ class DumpedOperand:
             key, about = (*self._operand.key, call), (use.recipe.name, use.format, use.source)
             if isinstance(scale, BlockRule):  # a dump has one scale: its codes are those of current scaling
                 scale, about = CurrentScaling(), (SHADOW.name, SHADOW.format_of(self._operand.role), "current")
-            self._dump.add(Dumped(*self._where, *key, *about), local(x.detach()), scale)
+            self._dump.add(Dumped(*self._where, *key, *about), take_local_part(x.detach()), scale)

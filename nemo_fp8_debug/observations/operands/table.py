@@ -3,33 +3,33 @@
 from __future__ import annotations
 
 from ...core.keys import ATTENTION_BACKWARD, ATTENTION_FORWARD, ROLES
-from ...core.table import SAMPLE, Table, typed
+from ...core.table import SAMPLE, Table, cast_columns
 from ...numerics.metric_names import BLOCK_SCALES, METRICS, UNITS
 
 #: columns that every table of tensors has: what a row is about, and its metrics
 TENSORS: dict[str, str] = {
     **SAMPLE,
-    **typed("float64", "consumed_samples"),
-    **typed("string", "layer", "gemm", "role", "recipe", "format", "dtype", "scale_source"),
-    **typed("int64", "calls", "ranks", "ranks_missing", "experts", "n", "nan", "inf", "nonfinite_order"),
-    **typed("float64", "scale", "scale_current", *METRICS),
-    **typed("float64", *(f"unscaled_{name}" for name in UNITS)),
+    **cast_columns("float64", "consumed_samples"),
+    **cast_columns("string", "layer", "gemm", "role", "recipe", "format", "dtype", "scale_source"),
+    **cast_columns("int64", "calls", "ranks", "ranks_missing", "experts", "n", "nan", "inf", "nonfinite_order"),
+    **cast_columns("float64", "scale", "scale_current", *METRICS),
+    **cast_columns("float64", *(f"unscaled_{name}" for name in UNITS)),
 }
 #: of a histogram: its occupied bins, ascending, and how many values each counts
 HISTOGRAMS: dict[str, str] = {
     **SAMPLE,
-    **typed("string", "layer", "role", "recipe", "format", "dtype"),
-    **typed("boolean", "rounded"),
-    **typed("float64", "scale"),
+    **cast_columns("string", "layer", "role", "recipe", "format", "dtype"),
+    **cast_columns("boolean", "rounded"),
+    **cast_columns("float64", "scale"),
     "bins": "list[uint16]",
     "counts": "list[int64]",
 }
 _BLOCK_SCALES: dict[str, str] = {
     **{name: kind for name, kind in TENSORS.items() if name in (*SAMPLE, "consumed_samples", "layer", "gemm", "role")},
-    **typed("string", "recipe", "format", "dtype", "scale_source"),
-    **typed("int64", "calls", "ranks", "ranks_missing", "experts"),
-    **typed("float64", *BLOCK_SCALES),
-    **typed("int64", "blocks", "empty_blocks"),
+    **cast_columns("string", "recipe", "format", "dtype", "scale_source"),
+    **cast_columns("int64", "calls", "ranks", "ranks_missing", "experts"),
+    **cast_columns("float64", *BLOCK_SCALES),
+    **cast_columns("int64", "blocks", "empty_blocks"),
 }
 
 METRICS_TABLE = Table("metrics", TENSORS, roles=(*ROLES, *ATTENTION_FORWARD, *ATTENTION_BACKWARD), histograms="histograms")
@@ -37,7 +37,7 @@ TABLES = (
     METRICS_TABLE,
     Table("what_if", TENSORS),
     #: rounded: whether metrics are approximate, from histograms of float32 values that were rounded to bfloat16
-    Table("replayed", {**TENSORS, **typed("boolean", "rounded")}, is_added_later=True),
+    Table("replayed", {**TENSORS, **cast_columns("boolean", "rounded")}, is_added_later=True),
     Table("histograms", HISTOGRAMS, by_step=True),
     Table("copies", {**TENSORS, "product": "string"}),
     Table("block_scales", _BLOCK_SCALES),

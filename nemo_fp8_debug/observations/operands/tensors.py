@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ...capture.operand_stats import Cast, OperandStats, collect
+from ...capture.operand_stats import Cast, OperandStats, collect_stats
 from ...capture.operands import Operand
 from ...core.keys import Key
 from ...core.observation import Arrays, Lanes, Observation, SampledTables, SamplePlan
@@ -24,7 +24,7 @@ from ...distributed import Ranks
 from ...numerics.block_scaling import CODES
 from ...numerics.histogram import BINS, Histogram
 from ...numerics.metrics import Moments, QuantizationSums
-from .measure import Measured, measure
+from .measure import Measured, measure_tensors
 
 Stats = list[OperandStats]
 #: bins of a histogram that are sent together: a binade of bfloat16, an eighth of one of float16
@@ -64,7 +64,7 @@ class TensorObservation(Observation):
 
     def collect(self, mine: object, operands: Sequence[Operand]) -> Stats:
         """See `Observation`."""
-        return collect([operand for operand in operands if operand.role in self.roles])
+        return collect_stats([operand for operand in operands if operand.role in self.roles])
 
     def pack(self, plan: SamplePlan, found: Stats | None, expected: Collection[Key]) -> Arrays:
         """See `Observation`."""
@@ -84,7 +84,7 @@ class TensorObservation(Observation):
 
     def measure(self, sampled: SampledTables) -> Measured:
         """Return the metrics of whole tensors."""
-        return measure(sampled.whole[self.name], sampled.what_if, sampled.chosen)
+        return measure_tensors(sampled.whole[self.name], sampled.what_if, sampled.chosen)
 
 
 def put_in_use_first(columns: Columns) -> dict[str, list[Any]]:

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 import torch
 
-from ...capture.tensors import local
-from ...numerics.block_scaling import matrix
-from ...numerics.gemm_error import spread
+from ...capture.tensors import take_local_part
+from ...numerics.block_scaling import view_as_matrix
+from ...numerics.gemm_error import spread_places
 from ...numerics.product_check import CHECKED, FLOAT32, Accumulation, Block, Exact, check_blocks
 from .verification import CHANGED, GATHERED, NOT_SEEN
 
@@ -159,7 +159,7 @@ class ProductChecks:
 
     def multiplied_gradient(self, dy: torch.Tensor) -> None:
         """dY as the GEMM gets it, which hooks may have changed; without host synchronization."""
-        self._note_gradient("multiplied", matrix(local(dy.detach())))
+        self._note_gradient("multiplied", view_as_matrix(take_local_part(dy.detach())))
 
     def _note_gradient(self, which: str, m: torch.Tensor) -> None:
         self._gradients.setdefault(which, (self.block(m), tuple(m.shape)))
@@ -195,18 +195,18 @@ class ProductChecks:
             bias: [columns], what was added to the product.
             before: a block, as of `block`, of what was there before the product was added to it.
         """
-        m = matrix(local(result.detach()))
+        m = view_as_matrix(take_local_part(result.detach()))
         if self.is_returned(product) or not m.numel():
             return
         if bias is not None:
-            bias = local(bias.detach())
-            before = bias[spread(len(bias), self._rows, bias.device, self._step, True)]
+            bias = take_local_part(bias.detach())
+            before = bias[spread_places(len(bias), self._rows, bias.device, self._step, True)]
         self._returned[product] = _Returned(self.block(m), (m.shape[0], m.shape[1]), before)
         self._compare(product)
 
     def block(self, m: torch.Tensor) -> torch.Tensor:
         """A copy of the rows and columns of a matrix that are looked at."""
-        rows, columns = (spread(n, self._rows, m.device, self._step, bool(i)) for i, n in enumerate(m.shape))
+        rows, columns = (spread_places(n, self._rows, m.device, self._step, bool(i)) for i, n in enumerate(m.shape))
         return m.index_select(0, rows).index_select(1, columns)
 
     def is_returned(self, product: str) -> bool:

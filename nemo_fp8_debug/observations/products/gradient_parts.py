@@ -45,7 +45,7 @@ NUMBERS = len(_HEADER) + 3 * _VALUES
 _EXACT = Accumulation(roundoff=0.0, besides=1.0, bias=1.0)
 
 
-def bound_of_sum(
+def compute_sum_bound(
     sizes: torch.Tensor, roundings: int, dtypes: Collection[torch.dtype], ranks: int = 1, factor: float = 1.0
 ) -> torch.Tensor:
     """How far a sum may be off, in any order of summation; infinite if nothing can be told.
@@ -58,7 +58,7 @@ def bound_of_sum(
         factor: that sums are multiplied by on the way.
 
     Example:
-        >>> float(bound_of_sum(torch.tensor(8.0).double(), 4, [torch.bfloat16]))
+        >>> float(compute_sum_bound(torch.tensor(8.0).double(), 4, [torch.bfloat16]))
         0.126984...
     """
     part = roundings * max(torch.finfo(dtype).eps / 2 for dtype in dtypes)

@@ -18,16 +18,16 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ...capture.backends.parallel import gradient_ranks, part_of
-from ...capture.data_parallel import Sharded, active_ddp
+from ...capture.backends.parallel import find_part, list_gradient_ranks
+from ...capture.data_parallel import Sharded, find_active_ddp
 from ...capture.dispatcher import Dispatcher
 from ...capture.gemms import Gemm
-from ...capture.optimizer_weights import begin_of_part, find_buffers, is_split_by_zero, weight_of
+from ...capture.optimizer_weights import find_buffers, find_part_start, find_weight, is_split_by_zero
 from ...capture.scan import ScannedModule
-from ...capture.tensors import is_dtensor, local
+from ...capture.tensors import is_dtensor, take_local_part
 from ...capture.weight_gradients import ADDED_LATER, adds_to_main_grad
-from ...numerics.gemm_error import spread
-from .gradient_parts import GradientParts, bound_of_sum
+from ...numerics.gemm_error import spread_places
+from .gradient_parts import GradientParts, compute_sum_bound
 from .verification import NOT_REDUCED, OTHER_REDUCTION, PARTS_MISSING
 from .verification import REDUCED_ROWS as ROWS
 
@@ -54,7 +54,7 @@ OTHER = Reducer(reason=OTHER_REDUCTION)
 
 def of_ddp(weight: Any) -> Reducer | None:
     """Of torch's DistributedDataParallel, in whose forward this is called; None: in none that has the weight."""
-    active = active_ddp()
+    active = find_active_ddp()
     if active is None or not any(p is weight for p in active._module_parameters):
         return None
     if active._comm_hooks or active.mixed_precision is not None:
@@ -85,7 +85,7 @@ def of_megatron(module: nn.Module, weight: Any, buffers: Sequence[Any]) -> tuple
     Args:
         buffers: those that `find_buffers` finds.
     """
-    ranks = gradient_ranks(module)
+    ranks = list_gradient_ranks(module)
     shared = any(getattr(weight, name, False) for name in ADDED_LATER)
     if ranks is None or shared:
         return OTHER, None
@@ -99,7 +99,7 @@ def of_megatron(module: nn.Module, weight: Any, buffers: Sequence[Any]) -> tuple
             main = getattr(weight, "main_param", None)
             if main is None or not main.numel():
                 return reducer, None
-            begin = begin_of_part(buffer, weight)
+            begin = find_part_start(buffer, weight)
             return reducer, slice(begin, begin + main.numel())
     return OTHER, None
 
@@ -119,7 +119,7 @@ class _Gradient:
     """Of one weight."""
 
     gemm: Gemm
-    #: as of `weight_of`; under FSDP2 the one that is gathered
+    #: as of `find_weight`; under FSDP2 the one that is gathered
     weight: Any
     #: whether this rank has summands of its own, and whether it keeps a tensor that lies as the weight does
     adds: bool
@@ -160,7 +160,7 @@ class _Gradient:
 @functools.lru_cache(1024)
 def _places(shape: tuple[int, int], step: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """int64 [k, 1] and [l]: rows and columns that are looked at. To be read only."""
-    rows, columns = (spread(n, ROWS, device, step, bool(i)) for i, n in enumerate(shape))
+    rows, columns = (spread_places(n, ROWS, device, step, bool(i)) for i, n in enumerate(shape))
     return rows[:, None], columns
 
 
@@ -188,7 +188,7 @@ class ReducedGradients:
         self._buffers, self._sharded = [buffer for _, buffer in find_buffers(scanned)], Sharded(scanned)
         self._gradients: dict[str, _Gradient] = {}
         for gemm in gemms:
-            weight = weight_of(gemm)
+            weight = find_weight(gemm)
             if weight is not None and weight.dim() == 2 and weight.requires_grad:
                 copied = [gemm.backend.copied(gemm.module, role) for role in ("input", "grad_output")]
                 shape = (weight.shape[0], weight.shape[1])
@@ -217,7 +217,7 @@ class ReducedGradients:
         if torch._C._current_graph_task_id() != -1 or not torch.is_grad_enabled():
             return
         if self._sharded.parameter(one.gemm.module, one.name) is not None:
-            one.weight = weight_of(one.gemm)
+            one.weight = find_weight(one.gemm)
             self._watch(one)
         one.reducer = self._reducer(one)
 
@@ -274,7 +274,7 @@ class ReducedGradients:
             return
         if is_dtensor(grad):  # which has rows, as torch splits them
             size, rank = grad.device_mesh.size(-1), grad.device_mesh.get_coordinate()[-1]
-            one.keep_part(local(grad).reshape(-1), -(-one.shape[0] // size) * rank * one.shape[1])
+            one.keep_part(take_local_part(grad).reshape(-1), -(-one.shape[0] // size) * rank * one.shape[1])
         else:
             one.reduced = one.block(grad)
 
@@ -305,7 +305,7 @@ class ReducedGradients:
 
 def _parts(one: _Gradient) -> GradientParts | None:
     """None: it has nothing to add, and none of its own is expected."""
-    part, reducer = part_of(one.gemm.module, "weight_gradient"), one.reducer or OTHER
+    part, reducer = find_part(one.gemm.module, "weight_gradient"), one.reducer or OTHER
     seen = one.passes > 0 or hasattr(one.weight, "main_grad")  # which is there for experts without tokens too
     if part is None or not one.adds or not seen:
         return None
@@ -318,7 +318,7 @@ def _parts(one: _Gradient) -> GradientParts | None:
     given = [*one.summands, *([] if one.reduced is None else [one.reduced])]
     dtypes = {x.dtype for x in given} | {reducer.dtype or torch.float32}
     roundings = max(one.passes, 1) * reducer.ranks + _SCALINGS
-    bound = bound_of_sum(size, roundings, dtypes, reducer.ranks, reducer.factor)
+    bound = compute_sum_bound(size, roundings, dtypes, reducer.ranks, reducer.factor)
     return GradientParts(
         part=part,
         summand=summand,

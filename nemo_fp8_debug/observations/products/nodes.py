@@ -46,7 +46,7 @@ class ProductNode:
         return self.node.next_functions[place][0] is not None
 
 
-def product_node(y: torch.Tensor, x: torch.Tensor | None, weight: torch.Tensor | None) -> ProductNode | None:
+def find_product_node(y: torch.Tensor, x: torch.Tensor | None, weight: torch.Tensor | None) -> ProductNode | None:
     """The node that multiplies, from what a module returned; None: none that is known here.
 
     Args:
@@ -74,7 +74,7 @@ def _place_of(node: Any, x: torch.Tensor | None) -> int | None:
     return None
 
 
-def watch(
+def watch_node(
     dispatcher: Dispatcher,
     guard: Guard,
     found: ProductNode,
@@ -101,7 +101,7 @@ def watch(
     dispatcher.watch_node(found.node, guard, begin, after)
 
 
-def bias_of(module: nn.Module) -> torch.Tensor | None:
+def find_bias(module: nn.Module) -> torch.Tensor | None:
     """What a module adds to its product in what it returns; None: nothing."""
     if getattr(module, "skip_bias_add", False) or getattr(module, "return_bias", False):
         return None

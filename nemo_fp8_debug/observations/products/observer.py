@@ -15,7 +15,7 @@ from ...capture.device_to_host import Move
 from ...capture.operand_stats import Cast
 from ...capture.operands import Operand
 from ...core.keys import MIXED, Key
-from ...core.layer_names import aggregate_of
+from ...core.layer_names import name_aggregate
 from ...core.observation import Arrays, Lanes, Observation, SampledTables, SamplePlan
 from ...core.table import Columns
 from ...monitor.open_step import OpenStep, RunSetup, StepObserver, counts_weight
@@ -41,7 +41,7 @@ def output_columns(sums: OutputSums, kinds: Mapping[str, str], casts: Mapping[Ke
     members: dict[tuple[str, str], list[str]] = {key: [key[0]] for key in sums}
     aggregates: dict[tuple[str, str], list[str]] = defaultdict(list)
     for layer, product in sums:
-        if aggregate := aggregate_of(layer):
+        if aggregate := name_aggregate(layer):
             aggregates[aggregate, product].append(layer)
     rows = []
     for (layer, product), layers in [*members.items(), *aggregates.items()]:
@@ -54,7 +54,7 @@ def output_columns(sums: OutputSums, kinds: Mapping[str, str], casts: Mapping[Ke
                 "product": product,
                 "recipe": _common([cast.recipe for cast in found]),
                 "scale_source": _common([cast.source for cast in found]),
-                "experts": len(layers) if aggregate_of(layers[0]) else None,
+                "experts": len(layers) if name_aggregate(layers[0]) else None,
                 **_metrics(product, total.tolist()),
             }
         )

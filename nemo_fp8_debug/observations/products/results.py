@@ -13,18 +13,18 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-from ...capture.backends.base import Args, Kwargs, raw_weight
-from ...capture.backends.parallel import adds_up, sequence_part
-from ...capture.backends.transformer_engine.casts import call_of, is_quantized
+from ...capture.backends.base import Args, Kwargs, read_raw_weight
+from ...capture.backends.parallel import adds_up, find_sequence_part
+from ...capture.backends.transformer_engine.casts import find_call, is_quantized
 from ...capture.dispatcher import Dispatcher
 from ...capture.gemms import Gemm
 from ...capture.operator_mode import Collectives
-from ...capture.patching import emulated
-from ...capture.tensors import as_multiplied, is_dtensor, local
+from ...capture.patching import find_emulation
+from ...capture.tensors import is_dtensor, take_local_part, view_as_multiplied
 from ...capture.weight_gradients import adds_to_main_grad
-from ...numerics.block_scaling import matrix
+from ...numerics.block_scaling import view_as_matrix
 from .checks import ProductChecks
-from .nodes import bias_of, product_node, watch
+from .nodes import find_bias, find_product_node, watch_node
 from .verification import ADDED_UP, HOOKED, INSIDE, NOT_SEEN, UNKNOWN_CAST
 
 _LOOKING = "while looking at what a GEMM returned"
@@ -87,11 +87,11 @@ class Results:
             if not self._checks.is_returned("fprop"):
                 self._checks.cannot_tell("fprop", ADDED_UP)
         elif (mine := self._part_of_sequence("column", self._mine(y))) is not None:
-            bias = bias_of(self._gemm.module)
-            self._checks.returned("fprop", mine, None if bias is None else as_multiplied(bias))
+            bias = find_bias(self._gemm.module)
+            self._checks.returned("fprop", mine, None if bias is None else view_as_multiplied(bias))
 
     def _see_gradients(self, y: torch.Tensor, x: torch.Tensor | None, weight: torch.Tensor | None) -> None:
-        found = product_node(y, x, weight)
+        found = find_product_node(y, x, weight)
         if found is None:
             for product in ("dgrad", "wgrad"):
                 self._checks.cannot_tell(product, NOT_SEEN)
@@ -106,7 +106,7 @@ class Results:
         mode = None
         if adds_up(self._gemm.module, "dgrad") and weight is not None and weight.dim() == 2:
             mode = BeforeSums(self._checks, "dgrad", (y.numel() // max(y.shape[-1], 1), weight.shape[1]))
-        fused = MainGrad(self._gemm, self._checks, call_of(y)) if adds_to_main_grad(self._gemm.module) else None
+        fused = MainGrad(self._gemm, self._checks, find_call(y)) if adds_to_main_grad(self._gemm.module) else None
         around = [part for part in (mode, fused) if part is not None]
 
         def begin(grads: Any) -> None:
@@ -119,10 +119,10 @@ class Results:
                 for part in around:
                     part.end()
 
-        watch(self._dispatcher, partial(self._guard, _LOOKING), found, self._take, begin, end)
+        watch_node(self._dispatcher, partial(self._guard, _LOOKING), found, self._take, begin, end)
 
     def _see_multiplied_gradient(self, grads: Any) -> None:
-        if emulated(self._gemm.module) is None and grads and isinstance(grads[0], torch.Tensor):
+        if find_emulation(self._gemm.module) is None and grads and isinstance(grads[0], torch.Tensor):
             mine = self._mine(grads[0])
             if mine is not None:
                 self._checks.multiplied_gradient(mine)
@@ -133,11 +133,11 @@ class Results:
 
     def _part_of_sequence(self, kind: str, x: torch.Tensor | None) -> torch.Tensor | None:
         """The rows of this rank's operands, of a result that has those of all ranks that split the sequence."""
-        part = sequence_part(self._gemm.module, kind)
+        part = find_sequence_part(self._gemm.module, kind)
         if part is None or x is None:
             return x
         rank, size = part
-        m = matrix(local(x.detach()))
+        m = view_as_matrix(take_local_part(x.detach()))
         return m.reshape(size, -1, m.shape[1])[rank] if m.shape[0] % size == 0 else m
 
     def _take(self, product: str, grad: torch.Tensor | None) -> None:
@@ -168,7 +168,7 @@ class BeforeSums(Collectives):
         """Takes the first of its shape."""
         for x in tree_leaves(args) if "reduce" in func.overloadpacket.__name__ else ():
             is_matrix = isinstance(x, torch.Tensor) and x.dim() > 1 and x.is_floating_point() and x.element_size() > 1
-            if is_matrix and tuple(matrix(x).shape) == self.shape:
+            if is_matrix and tuple(view_as_matrix(x).shape) == self.shape:
                 self._checks.returned(self._product, x)
 
 
@@ -181,8 +181,8 @@ class MainGrad:
         self._before: torch.Tensor | None = None
 
     def _gradient(self) -> torch.Tensor | None:
-        grad = getattr(raw_weight(self._module), "main_grad", None)
-        return matrix(local(grad.detach())) if isinstance(grad, torch.Tensor) else None
+        grad = getattr(read_raw_weight(self._module), "main_grad", None)
+        return view_as_matrix(take_local_part(grad.detach())) if isinstance(grad, torch.Tensor) else None
 
     def begin(self) -> None:
         """Before the GEMM runs."""

@@ -11,7 +11,7 @@ from ...analysis import thresholds
 from ...analysis.diagnosis.facts import Facts, Records, fact
 from ...analysis.diagnosis.finding import Finding
 from ...analysis.diagnosis.rule import rule
-from ...analysis.formatting import number
+from ...analysis.formatting import format_number
 from ...core.keys import RESULTS, ROLES, SHOWN_AS
 from .table import OUTPUTS, VERIFICATION
 
@@ -137,7 +137,7 @@ def _describe_reach(found: Finding, run: pl.DataFrame, baseline: pl.DataFrame | 
     for product in after["product"].unique(maintain_order=True):
         now, before = (rows.filter(product=product)[part].median() for rows in (after, usual))
         if isinstance(now, float) and isinstance(before, float):
-            told.append(f"{number(before)} -> {number(now)} of the output of {product}")
+            told.append(f"{format_number(before)} -> {format_number(now)} of the output of {product}")
             grown = grown or now > thresholds.FACTOR * before
     if not told:
         return ""
@@ -158,10 +158,10 @@ def _share_errors(outputs: pl.DataFrame, verification: pl.DataFrame) -> dict[str
     rounding = (known.filter(known.is_finite()) ** 2).mean()
     if isinstance(rounding, float):
         parts["of accumulation and rounding"] = rounding
-    return share_in_percent(parts)
+    return compute_shares(parts)
 
 
-def share_in_percent(parts: Mapping[str, float]) -> dict[str, float]:
+def compute_shares(parts: Mapping[str, float]) -> dict[str, float]:
     """Return each part in percent of their sum, largest first; nothing if the sum is zero."""
     total = sum(parts.values())
     shares = {what: 100 * value / total for what, value in parts.items()} if total > 0 else {}

@@ -20,11 +20,11 @@ from ...capture.backends.parallel import adds_up
 from ...capture.dispatcher import Dispatcher
 from ...capture.gemms import Gemm
 from ...capture.operands import Operand
-from ...capture.patching import emulated
-from ...capture.tensors import as_multiplied, local
+from ...capture.patching import find_emulation
+from ...capture.tensors import take_local_part, view_as_multiplied
 from ...kernels import quantize_dequantize
-from ...numerics.block_scaling import BlockRule, matrix
-from ...numerics.gemm_error import PRODUCTS, RowSample, Side, Terms, scale_of, spread, take_rows
+from ...numerics.block_scaling import BlockRule, view_as_matrix
+from ...numerics.gemm_error import PRODUCTS, RowSample, Side, Terms, compute_product_scale, spread_places, take_rows
 from ...numerics.tensor_scaling import CurrentScaling
 from .checks import CheckQueue, ProductChecks, Used
 from .results import BeforeSums, Results
@@ -34,7 +34,7 @@ from .verification import BY_CHANCE, STORED, UNKNOWN_CAST, UNKNOWN_COPY
 def _scale(m: torch.Tensor, cast: ScaleInUse) -> torch.Tensor | BlockRule:
     """Of a whole operand, on its device, or the rule of its blocks."""
     if isinstance(cast.scale, CurrentScaling):
-        return scale_of(m, cast.scale, cast.format)
+        return compute_product_scale(m, cast.scale, cast.format)
     return cast.scale.to(m.device) if isinstance(cast.scale, torch.Tensor) else cast.scale
 
 
@@ -106,7 +106,7 @@ class Products:
             use: how it is cast in this call, where that is known.
         """
         with self._guard("while computing parts of outputs"):
-            m = matrix(local(x))
+            m = view_as_matrix(take_local_part(x))
             if role == "input" and self._call is None and m.numel():
                 self._call = call
             if call == self._call and m.numel():
@@ -155,7 +155,7 @@ class Products:
                 if side[0] != role or product in self._done:
                     continue
                 of = m.t() if side[1] else m
-                at = spread(len(of), self._chosen.rows, m.device, self._step, bool(second))
+                at = spread_places(len(of), self._chosen.rows, m.device, self._step, bool(second))
                 rows = None
                 if cast is not None and use.source != "stored" and (self._chosen.errors or _is_quantized(cast)):
                     if id(cast) not in scales:
@@ -182,12 +182,12 @@ class Products:
             return Used(None, len(of), reason)
         assert cast is not None
         if use.decoded is not None:
-            codes = matrix(use.decoded.values)
+            codes = view_as_matrix(use.decoded.values)
             return Used((codes.t() if side[1] else codes).index_select(0, at), len(of), quantized=True)
         if not _is_quantized(cast):
-            return Used(as_multiplied(of.index_select(0, at) if rows is None else rows.values), len(of))
+            return Used(view_as_multiplied(of.index_select(0, at) if rows is None else rows.values), len(of))
         assert rows is not None and scale is not None
-        if not emulated(self._gemm.module):
+        if not find_emulation(self._gemm.module):
             return Used(rows.quantized, len(of), quantized=True)
         return Used(_emulated(side, of, at, rows, scale, cast), len(of))
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ...numerics.gemm_error import spread
+from ...numerics.gemm_error import spread_places
 from ...numerics.product_check import CHECKED
 
 #: why nothing can be told of a product; the place of each is what ranks exchange
@@ -55,7 +55,7 @@ def error_over_bound(found: Mapping[str, float]) -> float:
     return max(found[name] for name in _RATIOS)
 
 
-def severities(found: Sequence[torch.Tensor | None], rank: int) -> torch.Tensor:
+def rank_severities(found: Sequence[torch.Tensor | None], rank: int) -> torch.Tensor:
     """int32 [products], greater for what is farther beyond, and the same on no two ranks; -1 where there is nothing."""
     codes = []
     for one in found:
@@ -144,7 +144,7 @@ def _place(of: Mapping[str, float]) -> tuple[float | None, float | None]:
 
 def _in_whole(place: float | None, n: float, rows: int, step: int, columns: bool) -> int | None:
     """The place in the whole result."""
-    return None if place is None else int(spread(int(n), rows, torch.device("cpu"), step, columns)[int(place)])
+    return None if place is None else int(spread_places(int(n), rows, torch.device("cpu"), step, columns)[int(place)])
 
 
 def _shape(of: Mapping[str, float], rows: int) -> str:
@@ -179,7 +179,7 @@ class WorstProducts:
 
     def severities(self, found: ProductsFound) -> torch.Tensor:
         """int32 [products], whose maximum over ranks tells which rank is the worst."""
-        return severities([found.get(key) for key in self._keys], self._rank)
+        return rank_severities([found.get(key) for key in self._keys], self._rank)
 
     def rows(self, found: ProductsFound, worst: torch.Tensor) -> torch.Tensor:
         """float64 [products, columns], which add up over ranks.

@@ -12,14 +12,14 @@ from typing import Any
 
 import torch
 
-from ...capture.backends.base import StoredCodes, raw_weight
-from ...capture.backends.parallel import part_of
+from ...capture.backends.base import StoredCodes, read_raw_weight
+from ...capture.backends.parallel import find_part
 from ...capture.backends.transformer_engine.casts import is_quantized
 from ...capture.dispatcher import Dispatcher
 from ...capture.gemms import Gemm
 from ...capture.optimizer_weights import Masters, is_split_by_zero, stepped_by
-from ...capture.tensors import is_dtensor, local
-from ...numerics.formats import is_cast_of
+from ...capture.tensors import is_dtensor, take_local_part
+from ...numerics.formats import is_representable
 from .comparison import Checksums
 
 _COMPARING = "while comparing copies over ranks"
@@ -81,7 +81,7 @@ class ReplicaChecks:
         if (name, role) in self._found or name not in self._gemms:
             return
         with self._guard(_COMPARING):
-            part = None if is_dtensor(x) or self._alone else part_of(self._gemms[name].module, role)
+            part = None if is_dtensor(x) or self._alone else find_part(self._gemms[name].module, role)
             if part is not None and x.numel():
                 self._found[name, role] = part, checksum(x)
             if role == "weight":
@@ -98,11 +98,11 @@ class ReplicaChecks:
             if master is not None and master[0].numel():
                 values, start = master
                 mine = codes if values.numel() == codes.values.numel() else codes.part(start, values.numel())
-                self._found[name, "master"] = 0, (~is_cast_of(mine, values, parameter.dtype)).long()
+                self._found[name, "master"] = 0, (~is_representable(mine, values, parameter.dtype)).long()
 
     def _see_master(self, gemm: Gemm) -> None:
         """Compare a parameter with what this rank has of its master weight: 0 if it is that, rounded, and 1 if it is not."""
-        parameter: Any = raw_weight(gemm.module) if not gemm.part else None
+        parameter: Any = read_raw_weight(gemm.module) if not gemm.part else None
         if parameter is None or is_dtensor(parameter) or is_quantized(parameter):
             return
         if parameter.dtype not in (torch.bfloat16, torch.float16):
@@ -138,7 +138,7 @@ def _whole_gradient(weight: Any) -> torch.Tensor | None:
     main = getattr(weight, "main_grad", None)
     if main is not None:
         sharded = getattr(weight, "main_param_sharded", False) or getattr(weight, "main_param", None) is None
-        return None if sharded else local(main)
+        return None if sharded else take_local_part(main)
     grad = getattr(weight, "grad", None)
     return None if grad is None or is_dtensor(grad) or grad.shape != weight.shape else grad
 

@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 import torch
 
 from ...capture.device_to_host import Move
-from ...capture.gemms import seen_in_forward
+from ...capture.gemms import is_seen_in_forward
 from ...capture.operands import Operand
 from ...core.keys import Key
 from ...core.observation import Arrays, Lanes, Observation, SampledTables, SamplePlan
@@ -31,7 +31,7 @@ class ReplicaStep(StepObserver):
     """Copies in one sampled step."""
 
     def __init__(self, step: OpenStep) -> None:
-        gemms = {sink.gemm.name: sink.gemm for sink in step.sinks.values() if not seen_in_forward(sink.gemm)}
+        gemms = {sink.gemm.name: sink.gemm for sink in step.sinks.values() if not is_seen_in_forward(sink.gemm)}
         self.checks = ReplicaChecks(list(gemms.values()), step.watched.model.masters, step.guard, step.watched.world == 1)
         step.copies = self.checks
 

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from ...core.table import SAMPLE, Table, typed
+from ...core.table import SAMPLE, Table, cast_columns
 
 TABLES = (
     Table(
         "replicas",
         {
             **SAMPLE,
-            **typed("float64", "consumed_samples"),
-            **typed("string", "layer", "gemm", "what", "outcome"),
-            **typed("int64", "ranks", "ranks_apart", "rank"),
+            **cast_columns("float64", "consumed_samples"),
+            **cast_columns("string", "layer", "gemm", "what", "outcome"),
+            **cast_columns("int64", "ranks", "ranks_apart", "rank"),
         },
     ),
 )

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from ...capture.gemms import matching
-from ...capture.optimizer_weights import weight_of
+from ...capture.gemms import match_gemms
+from ...capture.optimizer_weights import find_weight
 from ...core.keys import Key
 from ...core.layer_names import is_aggregate
 from ...core.observation import SampledTables
@@ -31,7 +31,7 @@ class StateStep(StepObserver):
 
     def __init__(self, step: OpenStep) -> None:
         config, watched = step.config, step.watched
-        gemms = [gemm for gemm in matching(step.known, config.layers) if weight_of(gemm) is not None]
+        gemms = [gemm for gemm in match_gemms(step.known, config.layers) if find_weight(gemm) is not None]
         counts = partial(counts_weight, watched.shard_group, watched.rank)
         operands = state_operands(gemms, config.states, config.what_if_recipes, counts)
         step.operands |= operands

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from ...capture.backends.base import not_quantized
+from ...capture.backends.base import make_unquantized_cast
 from ...capture.dispatcher import Dispatcher
 from ...capture.gemms import Gemm
 from ...capture.operand_stats import OperandStats
@@ -25,7 +25,7 @@ from ...capture.tensors import is_dtensor
 from ...capture.weight_gradients import WeightGradient
 from ...core.keys import STATES, Key
 from ...numerics.adam import UPDATE_SUMS, Adam, AdamValues, update_sums
-from ...numerics.gemm_error import spread
+from ...numerics.gemm_error import spread_places
 from ...numerics.recipe import Recipe
 from .table import UPDATE_METRICS
 
@@ -96,7 +96,7 @@ class UpdateSample:
     def _picked(self, x: Any) -> torch.Tensor:
         if is_dtensor(x) or not isinstance(x, torch.Tensor) or tuple(x.shape) != self._shape or x.dim() != 2:
             raise LookupError("they are no matrices of one shape")
-        rows, columns = (spread(n, self._k, x.device, self._step, bool(i)) for i, n in enumerate(x.shape))
+        rows, columns = (spread_places(n, self._k, x.device, self._step, bool(i)) for i, n in enumerate(x.shape))
         return x.detach().index_select(0, rows).index_select(1, columns).double()
 
 
@@ -153,7 +153,7 @@ def state_operands(
         counts: of a GEMM: whether this rank counts a tensor that lies as its weight does.
     """
     return {
-        (gemm.name, role): UncastOperand(gemm, role, not_quantized(role), what_if, counts(gemm))
+        (gemm.name, role): UncastOperand(gemm, role, make_unquantized_cast(role), what_if, counts(gemm))
         for gemm in gemms
         for role in STATES
         if role in roles

@@ -8,16 +8,16 @@ import numpy as np
 import polars as pl
 
 from ...analysis import thresholds
-from ...analysis.diagnosis.courses import LayerCourse, courses
+from ...analysis.diagnosis.courses import LayerCourse, measure_courses
 from ...analysis.diagnosis.facts import Facts, Records, fact, read_unusual
 from ...analysis.diagnosis.finding import Finding
 from ...analysis.diagnosis.rule import rule
 from ...analysis.diagnosis.rules.nonfinite import OPTIMIZER, WEIGHT_GRADIENT, FirstNonfinite
-from ...analysis.formatting import number
+from ...analysis.formatting import format_number
 from ...analysis.runs.metrics import IS_NONFINITE
 from ...analysis.runs.run import Run
 from ...core.keys import SHOWN_AS, STATES
-from ..products.rule import share_in_percent
+from ..products.rule import compute_shares
 from .table import TABLES
 
 #: of the error of the step of a weight
@@ -36,7 +36,7 @@ def weight_steps(records: Records) -> list[LayerCourse]:
     assert mine is not None
     if mine.is_empty() or (theirs is not None and theirs.is_empty()):
         return []
-    return courses(mine, theirs, "update_to_weight")
+    return measure_courses(mine, theirs, "update_to_weight")
 
 
 @fact
@@ -64,8 +64,8 @@ def find_weight_steps(facts: Facts) -> Iterator[Finding]:
         first, course = min(found, key=lambda each: each[1].steps[each[0]])
         since, value, usual = int(course.steps[first]), float(course.values[first]), float(course.usual.max())
         evidence = (
-            f"a step changes W of {course.layer} by {number(100 * value)}% of its size at {facts.unit} {since}, "
-            f"{number(value / usual)} times the largest of {'the baseline' if facts.paired else 'the beginning'}"
+            f"a step changes W of {course.layer} by {format_number(100 * value)}% of its size at {facts.unit} {since}, "
+            f"{format_number(value / usual)} times the largest of {'the baseline' if facts.paired else 'the beginning'}"
         )
         evidence += f"; {len(found) - 1} more weights do so" if len(found) > 1 else ""
         yield Finding("weight steps", "step_size", "clear", evidence, course.layer, "update", since)
@@ -120,7 +120,7 @@ def describe_culprit(found: Finding, records: Records) -> Iterator[str]:
     parts = {what: float(value) for what, value in squares.items() if isinstance(value, float)}
     both = (rows["update_error"] ** 2).mean()
     assert isinstance(both, float)
-    shares = share_in_percent(parts | {"joint": both - sum(parts.values())})
+    shares = compute_shares(parts | {"joint": both - sum(parts.values())})
     if shares:
         told = ", ".join(f"{share:.0f}% {what}" for what, share in shares.items())
         without = "" if "of dW" in shares else " (the part of dW is not known)"

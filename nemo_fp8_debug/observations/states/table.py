@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ...core.keys import STATES
-from ...core.table import Metric, Table, typed
+from ...core.table import Metric, Table, cast_columns
 from ..operands.table import HISTOGRAMS, TENSORS
 
 #: of tensors of the optimizer
@@ -25,7 +25,7 @@ _METRICS = {**STATE_METRICS, **UPDATE_METRICS}
 TABLES = (
     Table(
         "states",
-        {**TENSORS, **typed("float64", *_METRICS)},
+        {**TENSORS, **cast_columns("float64", *_METRICS)},
         _METRICS,
         tuple(STATES),
         "state_histograms",

@@ -8,7 +8,7 @@ from typing import Any
 import polars as pl
 
 from ...analysis.comparison.drift import ROOT_MEAN_SQUARE, TAIL
-from ...analysis.formatting import number
+from ...analysis.formatting import format_number
 from ...analysis.runs.run import Run
 from ...core.keys import SHOWN_AS
 from .table import TABLES
@@ -59,7 +59,7 @@ def _sizes(run: Run) -> pl.DataFrame:
 
 def show_row(row: Mapping[str, Any]) -> Iterator[str]:
     """Yield the cells of a row of `compare_runs`, behind layer and tensor."""
-    yield number(row["size_log2"])
+    yield format_number(row["size_log2"])
     for name in ("rms", "share"):
-        yield f"{number(row[f'{name}_baseline'])} -> {number(row[f'{name}_run'])}"
+        yield f"{format_number(row[f'{name}_baseline'])} -> {format_number(row[f'{name}_run'])}"
     yield "-" if row["nonfinite_since"] is None else str(row["nonfinite_since"])

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from ...core.keys import STEP_SCALARS
-from ...core.table import SAMPLE, Table, typed
+from ...core.table import SAMPLE, Table, cast_columns
 
 TABLES = (
     # What is read on sampled steps only is null on others.
-    Table("steps", {**SAMPLE, **typed("float64", "time", *STEP_SCALARS), **typed("string", "trigger")}),
-    Table("validation", {**SAMPLE, **typed("float64", "time"), **typed("string", "name"), **typed("float64", "loss")}),
+    Table("steps", {**SAMPLE, **cast_columns("float64", "time", *STEP_SCALARS), **cast_columns("string", "trigger")}),
+    Table(
+        "validation",
+        {**SAMPLE, **cast_columns("float64", "time"), **cast_columns("string", "name"), **cast_columns("float64", "loss")},
+    ),
 )

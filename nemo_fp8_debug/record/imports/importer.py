@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ...core.keys import KEYS
-from ...core.layer_names import without_wrappers
+from ...core.layer_names import strip_wrappers
 from ...core.sample import Sample
 from ...errors import warn
 
@@ -96,7 +96,7 @@ class LineErrors:
             warn(f"{self._path}, line {self._lines[0]}{more}: {self._reason}; left out, {self._expected} is expected")
 
 
-def numbered_lines(path: Path, faults: LineErrors) -> Iterator[tuple[int, str]]:
+def read_numbered_lines(path: Path, faults: LineErrors) -> Iterator[tuple[int, str]]:
     """The lines of a text from 1 on; blank ones are passed over, and a last one that is cut off is a fault."""
     with path.open(encoding="utf-8", errors="replace", newline="\n") as file:
         for number, line in enumerate(file, 1):
@@ -106,7 +106,7 @@ def numbered_lines(path: Path, faults: LineErrors) -> Iterator[tuple[int, str]]:
                 yield number, line.strip()
 
 
-def first_lines(path: Path, n: int) -> list[str]:
+def read_first_lines(path: Path, n: int) -> list[str]:
     """The first lines of a file that may be anything; long ones are cut."""
     with path.open(encoding="utf-8", errors="replace") as file:
         return [line for _ in range(n) if (line := file.readline(1000))]
@@ -114,4 +114,4 @@ def first_lines(path: Path, n: int) -> list[str]:
 
 def global_name(name: str) -> str:
     """A layer's name without what wrappers put into it."""
-    return without_wrappers(name) or "model"
+    return strip_wrappers(name) or "model"

@@ -14,7 +14,7 @@ from decimal import Decimal
 from pathlib import Path
 from typing import NamedTuple
 
-from .importer import Imported, Key, LineErrors, first_lines, global_name, numbered_lines
+from .importer import Imported, Key, LineErrors, global_name, read_first_lines, read_numbered_lines
 
 TOOL = "msprobe"
 EXPECTED = "CSV files with the columns vpp_stage, step and name or module_name"
@@ -47,7 +47,7 @@ class Row(NamedTuple):
 
 def claims(path: Path) -> bool:
     """Whether a file is read here."""
-    header = next(iter(first_lines(path, 1)), "") if path.suffix == ".csv" else ""
+    header = next(iter(read_first_lines(path, 1)), "") if path.suffix == ".csv" else ""
     columns = set(header.strip().split(","))
     return {"vpp_stage", "step"} <= columns and bool({"name", "module_name"} & columns)
 
@@ -95,7 +95,7 @@ def _rank(path: Path) -> int:
 
 def read_file(path: Path, found: Imported) -> Iterator[Row]:
     """The rows of operands; a line that cannot be read is named in a warning, what is not used is noted in `found`."""
-    lines = numbered_lines(path, faults := LineErrors(path, "a row with the columns of the first line"))
+    lines = read_numbered_lines(path, faults := LineErrors(path, "a row with the columns of the first line"))
     _, header = next(lines, (0, ""))
     columns = header.split(",")
     kind = re.sub(r"_(step)?\d+-\d+\.csv$|\.csv$", "", path.name)

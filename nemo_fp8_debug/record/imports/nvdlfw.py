@@ -23,7 +23,7 @@ from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import masked_crc32c
 
 from ...errors import warn
-from .importer import Imported, Key, LineErrors, first_lines, global_name, numbered_lines
+from .importer import Imported, Key, LineErrors, global_name, read_first_lines, read_numbered_lines
 
 #: everything before the first number of a name, that number, and the rest
 _NUMBERED = re.compile(r"((?:[^.]+\.)*?)(\d{1,9})((?:\..+)?)")
@@ -138,13 +138,13 @@ def claims(path: Path) -> bool:
     """Whether a file is read here."""
     if _is_events(path):
         return any(parse_name(scalar.name)[0] for scalar in read_events(path, quiet=True))
-    lines = [line.strip() for line in first_lines(path, 200)] if path.suffix in (".log", ".txt") else ()
+    lines = [line.strip() for line in read_first_lines(path, 200)] if path.suffix in (".log", ".txt") else ()
     return any(_LINE.fullmatch(line) or _ASSIGNED.fullmatch(line) for line in lines)
 
 
 def _names_modules(path: Path) -> bool:
     """Whether it is nvdlfw_inspect's own log, which has no statistics and tells how modules are called."""
-    return not _is_events(path) and any(_ASSIGNED.fullmatch(line.strip()) for line in first_lines(path, 200))
+    return not _is_events(path) and any(_ASSIGNED.fullmatch(line.strip()) for line in read_first_lines(path, 200))
 
 
 def _assigned(path: Path) -> Iterator[str]:
@@ -210,7 +210,7 @@ def _rank(path: Path) -> int:
 def read_text(path: Path) -> Iterator[Scalar]:
     """The lines of a text log; what is no such line is named in one warning."""
     faults = LineErrors(path, "'<time> - INFO - <layer>_<tensor>_<statistic> iteration=000010 value=0.1234'")
-    for number, text in numbered_lines(path, faults):
+    for number, text in read_numbered_lines(path, faults):
         if line := _LINE.fullmatch(text):
             try:
                 time = datetime.fromisoformat(line["time"]).timestamp() + int(line["ms"]) / 1000

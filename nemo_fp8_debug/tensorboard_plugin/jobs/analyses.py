@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, Any
 import polars as pl
 
 from ...analysis.comparison.compare import Comparison
-from ...analysis.comparison.layer_matching import named_alike
-from ...analysis.diagnosis.diagnose import comparison_of, diagnose, diagnose_comparison
+from ...analysis.comparison.layer_matching import match_by_name
+from ...analysis.diagnosis.diagnose import compare_for_diagnosis, diagnose, diagnose_comparison
 from ...analysis.diagnosis.diagnosis import Diagnosis
-from ...analysis.diagnosis.ranking import by_harm
+from ...analysis.diagnosis.ranking import order_by_harm
 from ...analysis.loss.outcome import LossOutcome
 from ...analysis.runs.run import Run
 from ...analysis.story.story import make_loss_headline, story
-from ...analysis.story.summary import story_markdown, to_json
-from ...errors import ConfigError, RecordError, hearing
+from ...analysis.story.summary import to_json, write_markdown
+from ...errors import ConfigError, RecordError, capture_warnings
 from ...record.parts import count_rows
 from ..records.run_summary import WHAT_IF_METRICS, tabulate_rows
 
@@ -51,12 +51,12 @@ def judge_run(
     Raises:
         RecordError: a record is unreadable, or has nothing to go by.
     """
-    with hearing() as heard:
+    with capture_warnings() as heard:
         told = _headline_of_losses(run, baseline, by)
         tell({"stage": "loss", "story": {"headline": told}})
         mine, good, other = _read(run, baseline, reference, by)
         if good and renames:
-            mine, _ = named_alike(good, mine, renames)
+            mine, _ = match_by_name(good, mine, renames)
         found = _diagnosed(mine, good, other, by, told, tell)
         so_far = replace(found, replays=False)  # torch and SciPy take seconds to import
         tell({"stage": "diagnosis", "story": story(so_far), "diagnosis": _with_notes(so_far, heard)})
@@ -66,7 +66,7 @@ def judge_run(
     told = story(found)
     return {
         "story": told,
-        "markdown": story_markdown(told),
+        "markdown": write_markdown(told),
         "comparison": comparison,
         "diagnosis": diagnosis,
         "recommendation": recommendation,
@@ -80,7 +80,7 @@ def judge_headline(run: str, baseline: str | None, reference: str | None, by: st
     Raises:
         RecordError: a record is unreadable, or has nothing to go by.
     """
-    with hearing():
+    with capture_warnings():
         runs = _read(run, baseline, reference, by)
         found = replace(_diagnosed(*runs, by, {}, tell_nobody), replays=False)
         told: dict[str, Any] = story(found)["headline"]
@@ -108,7 +108,7 @@ def _diagnosed(
     """Tells between the comparison and the diagnosis."""
     if baseline is None:
         return diagnose(run, None, reference, by)
-    comparison = comparison_of(run, baseline, reference, by)
+    comparison = compare_for_diagnosis(run, baseline, reference, by)
     out = comparison.tensors["onset"].drop_nulls()
     of_tensors = {"tensors": len(comparison.tensors), "out_of_band": len(out), "first_out": out.min()}
     tell({"stage": "comparison", "story": {"headline": headline | of_tensors}})
@@ -118,7 +118,7 @@ def _diagnosed(
 def _compared(found: Diagnosis, comparison: Comparison) -> dict[str, Any]:
     """A comparison whose tensors are in the order of harm."""
     told = to_json(comparison)
-    return told | {"tensors": by_harm(told["tensors"], found)}
+    return told | {"tensors": order_by_harm(told["tensors"], found)}
 
 
 def _with_notes(found: Diagnosis, heard: Sequence[str], more: Sequence[str] = ()) -> dict[str, Any]:
@@ -128,20 +128,20 @@ def _with_notes(found: Diagnosis, heard: Sequence[str], more: Sequence[str] = ()
 
 def _recommend(found: Diagnosis) -> tuple[Recommendation | None, list[str]]:
     """Return the cheapest changes, as `nemo-fp8-debug recommend` finds them; or why there are none."""
-    from ...analysis.recommendation.snippets import unwritten
+    from ...analysis.recommendation.snippets import list_unwritten
 
     try:
         recommendation = found.recommend()
-        return replace(recommendation, notes=(*recommendation.notes, *unwritten(recommendation))), []
+        return replace(recommendation, notes=(*recommendation.notes, *list_unwritten(recommendation))), []
     except (ConfigError, RecordError) as error:
         return None, [f"Nothing can be recommended: {error}."]
 
 
 def _list_snippets(found: Recommendation) -> list[dict[str, Any]]:
     """The files that make the changes, the plan first: name, about, text, coarser."""
-    from ...analysis.recommendation.snippets import PLAN, snippets_of
+    from ...analysis.recommendation.snippets import PLAN, make_snippets
 
-    made = [asdict(snippet) for snippet in snippets_of(found)]
+    made = [asdict(snippet) for snippet in make_snippets(found)]
     if not found.plan.changes:
         return made
     plan = {"name": PLAN, "about": "the plan, for FP8PlanCallback and `nemo-fp8-debug rescue`", "text": found.plan.text()}
@@ -165,7 +165,7 @@ def try_recipe(run: str, step: int, recipe: str) -> dict[str, Any]:
 
     if (rows_there := count_rows(run, "metrics")) > _MOST_REPLAYED:
         raise RecordError(f"{run} has {rows_there:,} rows of metrics, too many to replay here; run `nemo-fp8-debug replay`")
-    with hearing():
+    with capture_warnings():
         rows = replay(run, recipe, steps=[step])
     if rows.is_empty():
         raise RecordError(f"the record has no histograms of step {step} to replay; record the run with histograms")

@@ -25,7 +25,7 @@ from typing import IO, Any
 
 import joblib
 
-from ...analysis.formatting import jsonable
+from ...analysis.formatting import make_jsonable
 from ...core.threads import run_in_background
 from ...errors import ConfigError, RecordError, warn
 
@@ -273,7 +273,7 @@ def main() -> None:
             file.write(json.dumps(line, allow_nan=False) + "\n")
             file.flush()
 
-        write(answer_request(request, lambda partial: write({"state": "working", "partial": jsonable(partial)})))
+        write(answer_request(request, lambda partial: write({"state": "working", "partial": make_jsonable(partial)})))
 
 
 def answer_request(request: dict[str, Any], tell: _Tell = lambda partial: None) -> dict[str, Any]:
@@ -285,7 +285,7 @@ def answer_request(request: dict[str, Any], tell: _Tell = lambda partial: None) 
     try:
         # For so little, others take longer to start, and one process was promised.
         with joblib.parallel_config("sequential"):
-            return {"state": "done", "result": jsonable(_compute(request.pop("kind"), request, tell))}
+            return {"state": "done", "result": make_jsonable(_compute(request.pop("kind"), request, tell))}
     except (ConfigError, RecordError) as error:
         return _failed(str(error))
     except MemoryError:

@@ -13,15 +13,15 @@ import pyarrow as pa
 from ...analysis.comparison.layer_matching import (
     Names,
     Sizes,
-    as_far_from_the_output,
-    differ_in_depth,
-    matched,
-    sizes_of_weights,
-    that_count,
+    has_other_depth,
+    match_from_output,
+    match_layers,
+    read_weight_sizes,
+    select_counted,
 )
-from ...analysis.comparison.onset import EVIDENCE, all_onsets
-from ...analysis.comparison.tensor_band import MetricBand, TensorBand, tensor_band
-from ...analysis.formatting import jsonable
+from ...analysis.comparison.onset import EVIDENCE, list_onsets
+from ...analysis.comparison.tensor_band import MetricBand, TensorBand, compute_tensor_band
+from ...analysis.formatting import make_jsonable
 from ...analysis.loss.curve import LossCurve
 from ...analysis.loss.outcome import LossOutcome
 from ...analysis.runs.grid import Grid
@@ -29,8 +29,8 @@ from ...analysis.runs.metrics import Metrics
 from ...analysis.runs.run import Run
 from ...core.keys import MIXED
 from ...core.scale_sources import ENGINE
-from ...core.threads import ahead
-from ...errors import ConfigError, hearing
+from ...core.threads import run_ahead
+from ...errors import ConfigError, capture_warnings
 from ...record.reader import read_table
 from ...record.schema import SCHEMAS, Part
 from ...record.storage import Storage
@@ -68,7 +68,7 @@ class LayerNames:
     def _match(self, run: Storage, baseline: Storage) -> dict[str, Any]:
         first, second = (list(self._of_all(record)) for record in (baseline, run))
         try:
-            found = matched(first, second, self._renames, lambda: (_sizes(baseline), _sizes(run)))
+            found = match_layers(first, second, self._renames, lambda: (_sizes(baseline), _sizes(run)))
         except ConfigError:  # the renames are those of another run's layers
             found = {}, ""
         return dict(zip(("names", "how"), found, strict=True))
@@ -86,8 +86,8 @@ class LayerNames:
 
 
 def _sizes(record: Storage) -> Sizes:
-    with hearing():  # what is damaged is told of by `notes`
-        return sizes_of_weights(Metrics.read(record, held=0))
+    with capture_warnings():  # what is damaged is told of by `notes`
+        return read_weight_sizes(Metrics.read(record, held=0))
 
 
 #: points of a metric's band that are drawn at most
@@ -145,7 +145,7 @@ class TensorBands:
         """A record without its metrics."""
 
         def read() -> Run:
-            with hearing():
+            with capture_warnings():
                 metrics = Metrics.of(pl.DataFrame(schema=SCHEMAS["metrics"]))
                 return Run(str(record), {}, metrics, LossCurve.of(read_table(record, "steps", ["step", "loss"])))
 
@@ -159,17 +159,17 @@ class TensorBands:
         if not grid.sampled.any():
             return _not_judged("The engine does not quantize this tensor, so it cannot have done harm by that.")
         tensors = [self._tensors(baseline), {(names.get(name, name), role) for name, role in self._tensors(run)}]
-        found = tensor_band(reference, grid, len(tensors[0] & tensors[1]))
+        found = compute_tensor_band(reference, grid, len(tensors[0] & tensors[1]))
         layers = [{name for name, _ in each} for each in tensors]
-        if not differ_in_depth(*layers):
+        if not has_other_depth(*layers):
             return _told(found, found.onsets)
-        others = as_far_from_the_output(*layers)
+        others = match_from_output(*layers)
 
         def beside(_: pl.DataFrame) -> pl.DataFrame:
-            onsets = all_onsets(self._grid(baseline, (others[layer], role)), grid)
+            onsets = list_onsets(self._grid(baseline, (others[layer], role)), grid)
             return onsets.with_columns(layer=pl.lit(layer))
 
-        return _told(found, that_count(found.onsets, others, beside))
+        return _told(found, select_counted(found.onsets, others, beside))
 
     def _grid(self, run: Storage, key: tuple[str, str], only_quantized: bool = False) -> Grid:
         """A tensor over all samples of a run that `compare` goes by."""
@@ -193,7 +193,7 @@ class TensorBands:
             read = partial(self._read_rows, run, part, rows, layout.is_wide)
             return self._parts.read_unless_damaged(run, part, "band", read) if rows else None
 
-        tables = [pl.DataFrame(table) for table in ahead(of_part, list(index.held)) if table is not None]
+        tables = [pl.DataFrame(table) for table in run_ahead(of_part, list(index.held)) if table is not None]
         if not tables:
             raise refuse_tensor(run, *key)
         rows = pl.concat([table.with_columns(pl.col("scale_source").cast(pl.String)) for table in tables])
@@ -260,7 +260,7 @@ def _drawn(steps: Array, band: MetricBand) -> dict[str, Any]:
     kept = thin_series([band.low, band.expected, band.high], _POINTS)
     lines = {name: list_numbers(getattr(band, name)[kept]) for name in ("low", "expected", "high")}
     about = {name: getattr(band, name) for name in ("least", "is_ratio", "beyond", "counted")}
-    told: dict[str, Any] = jsonable(about)
+    told: dict[str, Any] = make_jsonable(about)
     return {"step": steps[kept].tolist(), **lines, **told}
 
 
@@ -268,5 +268,5 @@ def _out(onset: dict[str, Any] | None) -> dict[str, Any]:
     """Since when a metric is out, and what it is and usually would be there."""
     if onset is None:
         return {"since": None, "value": None, "usual": None}
-    told: dict[str, Any] = jsonable({"since": onset["onset"], "value": onset["value"], "usual": onset["expected"]})
+    told: dict[str, Any] = make_jsonable({"since": onset["onset"], "value": onset["value"], "usual": onset["expected"]})
     return told

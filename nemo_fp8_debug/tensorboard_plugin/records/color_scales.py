@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from ...analysis.comparison.onset import EVIDENCE, Evidence, least_of_values, least_rise, running_median
-from ...analysis.formatting import jsonable
-from ...core.threads import ahead
+from ...analysis.comparison.onset import EVIDENCE, Evidence, compute_least_rise, least_of_values, running_median
+from ...analysis.formatting import make_jsonable
+from ...core.threads import run_ahead
 from ...record.schema import Part
 from ...record.storage import Storage
 from ..cache import Cache
@@ -133,7 +133,7 @@ class Extents:
             late = self._of_parts(run, index, metric, lambda step: step > until)
             whole, later = merge_extents([*early, *late]), merge_extents(late or early)
             values, counts = coarsen_extent(later)
-            return jsonable(  # type: ignore[no-any-return]
+            return make_jsonable(  # type: ignore[no-any-return]
                 {
                     "low": whole.low,
                     "high": whole.high,
@@ -196,7 +196,7 @@ def pack_spread(parts: PartMatrices, run: Storage, metric: str) -> bytes:
             some = slice(first, first + at_once)
             values = _values(parts, run, index, layouts, metric, tensors[some])
             blocks = [slice(begin, begin + _BLOCK) for begin in range(0, values.shape[1], _BLOCK)]
-            least[:, some] = np.concatenate(list(ahead(partial(_least, values, rise, fall), blocks)), axis=1)
+            least[:, some] = np.concatenate(list(run_ahead(partial(_least, values, rise, fall), blocks)), axis=1)
         if rise.least_values:
             least[0] = np.maximum(least[0], least_of_values(rise, _sizes(parts, run, index, tensors)))
         if not fall:
@@ -212,7 +212,7 @@ def _least(values: Array, rise: Evidence, fall: Evidence | None, some: slice) ->
     block = np.ascontiguousarray(values[:, some].T)
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
         medians = running_median(block)
-        return np.stack([least_rise(evidence, block, medians) for evidence in (rise, fall or rise)])
+        return np.stack([compute_least_rise(evidence, block, medians) for evidence in (rise, fall or rise)])
 
 
 def _evidence_of(metric: str) -> tuple[Evidence, Evidence | None]:
@@ -248,7 +248,7 @@ def _values(
         found = parts.find_metric(run, part, layout, metric)[np.searchsorted(layout.steps, mine)]
         values[np.ix_(np.searchsorted(index.steps, mine), here)] = found[:, columns]
 
-    deque(ahead(fill, list(layouts)), 0)
+    deque(run_ahead(fill, list(layouts)), 0)
     return values
 
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from ...analysis.comparison.drift import depth_of, kind_of
-from ...core.threads import ahead
+from ...analysis.comparison.drift import read_depth, read_kind
+from ...core.threads import run_ahead
 from ...record.schema import Part
 from ...record.storage import Storage
 from ..web import BadParameter
@@ -30,7 +30,7 @@ def describe_tensors(tensors: Tensors) -> dict[str, list[Any]]:
     """Return layer, role, kind and depth of tensors."""
     layers = [layer for layer, _ in tensors]
     roles = [role for _, role in tensors]
-    return {"layer": layers, "role": roles, "kind": list(map(kind_of, layers)), "depth": list(map(depth_of, layers))}
+    return {"layer": layers, "role": roles, "kind": list(map(read_kind, layers)), "depth": list(map(read_depth, layers))}
 
 
 def list_newest_tensors(parts: PartMatrices, run: Storage, index: RecordIndex) -> Tensors:
@@ -127,7 +127,7 @@ def pack_heatmap(parts: PartMatrices, run: Storage, metric: str, first: int | No
             values = values if len(rows) == len(values) else values[rows]
             return at, _worst_of(metric, values, starts)
 
-        for layout, (at, found) in zip(layouts.values(), ahead(of_part, list(layouts)), strict=True):
+        for layout, (at, found) in zip(layouts.values(), run_ahead(of_part, list(layouts)), strict=True):
             there = np.ix_(at, places[layout.tensors])
             worst[there] = _worse(metric, worst[there], found)
         header = {

@@ -13,8 +13,8 @@ from typing import Any
 
 from ...core.threads import run_in_background
 from ...errors import ConfigError
-from ...record.schema import attempt_of_fingerprint
-from ...record.storage import TABLES, Storage, find_link_out, join_path, leads_out
+from ...record.schema import parse_attempt
+from ...record.storage import TABLES, Storage, find_link_out, is_link_out, join_path
 from ..web import NotThere, quote_text
 
 #: the folder that a callback puts its record into, which says nothing in a name
@@ -167,8 +167,8 @@ def _walk(storage: Storage, root: Root, refused: dict[str, str]) -> Iterator[str
                 refused[_readable(_name(root, folder))] = f"The folder cannot be read ({_said(error)}); fix its permissions."
             continue
         links = [name for name, kind in entries if kind == "link"]
-        out = {name for name in links if leads_out(storage, join_path(folder, name))}
-        is_record = any(kind != "folder" and attempt_of_fingerprint(name) is not None for name, kind in entries)
+        out = {name for name in links if is_link_out(storage, join_path(folder, name))}
+        is_record = any(kind != "folder" and parse_attempt(name) is not None for name, kind in entries)
         if is_record and (bad := find_link_out(storage, folder)):
             refused[_readable(_name(root, folder))] = f"{bad} of the record is a link out of the logdir; {_SEVERAL}."
         elif is_record:
@@ -240,4 +240,4 @@ def _end(part: list[str], parts: list[list[str]]) -> list[str]:
 
 def _is_record(address: str) -> bool:
     root = Storage(address)
-    return any(attempt_of_fingerprint(name) is not None for place in (root, root.below(_USUAL)) for name in place.names())
+    return any(parse_attempt(name) is not None for place in (root, root.below(_USUAL)) for name in place.names())

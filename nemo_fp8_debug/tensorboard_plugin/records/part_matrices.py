@@ -18,12 +18,12 @@ import numpy.typing as npt
 import polars as pl
 import pyarrow as pa
 
-from ...errors import hearing
+from ...errors import capture_warnings
 from ...record.outline import Outline
 from ...record.parquet import GROUP
 from ...record.parts import PartDamagedError, PartGoneError, list_parts, read_columns, read_outline, read_rows
 from ...record.scan import TableIndex, read_new_names
-from ...record.schema import SCHEMAS, Part, attempt_of_fingerprint
+from ...record.schema import SCHEMAS, Part, parse_attempt
 from ...record.storage import Storage
 from ..cache import Cache
 from ..web import NotReadable
@@ -224,7 +224,7 @@ class PartMatrices:
 
     def _looked(self, run: Storage, known: RecordIndex | None) -> RecordIndex:
         try:
-            with hearing() as heard:
+            with capture_warnings() as heard:
                 listed, version = _listed(run)
                 # Damage may have been an outage: what could not be read is tried again.
                 if known is not None and known.version == version and not known.damaged:
@@ -245,7 +245,7 @@ class PartMatrices:
         held = self._indexes.get(str(run), _KnownIndex).index
         if held is not None:
             return held
-        with hearing():
+        with capture_warnings():
             listed, _ = _listed(run)
         owner = {step: part for part in listed[self.table] for step in (part.first, part.last)}
         return RecordIndex(np.array(sorted(owner), np.int64), owner, {}, listed=listed)
@@ -375,6 +375,6 @@ def _why(path: str, reason: str) -> str:
 
 def _listed(run: Storage) -> tuple[dict[str, list[Part]], str]:
     listed = {table: list_parts(run, table) for table in SCHEMAS}
-    attempts = [name for name in run.names() if attempt_of_fingerprint(name) is not None]
+    attempts = [name for name in run.names() if parse_attempt(name) is not None]
     names = [*attempts, *(part.path for parts in listed.values() for part in parts)]
     return listed, hashlib.blake2b("\n".join(names).encode(), digest_size=12).hexdigest()

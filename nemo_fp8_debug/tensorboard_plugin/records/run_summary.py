@@ -10,8 +10,8 @@ import numpy as np
 import polars as pl
 
 from ...analysis.loss.curve import LossCurve
-from ...core.scale_sources import notice, quantization
-from ...errors import hearing
+from ...core.scale_sources import classify_sources, describe_quantization
+from ...errors import capture_warnings
 from ...record.reader import read_fingerprint, read_table
 from ...record.storage import Storage
 from ..web import list_numbers
@@ -48,7 +48,7 @@ def read_other_recipes(parts: PartMatrices, run: Storage, step: int) -> dict[str
         at = find_nearest_step(run, index, step)
         names = ["layer", "role", "recipe", *WHAT_IF_METRICS]
         where = {"step": at, "attempt": index.owner[at].attempt}  # of each table, or it would take its own latest
-        with hearing():  # what is damaged is told of by `notes`
+        with capture_warnings():  # what is damaged is told of by `notes`
             tables = {table: read_table(run, table, names, where) for table in ("metrics", "what_if")}
             tables["replayed"] = read_table(run, "replayed", [*names, "rounded"], where)
         rows = pl.concat(
@@ -70,7 +70,7 @@ def tabulate_rows(rows: pl.DataFrame) -> dict[str, Any]:
 
 def list_notes(parts: PartMatrices, run: Storage, index: RecordIndex) -> list[str]:
     """Return sentences about what is wrong with a record or out of the ordinary."""
-    with hearing() as heard:
+    with capture_warnings() as heard:
         fingerprint = read_fingerprint(run)
     told = [f"{message}." for message in (*heard, *index.heard)]
     if damaged := parts.list_damaged(run) | index.damaged:
@@ -83,16 +83,16 @@ def list_notes(parts: PartMatrices, run: Storage, index: RecordIndex) -> list[st
     if len(attempts) > 1:
         told.append(f"The run was started {len(attempts)} times; of steps that were trained twice the latest are shown.")
     known = find_quantization(parts, run, index, fingerprint)
-    if known is not None and (said := notice(known)):
+    if known is not None and (said := describe_quantization(known)):
         told.append(said)
     return told
 
 
 def find_quantization(parts: PartMatrices, run: Storage, index: RecordIndex, fingerprint: Mapping[str, Any]) -> str | None:
-    """Return `quantization` of the newest part that can be read; None if there is none."""
+    """Return `classify_sources` of the newest part that can be read; None if there is none."""
     for part in index.newest_first:
         if sources := parts.read_unless_damaged(run, part, "scale_source", partial(parts.texts, run, part, "scale_source")):
-            return quantization({sources.known[code] for code in np.unique(sources.codes)} - {None}, fingerprint)
+            return classify_sources({sources.known[code] for code in np.unique(sources.codes)} - {None}, fingerprint)
     return None
 
 
@@ -110,7 +110,7 @@ def read_losses(run: Storage) -> dict[str, Any]:
 
     A value is null where it was not recorded, and where it is NaN or infinite: `not_finite` has the steps of these by name.
     """
-    with hearing():
+    with capture_warnings():
         table = read_table(run, "steps", ["step", *SERIES, "skipped", "trigger"]).unique("step", keep="last").sort("step")
     values = {name: table[name].cast(pl.Float64).fill_null(np.nan).to_numpy() for name in SERIES}
     recorded = {name: table[name].is_not_null().to_numpy() for name in SERIES}

@@ -10,10 +10,10 @@ import numpy as np
 import polars as pl
 import pyarrow as pa
 
-from ...analysis.formatting import jsonable
-from ...core.threads import ahead
-from ...errors import hearing
-from ...record.dump_names import dumped_files, tensor_in_name
+from ...analysis.formatting import make_jsonable
+from ...core.threads import run_ahead
+from ...errors import capture_warnings
+from ...record.dump_names import dumped_files, parse_tensor_name
 from ...record.outline import Outline
 from ...record.parts import KEYS, may_have, read_columns, read_whole_rows
 from ...record.schema import Part
@@ -40,7 +40,7 @@ def read_timeline(parts: PartMatrices, run: Storage, layer: str, role: str, metr
         so_far = TextsSoFar()
         of_part = partial(_of_part, parts, run, index, (layer, role), metrics, so_far)
         columns: dict[str, list[Any]] = {name: [] for name in ("step", *metrics, *TEXTS)}
-        for found in ahead(of_part, list(index.held)):
+        for found in run_ahead(of_part, list(index.held)):
             for name, values in found.items():
                 columns[name] += values
         if not columns["step"]:
@@ -193,8 +193,8 @@ def read_histograms(parts: PartMatrices, run: Storage, layer: str, role: str, st
         rows = _histograms(run, metadata.TABLES[parts.table], index, part.attempt, at, layer, role)
         if not rows:
             raise NotThere(_why_no_histogram(run, layer, role, at, index))
-        told = [{name: jsonable(row[name]) for name in _OF_HISTOGRAM} for row in rows]
-        return {"step": at, "rows": told, "recorded": jsonable(recorded)}
+        told = [{name: make_jsonable(row[name]) for name in _OF_HISTOGRAM} for row in rows]
+        return {"step": at, "rows": told, "recorded": make_jsonable(recorded)}
 
     return parts.read_settled(run, read)
 
@@ -230,7 +230,7 @@ Files = list[tuple[int, int, int, str]]
 
 def find_dumps(run: Storage) -> Files:
     """Return all files of dumped tensors: attempt, step, rank and name of each, ascending."""
-    with hearing():
+    with capture_warnings():
         return sorted(dumped_files(run))
 
 
@@ -243,7 +243,7 @@ def list_dumps(files: Files, layer: str, role: str) -> dict[str, Any]:
     Returns:
         `count`, and `files`: `step`, `rank` and `name` (below the folder of the record) of each, ascending.
     """
-    mine = [file for file in files if f".{tensor_in_name(layer, role)}." in file[3].rpartition("/")[2]]
+    mine = [file for file in files if f".{parse_tensor_name(layer, role)}." in file[3].rpartition("/")[2]]
     return {
         "count": len(mine),
         "files": [{"step": step, "rank": rank, "name": name} for _, step, rank, name in mine[-_MOST:]],

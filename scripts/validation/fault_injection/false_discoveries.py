@@ -14,18 +14,18 @@ from fault_injection.judge import baseline_of
 from fault_injection.records import read_run, truths
 from nemo_fp8_debug.analysis.comparison import onset
 from nemo_fp8_debug.analysis.comparison.onset import CHANCE, FALLS
-from nemo_fp8_debug.analysis.runs.metrics import Metrics, in_common
+from nemo_fp8_debug.analysis.runs.metrics import Metrics, select_common
 
 Floats = npt.NDArray[np.float64]
 
 
 def strongest(baseline: Metrics, run: Metrics) -> Floats:
     """[T]: how many times the least rise that counts each tensor shows at most, by any metric; below 1 it is within."""
-    pair = onset.Pair(*(metrics.grid for metrics in in_common(baseline, run)))
+    pair = onset.Pair(*(metrics.grid for metrics in select_common(baseline, run)))
     found = np.zeros(len(pair.tensors))
     for evidence in onset.EVIDENCE:
         if evidence.metric != "nonfinite":
-            excess = onset.measured(evidence, pair)[2]
+            excess = onset.measure_excess(evidence, pair)[2]
             lasting = np.lib.stride_tricks.sliding_window_view(excess, onset.IN_A_ROW, axis=1).min(-1).max(axis=1)
             alone = excess[:, onset.FIRST :].max(axis=1) / evidence.transient
             found = np.fmax(found, np.fmax(lasting, alone))

@@ -14,7 +14,7 @@ import pyarrow as pa
 from hypothesis import strategies as st
 
 from nemo_fp8_debug import ConfigError, RecordError, read_record
-from nemo_fp8_debug.errors import hearing
+from nemo_fp8_debug.errors import capture_warnings
 from nemo_fp8_debug.record.schema import SCHEMAS
 from nemo_fp8_debug.tensorboard_plugin.jobs.analyses import judge_run, try_recipe
 
@@ -59,7 +59,7 @@ _uses = st.sampled_from(sorted(USES))
 
 def use(run: Path, how: str) -> None:
     """Do something with a record."""
-    with hearing() as heard, expect(RecordError, ConfigError):
+    with capture_warnings() as heard, expect(RecordError, ConfigError):
         USES[how](run)
     for text in heard:
         if "\n" in text:
@@ -80,7 +80,7 @@ def _bytes(given: tuple[str, bytes], folder: Path) -> None:
     run = copied(record(), folder / "run")
     for path in sorted((run / table).glob("*.parquet"))[:1]:
         path.write_bytes(content or path.read_bytes()[:40])
-    with hearing(), expect(RecordError, ConfigError):
+    with capture_warnings(), expect(RecordError, ConfigError):
         read_record(run, table)
 
 
@@ -99,7 +99,7 @@ def _fingerprint(given: tuple[list[str], Any, str], folder: Path) -> None:
 def _fingerprint_bytes(content: bytes, folder: Path) -> None:
     run = copied(record(), folder / "run")
     (run / "attempt-0.json").write_bytes(content)
-    with hearing(), expect(RecordError, ConfigError):
+    with capture_warnings(), expect(RecordError, ConfigError):
         read_record(run, "steps")
 
 
@@ -112,7 +112,7 @@ def _names(names: list[str], folder: Path) -> None:
                 (place / name.replace("/", "_")).touch()
             except (OSError, ValueError):
                 continue
-    with hearing(), expect(RecordError, ConfigError):
+    with capture_warnings(), expect(RecordError, ConfigError):
         assert len(read_record(run, "metrics"))
 
 

@@ -11,12 +11,12 @@ import numpy as np
 import polars as pl
 import torch
 
-from nemo_fp8_debug.kernels import histogram_of, quantization_sums
+from nemo_fp8_debug.kernels import count_histogram, quantization_sums
 from nemo_fp8_debug.numerics import metrics
 from nemo_fp8_debug.numerics.block_scaling import BlockRule
 from nemo_fp8_debug.numerics.formats import FORMATS, FloatFormat
 from nemo_fp8_debug.numerics.histogram import Histogram, HistogramBatch
-from nemo_fp8_debug.numerics.metric_columns import rows
+from nemo_fp8_debug.numerics.metric_columns import make_metric_columns
 from nemo_fp8_debug.numerics.recipe import parse_recipe
 from nemo_fp8_debug.record.dump import Dumped, dumped_files, read_dump
 from nemo_fp8_debug.record.reader import read_table
@@ -60,7 +60,7 @@ def compare_with_cpu(run: Path) -> Operands:
     for _, _, _, name in dumped_files(storage):
         about, tensors = read_dump(storage, name)
         row, recorded = (_row_of(about, table) for table in tables)
-        found = histogram_of(tensors["value"])
+        found = count_histogram(tensors["value"])
         bins, counts = found.occupied
         operands.all += 1
         operands.histograms += np.array_equal(bins, recorded["bins"]) and np.array_equal(counts, recorded["counts"])
@@ -90,5 +90,5 @@ def _found_by_cpu(
         sums = quantization_sums(x, scaling, role, fmt)
     else:
         sums = metrics.quantization_sums(batch, scale, [fmt])
-    columns = rows(moments, sums, scale, [fmt])
+    columns = make_metric_columns(moments, sums, scale, [fmt])
     return {name: values[0] for name, values in columns.items() if name != "format"}

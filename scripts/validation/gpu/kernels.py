@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 import torch
 
-from nemo_fp8_debug.kernels import _kernel_on, count_into, histogram_of, moments, quantization_sums, torch_fallback
+from nemo_fp8_debug.kernels import _kernel_on, count_histogram, count_into, moments, quantization_sums, torch_fallback
 from nemo_fp8_debug.numerics.block_scaling import BlockRule, quantization_sums_in_blocks
 from nemo_fp8_debug.numerics.formats import E4M3, FloatFormat
 from nemo_fp8_debug.numerics.histogram import BINS, Histogram, infinity_bin
@@ -189,7 +189,7 @@ def run(part: Part, emulate: bool) -> Iterator[Piece]:
 def calls(engine: Engine, part: str) -> Iterable[tuple[str, Callable[[], object]]]:
     """Calls of a part's kernels with little to do."""
     x = normal(engine.columns * 64, engine.device).view(-1, engine.columns)
-    counted, wide, scale = histogram_of(x), x.float(), torch.full((), SCALE, device=x.device)
+    counted, wide, scale = count_histogram(x), x.float(), torch.full((), SCALE, device=x.device)
     if part == "counts":
         yield "counts", lambda: engine.count(counted, x)
     elif part == "float32":
@@ -226,7 +226,7 @@ def counts(engine: Engine) -> Iterable[dict[str, Any]]:
 def of_counts(engine: Engine, x: torch.Tensor, name: str) -> dict[str, Any]:
     counted = empty(x)
     engine.count(counted, x)
-    equal = torch.equal(counted.counts.cpu(), histogram_of(x.cpu()).counts)
+    equal = torch.equal(counted.counts.cpu(), count_histogram(x.cpu()).counts)
     plain = lambda: torch_fallback.count_patterns(x.view(torch.int16), counted.counts)  # noqa: E731
     return {"tensor": name, "values": x.numel(), **rates(engine, x, lambda: engine.count(counted, x), plain), "equal": equal}
 
@@ -245,8 +245,8 @@ def blocks(engine: Engine) -> Iterable[dict[str, Any]]:
 def of_blocks(engine: Engine, x: torch.Tensor, recipe: str, role: str) -> dict[str, Any]:
     rule, fmt = parse_recipe(recipe).scaling, parse_recipe(recipe).format_of(role)
     assert isinstance(rule, BlockRule)
-    counted, some = histogram_of(x), x[:ROWS]
-    ours = engine.block_sums(some, rule, role, fmt, histogram_of(some)).whole.cpu()
+    counted, some = count_histogram(x), x[:ROWS]
+    ours = engine.block_sums(some, rule, role, fmt, count_histogram(some)).whole.cpu()
     theirs = quantization_sums(some.cpu(), rule, role, fmt)
     timed = rates(
         engine,

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from benchmarks.device_to_host import VALUES, copy_to_host, launches, milliseconds
 
-from nemo_fp8_debug.kernels import histogram_of
+from nemo_fp8_debug.kernels import count_histogram
 from nemo_fp8_debug.numerics.histogram import Histogram
 
 from .measures import Piece, all_of
@@ -28,7 +28,7 @@ def run(part: Part, emulate: bool) -> Iterator[Piece]:
 
 
 def _line(operands: int, device: str) -> dict[str, Any]:
-    host = [histogram_of((1 + i) * torch.randn(VALUES).bfloat16()) for i in range(operands)]
+    host = [count_histogram((1 + i) * torch.randn(VALUES).bfloat16()) for i in range(operands)]
     away = [Histogram(of.dtype, of.counts.to(device)) for of in host]
     found = copy_to_host(away)
     return {

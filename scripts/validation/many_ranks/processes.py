@@ -26,10 +26,10 @@ def prepare() -> None:
     import torch
 
     from nemo_fp8_debug import Monitor
-    from nemo_fp8_debug.kernels import histogram_of
+    from nemo_fp8_debug.kernels import count_histogram
 
     torch.set_num_threads(1)
-    histogram_of(torch.zeros(1, dtype=torch.bfloat16))
+    count_histogram(torch.zeros(1, dtype=torch.bfloat16))
     Monitor(torch.nn.Linear(4, 4), recorders=[]).close()  # versions of packages, which take a second to find out
     gc.freeze()
 

@@ -13,10 +13,10 @@ from torchao_engine import RECIPES, Cast, casts_of_a_layer, config_of, float8, l
 
 from nemo_fp8_debug import Monitor
 from nemo_fp8_debug.capture.backends.torchao import casts
-from nemo_fp8_debug.capture.backends.torchao.casts import CASTS, KNOWN, cast_of
+from nemo_fp8_debug.capture.backends.torchao.casts import CASTS, KNOWN, find_cast
 from nemo_fp8_debug.numerics.block_scaling import BlockRule, RowwiseScaling
 from nemo_fp8_debug.numerics.formats import E4M3, E5M2, saturating_cast
-from nemo_fp8_debug.numerics.metrics import amax_of
+from nemo_fp8_debug.numerics.metrics import compute_amax
 from nemo_fp8_debug.numerics.tensor_scaling import CurrentScaling
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -44,7 +44,7 @@ def recast(x: torch.Tensor, use: Any, role: str, turn: bool) -> Cast:
         found = use.scale.quantize(m, role, use.format)
         codes, scale = found.codes, found.scales.scale
     else:
-        scale = use.scale.scale(amax_of(m), use.format.max)
+        scale = use.scale.scale(compute_amax(m), use.format.max)
         codes = saturating_cast(m.float() * scale, use.format)
     return Cast(codes.t(), scale.t() if scale.dim() else scale) if turn else Cast(codes, scale)
 
@@ -59,7 +59,7 @@ def test_codes_and_scales_of_every_product_are_torchaos(name: str, dtype: torch.
         model(given["input"].requires_grad_()).backward(given["grad_output"])
     theirs = casts_of_a_layer(seen)
     for role, products in CASTS.items():
-        use = cast_of(model[0], role)
+        use = find_cast(model[0], role)
         assert use.source == ("engine" if (OWN[role], role) in theirs else "not quantized")
         for product in products:
             cast = use.in_product(product)
@@ -194,7 +194,7 @@ def test_casts_are_read_from_the_configuration_of_each_call() -> None:
     monitor.close()
     recipes = [[samples.rows(step)["0", role]["recipe"] for role in CASTS] for step in (0, 1)]
     assert recipes == [["current-hybrid(epsilon=1e-12)"] * 3, ["rowwise-e4m3"] * 3]
-    assert casts.release().startswith("torchao 0.")
+    assert casts.name_release().startswith("torchao 0.")
 
 
 @pytest.mark.parametrize("target", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)

@@ -20,7 +20,7 @@ from torchao_engine import Multiplied, casts_of_a_layer, configured, float8, mul
 
 from nemo_fp8_debug import ConfigError, Emulation, FP8DebugWarning, Monitor
 from nemo_fp8_debug.capture.backends.base import UnknownCast
-from nemo_fp8_debug.capture.backends.torchao.casts import MXFP8_OPTIONS, cast_of
+from nemo_fp8_debug.capture.backends.torchao.casts import MXFP8_OPTIONS, find_cast
 from nemo_fp8_debug.kernels import quantization_sums
 from nemo_fp8_debug.numerics.block_scaling import quantization_sums_in_blocks
 from nemo_fp8_debug.numerics.formats import E4M3
@@ -181,7 +181,7 @@ def test_mxfp8_in_its_emulation_is_measured_by_the_codes_that_torchao_multiplies
     (x, w), (dy, _), _ = of_step[0].pairs
     for role, theirs in (("input", x), ("weight", w.t()), ("grad_output", dy)):
         assert isinstance(theirs, MXTensor)
-        use = cast_of(model[0], role)
+        use = find_cast(model[0], role)
         ours = use.scale.quantize(given[role], role, use.format)
         assert torch.equal(ours.scales.stored.flatten(), theirs.scale.view(torch.uint8).flatten())
         assert torch.equal(ours.codes.view(torch.uint8), theirs.qdata.view(torch.uint8))
@@ -204,7 +204,7 @@ def test_mxfp8_in_its_emulation_is_measured_by_the_codes_that_torchao_multiplies
 def test_mxfp8_by_kernels_or_in_another_mode_is_unknown(options: Any) -> None:
     for role in ROLES:
         with pytest.raises(UnknownCast, match=f"{next(iter(options))}=.* is not known here"):
-            cast_of(mxfp8(**options)[0], role)
+            find_cast(mxfp8(**options)[0], role)
 
 
 def test_every_option_of_the_mxfp8_linear_that_is_installed_is_in_a_list() -> None:
@@ -225,4 +225,4 @@ def test_kernels_take_the_mxfp8_of_torchao(power: int) -> None:
 def test_a_copy_of_a_model_is_measured_as_the_model() -> None:
     model = float8(nn.Sequential(nn.Linear(32, 64)), configured("rowwise"))
     twin = copy.deepcopy(model)
-    assert cast_of(twin[0], "grad_output") == cast_of(model[0], "grad_output")
+    assert find_cast(twin[0], "grad_output") == find_cast(model[0], "grad_output")

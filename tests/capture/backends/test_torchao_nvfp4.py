@@ -15,7 +15,7 @@ from torchao.prototype.mx_formats.nvfp4_tensor import nvfp4_quantize, per_tensor
 from nemo_fp8_debug import FP8DebugWarning, Monitor
 from nemo_fp8_debug.capture.backends.base import UnknownCast
 from nemo_fp8_debug.capture.backends.torchao import nvfp4
-from nemo_fp8_debug.capture.backends.torchao.casts import cast_of
+from nemo_fp8_debug.capture.backends.torchao.casts import find_cast
 from nemo_fp8_debug.kernels import quantization_sums
 from nemo_fp8_debug.numerics.formats import E2M1
 from nemo_fp8_debug.numerics.nvfp4_scaling import TorchaoNVFP4Scaling
@@ -147,16 +147,16 @@ UNKNOWN = {
 def test_what_is_not_known_of_a_layer_is_named(case: str) -> None:
     change, named = UNKNOWN[case]
     module = layer()[0]
-    assert cast_of(module, "input").source == "engine"
+    assert find_cast(module, "input").source == "engine"
     change(module)
     with pytest.raises(UnknownCast, match=named):
-        cast_of(module, "input")
+        find_cast(module, "input")
 
 
 def test_a_release_whose_kernels_were_not_read_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nvfp4, "RELEASES", ("0.17",))
     with pytest.raises(UnknownCast, match=r"those of torchao 0\.18\.0.*, which were not read"):
-        cast_of(layer()[0], "weight")
+        find_cast(layer()[0], "weight")
 
 
 def test_every_attribute_of_the_release_that_is_installed_is_in_a_list() -> None:

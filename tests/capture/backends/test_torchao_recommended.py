@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 from nemo_fp8_debug import Budget, Monitor, recommend
 from nemo_fp8_debug.analysis.recommendation.recommend import Recommendation
-from nemo_fp8_debug.analysis.recommendation.snippets import PLAN, write
+from nemo_fp8_debug.analysis.recommendation.snippets import PLAN, write_snippets
 from nemo_fp8_debug.analysis.recommendation.snippets.torchao import NAME
 from nemo_fp8_debug.cli import app
 
@@ -72,7 +72,7 @@ def products(model: nn.Module) -> dict[tuple[str, str], list[tuple[str, Any]]]:
 
 def loaded(found: Recommendation, folder: Path) -> Any:
     """What the file says, as a script that imports it would see it."""
-    assert [snippet.name for snippet in write(found, folder)] == [NAME]
+    assert [snippet.name for snippet in write_snippets(found, folder)] == [NAME]
     assert sorted(path.name for path in folder.iterdir()) == sorted((PLAN, NAME))
     return runpy.run_path(str(folder / NAME))
 

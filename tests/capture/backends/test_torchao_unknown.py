@@ -16,7 +16,7 @@ from torchao_engine import configured, layer_of, operands
 
 from nemo_fp8_debug import FP8DebugWarning, Monitor
 from nemo_fp8_debug.capture.backends.base import UnknownCast
-from nemo_fp8_debug.capture.backends.torchao.casts import CASTS, cast_of
+from nemo_fp8_debug.capture.backends.torchao.casts import CASTS, find_cast
 
 
 def said(record: pytest.WarningsRecorder) -> list[str]:
@@ -67,7 +67,7 @@ def test_what_is_not_known_of_a_configuration_is_named_once_and_labeled_unknown(
     module.config = change(configured("rowwise"))
     with pytest.raises(UnknownCast, match=re.escape(named) + ".* not known here"):
         for role in CASTS:
-            cast_of(module, role)
+            find_cast(module, role)
 
 
 def test_a_run_with_an_unknown_field_warns_once_and_is_labeled_unknown(recwarn: pytest.WarningsRecorder) -> None:
@@ -90,13 +90,13 @@ def test_a_run_with_an_unknown_field_warns_once_and_is_labeled_unknown(recwarn: 
 
 def test_a_release_that_casts_otherwise_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its configuration may be the same; torchao's epsilon stands for its arithmetic."""
-    from nemo_fp8_debug.capture.backends.torchao.trial import differs
+    from nemo_fp8_debug.capture.backends.torchao.trial import find_difference
 
     module = layer_of("tensorwise", operands(5, 16, 32, torch.bfloat16))[0]
     monkeypatch.setattr("torchao.float8.float8_utils.EPS", 1.0)
-    differs.cache_clear()
+    find_difference.cache_clear()
     with pytest.raises(UnknownCast, match=r"this release of torchao casts otherwise .*scales of CurrentScaling"):
-        cast_of(module, "input")
-    differs.cache_clear()
+        find_cast(module, "input")
+    find_difference.cache_clear()
     monkeypatch.undo()
-    assert cast_of(module, "input").source == "engine"
+    assert find_cast(module, "input").source == "engine"

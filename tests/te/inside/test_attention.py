@@ -17,7 +17,7 @@ from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScalin
 
 from nemo_fp8_debug import FP8DebugWarning, Monitor
 from nemo_fp8_debug.analysis.comparison.compare import compare
-from nemo_fp8_debug.analysis.comparison.onset import onsets
+from nemo_fp8_debug.analysis.comparison.onset import find_onsets
 from nemo_fp8_debug.analysis.diagnosis.diagnose import diagnose
 from nemo_fp8_debug.analysis.runs.metrics import Metrics
 from nemo_fp8_debug.analysis.story.summary import summarize
@@ -204,4 +204,4 @@ def test_readers_show_the_operands_of_attention(tmp_path: Path) -> None:
     train(RECIPES["delayed"], tmp_path / "b", steps=6)
     compared = compare(tmp_path / "b", tmp_path / "a")
     assert summarize(compared) and diagnose(tmp_path / "b", tmp_path / "a").verdict() and diagnose(tmp_path / "b").verdict()
-    assert "dP" in set(onsets(*(Metrics.of(read_table(tmp_path / name, "metrics")) for name in "ab"))["tensor"])
+    assert "dP" in set(find_onsets(*(Metrics.of(read_table(tmp_path / name, "metrics")) for name in "ab"))["tensor"])

@@ -23,7 +23,7 @@ from transformer_engine.pytorch.tensor.nvfp4_tensor import NVFP4Quantizer
 
 from nemo_fp8_debug import FP8DebugWarning
 from nemo_fp8_debug.capture.backends.base import UnknownCast
-from nemo_fp8_debug.capture.backends.transformer_engine.quantizers import cast_by
+from nemo_fp8_debug.capture.backends.transformer_engine.quantizers import make_cast
 from nemo_fp8_debug.capture.operator_mode import with_shared_amax
 from nemo_fp8_debug.record.reader import read_table
 
@@ -217,15 +217,15 @@ E4M3 = DType.kFloat8E4M3
 def test_quantizers_are_read_or_refused(quantizer: Any, role: str, recipe: str) -> None:
     if "=" in recipe.partition("(")[0] or " " in recipe:
         with pytest.raises(UnknownCast, match=recipe):
-            cast_by(quantizer, None, role)
+            make_cast(quantizer, None, role)
     else:
-        use = cast_by(quantizer, None, role)
+        use = make_cast(quantizer, None, role)
         assert (use.recipe.name, use.source) == (recipe, "engine")
 
 
 def test_an_amax_that_ranks_share_is_unknown_unless_their_reduction_was_seen() -> None:
     group, other = SimpleNamespace(size=lambda: 2), SimpleNamespace(size=lambda: 3)
-    use = cast_by(current(with_amax_reduction=True, amax_reduction_group=group), None, "input")
+    use = make_cast(current(with_amax_reduction=True, amax_reduction_group=group), None, "input")
     seen = with_shared_amax(use, [(other, torch.tensor([1.0])), (group, torch.tensor([7.0])), (group, torch.tensor([2.0]))])
     assert (seen.source, float(seen.scale), seen.amax_group) == ("engine", 64.0, None)
     for reduced in ([], [(other, torch.tensor([1.0]))]):

@@ -28,7 +28,7 @@ from transformer_engine.common.recipe import (
 from transformer_engine.pytorch.quantization import QuantizerRole, RecipeState
 
 from nemo_fp8_debug import ConfigError, Monitor, name_modules
-from nemo_fp8_debug.analysis.recommendation.snippets.te_quantizers import NAME, quantizers
+from nemo_fp8_debug.analysis.recommendation.snippets.te_quantizers import NAME, make_quantizers
 from nemo_fp8_debug.analysis.runs.metrics import Metrics
 from nemo_fp8_debug.analysis.runs.run import Run
 from nemo_fp8_debug.record.reader import read_table
@@ -66,7 +66,7 @@ def loaded(tmp_path: Path) -> Iterator[Callable[..., Any]]:
     sys.path.insert(0, str(tmp_path))
 
     def load(run: Run, ways: Ways) -> Any:
-        (snippet,), reasons = quantizers(recommendation(run, ways), for_megatron=False)
+        (snippet,), reasons = make_quantizers(recommendation(run, ways), for_megatron=False)
         assert snippet.name == NAME and not reasons
         (tmp_path / NAME).write_text(snippet.text)
         sys.modules.pop("te_quantizers", None)
@@ -172,7 +172,7 @@ def test_experts_of_a_group_are_changed_together(loaded: Any, tmp_path: Path) ->
     native = grouped()
     run(tmp_path / "run", native, lambda _: trained(native, Float8CurrentScaling()), steps=1, dump=[])
     found = recommendation(Run.read(tmp_path / "run"), {("experts.1", "grad_output"): BF16})
-    (snippet,), _ = quantizers(found, for_megatron=False)
+    (snippet,), _ = make_quantizers(found, for_megatron=False)
     assert snippet.coarser == ("dY of experts: all experts of the group are cast alike.",)
     factory = loaded(found.run, {("experts.1", "grad_output"): BF16}).factory
     model = grouped()
@@ -253,7 +253,9 @@ def test_nothing_is_written_where_a_cast_was_not_read(tmp_path: Path) -> None:
     model = Block()
     with pytest.warns(match="unknown"):
         run(tmp_path, model, lambda i: step(model, _strange(), i), dump=[])
-    files, (reason,) = quantizers(recommendation(Run.read(tmp_path), {("proj", "grad_output"): BF16}), for_megatron=False)
+    files, (reason,) = make_quantizers(
+        recommendation(Run.read(tmp_path), {("proj", "grad_output"): BF16}), for_megatron=False
+    )
     assert not files and "te_quantizers.py is not written: W of" in reason and "was not read" in reason
 
 

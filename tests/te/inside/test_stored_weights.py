@@ -24,7 +24,7 @@ from transformer_engine.pytorch.optimizers import FusedAdam
 
 from nemo_fp8_debug import FP8DebugWarning, Monitor, compare, diagnose, read_record, recommend
 from nemo_fp8_debug.capture.backends.base import UnknownCast
-from nemo_fp8_debug.capture.backends.transformer_engine.stored import stored_weight
+from nemo_fp8_debug.capture.backends.transformer_engine.stored import read_stored_weight
 
 RECIPES = {
     "current": Float8CurrentScaling(),
@@ -162,7 +162,7 @@ def test_megatrons_attribute(tmp_path: Path) -> None:
     [("_with_gemm_swizzled_scales", True), ("_fp8_dtype", "kFloat8Next"), ("_rowwise_data", None), ("_quantizer", object())],
 )
 def test_a_layout_that_is_not_known_is_not_read(attribute: str, value: Any) -> None:
-    stored = stored_weight(Model(RECIPES["mxfp8"]).proj)
+    stored = read_stored_weight(Model(RECIPES["mxfp8"]).proj)
     assert stored is not None
     setattr(stored.parameter, attribute, value)
     with pytest.raises(UnknownCast):

@@ -12,9 +12,9 @@ import polars as pl
 from ....core.keys import GRADIENTS, SHOWN_AS
 from ....numerics.limits import MADE_UP
 from ... import thresholds
-from ...formatting import number
-from ...loss.curve import running_median, stays
-from ...loss.step_change import rises_at
+from ...formatting import format_number
+from ...loss.curve import find_lasting_start, running_median
+from ...loss.step_change import measure_rise
 from ...runs.grid import Floats, Ints
 from ...runs.metrics import Metrics
 from ...runs.run import Run
@@ -348,7 +348,7 @@ def _part_of_move(move: _Move, steps: Ints, bits: Floats) -> float:
 
 def _has_other_reason(norms: GradientNorms, facts: Facts, step: int) -> bool:
     """Return True if the loss rose at that step, or batches became smaller or larger."""
-    if rises_at(facts.loss.run, facts.loss.baseline, step) is not None:
+    if measure_rise(facts.loss.run, facts.loss.baseline, step) is not None:
         return True
     sizes = norms.consumed.with_columns(per_step=pl.col("consumed_samples").diff() / pl.col("step").diff()).drop_nulls()
     before = sizes.filter(pl.col("step") < step).tail(thresholds.FEW)["per_step"].median()
@@ -399,7 +399,7 @@ def _apart(norms: GradientNorms, facts: Facts) -> Iterator[Finding]:
         where = _compare_gradients(facts, usual)
         advice, cause = "", "multiplier"
         if is_scale:
-            evidence += f", about the loss scale that both report ({number(scale)})"
+            evidence += f", about the loss scale that both report ({format_number(scale)})"
             advice = "Look at where gradients are divided by the loss scale."
         elif not where:
             where, cause = "dY of some layers differs, and that of others does not", "software"
@@ -409,7 +409,7 @@ def _apart(norms: GradientNorms, facts: Facts) -> Iterator[Finding]:
         yield Finding("gradient norm", cause, "clear", evidence, since=start, is_exact=True, advice=advice)
         return
     far = {sign: sign * smooth > 2 * thresholds.NORM_APART for sign in (1, -1)}
-    lasting = (stays(high, sign * bits, 2) for sign, high in far.items())
+    lasting = (find_lasting_start(high, sign * bits, 2) for sign, high in far.items())
     first, end = next((place for place in lasting if place is not None), None), len(smooth)
     if first is None:
         first, end = max((_longest(high) for high in far.values()), key=lambda each: each[1] - each[0])
@@ -417,7 +417,9 @@ def _apart(norms: GradientNorms, facts: Facts) -> Iterator[Finding]:
             return
     times = 2 ** float(np.median(smooth[first:end]))
     until = "on" if end == len(smooth) else f"to {both['step'][end - 1]}"
-    evidence = f"the gradient norm is {number(times)} times the baseline's from {facts.unit} {both['step'][first]} {until}"
+    evidence = (
+        f"the gradient norm is {format_number(times)} times the baseline's from {facts.unit} {both['step'][first]} {until}"
+    )
     since = int(both["step"][first])
     yield Finding("gradient norm", "software", "hint", evidence, since=since, of_kind="gradients", is_exact=True)
 

@@ -9,7 +9,7 @@ import numpy as np
 import polars as pl
 
 from ... import thresholds
-from ...formatting import number
+from ...formatting import format_number
 from ..facts import Facts, Records, fact
 from ..finding import Finding
 from ..rule import rule
@@ -56,7 +56,7 @@ def find_learning_rate(facts: Facts) -> Iterator[Finding]:
     before = f"after {facts.unit} {both['step'][first - 1]}" if first else "from the start"
     evidence = (
         f"it left the baseline's {before} and was {what} it at {both['step'][farthest]}: "
-        f"{number(both['lr'][farthest])} instead of {number(both['lr_baseline'][farthest])}"
+        f"{format_number(both['lr'][farthest])} instead of {format_number(both['lr_baseline'][farthest])}"
     )
     strength = "clear" if times > thresholds.FACTOR else "hint"
     yield Finding("learning rate", "learning_rate", strength, evidence, since=since, is_exact=True)
@@ -69,8 +69,8 @@ def _rises(mine: pl.DataFrame, unit: str) -> Iterator[Finding]:
         level = not (np.diff(rates[i - thresholds.FEW : i]) > 0).any()
         if level and rates[i:].min() >= highest and rates[i:].max() > thresholds.FACTOR * highest:
             rise = i + int(np.argmax(rates[i:] > thresholds.RATE_DIFFERS * highest))
-            most = number(float(rates[i:].max()))
-            evidence = f"it rose from {number(highest)} at {unit} {steps[rise - 1]} to {most} after its warm-up"
+            most = format_number(float(rates[i:].max()))
+            evidence = f"it rose from {format_number(highest)} at {unit} {steps[rise - 1]} to {most} after its warm-up"
             yield Finding("learning rate", "learning_rate", "clear", evidence, since=int(steps[rise - 1]) + 1, is_exact=True)
             return
 

@@ -9,7 +9,7 @@ import numpy as np
 import polars as pl
 
 from ... import thresholds
-from ...formatting import number
+from ...formatting import format_number
 from ...loss.curve import LossCurve
 from ...loss.outcome import OF_RANGE
 from ...runs.run import Run
@@ -47,7 +47,7 @@ def find_level(facts: Facts) -> Iterator[Finding]:
         return
     scale = loss.scale_before(step)
     unit = OF_RANGE if scale is not None and scale.is_range else ""
-    evidence = f"the loss goes up by {number(percent)}%{unit} at {facts.unit} {step} and stays there"
+    evidence = f"the loss goes up by {format_number(percent)}%{unit} at {facts.unit} {step} and stays there"
     advice = "Look at what changed at that step: data, labels, masks, the loss function, the batch size, a resumed state."
     yield Finding("level", "software", "clear", evidence, since=step, advice=advice, slack=loss.half)
 

@@ -90,10 +90,10 @@ def _weights_are_finite(run: Run, step: int) -> bool:
 
 
 def _of_operands(run: Run, baseline: Run | None) -> list[FirstNonfinite]:
-    return first_of_rows(read_unusual(_lost_operands, run, baseline))
+    return find_first_nonfinite_row(read_unusual(_lost_operands, run, baseline))
 
 
-def first_of_rows(rows: pl.DataFrame) -> list[FirstNonfinite]:
+def find_first_nonfinite_row(rows: pl.DataFrame) -> list[FirstNonfinite]:
     """Return the first of rows with step, layer, role and nonfinite_order, in order of execution."""
     if rows.is_empty():
         return []

@@ -10,21 +10,21 @@ import numpy.typing as npt
 import polars as pl
 
 from ....core.keys import GRADIENTS, SHOWN_AS
-from ....core.layer_names import aggregate_of, is_aggregate
+from ....core.layer_names import is_aggregate, name_aggregate
 from ....core.scale_sources import QUANTIZED
 from ....numerics.limits import MADE_UP
 from ... import thresholds
-from ...comparison.compare import Comparison, quantized, split_experts
-from ...comparison.onset import IN_A_ROW, onsets
-from ...formatting import number
-from ...runs.blocks import median_of
+from ...comparison.compare import Comparison, select_quantized, split_experts
+from ...comparison.onset import IN_A_ROW, find_onsets
+from ...formatting import format_number
+from ...runs.blocks import compute_median
 from ...runs.grid import Floats, Ints
 from ...runs.metrics import IS_NONFINITE, Metrics
 from ...runs.run import Run
 from ...runs.settings import usual_casts
 from ..facts import Facts, Records, fact
 from ..finding import CAUSES, Finding, advise_on_nonfinite, look_at_producer
-from ..limits import find_beyond, with_limits
+from ..limits import find_beyond, select_limited
 from ..rule import rule
 from .losses import resumes
 
@@ -115,7 +115,7 @@ def judged_samples(records: Records) -> Ints:
     run, baseline = records.run, records.baseline
     if baseline is None:
         covered = records.bands is not None and records.bands.all_covered
-        limited = run.quantization != QUANTIZED or not with_limits(quantized(run.metrics)).is_empty()
+        limited = run.quantization != QUANTIZED or not select_limited(select_quantized(run.metrics)).is_empty()
         return (
             run.metrics.steps
             if (covered or limited) and not take_beginning(run.metrics).is_empty()
@@ -167,7 +167,7 @@ def _explain(suspect: Suspect, facts: Facts) -> Finding:
         return replace(found, strength="hint", of_kind="gradients")
     if suspect.loses_later is not None and (found.cause, found.strength) == ("outlier", "hint"):
         metric, value, usual, step = suspect.loses_later
-        more = f"{metric} {number(value, '%')} instead of {number(usual, '%')}"
+        more = f"{metric} {format_number(value, '%')} instead of {format_number(usual, '%')}"
         found = replace(found, evidence=f"{found.evidence}; from {step} on {more}", strength="clear")
     if suspect.baseline is None and found.cause not in ("nonfinite", "dead"):
         lags = found.cause in ("clipping", "underflow") and (
@@ -203,7 +203,7 @@ def find_lost_scales(facts: Facts) -> Iterator[Finding]:
             return
 
 
-def loses_most(suspect: Suspect) -> bool:
+def has_lost_most(suspect: Suspect) -> bool:
     """Return True if an operand loses most of its values from the onset to the end of the run."""
     behind = suspect.course.steps >= suspect.since
     lost = np.fmax(suspect.course.underflow, suspect.course.overflow)[behind]
@@ -288,7 +288,9 @@ def _explain_scale(suspect: Suspect, out: slice, error: float, usual: float) -> 
     evidence = f"the scale is {abs(off):.1f} bits {'too large' if off > 0 else 'too small'}"
     evidence += f"; usually {abs(usual):.1f} bits {'too large' if usual > 0 else 'too small'}" if abs(usual) >= 0.1 else ""
     lost = {"underflow": _highest(run.underflow[out]), "overflow": _highest(run.overflow[out])}
-    evidence += "".join(f"; {name} {number(value, '%')}" for name, value in lost.items() if value >= thresholds.LOST_MORE)
+    evidence += "".join(
+        f"; {name} {format_number(value, '%')}" for name, value in lost.items() if value >= thresholds.LOST_MORE
+    )
     cause = "clipping" if error > 0 else "underflow"
     known = run.scale[np.isfinite(run.scale)]
     if len(known) > thresholds.LASTING and (known == known[0]).all() and known[0] == 0.0:
@@ -324,7 +326,7 @@ def _explain_values(suspect: Suspect, start: int, has_scale: bool) -> Finding:
     more_under = under - _median(reference.underflow[before])
     more_over = over - _median(reference.overflow[before])
     sure = "clear" if baseline is not None else "hint"
-    losses = ", ".join(f"{name} {number(x, '%')}" for name, x in (("underflow", under), ("overflow", over)) if x == x)
+    losses = ", ".join(f"{name} {format_number(x, '%')}" for name, x in (("underflow", under), ("overflow", over)) if x == x)
     usual, higher = _usual_outlier(suspect, start), _highest(run.outlier[behind])
     if higher - usual > thresholds.OUTLIER_HIGHER:
         loses = max(np.nan_to_num(more_under), np.nan_to_num(more_over)) > thresholds.LOST_MORE
@@ -401,9 +403,9 @@ def _against_baseline(records: Records) -> list[Suspect]:
         chosen.append((*(expert or (layer, role, since, excess)), samples, "band"))
     named = pl.DataFrame([each[:2] for each in chosen], dict.fromkeys(_KEY, pl.String), orient="row")
     # What no healthy operand does counts, unless the baseline does nearly as much.
-    far = split_experts(find_beyond(quantized(run.metrics)))[0].join(named, on=_KEY, how="anti")
+    far = split_experts(find_beyond(select_quantized(run.metrics)))[0].join(named, on=_KEY, how="anti")
     if len(far):
-        theirs = find_beyond(quantized(baseline.metrics.within(far.select(_KEY))), 0.0).rename({"excess": "usual"})
+        theirs = find_beyond(select_quantized(baseline.metrics.within(far.select(_KEY))), 0.0).rename({"excess": "usual"})
         both = far.join(theirs.select(*_KEY, "usual"), on=_KEY, how="left", maintain_order="left")
         far = both.filter(pl.col("excess") > thresholds.TIMES_USUAL * pl.col("usual").fill_null(0.0)).drop("usual")
     chosen += [(*each, "limits") for each in _strongest_first(far, run)]
@@ -413,14 +415,14 @@ def _against_baseline(records: Records) -> list[Suspect]:
 def _alone(records: Records) -> list[Suspect]:
     """Return operands beyond limits or bands of healthy runs, then those that are not what they were in the beginning."""
     run = records.run
-    usual, cast = take_beginning(run.metrics), quantized(run.metrics)
+    usual, cast = take_beginning(run.metrics), select_quantized(run.metrics)
     far = [find_beyond(cast).select(*_KEY, "onset", "excess")]
     if records.bands is not None:
         out = records.bands.beyond.join(cast.tensors, on=_KEY, how="semi", maintain_order="left")
         far.append(out.select(*_KEY, "onset", "excess"))
     beyond = pl.concat(far).group_by(_KEY, maintain_order=True).agg(pl.col("onset").min(), pl.col("excess").max())
     beyond = split_experts(beyond.sort("onset", -pl.col("excess"), maintain_order=True))[0]
-    moved = split_experts(onsets(usual, cast if not usual.is_empty() else usual))[0]
+    moved = split_experts(find_onsets(usual, cast if not usual.is_empty() else usual))[0]
     beyond = _begin_earlier(beyond, moved, run)
     moved = moved.join(beyond, on=_KEY, how="anti", maintain_order="left")
     if records.bands is not None:
@@ -437,7 +439,7 @@ def _with_courses(
     theirs = None if baseline is None else baseline.metrics.within(keys)
     known = set() if theirs is None else set(theirs.tensors.rows())
     rows = None if theirs is None else theirs.frame(COURSE)
-    usual = {role: median_of(run.metrics.with_role(role), "outlier_log2") for role in {each[1] for each in chosen}}
+    usual = {role: compute_median(run.metrics.with_role(role), "outlier_log2") for role in {each[1] for each in chosen}}
     end = None if baseline is None else baseline.metrics.steps[-1]
     steps, found = run.metrics.steps, []
     for layer, role, since, excess, samples, by in chosen:
@@ -480,7 +482,7 @@ def _comparable(comparison: Comparison) -> pl.DataFrame:
     others = rows.join(alike, on=_KEY, how="anti", maintain_order="left")
     if others.is_empty():
         return rows
-    far = find_beyond(quantized(run.metrics.within(others)))
+    far = find_beyond(select_quantized(run.metrics.within(others)))
     counts = pl.concat([alike.select(_KEY), far.select(_KEY)])
     known = counts.select(operand=pl.struct(_KEY))["operand"].implode()
     return rows.filter(pl.col("metric").is_in(_OF_VALUES) | pl.struct(_KEY).is_in(known))
@@ -508,7 +510,7 @@ def _outstanding_expert(
         return None
     samples = run.metrics.steps
     soon = max(samples[samples > since][:2].tolist(), default=since)
-    of_layer = pl.col("layer").map_elements(aggregate_of, pl.String) == layer
+    of_layer = pl.col("layer").map_elements(name_aggregate, pl.String) == layer
     rows = experts.filter(pl.col("role") == role, pl.col("onset") <= soon).filter(of_layer)
     each = rows.group_by("layer").agg(pl.col("onset").min(), pl.col("excess").max()).sort("excess", descending=True)
     alone = len(each) == 1 or (len(each) > 1 and each["excess"][0] > thresholds.TIMES_USUAL * each["excess"][1])

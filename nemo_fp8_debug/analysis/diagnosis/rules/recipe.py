@@ -10,7 +10,7 @@ import polars as pl
 
 from ....core.keys import SHOWN_AS, Key
 from ... import thresholds
-from ...runs.grid import stretches
+from ...runs.grid import find_stretches
 from ...runs.metrics import Metrics
 from ...runs.run import Run
 from ..facts import Facts, Records, fact
@@ -66,7 +66,7 @@ def _changed(run: Run) -> RecipeChange | None:
         known = rows.drop_nulls("recipe")
         codes = known["recipe"].replace_strict(names, range(len(names)), return_dtype=pl.Int64).to_numpy()
         tensors = known["tensor"].to_numpy()
-        for step, here in stretches(known["step"].to_numpy()):
+        for step, here in find_stretches(known["step"].to_numpy()):
             these, now = tensors[here], codes[here]
             moved = np.flatnonzero((last[these] >= 0) & (last[these] != now))
             if first is None and len(moved):

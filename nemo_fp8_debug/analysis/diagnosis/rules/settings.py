@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from packaging.version import InvalidVersion, Version
 
-from ...runs.settings import differences
+from ...runs.settings import list_differences
 from ..facts import Facts, Records, fact
 from ..finding import Finding
 from ..rule import rule
@@ -27,7 +27,7 @@ class Known:
     holds: Callable[[Fingerprint], bool]
 
 
-def section(fingerprint: Fingerprint, name: str) -> Fingerprint:
+def read_section(fingerprint: Fingerprint, name: str) -> Fingerprint:
     """A section; empty where a record, as one made from others' logs, has none."""
     found = fingerprint.get(name)
     return found if isinstance(found, Mapping) else {}
@@ -35,13 +35,13 @@ def section(fingerprint: Fingerprint, name: str) -> Fingerprint:
 
 def _version(fingerprint: Fingerprint, package: str) -> Version | None:
     try:
-        return Version(section(fingerprint, "versions")[package])
+        return Version(read_section(fingerprint, "versions")[package])
     except (KeyError, InvalidVersion, TypeError):
         return None
 
 
 def _option(fingerprint: Fingerprint, name: str) -> Any:
-    return section(fingerprint, "backend_options").get(name) or section(fingerprint, "risky_features_on").get(name)
+    return read_section(fingerprint, "backend_options").get(name) or read_section(fingerprint, "risky_features_on").get(name)
 
 
 def _te_before(fingerprint: Fingerprint, fixed: str) -> bool:
@@ -52,7 +52,7 @@ def _te_before(fingerprint: Fingerprint, fixed: str) -> bool:
 
 def _te_1_7(fingerprint: Fingerprint) -> bool:
     version = _version(fingerprint, "transformer-engine")
-    unused = str(section(fingerprint, "recipe").get("fp8_engine", "")).startswith(("none", "emulation"))
+    unused = str(read_section(fingerprint, "recipe").get("fp8_engine", "")).startswith(("none", "emulation"))
     return version is not None and version.release[:2] == (1, 7) and not unused
 
 
@@ -127,7 +127,7 @@ def _is_parallel(fingerprint: Fingerprint, *kinds: str) -> bool:
 
 def _uses_deepspeed(fingerprint: Fingerprint) -> bool:
     """Return True if the model is an engine of DeepSpeed's: an installed package alone trains nothing."""
-    return "DeepSpeed" in str(section(fingerprint, "model").get("class", ""))
+    return "DeepSpeed" in str(read_section(fingerprint, "model").get("class", ""))
 
 
 def _averages_twice(fingerprint: Fingerprint) -> bool:
@@ -163,7 +163,7 @@ def _captured_with_shared_buffer(fingerprint: Fingerprint) -> bool:
 
 def _rounds_to_zero(fingerprint: Fingerprint) -> bool:
     """Return True if NVFP4 runs on a GPU without an instruction for stochastic rounding."""
-    capability = str(section(fingerprint, "devices").get("compute_capability", ""))
+    capability = str(read_section(fingerprint, "devices").get("compute_capability", ""))
     return bool(_option(fingerprint, "fp4")) and capability in ("12.0", "12.1")
 
 
@@ -355,12 +355,12 @@ def find_settings(facts: Facts) -> Iterator[Finding]:
             strength = "clear" if baseline and from_the_start else "hint"
             evidence = f"{known.what} ({known.source})"
             yield Finding("known issue", "software", strength, evidence, advice=known.advice)
-    engine = str(section(run, "recipe").get("fp8_engine", ""))
+    engine = str(read_section(run, "recipe").get("fp8_engine", ""))
     if engine.startswith("none:"):
         advice = "Build the model with Transformer Engine's layers."
         yield Finding("no FP8", "software", "hint", engine.removeprefix("none:").strip(), advice=advice)
-    on = {name for name, value in section(run, "risky_features_on").items() if value and name in _SWITCH_OFF}
-    before = section(baseline or {}, "risky_features_on")
+    on = {name for name, value in read_section(run, "risky_features_on").items() if value and name in _SWITCH_OFF}
+    before = read_section(baseline or {}, "risky_features_on")
     new = sorted({_SWITCH_OFF[name] for name in on if not before.get(name)})
     compared = baseline is not None and "risky_features_on" in baseline
     if new and (compared or from_the_start):
@@ -368,7 +368,7 @@ def find_settings(facts: Facts) -> Iterator[Finding]:
         evidence = f"{', '.join(new)}: {where}"
         yield Finding("features", "software", "hint", evidence, advice="Switch it off and run again.")
     if baseline is not None:
-        both = differences(baseline, run).drop_nulls()
+        both = list_differences(baseline, run).drop_nulls()
         rows = [row for row in both.iter_rows(named=True) if row["setting"].startswith("versions.")]
         told = [f"{row['setting'].removeprefix('versions.')} {row['baseline']} -> {row['run']}" for row in rows]
         if told:

@@ -12,11 +12,11 @@ from typing import Generic, NamedTuple, TypeVar
 import numpy as np
 import polars as pl
 
-from ....core.layer_names import aggregate_of
+from ....core.layer_names import name_aggregate
 from ... import thresholds
-from ...comparison.drift import depth_of
-from ...formatting import number
-from ...runs.grid import Floats, Ints, stretches
+from ...comparison.drift import read_depth
+from ...formatting import format_number
+from ...runs.grid import Floats, Ints, find_stretches
 from ...runs.metrics import Metrics
 from ...runs.run import Run
 from ..facts import Facts, Records, fact
@@ -80,7 +80,7 @@ def _of_stretch(level: Level, together: Callable[[Floats], Result], operands: Me
         known = rows.filter(*(pl.col(name) > 0 for name in level.columns)).sort("step", maintain_order=True)
         of_rows = known.select("tensor", level=level.log.cast(pl.Float64))
         tensor, levels = of_rows["tensor"].to_numpy(), of_rows["level"].to_numpy()
-        for step, here in stretches(known["step"].to_numpy()):
+        for step, here in find_stretches(known["step"].to_numpy()):
             now = unknown.copy()
             now[tensor[here]] = levels[here]
             moves += [together(now - before)] if steps else []
@@ -129,9 +129,8 @@ def find_decay(facts: Facts) -> Iterator[Finding]:
         return
     first = int(np.argmax(shrinks))
     decay = float(np.median(decays[first:][decays[first:] > limit]))
-    evidence = (
-        f"weights of most layers shrink from {facts.unit} {steps[first]} on, as under a weight decay of {number(decay)}"
-    )
+    since = f"from {facts.unit} {steps[first]} on"
+    evidence = f"weights of most layers shrink {since}, as under a weight decay of {format_number(decay)}"
     yield Finding("weight decay", "weight_decay", "clear", evidence, since=int(steps[first]))
 
 
@@ -290,8 +289,8 @@ def _blocks(layers: Sequence[str]) -> dict[str, str]:
     """Return the layer of the model that each GEMM is in: the common beginning of all names with the same number."""
     of_depth: dict[int, list[str]] = defaultdict(list)
     for layer in layers:
-        depth = depth_of(layer)
-        if depth is not None and not aggregate_of(layer):
+        depth = read_depth(layer)
+        if depth is not None and not name_aggregate(layer):
             of_depth[depth].append(layer)
     return {layer: _shared_name(of) for of in of_depth.values() for layer in of}
 
@@ -354,7 +353,7 @@ def _measure_stretch(weights: Metrics) -> Standing:
     for rows in weights.scan([_RANGE]):
         ordered = rows.sort("step", maintain_order=True)
         tensor, value = ordered["tensor"].to_numpy(), ordered[_RANGE].cast(pl.Float64).to_numpy()
-        for step, here in stretches(ordered["step"].to_numpy()):
+        for step, here in find_stretches(ordered["step"].to_numpy()):
             of_range = np.full(len(weights.tensors), np.nan)
             of_range[tensor[here]] = value[here]
             found.add(step, of_range)

@@ -10,9 +10,9 @@ import numpy as np
 import polars as pl
 
 from ....core.keys import GRADIENTS, SHOWN_AS, Key
-from ....core.layer_names import aggregate_of
+from ....core.layer_names import name_aggregate
 from ....numerics.limits import MADE_UP
-from ...runs.blocks import in_parts, over_blocks
+from ...runs.blocks import compute_in_parts, map_over_blocks
 from ...runs.grid import Grid, Ints
 from ...runs.metrics import Metrics
 from ...runs.source import Bools
@@ -69,7 +69,7 @@ def find_zeros(facts: Facts) -> Iterator[Finding]:
     # A forward pass comes before its backward pass.
     for (since, role), zeros in sorted(groups.items(), key=lambda item: (item[0][0], item[0][1] in GRADIENTS)):
         rows = facts.tensors.filter(role=role)["layer"].to_list()
-        layers = [layer for layer in rows if aggregate_of(layer) is None]
+        layers = [layer for layer in rows if name_aggregate(layer) is None]
         # The backward pass reaches the last layer first, and a zero goes on to the layers before it.
         first = zeros[-1] if role in GRADIENTS else zeros[0]
         # A loss that diverges leaves a gradient to some layer.
@@ -109,11 +109,11 @@ def is_zero(grid: Grid) -> Bools:
 
 def _find(metrics: Metrics) -> dict[Key, tuple[int, bool, bool]]:
     # A single expert may get no tokens; all experts of a layer as one may not.
-    of_expert = pl.col("layer").map_elements(lambda layer: aggregate_of(layer) is not None, pl.Boolean)
+    of_expert = pl.col("layer").map_elements(lambda layer: name_aggregate(layer) is not None, pl.Boolean)
     metrics = metrics.narrowed(metrics.tensors.filter(~of_expert))
     if metrics.is_empty() or metrics.tensors.is_empty():
         return {}
-    of_blocks = over_blocks(partial(in_parts, _zero_samples), metrics, together=[("amax", "n", "nonfinite")])
+    of_blocks = map_over_blocks(partial(compute_in_parts, _zero_samples), metrics, together=[("amax", "n", "nonfinite")])
     each = {key: _since(key[1], *of) for of_block in of_blocks for of_part in of_block for key, of in of_part}
     return {key: zeros for key, zeros in each.items() if zeros is not None}
 

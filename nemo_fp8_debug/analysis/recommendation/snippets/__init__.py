@@ -13,12 +13,12 @@ from .snippet import Snippet
 PLAN = "plan.json"
 
 
-def snippets_of(found: Recommendation) -> list[Snippet]:
+def make_snippets(found: Recommendation) -> list[Snippet]:
     """The files of the engine that quantizes the run, if there is something to change."""
     return _made(found)[0]
 
 
-def unwritten(found: Recommendation) -> list[str]:
+def list_unwritten(found: Recommendation) -> list[str]:
     """Files that the engine could have had, and why it gets none, a sentence each."""
     return _made(found)[1]
 
@@ -28,23 +28,23 @@ def _made(found: Recommendation) -> tuple[list[Snippet], list[str]]:
     made: list[Snippet | None] = []
     reasons: list[str] = []
     if MEGATRON in engines:
-        made += [megatron.per_module(found), megatron.run_wide(found)]
+        made += [megatron.make_per_module(found), megatron.make_run_wide(found)]
     if TRANSFORMER_ENGINE in engines:
-        files, reasons = te_quantizers.quantizers(found, MEGATRON in engines)
+        files, reasons = te_quantizers.make_quantizers(found, MEGATRON in engines)
         made += files
     if TORCHAO in engines:
-        files, more = torchao.configuration(found)
+        files, more = torchao.make_configuration(found)
         made, reasons = [*made, *files], [*reasons, *more]
     return [snippet for snippet in made if snippet], reasons
 
 
-def write(found: Recommendation, folder: str | os.PathLike[str]) -> list[Snippet]:
+def write_snippets(found: Recommendation, folder: str | os.PathLike[str]) -> list[Snippet]:
     """Write the plan and the files of every host into a folder, which is made.
 
     Raises:
         ConfigError: it holds one of them already, or cannot be written.
     """
-    snippets, place = snippets_of(found), Path(folder)
+    snippets, place = make_snippets(found), Path(folder)
     if there := next((name for name in (PLAN, *(s.name for s in snippets)) if (place / name).exists()), None):
         raise ConfigError(f"{place / there} exists and is not overwritten; name another folder")
     try:

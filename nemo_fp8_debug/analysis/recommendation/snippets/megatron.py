@@ -18,10 +18,10 @@ import yaml
 from ....numerics.block_scaling import BlockScaling, MXFP8Scaling
 from ....numerics.recipe import BF16_RECIPE, Recipe, find_recipe
 from ....numerics.tensor_scaling import CurrentScaling, DelayedScaling
-from ...comparison.compare import quantized
-from ..options import STAY, cast_of
-from ..recommend import Ends, Recommendation, TensorFix, block_of
-from .snippet import Snippet, commented, first_for_all, module_of
+from ...comparison.compare import select_quantized
+from ..options import STAY, find_cast
+from ..recommend import Ends, Recommendation, TensorFix, find_block
+from .snippet import Snippet, comment_lines, find_module, first_for_all
 
 NAME, OPTIONS = "megatron_modules.yaml", "transformer_config.yaml"
 #: what Megatron calls the recipes that it can give a module, in order of cost; delayed scaling is not among them
@@ -38,11 +38,11 @@ _HOW_OPTIONS = (
 )
 
 
-def per_module(found: Recommendation) -> Snippet | None:
+def make_per_module(found: Recommendation) -> Snippet | None:
     """The file; None where nothing changes."""
     by_pattern: dict[str, list[TensorFix]] = {}
     for finding in found.to_change:
-        by_pattern.setdefault(local_name(module_of(finding.layer), found), []).append(finding)
+        by_pattern.setdefault(local_name(find_module(finding.layer), found), []).append(finding)
     if not by_pattern:
         return None
     configs: dict[str, Any] = {}
@@ -54,13 +54,13 @@ def per_module(found: Recommendation) -> Snippet | None:
         configs[name] = {"transformer_engine_config_type": "TEQuantizationParams", "training_recipe": _recipe(recipe)}
         matchers[pattern] = {"type": "glob", "enabled": True, "pattern": pattern, "config": name}
         coarser += [_coarser(finding, recipe, name) for finding in findings]
-    if parts_of(found) > 1:
+    if count_stages(found) > 1:
         coarser.append(
-            f"Each of {parts_of(found)} parts of the pipeline numbers its blocks from 0, and Megatron matches those names: "
-            "the same blocks are changed in every part. Blocks are taken to be spread evenly."
+            f"Each of {count_stages(found)} parts of the pipeline numbers its blocks from 0, and Megatron matches those "
+            "names: the same blocks are changed in every part. Blocks are taken to be spread evenly."
         )
     content = yaml.safe_dump({"configs": configs, "matchers": matchers}, sort_keys=False)
-    return Snippet(NAME, "recipes of modules, Megatron", commented(_HOW, *coarser) + content, tuple(coarser))
+    return Snippet(NAME, "recipes of modules, Megatron", comment_lines(_HOW, *coarser) + content, tuple(coarser))
 
 
 def _recipe(recipe: Recipe) -> dict[str, str]:
@@ -73,12 +73,12 @@ def _coarser(finding: TensorFix, recipe: Recipe, name: str) -> str:
     chosen = finding.chosen
     if chosen.recipe == BF16_RECIPE.name:
         return f"{finding.name}: BF16 is for all three GEMMs of the module, not only for the two that read this operand."
-    if cast_of(chosen.parsed, finding.role) == cast_of(recipe, finding.role):
+    if find_cast(chosen.parsed, finding.role) == find_cast(recipe, finding.role):
         return f"{finding.name}: {name} is for all operands of the module."
     return f"{finding.name}: a module cannot have {chosen.recipe}; it has {name} instead, for all of its operands."
 
 
-def parts_of(found: Recommendation) -> int:
+def count_stages(found: Recommendation) -> int:
     """How many times the blocks are numbered from 0: the parts of a pipeline."""
     host = found.run.fingerprint.get("backend_options", {})
     return (host.get("pipeline_model_parallel_size") or 1) * (host.get("virtual_pipeline_model_parallel_size") or 1)
@@ -87,16 +87,16 @@ def parts_of(found: Recommendation) -> int:
 def local_name(module: str, found: Recommendation) -> str:
     """A module by its name on a rank, whose blocks are numbered from 0 in each part of a pipeline."""
     number = re.match(r"decoder\.layers\.(\d+)\.", module)
-    if parts_of(found) == 1 or not number:
+    if count_stages(found) == 1 or not number:
         return module
     blocks = found.run.fingerprint["backend_options"].get("num_layers") or 0
-    return f"decoder.layers.{int(number[1]) % max(1, blocks // parts_of(found))}.{module[number.end() :]}"
+    return f"decoder.layers.{int(number[1]) % max(1, blocks // count_stages(found))}.{module[number.end() :]}"
 
 
 # --- options of the whole run -------------------------------------------------------------------------------------------
 
 
-def run_wide(found: Recommendation) -> Snippet | None:
+def make_run_wide(found: Recommendation) -> Snippet | None:
     """Return a file of plain values, or None if nothing changes."""
     if not found.to_change:
         return None
@@ -106,7 +106,7 @@ def run_wide(found: Recommendation) -> Snippet | None:
     unsolved = [f for f in inside if recipe is None or f not in solved]
     values, coarser = _options(recipe, found, unsolved)
     flags = "Megatron-LM: " + (" ".join(flags_of(values)) or "none")
-    text = commented(_HOW_OPTIONS, flags, *coarser) + yaml.safe_dump(values, sort_keys=False)
+    text = comment_lines(_HOW_OPTIONS, flags, *coarser) + yaml.safe_dump(values, sort_keys=False)
     return Snippet(OPTIONS, "options of the whole run, Megatron and NeMo", text, tuple(coarser))
 
 
@@ -120,13 +120,13 @@ def flags_of(values: dict[str, Any]) -> list[str]:
 
 
 def _at_an_end(finding: TensorFix, ends: Ends | None) -> bool:
-    block = block_of(finding.layer)
+    block = find_block(finding.layer)
     return ends is not None and block is not None and (block < ends.start or block >= ends.blocks - ends.end)
 
 
 def _in_use(found: Recommendation) -> Recipe | None:
     """What most operands are cast with; None where it has no name here."""
-    metrics = quantized(found.run.metrics)
+    metrics = select_quantized(found.run.metrics)
     counts = metrics.gathered(["recipe"], lambda rows: rows.group_by("recipe", maintain_order=True).agg(pl.sum("count")))
     names = counts.sort("count", descending=True, maintain_order=True)
     recipe = find_recipe(names["recipe"][0])

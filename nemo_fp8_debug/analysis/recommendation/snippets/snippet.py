@@ -7,9 +7,9 @@ import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from ....core.layer_names import aggregate_of
+from ....core.layer_names import name_aggregate
 from ....numerics.recipe import Recipe
-from ..options import STAY, Option, cast_of
+from ..options import STAY, Option, find_cast
 from ..recommend import TensorFix
 
 
@@ -25,7 +25,7 @@ class Snippet:
     coarser: tuple[str, ...] = ()
 
 
-def commented(*paragraphs: str) -> str:
+def comment_lines(*paragraphs: str) -> str:
     """Text as comments of YAML, shell and Python."""
     wrapper = textwrap.TextWrapper(118, break_long_words=False, break_on_hyphens=False)
     return "".join(f"# {line}\n" for text in paragraphs for line in wrapper.wrap(text))
@@ -37,9 +37,9 @@ def first_for_all(findings: Sequence[TensorFix], recipes: Iterable[Recipe]) -> R
 
 
 def _meets(finding: TensorFix, recipe: Recipe) -> bool:
-    wanted = cast_of(recipe, finding.role)
+    wanted = find_cast(recipe, finding.role)
     others = (option for option in finding.options if option.meets and option.kind != STAY)
-    return any(cast_of(option.parsed, finding.role) == wanted for option in others)
+    return any(find_cast(option.parsed, finding.role) == wanted for option in others)
 
 
 def combine_options(menus: Iterable[Sequence[Option]]) -> Iterator[tuple[Option, ...]]:
@@ -53,9 +53,9 @@ def combine_options(menus: Iterable[Sequence[Option]]) -> Iterator[tuple[Option,
         yield tuple(option for _, option in way)
 
 
-def module_of(layer: str) -> str:
+def find_module(layer: str) -> str:
     """The module that a GEMM is multiplied in, `*` for the number of an expert that has one of its own.
 
     `decoder.layers.3.mlp.experts.linear_fc1.17` -> `decoder.layers.3.mlp.experts.linear_fc1`: a module multiplies the group.
     """
-    return (aggregate_of(layer) or layer).removesuffix(".*")
+    return (name_aggregate(layer) or layer).removesuffix(".*")

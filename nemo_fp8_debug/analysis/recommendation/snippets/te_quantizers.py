@@ -24,10 +24,10 @@ from ....numerics.block_scaling import BlockScaling, MXFP8Scaling
 from ....numerics.recipe import BF16_RECIPE, find_recipe
 from ....numerics.tensor_scaling import CurrentScaling, DelayedScaling
 from ...runs.run import Run
-from ..options import STAY, Cast, Option, cast_of
+from ..options import STAY, Cast, Option, find_cast
 from ..recommend import OPERANDS, READERS, Recommendation, TensorFix
-from .megatron import local_name, parts_of
-from .snippet import Snippet, combine_options, commented, module_of
+from .megatron import count_stages, local_name
+from .snippet import Snippet, combine_options, comment_lines, find_module
 
 #: role -> cast; None is high precision
 Casts = Mapping[str, Cast | None]
@@ -56,7 +56,7 @@ def read_casts(run: Run) -> dict[str, Casts | Unreadable]:
     for layer, role, name, fmt, source in rows.iter_rows():
         if is_aggregate(layer) or role not in ROLES:
             continue
-        module = module_of(layer)
+        module = find_module(layer)
         casts = found.setdefault(module, {})
         if isinstance(casts, Unreadable):
             continue
@@ -138,7 +138,7 @@ def _list_options(findings: Sequence[TensorFix]) -> list[Option]:
 
 def _apply_options(casts: Casts, options: Mapping[str, Option]) -> ByGemm:
     made = spread_over_gemms(
-        dict(casts) | {role: cast_of(o.parsed, role) for role, o in options.items() if o.recipe != BF16_RECIPE.name}
+        dict(casts) | {role: find_cast(o.parsed, role) for role, o in options.items() if o.recipe != BF16_RECIPE.name}
     )
     left = {gemm for role, option in options.items() if option.recipe == BF16_RECIPE.name for gemm in READERS[role]}
     return {(role, gemm): None if gemm in left else cast for (role, gemm), cast in made.items()}
@@ -342,11 +342,11 @@ _HOW_MODULES = (
 )
 
 
-def quantizers(found: Recommendation, for_megatron: bool) -> tuple[list[Snippet], list[str]]:
+def make_quantizers(found: Recommendation, for_megatron: bool) -> tuple[list[Snippet], list[str]]:
     """The files, and why there are none; neither where nothing changes."""
     by_module: dict[str, list[TensorFix]] = {}
     for finding in found.to_change:
-        by_module.setdefault(module_of(finding.layer), []).append(finding)
+        by_module.setdefault(find_module(finding.layer), []).append(finding)
     if not by_module:
         return [], []
     recorded = read_casts(found.run)
@@ -357,9 +357,9 @@ def quantizers(found: Recommendation, for_megatron: bool) -> tuple[list[Snippet]
     older = _older(found, "transformer-engine", NEEDS, NAME)
     coarser = [*older, *(sentence for module in changed for sentence in module.coarser), *_attention(found)]
     paragraphs = (*_HOW, *_NOT_IN_RECORD[_no_history(known) :], *coarser)
-    text = commented(*paragraphs) + PROLOGUE + _tables(found, known, changed)
+    text = comment_lines(*paragraphs) + PROLOGUE + _tables(found, known, changed)
     snippets = [Snippet(NAME, "quantizers of single operands, Transformer Engine", text, tuple(coarser))]
-    if for_megatron and parts_of(found) == 1:
+    if for_megatron and count_stages(found) == 1:
         snippets.append(_modules(found, changed, tuple(_older(found, "megatron-core", MEGATRON_NEEDS, MODULES))))
     return snippets, []
 
@@ -460,4 +460,6 @@ def _modules(found: Recommendation, changed: Iterable[Module], coarser: tuple[st
         pattern = local_name(module.name, found)
         matchers[pattern] = {"type": "glob", "enabled": True, "pattern": pattern, "config": f"module_{i}"}
     content = yaml.safe_dump({"configs": configs, "matchers": matchers}, sort_keys=False)
-    return Snippet(MODULES, "quantizers of single operands, Megatron", commented(_HOW_MODULES, *coarser) + content, coarser)
+    return Snippet(
+        MODULES, "quantizers of single operands, Megatron", comment_lines(_HOW_MODULES, *coarser) + content, coarser
+    )

@@ -15,7 +15,7 @@ from ....core.layer_names import compile_patterns
 from ....numerics.recipe import BF16_RECIPE
 from ..options import STAY, UNDO, Option
 from ..recommend import OPERANDS, READERS, Recommendation, TensorFix
-from .snippet import Snippet, combine_options, commented
+from .snippet import Snippet, combine_options, comment_lines
 
 NAME = "torchao_float8.py"
 _HOW = (
@@ -74,7 +74,7 @@ def _name(path):
 '''
 
 
-def configuration(found: Recommendation) -> tuple[list[Snippet], list[str]]:
+def make_configuration(found: Recommendation) -> tuple[list[Snippet], list[str]]:
     """The file, and why there is none; neither where nothing changes."""
     if not found.to_change:
         return [], []
@@ -95,7 +95,7 @@ def configuration(found: Recommendation) -> tuple[list[Snippet], list[str]]:
     for layer, (config, _) in changed.items():
         if config is not None:  # else it is not converted
             groups.append((config, [layer]))
-    text = commented(*_HOW, *coarser) + _PROLOGUE + _tables(groups, list(changed))
+    text = comment_lines(*_HOW, *coarser) + _PROLOGUE + _tables(groups, list(changed))
     return [Snippet(NAME, "conversion of layers, torchao", text, tuple(coarser))], []
 
 

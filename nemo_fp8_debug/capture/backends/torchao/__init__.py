@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...tensors import as_multiplied, is_dtensor
-from ..base import Args, Backend, Kwargs, ScaleInUse, raw_weight
+from ...tensors import is_dtensor, view_as_multiplied
+from ..base import Args, Backend, Kwargs, ScaleInUse, read_raw_weight
 from . import casts
-from .layers import FLOAT8_LINEAR, MXFP8_LINEAR, NVFP4_LINEAR, class_of, layer_class
-from .trial import fresh
-from .weights import is_torchao, not_cast_yet, weight_in_high_precision
+from .layers import FLOAT8_LINEAR, MXFP8_LINEAR, NVFP4_LINEAR, find_class, layer_class
+from .trial import forget_trials
+from .weights import is_torchao, is_uncast, weight_in_high_precision
 
 
 def _owns(module: nn.Module) -> bool:
@@ -22,20 +22,20 @@ def _owns(module: nn.Module) -> bool:
     if "torchao" not in sys.modules or not isinstance(module, nn.Linear):
         return False
     return any(base.__module__.partition(".")[0] == "torchao" for base in type(module).__mro__) or is_torchao(
-        raw_weight(module)
+        read_raw_weight(module)
     )
 
 
 def _input(module: nn.Module, args: Args, kwargs: Kwargs, part: str) -> torch.Tensor:
-    x: torch.Tensor = not_cast_yet(args[0] if args else kwargs["input"])
+    x: torch.Tensor = is_uncast(args[0] if args else kwargs["input"])
     kind = layer_class(module)
     if kind == NVFP4_LINEAR:  # whatever autocast says
         return x.to(torch.bfloat16)
     if kind != FLOAT8_LINEAR:
-        return as_multiplied(x)
+        return view_as_multiplied(x)
     if torch.is_autocast_enabled():  # `Float8Linear` asks for that of GPUs, whatever its device
         x = x.to(torch.get_autocast_dtype("cuda"))
-    return x if casts.casts_in_forward(module) else as_multiplied(x)
+    return x if casts.casts_in_forward(module) else view_as_multiplied(x)
 
 
 def _weight(module: nn.Module, args: Args, kwargs: Kwargs, part: str) -> torch.Tensor | None:
@@ -45,26 +45,26 @@ def _weight(module: nn.Module, args: Args, kwargs: Kwargs, part: str) -> torch.T
         return weight
     if kind == NVFP4_LINEAR:
         return weight if is_dtensor(weight) else weight.to(torch.bfloat16)
-    return weight if is_dtensor(weight) else as_multiplied(weight)
+    return weight if is_dtensor(weight) else view_as_multiplied(weight)
 
 
 def _grad(grad: torch.Tensor, *_: Any) -> torch.Tensor:
-    return not_cast_yet(grad)
+    return is_uncast(grad)
 
 
 def _cast(module: nn.Module, kwargs: Kwargs, part: str, role: str, out: torch.Tensor) -> Any:
-    use: ScaleInUse = casts.cast_of(module, role)  # the configuration of this call: its backward has the same
+    use: ScaleInUse = casts.find_cast(module, role)  # the configuration of this call: its backward has the same
     return lambda: use
 
 
-def engine(modules: Iterable[nn.Module]) -> str:
+def find_engine(modules: Iterable[nn.Module]) -> str:
     """What quantizes in training: torchao, unknown if none of its classes is known to, and "" if there is no layer."""
     classes = {layer_class(module): module for module in modules}
     if not classes or classes.keys() & {FLOAT8_LINEAR, MXFP8_LINEAR, NVFP4_LINEAR}:
         return BACKEND.name if classes else ""
     kind, module = next(iter(classes.items()))
-    weight = raw_weight(module)
-    held = f" with weights of {class_of(getattr(weight, '_local_tensor', weight))}" if is_torchao(weight) else ""
+    weight = read_raw_weight(module)
+    held = f" with weights of {find_class(getattr(weight, '_local_tensor', weight))}" if is_torchao(weight) else ""
     return f"unknown: what {kind}{held} quantizes in training is not read"
 
 
@@ -76,6 +76,6 @@ BACKEND = Backend(
     output=lambda out: out[0] if isinstance(out, tuple) else out,
     grad=_grad,
     cast=_cast,
-    untold=fresh,
+    untold=forget_trials,
     has_own_fp8=True,
 )

@@ -26,11 +26,11 @@ from ....numerics.formats import FORMATS, FloatFormat
 from ....numerics.recipe import Recipe
 from ....numerics.tensor_scaling import TORCHAO_EPSILON, CurrentScaling
 from ...tensors import is_dtensor
-from ..base import ScaleInUse, UnknownCast, not_quantized, raw_weight
-from .layers import FLOAT8_LINEAR, MXFP8_LINEAR, NVFP4_LINEAR, check_attributes, class_of, layer_class, other_forward
+from ..base import ScaleInUse, UnknownCast, make_unquantized_cast, read_raw_weight
+from .layers import FLOAT8_LINEAR, MXFP8_LINEAR, NVFP4_LINEAR, check_attributes, find_class, layer_class, other_forward
 from .nvfp4 import nvfp4_cast
-from .trial import differs
-from .weights import gathered_in_fp8, is_torchao
+from .trial import find_difference
+from .weights import is_gathered_in_fp8, is_torchao
 
 #: by role: product -> field of the configuration; the first is what a row of the record has
 CASTS: Mapping[str, Mapping[str, str]] = {
@@ -56,15 +56,15 @@ _FORMATS = {torch.float8_e4m3fn: FORMATS["e4m3"], torch.float8_e5m2: FORMATS["e5
 MXFP8_OPTIONS = frozenset(("kernel_preference", "scale_calculation_mode", "wgrad_with_hp"))
 
 
-def cast_of(module: nn.Module, role: str) -> ScaleInUse:
+def find_cast(module: nn.Module, role: str) -> ScaleInUse:
     """How `role` is cast by the call of `module` that has just returned.
 
     Raises:
         UnknownCast: its class, a field of its configuration, or a value, is not known here; names it.
     """
-    kind, weight = layer_class(module), raw_weight(module)
+    kind, weight = layer_class(module), read_raw_weight(module)
     if kind not in _READERS:
-        what = f"weight is a {class_of(weight)}" if is_torchao(weight) else f"module is a {kind}"
+        what = f"weight is a {find_class(weight)}" if is_torchao(weight) else f"module is a {kind}"
         raise UnknownCast(f"its {what}, which is not known here")
     if why := other_forward(module):
         raise UnknownCast(f"forward of its {kind} was replaced by {why}")
@@ -86,11 +86,11 @@ def _float8_cast(module: Any, role: str) -> ScaleInUse:
         _check_fields(getattr(config, field), "Float8GemmConfig", field)
     products = {product: _cast_by(config, field, role) for product, field in CASTS[role].items()}
     own, *_ = products.values()
-    gathered = gathered_in_fp8(module)
+    gathered = is_gathered_in_fp8(module)
     if role == "weight" and gathered is not None:
         return _gathered_cast(gathered, config)
     if own is None:
-        return replace(not_quantized(role), products=products)
+        return replace(make_unquantized_cast(role), products=products)
     return replace(own, products={product: cast for product, cast in products.items() if cast != own})
 
 
@@ -123,7 +123,7 @@ def _gathered_cast(weight: Any, config: Any) -> ScaleInUse:
 
 
 def _tried(rule: CurrentScaling | RowwiseScaling, fmt: FloatFormat, config: Any) -> ScaleInUse:
-    if why := differs(rule, fmt):
+    if why := find_difference(rule, fmt):
         raise UnknownCast(f"this release of torchao casts otherwise than is known here ({why})")
     return _named(rule, fmt, config)
 
@@ -153,8 +153,8 @@ _READERS: Mapping[str, Callable[[Any, str], ScaleInUse]] = {
 
 def _check_fields(config: Any, name: str, field: str) -> None:
     """Every field of a configuration is known, and its class is torchao's own."""
-    if class_of(config) != f"torchao.float8.config.{name}":
-        raise UnknownCast(f"its {field} is a {class_of(config)}, which is not known here")
+    if find_class(config) != f"torchao.float8.config.{name}":
+        raise UnknownCast(f"its {field} is a {find_class(config)}, which is not known here")
     if strange := sorted((vars(config).keys() | type(config).__dataclass_fields__.keys()) - KNOWN[name]):
         raise UnknownCast(f"its {name} has a field {strange[0]!r}, which is not known here")
 
@@ -167,6 +167,6 @@ def _choice(value: Any, enum: str, known: tuple[str, ...], field: str) -> str:
     return str(name)
 
 
-def release() -> str:
+def name_release() -> str:
     """As `torchao 0.18.0`."""
     return f"torchao {getattr(sys.modules.get('torchao'), '__version__', '')}".strip()

@@ -39,7 +39,7 @@ _OF_OTHERS = frozenset(
 _REDISTRIBUTES = "torchtitan.protocols.module.Module.parallelize.<locals>.forward_with_redistribution"
 
 
-def class_of(x: Any) -> str:
+def find_class(x: Any) -> str:
     """Where the class of an object is, as `package.module.Class`."""
     return _name(type(x))
 
@@ -99,7 +99,7 @@ def _attributes_of_linear() -> frozenset[str]:
     return frozenset(vars(nn.Linear(1, 1, device="meta")))
 
 
-def configurations(modules: Iterable[tuple[str, nn.Module]]) -> list[dict[str, Any]]:
+def list_configurations(modules: Iterable[tuple[str, nn.Module]]) -> list[dict[str, Any]]:
     """Return each configuration, `config`, with the names of the layers that have it, `layers`.
 
     Args:
@@ -110,7 +110,7 @@ def configurations(modules: Iterable[tuple[str, nn.Module]]) -> list[dict[str, A
     found: dict[str, dict[str, Any]] = {}
     for name, module in modules:
         config = getattr(module, "config", None)
-        if layer_class(module) == FLOAT8_LINEAR and class_of(config) == "torchao.float8.config.Float8LinearConfig":
+        if layer_class(module) == FLOAT8_LINEAR and find_class(config) == "torchao.float8.config.Float8LinearConfig":
             found.setdefault(repr(config), {"config": _plain(config), "layers": []})["layers"].append(name)
     return list(found.values())
 

@@ -14,7 +14,7 @@ import torch
 
 from ....numerics.block_scaling import RowwiseScaling
 from ....numerics.formats import FloatFormat, saturating_cast
-from ....numerics.metrics import amax_of
+from ....numerics.metrics import compute_amax
 from ....numerics.tensor_scaling import CurrentScaling
 
 #: rows of large, small and usual values, of one that rounds to a power of two, and of zeros
@@ -25,14 +25,14 @@ _ROWS = ((3.0e4, -7.0, 1e-3), (1e-13, -3e-14, 0.0), (1.75, 0.3, -0.11), (-1.7500
 _MANY = 1 << 12
 
 
-def fresh() -> str:
+def forget_trials() -> str:
     """Forget earlier trials: the arithmetic may be another in this step. Of torchao as a whole nothing is amiss."""
-    differs.cache_clear()
+    find_difference.cache_clear()
     return ""
 
 
 @functools.cache
-def differs(rule: CurrentScaling | RowwiseScaling, fmt: FloatFormat) -> str:
+def find_difference(rule: CurrentScaling | RowwiseScaling, fmt: FloatFormat) -> str:
     """What is different in a cast by torchao; empty: nothing. Tried once for each rule and sampled step."""
     with torch.no_grad():
         x = torch.tensor(_ROWS, device="cpu")
@@ -75,5 +75,5 @@ def _cast_here(
     if isinstance(rule, RowwiseScaling):
         found = rule.quantize(x, "input", fmt)
         return found.scales.stored, found.codes
-    scale = rule.scale(amax_of(x), fmt.max)
+    scale = rule.scale(compute_amax(x), fmt.max)
     return scale, saturating_cast(x.float() * scale, fmt)

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from ...tensors import is_dtensor
-from ..base import raw_weight
-from .layers import class_of
+from ..base import read_raw_weight
+from .layers import find_class
 
 _GATHERED = "torchao.float8.float8_training_tensor.Float8TrainingTensor"
 _TO_GATHER = "torchao.float8.fsdp_utils.WeightWithDynamicFloat8CastTensor"
@@ -21,24 +21,24 @@ def is_torchao(x: Any) -> bool:
     return type(getattr(x, "_local_tensor", x)).__module__.partition(".")[0] == "torchao"
 
 
-def not_cast_yet(x: torch.Tensor) -> torch.Tensor:
+def is_uncast(x: torch.Tensor) -> torch.Tensor:
     """The tensor itself.
 
     Raises:
         TypeError: it is cast already, as under torchao's tensor parallelism.
     """
     if is_torchao(x):
-        kind = class_of(getattr(x, "_local_tensor", x))
+        kind = find_class(getattr(x, "_local_tensor", x))
         raise TypeError(
             f"it arrives as a {kind}, whose values before the cast are gone: there is nothing to compare it with"
         )
     return x
 
 
-def gathered_in_fp8(module: nn.Module) -> Any:
+def is_gathered_in_fp8(module: nn.Module) -> Any:
     """The weight that FSDP2 has gathered as codes and a scale; None where it gathered high precision, or nothing."""
-    weight = raw_weight(module)
-    return weight if class_of(weight) == _GATHERED else None
+    weight = read_raw_weight(module)
+    return weight if find_class(weight) == _GATHERED else None
 
 
 def weight_in_high_precision(module: nn.Module) -> torch.Tensor | None:
@@ -47,8 +47,8 @@ def weight_in_high_precision(module: nn.Module) -> torch.Tensor | None:
     Raises:
         TypeError: the values are not to be had.
     """
-    weight = raw_weight(module)
-    if gathered_in_fp8(module) is not None:
+    weight = read_raw_weight(module)
+    if is_gathered_in_fp8(module) is not None:
         weight = _kept_by_fsdp(module)
     return _plain(weight) if is_torchao(weight) else weight
 
@@ -56,8 +56,8 @@ def weight_in_high_precision(module: nn.Module) -> torch.Tensor | None:
 def _plain(weight: Any) -> torch.Tensor:
     """A weight that will be cast as it is gathered, without the class that does so."""
     part = getattr(weight, "_local_tensor", weight)
-    if class_of(part) != _TO_GATHER:
-        raise TypeError(f"it is stored as a {class_of(part)}, which is not read here")
+    if find_class(part) != _TO_GATHER:
+        raise TypeError(f"it is stored as a {find_class(part)}, which is not read here")
     values: torch.Tensor = part._tensor.detach()
     if not is_dtensor(weight):
         return values

@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..base import Backend, foreign_forward
+from ..base import Backend, find_foreign_forward
 from ..megatron import configured_recipe
 from . import grouped, layernorm_mlp, linear
-from .casts import first_microbatch, node_of, shares_amax, splits_accumulator
+from .casts import find_node, is_first_microbatch, shares_amax, splits_accumulator
 from .environment import unread_release
-from .stored import stored_weight
+from .stored import read_stored_weight
 
 #: where Megatron's wrappers are, from core 0.9 on and before
 _MEGATRON = ("megatron.core.extensions.transformer_engine", "megatron.core.transformer.custom_layers.transformer_engine")
@@ -40,7 +40,7 @@ def _is(*names: str) -> Callable[[nn.Module], bool]:
 
 
 def _foreign(*names: str) -> Callable[[nn.Module], str]:
-    return lambda module: foreign_forward(module, _classes(*names), _READ_FORWARDS)
+    return lambda module: find_foreign_forward(module, _classes(*names), _READ_FORWARDS)
 
 
 def _output(out: Any) -> torch.Tensor:
@@ -55,11 +55,11 @@ LINEAR = Backend(
     weight=linear.operand_w,
     output=_output,
     unseen=linear.unseen,
-    stored=lambda module, part: stored_weight(module),
+    stored=lambda module, part: read_stored_weight(module),
     cast=linear.cast,
-    arguments=first_microbatch,
+    arguments=is_first_microbatch,
     shares_amax=shares_amax,
-    node=node_of,
+    node=find_node,
     foreign=_foreign("Linear", "LayerNormLinear"),
     untold=unread_release,
     splits_accumulator=splits_accumulator,
@@ -75,11 +75,11 @@ LAYERNORM_MLP = Backend(
     output=_output,
     parts=lambda module: ("fc1", "fc2"),
     unseen=layernorm_mlp.unseen,
-    stored=lambda module, part: stored_weight(module, f"{part}_weight"),
+    stored=lambda module, part: read_stored_weight(module, f"{part}_weight"),
     cast=layernorm_mlp.cast,
-    arguments=first_microbatch,
+    arguments=is_first_microbatch,
     shares_amax=shares_amax,
-    node=node_of,
+    node=find_node,
     foreign=_foreign("LayerNormMLP"),
     untold=unread_release,
     splits_accumulator=splits_accumulator,
@@ -96,9 +96,9 @@ GROUPED = Backend(
     parts=grouped.parts,
     grad=grouped.operand_dy,
     unseen=grouped.unseen,
-    stored=lambda module, part: stored_weight(module, f"weight{part}"),
+    stored=lambda module, part: read_stored_weight(module, f"weight{part}"),
     cast=grouped.cast,
-    arguments=partial(first_microbatch, place=2),
+    arguments=partial(is_first_microbatch, place=2),
     foreign=_foreign("GroupedLinear"),
     untold=unread_release,
     splits_accumulator=splits_accumulator,

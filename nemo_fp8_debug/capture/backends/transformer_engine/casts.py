@@ -27,9 +27,9 @@ import torch
 from ....numerics.block_scaling import BlockRule
 from ....numerics.nvfp4_scaling import SIGN_MASK, NVFP4Scaling
 from ...patching import SWITCHED
-from ..base import Args, Kwargs, ScaleInUse, UnknownCast, not_quantized, raw_weight
+from ..base import Args, Kwargs, ScaleInUse, UnknownCast, make_unquantized_cast, read_raw_weight
 from .environment import check_environment
-from .quantizers import cast_by, delayed_cast
+from .quantizers import make_cast, make_delayed_cast
 
 #: by role: the product that multiplies its column-wise copy
 PRODUCT = {"input": "wgrad", "weight": "dgrad", "grad_output": "wgrad"}
@@ -43,7 +43,7 @@ def cast_with_copy(quantizer: Any, te_recipe: Any, role: str) -> ScaleInUse:
     Raises:
         UnknownCast: what casts the row-wise copy is not known here.
     """
-    use = cast_by(quantizer, te_recipe, role)
+    use = make_cast(quantizer, te_recipe, role)
     if quantizer is None:
         return use
     copy, same = _copy(quantizer, use, te_recipe, role)
@@ -71,7 +71,7 @@ def _copy(quantizer: Any, use: ScaleInUse, te_recipe: Any, role: str) -> tuple[S
         if quantizer.columnwise_source != "original":
             return None, False
         try:
-            other = cast_by(quantizer.columnwise_quantizer, te_recipe, role)
+            other = make_cast(quantizer.columnwise_quantizer, te_recipe, role)
         except UnknownCast:
             return None, False
         copy, same = _copy(quantizer.columnwise_quantizer, other, te_recipe, role)
@@ -119,24 +119,24 @@ class Held:
     slot: int
 
 
-def cast_of(module: Any, role: str, held: Held, out: torch.Tensor, known: Kwargs) -> Callable[[], ScaleInUse]:
+def find_cast(module: Any, role: str, held: Held, out: torch.Tensor, known: Kwargs) -> Callable[[], ScaleInUse]:
     """What tells how `role` is cast by the call of `module` that has returned `out`: ask it in the backward for dY.
 
     Args:
-        known: what was noted before the call, as `first_microbatch` returns it.
+        known: what was noted before the call, as `is_first_microbatch` returns it.
 
     Raises:
         UnknownCast: at once or when asked.
     """
     check_environment(module, role)
-    call = call_of(out)
+    call = find_call(out)
     if role != "grad_output":
         return lambda: _not_moved(_forward_cast(module, role, held, call), known)
     # Nothing here may hold the node: it would be freed late, with all that is saved for the backward.
     if call is None or not hasattr(call, "fp8"):
         raise UnknownCast("the autograd node of its call is not known here")
     if not getattr(call, "debug", False) and (not call.fp8 or getattr(call, "backward_override", None) is not None):
-        return lambda: not_quantized(role)
+        return lambda: make_unquantized_cast(role)
     te_recipe, quantizer = module.fp8_meta.get("recipe"), _quantizer_of(module, role, held, call)
     return lambda: quantizer(te_recipe)
 
@@ -154,7 +154,7 @@ def _not_moved(use: ScaleInUse, known: Kwargs) -> ScaleInUse:
 
 def autocast_depth() -> int | None:
     """How many of Transformer Engine's autocasts are open; None: that is not known."""
-    manager = state_manager()
+    manager = find_state_manager()
     state = getattr(manager, "quantization_state", manager)
     names = ("autocast_depth", "AUTOCAST_DEPTH", "FP8_AUTOCAST_DEPTH")
     return next((getattr(state, name) for name in names if hasattr(state, name)), None)
@@ -165,7 +165,7 @@ def _forward_cast(module: Any, role: str, held: Held, call: Any) -> ScaleInUse:
     if not hasattr(module, "fp8"):
         raise UnknownCast("its module does not say whether it runs in FP8")
     if not module.fp8 and not debug:
-        return not_quantized(role)
+        return make_unquantized_cast(role)
     return _quantizer_of(module, role, held, call, debug)(module.fp8_meta.get("recipe"))
 
 
@@ -179,7 +179,7 @@ def _quantizer_of(module: Any, role: str, held: Held, call: Any, debug: bool = F
             raise UnknownCast("nvdlfw_inspect looks into its module, and the call does not tell its quantizer")
         if not hasattr(module, "quantizers"):
             scale = _state_before_quantizers(module, role).scale
-            return lambda te_recipe: delayed_cast(scale[held.slot], te_recipe, role)
+            return lambda te_recipe: make_delayed_cast(scale[held.slot], te_recipe, role)
         found = module.quantizers[_STATES[role]][held.slot]
     if debug:
         return lambda te_recipe: without_copy(cast_with_copy(found, te_recipe, role), role)
@@ -209,13 +209,13 @@ def _state_before_quantizers(module: Any, role: str) -> Any:
     return state
 
 
-def call_of(out: torch.Tensor) -> Any:
+def find_call(out: torch.Tensor) -> Any:
     """What a call keeps for its backward; None: it has none, or none that is found."""
-    node = node_of(out)
+    node = find_node(out)
     return node if node is None else getattr(node, "backward_objects", node)
 
 
-def node_of(out: torch.Tensor) -> Any:
+def find_node(out: torch.Tensor) -> Any:
     """The autograd node of the call that has returned `out`; None: it has none, or none that is found."""
     waiting, seen = deque([out.grad_fn] if out.grad_fn is not None else []), 0
     while waiting and seen < _FARTHEST:
@@ -241,20 +241,20 @@ def shares_amax(module: Any) -> bool:
     return bool(getattr(module, "sequence_parallel", False)) and getattr(module, "tp_size", 1) > 1
 
 
-def active_recipe(module: Any) -> Any:
+def find_active_recipe(module: Any) -> Any:
     """Transformer Engine's recipe in force in a forward pass; None where the module runs in high precision."""
-    manager = state_manager()
+    manager = find_state_manager()
     if manager is None or not manager.is_fp8_enabled():
         return None
     return SWITCHED[module] if module in SWITCHED else manager.get_fp8_recipe()
 
 
-def state_manager() -> Any:
+def find_state_manager() -> Any:
     """Transformer Engine's global state; None where it is not imported."""
     return next((getattr(sys.modules[m], "FP8GlobalStateManager", None) for m in _HOLDERS if m in sys.modules), None)
 
 
-def first_microbatch(module: Any, args: Args, kwargs: Kwargs, place: int = 1) -> Kwargs:
+def is_first_microbatch(module: Any, args: Args, kwargs: Kwargs, place: int = 1) -> Kwargs:
     """What is to be known of a call that is about to run: whether it casts its weight and caches it (True), takes what is
     cached (False), or caches nothing (None); and how many autocasts are open around it.
 
@@ -269,7 +269,7 @@ def first_microbatch(module: Any, args: Args, kwargs: Kwargs, place: int = 1) ->
     return {"is_first_microbatch": first, "autocasts": autocast_depth()}
 
 
-def cached_weight_cast(module: Any, kwargs: Kwargs, name: str, read: Callable[[], ScaleInUse]) -> ScaleInUse:
+def find_cached_weight_cast(module: Any, kwargs: Kwargs, name: str, read: Callable[[], ScaleInUse]) -> ScaleInUse:
     """The cast of a weight, which is not cast anew if it was cached before the call.
 
     Raises:
@@ -278,7 +278,7 @@ def cached_weight_cast(module: Any, kwargs: Kwargs, name: str, read: Callable[[]
     use = read()
     if use.source != "engine" or kwargs.get("is_first_microbatch") is not False:
         return use
-    if getattr(raw_weight(module, name), "requires_grad", True):
+    if getattr(read_raw_weight(module, name), "requires_grad", True):
         raise UnknownCast("it was cast before this step and cached, and may have changed since")
     scale_inv = getattr(module._fp8_workspaces.get(name), "_scale_inv", None)
     if isinstance(use.scale, BlockRule) or scale_inv is None or scale_inv.numel() != 1:

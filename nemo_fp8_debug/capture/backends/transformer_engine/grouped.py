@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from ...tensors import as_multiplied
-from ..base import Args, Kwargs, ScaleInUse, UnknownCast, raw_weight
-from .casts import Held, cached_weight_cast, call_of, cast_of, is_quantized
+from ...tensors import view_as_multiplied
+from ..base import Args, Kwargs, ScaleInUse, UnknownCast, read_raw_weight
+from .casts import Held, find_cached_weight_cast, find_call, find_cast, is_quantized
 from .linear import first_argument, named_weight
-from .stored import is_read, stored_weight
+from .stored import is_read, read_stored_weight
 
 
 def parts(module: Any) -> Sequence[str]:
@@ -22,7 +22,7 @@ def parts(module: Any) -> Sequence[str]:
 def operand_x(module: Any, args: Args, kwargs: Kwargs, part: str) -> torch.Tensor | None:
     """The rows of an expert; None where it gets none."""
     x = first_argument(args, kwargs)
-    return None if is_quantized(x) else _rows(as_multiplied(x), args, kwargs, part)
+    return None if is_quantized(x) else _rows(view_as_multiplied(x), args, kwargs, part)
 
 
 def operand_w(module: Any, args: Args, kwargs: Kwargs, part: str) -> torch.Tensor | None:
@@ -47,17 +47,17 @@ def _rows(x: torch.Tensor, args: Args, kwargs: Kwargs, part: str) -> torch.Tenso
 
 def unseen(module: Any, part: str) -> Collection[str]:
     """Weights that are stored in a way that is not read, or all experts' in one parameter."""
-    weight = raw_weight(module, f"weight{part}")
-    unread = is_quantized(weight) and not is_read(stored_weight(module, f"weight{part}"))
+    weight = read_raw_weight(module, f"weight{part}")
+    unread = is_quantized(weight) and not is_read(read_stored_weight(module, f"weight{part}"))
     return ("weight",) if weight is None or unread else ()
 
 
 def cast(module: Any, kwargs: Kwargs, part: str, role: str, out: torch.Tensor) -> Callable[[], ScaleInUse]:
     """What tells how `role` is cast by the call that has returned `out`."""
     if role == "grad_output":
-        _check_row_wise(call_of(out))
-    read = cast_of(module, role, Held(f"{role}_quantizers", int(part), _slot(module, int(part), role)), out, kwargs)
-    return (lambda: cached_weight_cast(module, kwargs, f"weight{part}", read)) if role == "weight" else read
+        _check_row_wise(find_call(out))
+    read = find_cast(module, role, Held(f"{role}_quantizers", int(part), _slot(module, int(part), role)), out, kwargs)
+    return (lambda: find_cached_weight_cast(module, kwargs, f"weight{part}", read)) if role == "weight" else read
 
 
 def _check_row_wise(call: Any) -> None:

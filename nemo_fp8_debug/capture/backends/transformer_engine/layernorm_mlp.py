@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from ...tensors import as_multiplied
-from ..base import Args, Kwargs, ScaleInUse, raw_weight
-from .casts import Held, cached_weight_cast, cast_of, is_quantized
-from .linear import first_argument, named_weight, normalized
-from .stored import is_read, stored_weight
+from ...tensors import view_as_multiplied
+from ..base import Args, Kwargs, ScaleInUse, read_raw_weight
+from .casts import Held, find_cached_weight_cast, find_cast, is_quantized
+from .linear import compute_norm, first_argument, named_weight
+from .stored import is_read, read_stored_weight
 
 _FORWARD = {("fc1", "input"): 0, ("fc1", "weight"): 1, ("fc2", "input"): 3, ("fc2", "weight"): 4}
 
@@ -21,7 +21,7 @@ def operand_x(module: Any, args: Args, kwargs: Kwargs, part: str) -> torch.Tenso
     x = first_argument(args, kwargs)
     if part == "fc2" or is_quantized(x):
         return None
-    return normalized(module, as_multiplied(x))
+    return compute_norm(module, view_as_multiplied(x))
 
 
 def operand_w(module: Any, args: Args, kwargs: Kwargs, part: str) -> torch.Tensor | None:
@@ -31,16 +31,16 @@ def operand_w(module: Any, args: Args, kwargs: Kwargs, part: str) -> torch.Tenso
 
 def unseen(module: Any, part: str) -> Collection[str]:
     """X of fc2 and dY of fc1 exist inside only, where no hook sees them."""
-    hidden, weight = ["input"] if part == "fc2" else ["grad_output"], raw_weight(module, f"{part}_weight")
-    unread = is_quantized(weight) and not is_read(stored_weight(module, f"{part}_weight"))
+    hidden, weight = ["input"] if part == "fc2" else ["grad_output"], read_raw_weight(module, f"{part}_weight")
+    unread = is_quantized(weight) and not is_read(read_stored_weight(module, f"{part}_weight"))
     return [*hidden, "weight"] if unread else hidden
 
 
 def cast(module: Any, kwargs: Kwargs, part: str, role: str, out: torch.Tensor) -> Callable[[], ScaleInUse]:
     """What tells how `role` is cast by the call that has returned `out`."""
     slot = _fc2_grad_slot(module) if role == "grad_output" else _FORWARD[part, role]
-    read = cast_of(module, role, Held(f"{part}_{role}_quantizer", None, slot), out, kwargs)
-    return (lambda: cached_weight_cast(module, kwargs, f"{part}_weight", read)) if role == "weight" else read
+    read = find_cast(module, role, Held(f"{part}_{role}_quantizer", None, slot), out, kwargs)
+    return (lambda: find_cached_weight_cast(module, kwargs, f"{part}_weight", read)) if role == "weight" else read
 
 
 def _fc2_grad_slot(module: Any) -> int:

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from ...tensors import as_multiplied
-from ..base import Args, Kwargs, ScaleInUse, raw_weight
-from .casts import Held, active_recipe, cached_weight_cast, cast_of, is_quantized
-from .stored import is_read, stored_weight
+from ...tensors import view_as_multiplied
+from ..base import Args, Kwargs, ScaleInUse, read_raw_weight
+from .casts import Held, find_active_recipe, find_cached_weight_cast, find_cast, is_quantized
+from .stored import is_read, read_stored_weight
 
 _HELD = {
     "input": Held("input_quantizer", None, 0),
@@ -29,8 +29,8 @@ def operand_x(module: Any, args: Args, kwargs: Kwargs, part: str) -> torch.Tenso
     x = first_argument(args, kwargs)
     if is_quantized(x):
         return None
-    x = as_multiplied(x)
-    return normalized(module, x) if hasattr(module, "layer_norm_weight") else x
+    x = view_as_multiplied(x)
+    return compute_norm(module, x) if hasattr(module, "layer_norm_weight") else x
 
 
 def operand_w(module: Any, args: Args, kwargs: Kwargs, part: str) -> torch.Tensor | None:
@@ -40,24 +40,24 @@ def operand_w(module: Any, args: Args, kwargs: Kwargs, part: str) -> torch.Tenso
 
 def named_weight(module: Any, name: str = "weight") -> torch.Tensor | None:
     """W as it is cast; in high precision as it is multiplied."""
-    weight = raw_weight(module, name)
+    weight = read_raw_weight(module, name)
     if weight is None or is_quantized(weight):
         return None
-    return weight if active_recipe(module) is not None else as_multiplied(weight)
+    return weight if find_active_recipe(module) is not None else view_as_multiplied(weight)
 
 
 def unseen(module: Any, part: str) -> Collection[str]:
     """Weights that are stored in a way that is not read."""
-    return ("weight",) if is_quantized(raw_weight(module)) and not is_read(stored_weight(module)) else ()
+    return ("weight",) if is_quantized(read_raw_weight(module)) and not is_read(read_stored_weight(module)) else ()
 
 
 def cast(module: Any, kwargs: Kwargs, part: str, role: str, out: torch.Tensor) -> Callable[[], ScaleInUse]:
     """What tells how `role` is cast by the call that has returned `out`."""
-    read = cast_of(module, role, _HELD[role], out, kwargs)
-    return (lambda: cached_weight_cast(module, kwargs, "weight", read)) if role == "weight" else read
+    read = find_cast(module, role, _HELD[role], out, kwargs)
+    return (lambda: find_cached_weight_cast(module, kwargs, "weight", read)) if role == "weight" else read
 
 
-def normalized(module: Any, x: torch.Tensor) -> torch.Tensor:
+def compute_norm(module: Any, x: torch.Tensor) -> torch.Tensor:
     """Compute LayerNorm or RMSNorm of `x` in float32, by a module that has just run.
 
     Under delayed scaling the kernel casts the float32 result; otherwise it is rounded to x's dtype first, and cast then.

@@ -20,7 +20,7 @@ from ....numerics.formats import FORMATS, FloatFormat
 from ....numerics.nvfp4_scaling import NVFP4Scaling
 from ....numerics.recipe import Recipe
 from ....numerics.tensor_scaling import CurrentScaling, DelayedScaling
-from ..base import ScaleInUse, UnknownCast, not_quantized
+from ..base import ScaleInUse, UnknownCast, make_unquantized_cast
 from .environment import check_option
 
 #: where each quantizer is defined, in `transformer_engine.pytorch.tensor`; another class may have its name elsewhere
@@ -61,7 +61,7 @@ KNOWN: Mapping[str, frozenset[str]] = {
 }
 
 
-def cast_by(quantizer: Any, te_recipe: Any, role: str) -> ScaleInUse:
+def make_cast(quantizer: Any, te_recipe: Any, role: str) -> ScaleInUse:
     """How `quantizer` casts operand `role` at this moment.
 
     Args:
@@ -72,7 +72,7 @@ def cast_by(quantizer: Any, te_recipe: Any, role: str) -> ScaleInUse:
         UnknownCast: its class, or one of its attributes, is not known here; names it.
     """
     if quantizer is None:
-        return not_quantized(role)
+        return make_unquantized_cast(role)
     kind = type(quantizer)
     if kind.__name__ == "DebugQuantizer" and _is_ours(kind):
         return _inspected(quantizer, te_recipe, role)
@@ -117,13 +117,13 @@ def _inspected(quantizer: Any, te_recipe: Any, role: str) -> ScaleInUse:
     """Of a module that nvdlfw_inspect looks into: a feature may change the cast."""
     plan = getattr(quantizer, "rowwise_tensor_plan", None)
     if plan == "High Precision":
-        return not_quantized(role)
+        return make_unquantized_cast(role)
     if plan != "Quantize":
         raise UnknownCast(f"a feature of nvdlfw_inspect takes part in its cast (its plan is {plan!r})")
-    return cast_by(quantizer.parent_quantizer, te_recipe, role)
+    return make_cast(quantizer.parent_quantizer, te_recipe, role)
 
 
-def delayed_cast(scale: torch.Tensor, te_recipe: Any, role: str) -> ScaleInUse:
+def make_delayed_cast(scale: torch.Tensor, te_recipe: Any, role: str) -> ScaleInUse:
     """Of a release that has no quantizers: its format is the recipe's.
 
     Args:
@@ -199,11 +199,11 @@ def _four_over_six(quantizer: Any, by_chance: bool) -> dict[str, Any]:
 
 def _identity(quantizer: Any, te_recipe: Any, role: str) -> ScaleInUse:
     _check(quantizer, quantizer.dtype is None, "dtype")
-    return not_quantized(role)
+    return make_unquantized_cast(role)
 
 
 def _hybrid(quantizer: Any, te_recipe: Any, role: str) -> ScaleInUse:
-    return cast_by(quantizer.rowwise_quantizer, te_recipe, role)
+    return make_cast(quantizer.rowwise_quantizer, te_recipe, role)
 
 
 _READERS: Mapping[str, Callable[[Any, Any, str], ScaleInUse]] = {

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 
 from ....numerics.formats import E2M1, E4M3, E5M2, Decoded, FloatFormat
-from ..base import ScaleInUse, UnknownCast, raw_weight
+from ..base import ScaleInUse, UnknownCast, read_raw_weight
 from .casts import is_quantized
 from .environment import unread_release
-from .quantizers import cast_by
+from .quantizers import make_cast
 
 _PACKAGE = "transformer_engine.pytorch.tensor."
 #: names of formats, of an enum of Transformer Engine or of its extension: torch's type, and the code of its largest value
@@ -52,7 +52,7 @@ class StoredWeight:
         Raises:
             UnknownCast: that is not known here.
         """
-        use = cast_by(self.parameter._quantizer, self.te_recipe, "weight")
+        use = make_cast(self.parameter._quantizer, self.te_recipe, "weight")
         scale = getattr(self._row_wise(), "_scale_inv", None)
         if isinstance(scale, torch.Tensor) and scale.numel() == 1:
             return ScaleInUse(scale.detach().reshape(()).reciprocal(), use.format, use.recipe, "engine")
@@ -63,9 +63,9 @@ class StoredWeight:
         return getattr(self.parameter, "_rowwise_storage", self.parameter)
 
 
-def stored_weight(module: Any, name: str = "weight") -> StoredWeight | None:
+def read_stored_weight(module: Any, name: str = "weight") -> StoredWeight | None:
     """The parameter of a module if it is stored in codes."""
-    weight = raw_weight(module, name)
+    weight = read_raw_weight(module, name)
     return StoredWeight(weight, getattr(module, "fp8_meta", {}).get("recipe")) if is_quantized(weight) else None
 
 
