@@ -10,14 +10,14 @@ from typing import NamedTuple
 from ...core.keys import Key
 from ...errors import RecordError
 from ...numerics.limits import MADE_UP
-from ..bands.bands import Bands, bands_for, judge, told
+from ..bands.bands import Bands, choose_bands, describe_bands, judge_by_bands
 from ..comparison.compare import Comparison, compare
 from ..comparison.onset import IN_A_ROW
 from ..loss.outcome import MAX_GAP, LossOutcome
-from ..loss.step_change import rises_with
+from ..loss.step_change import measure_rise_of_sample
 from ..recommendation.options import Budget
 from ..recommendation.recommend import Recommendation
-from ..runs.grid import interval_of
+from ..runs.grid import measure_interval
 from ..runs.run import Run
 from .decide import Circumstances, Decision, decide
 from .diagnosis import Diagnosis
@@ -64,9 +64,9 @@ def diagnose(
     """
     baselines = list_baselines(baseline)
     if baselines:
-        return diagnose_comparison(comparison_of(run, baselines, reference, by, max_gap))
+        return diagnose_comparison(compare_for_diagnosis(run, baselines, reference, by, max_gap))
     facts, records = measure_facts(run, baselines, reference, by, max_gap, bands)
-    return replace(_diagnose_facts(facts, records), judged_by=told(records.bands))
+    return replace(_diagnose_facts(facts, records), judged_by=describe_bands(records.bands))
 
 
 def measure_facts(
@@ -82,12 +82,12 @@ def measure_facts(
     Arguments are those of `diagnose`.
     """
     if baselines:
-        return _measure_compared(comparison_of(run, baselines, reference, by, max_gap))
+        return _measure_compared(compare_for_diagnosis(run, baselines, reference, by, max_gap))
     mine, other = _read(run, by), _read_reference(reference, by)
     if mine.metrics.is_empty():
         raise RecordError(f"{mine.path} has no sampled step, so there is nothing to go by")
-    chosen = bands_for(mine, bands)
-    records = Records(mine, bands=None if chosen is None else judge(mine, chosen))
+    chosen = choose_bands(mine, bands)
+    records = Records(mine, bands=None if chosen is None else judge_by_bands(mine, chosen))
     return Facts.of(records, _judge_loss_alone(mine, other, max_gap)), records
 
 
@@ -106,7 +106,7 @@ def list_baselines(baseline: Source | Sequence[Source] | None) -> list[Source]:
     return [baseline] if isinstance(baseline, str | os.PathLike | Run) else list(baseline or ())
 
 
-def comparison_of(
+def compare_for_diagnosis(
     run: Source,
     baseline: Source | Sequence[Source],
     reference: Source | None = None,
@@ -168,10 +168,11 @@ def judge_facts(facts: Facts, leave_out: Collection[str] = ()) -> Judgment:
     findings = sorted(find_all(facts, leave_out), key=lambda f: (-1 if f.since is None else f.since, -f.weight))
     loss, stopped_at = _add_rise(facts, findings), find_stop(skipped_steps(facts).run)
     harmed_since = min((step for step in (loss.harmful_since, stopped_at) if step is not None), default=None)
-    interval = int(interval_of(facts.steps))
+    interval = int(measure_interval(facts.steps))
     out = any(f.is_out_of_band and f.strength != "hint" for f in findings)
-    # If a baseline cannot exclude harm, the loss gives no all-clear.
-    in_doubt = harmed_since is None and facts.paired and loss.harm == "unknown" and not loss.is_far_below
+    # If a baseline shows harm that noise may have made, the loss gives no all-clear.
+    in_doubt = harmed_since is None and facts.paired and loss.harm == "unknown"
+    in_doubt = in_doubt and (loss.gap is None or loss.gap.percent > loss.max_gap)
     judged = _is_judged(facts, harmed_since, interval, out) and not in_doubt
     settled = int(facts.steps[min(MADE_UP, len(facts.steps) - 1)]) if len(facts.steps) else 0
     by_precision = loss.differs_from_reference is not False
@@ -197,7 +198,9 @@ def _add_rise(facts: Facts, findings: Sequence[Finding]) -> LossOutcome:
     if loss.gap is not None and loss.gap.interval()[0] <= 0:
         return loss  # noise may have brought it to where it ends
     steps = sorted({f.since for f in findings if f.since is not None and f.strength != "hint"})
-    rises = [(step, rises_with(loss.run, loss.baseline, step, facts.steps, lasting=loss.max_gap)) for step in steps]
+    rises = [
+        (step, measure_rise_of_sample(loss.run, loss.baseline, step, facts.steps, lasting=loss.max_gap)) for step in steps
+    ]
     harmful = [(step, rise) for step, rise in rises if rise is not None and rise > loss.max_gap]
     return replace(loss, rise=harmful[0]) if harmful else loss
 
@@ -248,7 +251,7 @@ def _list_not_compared(run: Run, baseline: Run | None) -> list[str]:
         missed.append(f"what happened after {run.unit} {ends[-1]}, where the baseline ends")
     if len(losses) and len(steps):
         unsampled = losses[-1] - steps[-1]
-        if unsampled > interval_of(steps):
+        if unsampled > measure_interval(steps):
             missed.append(f"what happened after {run.unit} {steps[-1]}, the last sample")
     mine, theirs = set(run.metrics.tensors.rows()), set(baseline.metrics.tensors.rows())
     if mine - theirs:
