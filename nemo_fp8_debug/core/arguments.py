@@ -80,7 +80,7 @@ def quote_names(names: Sequence[str]) -> str:
     """Return the first names for a message, in quotes: a layer may be called 0.
 
     Example:
-        >>> quote_names(["0", "2"]), quoted("abcdefgh")
+        >>> quote_names(["0", "2"]), quote_names("abcdefgh")
         ("'0', '2'", "'a', 'b', 'c', 'd', 'e', 'f' and 2 more")
     """
     rest = len(names) - _FIRST

@@ -292,7 +292,7 @@ def quantize_dequantize(x: torch.Tensor, scale: torch.Tensor, fmt: FloatFormat) 
 
 
 def amax(x: torch.Tensor) -> torch.Tensor:
-    """`numerics.metrics.amax_of`; on a CPU in one read of `x` where it has no gaps."""
+    """`numerics.metrics.compute_amax`; on a CPU in one read of `x` where it has no gaps."""
     return quantize.amax(x, torch.get_num_threads()) if _has_cpu_loop(x) else compute_amax(x)
 
 

@@ -57,7 +57,7 @@ def name_metric(metric: str) -> str:
     """What people call a metric, with its unit.
 
     Example:
-        >>> name_metric("underflow_pct"), label_of("mse"), label_of("something_new")
+        >>> name_metric("underflow_pct"), name_metric("mse"), name_metric("something_new")
         ('underflow (%)', 'mean squared error', 'something new')
     """
     label, unit = (LABELS | _labels_of_features()).get(metric, (metric.replace("_", " "), ""))

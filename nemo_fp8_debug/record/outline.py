@@ -74,7 +74,7 @@ def make_outline(table: pa.Table) -> Outline:
 
     Example:
         >>> table = pa.table({"step": [0, 0], "layer": ["a", "b"], "role": ["input"] * 2, "format": ["e4m3", None]})
-        >>> make_outline(table).texts["format"], outline_of(table).same
+        >>> make_outline(table).texts["format"], make_outline(table).same
         (['e4m3', None], {'role': 'input', 'step': 0})
     """
     names = [field.name for field in table.schema if field.type == pa.string() and field.name not in _MANY]

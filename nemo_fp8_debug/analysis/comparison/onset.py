@@ -98,7 +98,7 @@ def select_discoveries(rows: pl.DataFrame, tensors: int) -> pl.DataFrame:
 
     Example:
         >>> rows = pl.DataFrame({"layer": ["fc1"], "role": ["input"], "metric": ["underflow_pct"], "excess": [1.6]})
-        >>> len(select_discoveries(rows, 60)), len(discoveries(rows, 6000))
+        >>> len(select_discoveries(rows, 60)), len(select_discoveries(rows, 6000))
         (1, 0)
     """
     if rows.is_empty():

@@ -152,7 +152,7 @@ def find_jump(run: LossCurve, baseline: LossCurve, lasting: float = 0.0) -> tupl
         >>> losses = 2 + np.random.default_rng(0).normal(0, 0.05, (2, 300))
         >>> losses[0, 200:] += 0.2
         >>> bad, good = (LossCurve.of(pl.DataFrame({"step": range(300), "loss": each})) for each in losses)
-        >>> find_jump(bad, good)[0], jumps_at(good, bad)
+        >>> find_jump(bad, good)[0], find_jump(good, bad)
         (200, None)
     """
     found = farthest_jump(run, baseline)

@@ -70,7 +70,7 @@ def quantize_dequantize(x: torch.Tensor, scale: float, scale_inv: float, fmt: Fl
 
 
 def amax(x: torch.Tensor, threads: int) -> torch.Tensor:
-    """The same value as `numerics.metrics.amax_of`, of a tensor as above."""
+    """The same value as `numerics.metrics.compute_amax`, of a tensor as above."""
     shares = _shares(x, threads)
     job = share_out(_reading(x.dtype), (x.data_ptr(), x.numel()), shares, 1)
     pattern = max(job[JOB:])
