@@ -46,6 +46,9 @@ SCALE_JUMP = _threshold(
     "SCALE_JUMP", 3.0, "bits", "Values of a healthy run move by less from one sample to the next; a flipped bit moves more."
 )
 LOST_MORE = _threshold("LOST_MORE", 0.5, "% of values", "Half of the least underflow that counts as out of band.")
+STRONG_PART = _threshold(
+    "STRONG_PART", 0.2, "of the strongest", "A fault moves its own tensor most; what it drags along moves less."
+)
 OUTLIER_HIGHER = _threshold(
     "OUTLIER_HIGHER", 2.0, "bits", "The largest of n Gaussian values moves by less than one bit between samples."
 )
@@ -57,6 +60,7 @@ RATE_DIFFERS = _threshold("RATE_DIFFERS", 1.05, "times", "Schedules computed in 
 FACTOR = _threshold(
     "FACTOR", 1.5, "times", "By mistake, gradients are multiplied by 2 or more; learning rates are tuned in factors of 2."
 )
+NORM_MOVES = _threshold("NORM_MOVES", 0.85, "bits", "A factor of 2 is one bit; this leaves room for noise.")
 NORM_SIGMAS = _threshold("NORM_SIGMAS", 6.0, "standard deviations", "Chance of less than 1e-8 a step for Gaussian noise.")
 NORM_APART = _threshold(
     "NORM_APART", 1.0, "bits", "First gradient norms of clean pairs of other seeds differ by at most 0.46 bits; twice that."
@@ -91,9 +95,7 @@ DECAY = _threshold("DECAY", 1.0, "weight decay", "Decays in use lie between 0.01
 RANGE_MOVES = _threshold("RANGE_MOVES", 1e-3, "bits", "A step of BF16 is 2^-8; decay moves the range by less.")
 STEP_LARGE = _threshold("STEP_LARGE", 0.1, "of the weight", "Adam changes a weight by about a thousandth of its size.")
 # Between GEMMs ----------------------------------------------------------------------------------------------------------
-TIMES_USUAL = _threshold(
-    "TIMES_USUAL", 4.0, "times", "Healthy layers move by less than two bits; what a fault drags along moves less."
-)
+TIMES_USUAL = _threshold("TIMES_USUAL", 4.0, "times", "Norms of healthy layers move by less than two bits.")
 LOGIT = _threshold("LOGIT", 50.0, "", "exp(50) tells one key from all others.")
 COLLAPSED = _threshold("COLLAPSED", 0.95, "of the tokens", "One expert gets nearly all; an even router gives 1/experts.")
 UNEVEN = _threshold("UNEVEN", 0.6, "of the tokens", "A router that was so uneven all along has not collapsed.")
@@ -115,6 +117,7 @@ LEVEL_PART = _threshold("LEVEL_PART", 0.05, "of the loss", "A step that noise wh
 ABRUPT_PART = _threshold(
     "ABRUPT_PART", 0.5, "of the rise", "Of a rise that takes 20 steps, 5 in a row bring a quarter; of a jump they bring all."
 )
+STEP_SURE = _threshold("STEP_SURE", 0.995, "confidence", "At a step that something else names: one in 200.")
 OTHER_SEEDS = _threshold(
     "OTHER_SEEDS", 12.0, "%", "Of 1,032 clean pairs of another seed in the benchmark, two lie farther apart."
 )

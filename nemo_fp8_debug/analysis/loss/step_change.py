@@ -32,7 +32,7 @@ class Rise(NamedTuple):
     @property
     def is_sure(self) -> bool:
         """Whether noise hardly makes it."""
-        return self.chance < 1 - thresholds.SURE
+        return self.chance < 1 - thresholds.STEP_SURE
 
 
 def measure_rise(run: LossCurve, baseline: LossCurve | None, step: int) -> float | None:

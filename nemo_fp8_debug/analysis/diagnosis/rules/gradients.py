@@ -329,7 +329,7 @@ def _largest_move(steps: Ints, bits: Floats) -> _Move | None:
     kept = min(close / move, lasting / move) >= thresholds.AT_ONCE if move else False
     return (
         _Move(int(steps[place]), move)
-        if abs(move) >= max(thresholds.NEAR, thresholds.NORM_SIGMAS * _noise(bits)) and kept
+        if abs(move) >= max(thresholds.NORM_MOVES, thresholds.NORM_SIGMAS * _noise(bits)) and kept
         else None
     )
 

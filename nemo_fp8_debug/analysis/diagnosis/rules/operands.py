@@ -143,7 +143,7 @@ def find_operands(facts: Facts) -> Iterator[Finding]:
     found = [_explain(each, facts) for each in suspects(facts)]
     for each, finding in zip(suspects(facts), found, strict=True):
         rivals = [one.excess for one in suspects(facts) if each.role in GRADIENTS or one.role not in GRADIENTS]
-        weak = each.excess * thresholds.TIMES_USUAL < max(rivals)
+        weak = each.excess < thresholds.STRONG_PART * max(rivals)
         yield replace(finding, strength="hint") if weak and finding.strength == "clear" else finding
 
 
@@ -536,7 +536,7 @@ def _strongest_first(out_of_band: pl.DataFrame, run: Run) -> list[tuple[str, str
     tensors = tensors.join(_order_of_nonfinite(run, tensors), on=[*_KEY, "onset"], how="left", maintain_order="left")
     is_gradient = pl.col("role").is_in(GRADIENTS)
     strongest = pl.when(is_gradient).then(pl.col("excess").max()).otherwise(pl.col("excess").filter(~is_gradient).max())
-    tensors = tensors.with_columns(weak=pl.col("excess") * thresholds.TIMES_USUAL < strongest)
+    tensors = tensors.with_columns(weak=pl.col("excess") < thresholds.STRONG_PART * strongest)
     ordered = tensors.sort("weak", "onset", -pl.col("excess"), "order", nulls_last=True, maintain_order=True)
     return ordered.head(_LOOKED_INTO).select(*_KEY, "onset", "excess", "samples").rows()
 
