@@ -1,4 +1,4 @@
-# Both commands of the README on a fresh Debian, on a CPU. Without Docker: scripts/validation/dockerfile.py
+# Both commands of the README on a fresh Debian, on a CPU
 #
 #     docker build --target demo -t nemo_fp8_debug .           the demo; then TensorBoard with what it recorded:
 #     docker run --rm -p 6006:6006 nemo_fp8_debug

@@ -13,13 +13,12 @@ import torch
 from fault_injection import rescue
 from fault_injection.cases import cases
 from fault_injection.draws import OPERAND_KINDS, SOFTWARE_KINDS, Draw, drawn, possible
-from fault_injection.families import OTHERS, family
+from fault_injection.families import family
 from fault_injection.fault import Fault, Together
-from fault_injection.faults_of_operands import OutlierChannel, StuckScale
-from fault_injection.judge import BASELINES, LOG, bands_without, baseline_of, judge, main
+from fault_injection.judge import BASELINES, bands_without, baseline_of, judge
 from fault_injection.recorder import InMemory
 from fault_injection.records import FOLDER, Recorded, read_run, truths, write_part
-from fault_injection.sets import HELD_OUT_KINDS, set_of
+from fault_injection.sets import RARE_KINDS, is_tune
 from fault_injection.training import Setup, Training, train
 from fault_injection.truth import gap_of, truth
 
@@ -70,35 +69,18 @@ def test_a_fault_of_an_operand_is_none_in_high_precision(
     assert harmed[0] == clean[name, True][0] and harmed != clean[name, True]
 
 
-@pytest.mark.parametrize("name", OTHERS)
-def test_an_x_of_other_models_can_be_changed_without_changing_high_precision(name: str) -> None:
-    of = family(name)
-    setup = Setup(name, "delayed", 1, 1, of.depth)
-    gemms = [gemm.name for gemm in select_gemms(find_gemms([of.build(0, of.depth, "delayed")]), list(of.layers))]
-    one_of_each = {gemm.rpartition(".")[2]: gemm for gemm in gemms if gemm.rpartition(".")[2] in of.changeable}
-    assert {*one_of_each} == {*of.changeable}
-    clean = losses(setup, Fault(), fp8=False)
-    for gemm in one_of_each.values():
-        readers = tuple((reader, "input") for reader in of.site_of(gemm).readers)
-        for made in (
-            StuckScale("stale", 1, readers, growth=6),
-            OutlierChannel("outlier", 1, readers, height=16.0, over=1),
-        ):
-            assert losses(setup, made, fp8=False) == clean, (gemm, made.kind)
-
-
 @pytest.mark.parametrize("kind", [kind for kind in SOFTWARE_KINDS if kind not in ("gradient_sum", "repeated_data")])
 def test_a_fault_of_software_begins_at_its_onset(kind: str, clean: dict[tuple[str, bool], list[float]]) -> None:
     harmed = losses(SETUPS["moe"], fault(kind, SETUPS["moe"]), fp8=True)
     assert harmed[0] == clean["moe", True][0] and harmed != clean["moe", True]
 
 
-def test_cases_are_drawn_alike_each_time_and_held_out_kinds_only_where_nothing_is_tuned() -> None:
+def test_cases_are_drawn_alike_each_time_and_rare_kinds_only_in_later_parts() -> None:
     assert cases("llama", 3) == cases("llama", 3)
     drawn_kinds = {case.fault.kind for part in range(30) for case in cases("llama", part)}
-    assert drawn_kinds == {"none", *OPERAND_KINDS, *SOFTWARE_KINDS} - set(HELD_OUT_KINDS)
+    assert drawn_kinds == {"none", *OPERAND_KINDS, *SOFTWARE_KINDS} - set(RARE_KINDS)
     judged = [(case.fault.kind, case.setup) for part in range(100, 130) for case in cases("moe", part)]
-    assert set(HELD_OUT_KINDS) <= {kind for kind, _ in judged}
+    assert set(RARE_KINDS) <= {kind for kind, _ in judged}
     assert all(possible(kind, setup) for kind, setup in judged if kind != "none")
     clean = [case.setup for part in range(30) for case in cases("llama", part) if case.fault.kind == "none"]
     assert len({(s.seed, s.order, s.depth, s.shaken) for s in clean}) == len(clean) == 180
@@ -107,18 +89,15 @@ def test_cases_are_drawn_alike_each_time_and_held_out_kinds_only_where_nothing_i
 @pytest.mark.parametrize(
     ("family", "part", "kind", "expected"),
     [
-        ("moe", 0, "outlier", "tune"),
-        ("moe", 100, "none", "tune"),
-        ("moe", 100, "stale", "spent"),
-        ("vit", 0, "none", "spent"),
-        ("moe", 200, "none", "tune"),
-        ("vit", 200, "stale", "spent"),
-        ("moe", 300, "none", "held-out"),
-        ("vit", 300, "stale", "held-out"),
+        ("moe", 0, "outlier", True),
+        ("moe", 100, "stale", False),
+        ("vit", 0, "none", False),
+        ("moe", 200, "none", True),
+        ("moe", 300, "none", False),
     ],
 )
-def test_what_was_judged_once_is_held_out_no_more(family: str, part: int, kind: str, expected: str) -> None:
-    assert set_of(family, part, kind) == expected
+def test_later_parts_and_what_is_rare_are_not_in_tune(family: str, part: int, kind: str, expected: bool) -> None:
+    assert is_tune(family, part, kind) == expected
 
 
 def test_a_record_comes_back_as_it_was_measured(tmp_path: object) -> None:
@@ -175,17 +154,8 @@ def test_a_run_without_a_baseline_of_a_kind_is_not_judged_with_one(monkeypatch: 
     monkeypatch.setattr(fault_injection.judge, "LEARNED_FROM", 2)
     bands_without.cache_clear()
     told = next(one for one in truths("tune") if one["part"] == "llama-000" and one["name"] == "deep")
-    assert {one.baseline for one in judge([told], intervals=(50,))} == {*BASELINES} - {"three", "five", "other"}
+    assert {one.baseline for one in judge([told], intervals=(50,))} == {*BASELINES} - {"other"}
     bands_without.cache_clear()
-
-
-@pytest.mark.parametrize("more", [(), ("--once", "--failures"), ("--once", "--family", "vit")])
-def test_held_out_runs_are_judged_whole_and_on_purpose(more: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    before = LOG.read_text() if LOG.exists() else None
-    monkeypatch.setattr("sys.argv", ["judge.py", "--set", "held-out", *more])
-    with pytest.raises(SystemExit) as refused:
-        main()
-    assert refused.value.code == 2 and (LOG.read_text() if LOG.exists() else None) == before
 
 
 @pytest.mark.parametrize(("since", "checkpoint"), [(104, 80), (105, 100), (5, 0), (0, 0)])

@@ -14,7 +14,7 @@ from functools import cache
 from fault_injection.draws import OPERAND_KINDS, SOFTWARE_KINDS, Draw, drawn, possible
 from fault_injection.families import family
 from fault_injection.fault import Fault
-from fault_injection.sets import ALL_KINDS, HELD_OUT_KINDS, has_all_kinds
+from fault_injection.sets import ALL_KINDS, RARE_KINDS, has_all_kinds
 from fault_injection.training import Setup
 from nemo_fp8_debug.capture.gemms import find_gemms, select_gemms
 
@@ -67,12 +67,12 @@ def _kinds(family_name: str, part: int, setup: Setup) -> Iterator[str]:
     all_kinds, at, engines = has_all_kinds(family_name, part), part % ALL_KINDS, family(family_name).engines
     earlier = sum(engines[i % len(engines)] == setup.engine for i in range(at))
     for kinds, count in zip((OPERAND_KINDS, SOFTWARE_KINDS), _FEW if all_kinds else _MANY, strict=True):
-        known = [kind for kind in kinds if (all_kinds or kind not in HELD_OUT_KINDS) and possible(kind, setup)]
+        known = [kind for kind in kinds if (all_kinds or kind not in RARE_KINDS) and possible(kind, setup)]
         shuffled = random.Random(f"{family_name} {setup.engine} {len(known)}").sample(known, len(known))
         chosen = [shuffled[(earlier * count + i) % len(shuffled)] for i in range(count)]
-        if all_kinds and at % 2 and not set(chosen) & set(HELD_OUT_KINDS):
-            # In one of two parts, one is of a kind that no threshold was set on.
-            chosen[-1] = next((kind for kind in HELD_OUT_KINDS[at // 2 % 2 :] if kind in known), chosen[-1])
+        if all_kinds and at % 2 and not set(chosen) & set(RARE_KINDS):
+            # In one of two parts, one is of a kind that earlier parts do not have.
+            chosen[-1] = next((kind for kind in RARE_KINDS[at // 2 % 2 :] if kind in known), chosen[-1])
         yield from chosen
 
 

@@ -1,17 +1,10 @@
-"""Judges verdicts by what is true of each run: `fault_injection/judge.py --set tune`.
-
-`--set held-out --once` judges the runs that no threshold was set on, and notes the commit and the time in held_out.log,
-which is committed: who looks at them twice has set thresholds on them. With `--first 310` those alone that were judged once.
-`--set released --first 200` judges earlier ones.
-"""
+"""Judges verdicts by what is true of each run: `fault_injection/judge.py --share 0.2 --failures`."""
 
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import os
-import subprocess
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -29,7 +22,6 @@ from scipy.stats import binomtest
 
 from fault_injection.known import Fault as KnownFault
 from fault_injection.known import Known
-from fault_injection.other_seeds import further_seeds
 from fault_injection.raw_losses import Losses
 from fault_injection.records import FOLDER, StoredRun, read_losses, read_run, truths
 from fault_injection.right_causes import is_sampled, right_causes
@@ -44,13 +36,10 @@ from nemo_fp8_debug.analysis.diagnosis.facts import Facts, Records
 from nemo_fp8_debug.analysis.diagnosis.narrator import tell_advice, tell_headline, tell_verdict
 from nemo_fp8_debug.core.layer_names import aggregate_key
 
-#: `three`, `five`: `other` and the losses of two or four more seeds; `none`: none, with the bands of the package, of clean
-#: runs below part 200; `families`: none, with bands of the other families
-BASELINES = ("near", "five", "three", "other", "depth", "none", "families")
-#: seeds besides that of `other`
-_FURTHER = {"three": 2, "five": 4}
+#: `near`: the same batches; `none`: none, with the bands of the package, of clean runs below part 200; `families`: none,
+#: with bands of the other families
+BASELINES = ("near", "other", "depth", "none", "families")
 INTERVALS = (5, 20, 50)
-LOG = Path(__file__).parent / "held_out.log"
 #: what a verdict calls a harmed run
 _HARM = ("harmful", "likely")
 Truth = Mapping[str, Any]
@@ -112,24 +101,8 @@ class Judged:
         return gap is None or not 50 * HARM < gap <= 150 * HARM
 
     @property
-    def harm_is_beyond_seeds(self) -> bool:
-        """Whether it did none, or more than runs of other seeds and data differ by (a standard deviation is 5%)."""
-        gap = self.truth["gap_pct"]
-        return self.harm_is_clear and (gap is None or gap > 10 or not self.truth["harmful"])
-
-    @property
     def cannot_tell(self) -> bool:
         return "unknown" in (self.harm, self.cause)
-
-    @property
-    def could_be_named_before(self) -> bool:
-        """Whether a sample lies between its onset and the step from which it does harm."""
-        onset, since = self.truth["onset"], self.truth["diverges_at"]
-        return bool(self.truth["harmful"]) and since is not None and -(-onset // self.interval) * self.interval < since
-
-    @property
-    def named_before(self) -> bool:
-        return self.located and self.since is not None and self.since < self.truth["diverges_at"]
 
 
 def baseline_of(told: Truth, kind: str) -> str | None:
@@ -170,11 +143,8 @@ def baselines_of(told: Truth, baseline: str, interval: int) -> list[StoredRun] |
     """Return the baselines of a kind; None: the run has none."""
     if baseline in ("none", "families"):
         return []
-    count = _FURTHER.get(baseline, 0)
-    name, further = baseline_of(told, "other" if count else baseline), list(further_seeds(told["part"], count))
-    if name is None or len(further) < count:
-        return None
-    return [read_run(runs_by_part(Path(told["path"]).parent)[told["path"]][name], interval), *further]
+    name = baseline_of(told, baseline)
+    return None if name is None else [read_run(runs_by_part(Path(told["path"]).parent)[told["path"]][name], interval)]
 
 
 def judge_one(
@@ -256,7 +226,10 @@ def judge(
 Chosen = Callable[[Judged], bool]
 #: kinds by which no operand alone is to be named
 _IN_NO_ONE = ("harmless", "nan_operand", "margin", "e5m2_forward")
-_SOFTWARE = ("learning_rate", "weight_decay", "gradient_sum", "gradient_layer", "repeated_data", "no_mask", "loss_scale")
+_SOFTWARE = (
+    *("learning_rate", "weight_decay", "gradient_sum", "gradient_layer", "repeated_data", "no_mask", "loss_scale"),
+    "wrong_labels",
+)
 
 
 def in_an_operand(one: Judged) -> bool:
@@ -267,38 +240,19 @@ def in_an_operand(one: Judged) -> bool:
 #: title, of which runs, what is asked of them, and whether that is to be high or low
 QUESTIONS: Sequence[tuple[str, Chosen, Chosen]] = (
     ("culprit first", in_an_operand, lambda one: one.located),
-    (
-        "culprit first, of those that did harm",
-        lambda one: in_an_operand(one) and one.truth["harmful"],
-        lambda one: one.located,
-    ),
     ("cause", lambda one: not one.is_clean, lambda one: one.cause_right),
-    ("harm right", lambda one: not one.is_clean and one.harm_is_clear, lambda one: one.harm_right),
     (
         "harm right, cannot tell left out",
         lambda one: not one.is_clean and one.harm_is_clear and one.harm_told,
         lambda one: one.harm_right,
     ),
-    ("harm right, 0 or > 10%", lambda one: not one.is_clean and one.harm_is_beyond_seeds, lambda one: one.harm_right),
-    (
-        "named before the loss diverges",
-        lambda one: in_an_operand(one) and one.could_be_named_before,
-        lambda one: one.named_before,
-    ),
-    ("NaN named", lambda one: one.truth["kind"].startswith("nan"), lambda one: one.cause == "nonfinite"),
     (
         "software blamed on an operand",
-        lambda one: one.truth["kind"] in (*_SOFTWARE, "wrong_labels"),
+        lambda one: one.truth["kind"] in _SOFTWARE,
         lambda one: one.culprit is not None,
     ),
     ("harmed, and cannot tell", lambda one: one.truth["harmful"], lambda one: one.cannot_tell),
-    (
-        "not harmed, and cannot tell",
-        lambda one: not one.is_clean and not one.truth["harmful"],
-        lambda one: not one.harm_told,
-    ),
     ("clean, accused", lambda one: one.is_clean, lambda one: one.accused),
-    ("clean, called harmful", lambda one: one.is_clean, lambda one: one.harm in _HARM),
     ("a sentence is false", lambda one: one.checked is not None, lambda one: bool(one.checked and one.checked.false)),
 )
 
@@ -313,7 +267,7 @@ def share(right: Sequence[bool]) -> str:
 
 
 def tables(found: Sequence[Judged]) -> Iterator[Table]:
-    """A table an interval, with a column a baseline; and one by kind of fault."""
+    """A table an interval, with a column a baseline."""
     for interval in sorted({one.interval for one in found}):
         here = [one for one in found if one.interval == interval]
         baselines = [kind for kind in BASELINES if any(one.baseline == kind for one in here)]
@@ -322,63 +276,21 @@ def tables(found: Sequence[Judged]) -> Iterator[Table]:
             of = {kind: [asked(one) for one in here if one.baseline == kind and chosen(one)] for kind in baselines}
             table.add_row(title, *(share(of[kind]) for kind in baselines))
         yield table
-        yield _by_kind(here, interval)
-
-
-def _by_kind(found: Sequence[Judged], interval: int) -> Table:
-    """Located, cause and harm right of how many, by kind of fault."""
-    by_kind: dict[str, dict[str, list[Judged]]] = defaultdict(lambda: defaultdict(list))
-    for one in found:
-        by_kind[one.truth["kind"]][one.baseline].append(one)
-    baselines = [kind for kind in BASELINES if any(one.baseline == kind for one in found)]
-    title = f"Sampled every {interval} steps: culprit, cause, harm right of how many"
-    table = Table("", *baselines, title=title, title_justify="left")
-    for kind, of in sorted(by_kind.items()):
-        table.add_row(kind, *(_counts(of[baseline]) for baseline in baselines))
-    return table
-
-
-def _counts(of: Sequence[Judged]) -> str:
-    located = str(sum(one.located for one in of)) if any(one.truth["culprits"] for one in of) else "-"
-    return f"{located}, {sum(one.cause_right for one in of)}, {sum(one.harm_right for one in of)} of {len(of)}"
-
-
-def note(runs: int, first: int) -> None:
-    """That the held-out runs were judged: when, which commit, how many there were, and from which part on."""
-    asked = ["git", "describe", "--always", "--dirty", "--abbrev=12"]
-    commit = subprocess.run(asked, capture_output=True, text=True, check=True, cwd=LOG.parent).stdout.strip()
-    if commit.endswith("-dirty"):
-        raise SystemExit("the held-out runs judge a commit: commit what has changed first")
-    now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
-    with LOG.open("a") as file:
-        file.write(f"{now} {commit} {runs} runs{f' from part {first} on' if first else ''}\n")
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--set", choices=("tune", "released", "held-out"), default="tune")
-    parser.add_argument("--first", type=int, default=0, help="part from which runs are judged")
-    parser.add_argument("--once", action="store_true", help="judge the held-out set, and note that it was judged")
     parser.add_argument("--baselines", nargs="+", choices=BASELINES, default=BASELINES)
     parser.add_argument("--intervals", nargs="+", type=int, default=INTERVALS, help="multiples of 5")
-    parser.add_argument("--family", help="of the tuning set, one family alone")
-    parser.add_argument("--share", type=float, help="of all runs of the benchmark, drawn by a fixed seed, instead of a set")
+    parser.add_argument("--share", type=float, default=1.0, help="of the benchmark's runs, drawn by a fixed seed")
     parser.add_argument("--output", type=Path, help="file for the counts, which docs/diagnose.md shows")
-    parser.add_argument("--failures", action="store_true", help="list each verdict of the tuning set that is wrong")
+    parser.add_argument("--failures", action="store_true", help="list each verdict that is wrong")
     parser.add_argument("--sentences", action="store_true", help="check the sentences of verdicts against raw losses")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     options = parser.parse_args()
-    runs = [told for told in truths(options.set, first=options.first) if options.family in (None, told["family"])]
-    if (options.failures and options.set != "tune") or (options.set == "held-out" and options.family):
-        parser.error("failures are listed of the tuning set alone, and of the held-out set all families are judged")
-    if options.set == "held-out":
-        if not options.once:
-            parser.error("the held-out set is judged with --once")
-        note(len(runs), options.first)
-    if options.share is not None:
-        from fault_injection.facts_cache import draw_runs
+    from fault_injection.facts_cache import draw_runs
 
-        runs = draw_runs(options.share)
+    runs = draw_runs(options.share)
     sentences = options.sentences or options.output is not None
     found = list(judge(runs, options.baselines, options.intervals, options.jobs, sentences))
     if options.output:
@@ -394,8 +306,7 @@ def main() -> int:
     if options.sentences:
         names = [f"{one.truth['part']}/{one.truth['name']} {one.baseline} {one.interval}" for one in found]
         checks = {name: one.checked for name, one in zip(names, found, strict=True) if one.checked is not None}
-        # Of the held-out set nobody looks at single verdicts.
-        print(describe_checks(checks, 0 if options.set == "held-out" else None))
+        print(describe_checks(checks))
     return 0
 
 

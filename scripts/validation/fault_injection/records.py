@@ -22,7 +22,7 @@ import polars as pl
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from fault_injection.sets import set_of
+from fault_injection.sets import is_tune
 from nemo_fp8_debug.analysis.loss.curve import LossCurve
 from nemo_fp8_debug.analysis.runs.metrics import Metrics
 from nemo_fp8_debug.analysis.runs.run import Run
@@ -108,21 +108,17 @@ def _truths_in(path: Path, written: int) -> list[str]:
     return texts
 
 
-def truths(which: str, folder: Path = FOLDER, first: int = 0) -> Iterator[dict[str, Any]]:
+def truths(which: str, folder: Path = FOLDER) -> Iterator[dict[str, Any]]:
     """What is true of each run of a set, with the file and row that it lies in.
 
     Args:
-        which: of `sets.set_of`; `released`, all that are not held out; or `all`.
-        first: part from which runs count.
+        which: `tune` (see `sets.is_tune`) or `all`.
     """
     for path in sorted(folder.glob("*.parquet")):
         family, _, part = path.stem.rpartition("-")
-        if int(part) < first:
-            continue
         for row, text in enumerate(_truths_in(path, path.stat().st_mtime_ns)):
             told = json.loads(text)
-            of = set_of(family, int(part), told["kind"])
-            if which in ("all", of) or (which == "released" and of != "held-out"):
+            if which == "all" or is_tune(family, int(part), told["kind"]):
                 yield told | {"path": str(path), "row": row, "part": path.stem}
 
 

@@ -533,19 +533,18 @@ CLAIMS = [(kind, _expand(pattern), check) for kind, pattern, check in _TABLE]
 # Many verdicts ----------------------------------------------------------------------------------------------------------
 
 
-def describe_checks(checks: Mapping[str, Checked], examples: int | None = None) -> str:
+def describe_checks(checks: Mapping[str, Checked]) -> str:
     """Return the share of verdicts with a false sentence, each of those, and what was checked how often and what was not.
 
     Args:
         checks: by the name of each verdict.
-        examples: false sentences that are listed; None: all.
     """
     false = [f"  {name}: {why}" for name, each in checks.items() for why in each.false]
     wrong = sum(bool(each.false) for each in checks.values())
     counts = sum((each.checked for each in checks.values()), Counter[str]())
     missed = Counter(template for each in checks.values() for template in each.unchecked)
     lines = [f"verdicts with a false sentence: {wrong} of {len(checks)} ({100 * wrong / max(len(checks), 1):.1f}%)"]
-    lines += [*false[:examples], f"claims checked: {counts.total()} of {len(counts)} kinds"]
+    lines += [*false, f"claims checked: {counts.total()} of {len(counts)} kinds"]
     lines += [f"  {count:6d} {kind}" for kind, count in counts.most_common()]
     lines += [f"sentences with a claim that is not checked: {missed.total()}, of {len(missed)} templates"]
     return "\n".join(lines + [f"  {count:6d} {template}" for template, count in missed.most_common()])
