@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import signal
-import sys
 import threading
 import time
 import warnings
@@ -17,6 +16,7 @@ from typing import Any
 import pandas  # noqa: F401  # what writes tables looks for it
 import torch
 import torch.distributed as dist
+from many_ranks.processes import forked
 from network_cases import HOST_OF, STORE_ALONE, WORLD, Case
 from network_hosts import INTERFACE, Hosts, hosts
 from torch import nn
@@ -137,14 +137,6 @@ def train(rank: int, case: Case, board: Board, folder: Path) -> dict[str, Any]:
     }
 
 
-def process_of(work: Callable[..., None], *arguments: Any) -> int:
-    """A process that ends as any interpreter does."""
-    if not (process := os.fork()):
-        work(*arguments)
-        sys.exit()
-    return process
-
-
 def serve(network: Hosts, board: Board) -> None:
     """Host the store of a run, and nothing else."""
     network.enter(STORE_ALONE)
@@ -194,10 +186,10 @@ def run_case(case: Case, lasts: float, folder: Path) -> dict[str, Any]:
     with hosts(3 if case.store_alone else 2) as network:
         try:
             if case.store_alone:
-                processes[-1] = process_of(serve, network, board)
+                processes[-1] = forked(serve, network, board)
                 until(lambda: bool(board.served), "the store is there")
             for rank in range(WORLD):
-                processes[rank] = process_of(take_part, rank, case, network, board, folder)
+                processes[rank] = forked(take_part, rank, case, network, board, folder)
             ended = [Ended(processes[rank]) for rank in range(WORLD)]
             until(lambda: int(board.steps.min()) > 2 * INTERVAL, "all ranks train")
             until(lambda: not case.named or any((folder / "run").rglob("metrics/*.parquet")), "ranks have met, and recorded")

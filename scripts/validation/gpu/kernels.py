@@ -5,14 +5,10 @@ On a device, medians, of memory that its cache does not hold. Emulated: the same
 
 from __future__ import annotations
 
-import cProfile
-import pstats
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import fields
-from functools import partial
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -38,8 +34,6 @@ from .tensors import KINDS, normal
 RAN = "what ran"
 #: calls that are timed, and of plain torch operations, which take long
 ROUNDS, PLAIN_ROUNDS = 30, 3
-#: that are told of a call
-FUNCTIONS = 40
 MIB = (64, 256, 1024)
 RECIPES = ("blockwise", "mxfp8", "nvfp4")
 SCALE = 3.7
@@ -182,37 +176,6 @@ def run(part: Part, emulate: bool) -> Iterator[Piece]:
         yield {"lines": [line]}
         equal.append(line["equal"])
     yield {"measures": [all_of(f"tensors in which it finds what a CPU does ({exact})", sum(equal), len(equal))]}
-    rounds = 1 if emulate else ROUNDS
-    yield {"host": {name: profile(call, rounds) for name, call in calls(engine, part.name)}}
-
-
-def calls(engine: Engine, part: str) -> Iterable[tuple[str, Callable[[], object]]]:
-    """Calls of a part's kernels with little to do."""
-    x = normal(engine.columns * 64, engine.device).view(-1, engine.columns)
-    counted, wide, scale = count_histogram(x), x.float(), torch.full((), SCALE, device=x.device)
-    if part == "counts":
-        yield "counts", lambda: engine.count(counted, x)
-    elif part == "float32":
-        yield "moments", lambda: engine.moments(wide)
-        yield "sums", lambda: engine.sums(wide, scale)
-    else:
-        for recipe in map(parse_recipe, RECIPES):
-            rule, fmt = recipe.scaling, recipe.format_of("input")
-            assert isinstance(rule, BlockRule)
-            yield recipe.name, partial(engine.block_sums, x, rule, "input", fmt, counted)
-
-
-def profile(call: Callable[[], object], rounds: int) -> list[dict[str, Any]]:
-    """The functions that a call spends most of the host's time in, with those that they call; a profiler slows them."""
-    call()
-    with cProfile.Profile() as profiler:
-        for _ in range(rounds):
-            call()
-    most = sorted(pstats.Stats(profiler).get_stats_profile().func_profiles.items(), key=lambda of: -of[1].cumtime)
-    return [
-        {"function": f"{name} ({Path(of.file_name).name}:{of.line_number})", "us": 1e6 * of.cumtime / rounds}
-        for name, of in most[:FUNCTIONS]
-    ]
 
 
 def counts(engine: Engine) -> Iterable[dict[str, Any]]:

@@ -53,57 +53,40 @@ def passes(x: torch.Tensor) -> float:
     return float(banks.max(1).mean())
 
 
-def model() -> None:
-    """What each bound allows, in parts of the rate of a copy."""
-    print("Expected of the kernel that counts, in TB/s read:")
-    print(f"{'':9} {'values':13} {'passes':>6}  {'memory':>6}  {'issue':>6}  {'counters':>11}  {'against a copy':>14}")
+def bound(device: Device, values: int, costs: dict[str, tuple[float, int]], more: float = 0.0) -> dict[str, float]:
+    """TB/s that each bound allows.
+
+    Args:
+        values: bytes of a value.
+        costs: of a value, and how many of each a multiprocessor does a clock.
+        more: instructions besides.
+    """
+    lanes = device.multiprocessors * device.clock / 1e12
+    rates = {name: values * lanes * each / (cost + more * (name == "issue")) for name, (cost, each) in costs.items()}
+    return {"memory": REACHED * device.bytes_per_second / 1e12, **rates}
+
+
+def tell(device: Device, what: str, bounds: dict[str, float]) -> None:
+    """Print the bounds, and what part of a copy's rate the least one is."""
+    told = "  ".join(f"{name} {rate:5.2f}" for name, rate in bounds.items())
+    print(f"{device.name:9} {what:28} {told}  against a copy {min(bounds.values()) / bounds['memory']:4.2f}")
+
+
+def main() -> None:
+    """Tell what bounds each kernel, in TB/s read."""
     torch.manual_seed(0)
     for device in DEVICES:
-        lanes = device.multiprocessors * device.clock
-        memory, issue = REACHED * device.bytes_per_second, 2 * lanes * ISSUED / INSTRUCTIONS
         for kind in KINDS:
             turns = passes(kind(1 << 18))
-            counters = [2 * lanes * WARP / (turns * clocks) for clocks in CLOCKS]
-            best, worst = (min(memory, issue, rate) / memory for rate in counters)
-            print(
-                f"{device.name:9} {kind.__name__:13} {turns:6.2f}  {memory / 1e12:6.2f}  {issue / 1e12:6.2f}  "
-                f"{counters[1] / 1e12:4.2f} - {counters[0] / 1e12:4.2f}  {worst:7.2f} - {best:4.2f}"
-            )
-
-
-def model_of_blocks() -> None:
-    """The same of block sums."""
-    print("Expected of block sums:")
-    print(
-        f"{'':9} {'recipe':9}  {'memory':>6}  "
-        + "  ".join(f"{name:>11}" for name in BLOCK_COSTS)
-        + f"  {'against a copy':>14}"
-    )
-    for device in DEVICES:
-        lanes, memory = device.multiprocessors * device.clock, REACHED * device.bytes_per_second
+            for clocks in CLOCKS:
+                counters = 2 * device.multiprocessors * device.clock / 1e12 * WARP / (turns * clocks)
+                bounds = bound(device, 2, {"issue": (INSTRUCTIONS, ISSUED)}) | {"counters": counters}
+                tell(device, f"counts, {kind.__name__}, {turns:.2f} x {clocks}", bounds)
         for recipe, more in RECIPES.items():
-            costs = {name: cost + more * (name == "issue") for name, (cost, _) in BLOCK_COSTS.items()}
-            bounds = [2 * lanes * rate / costs[name] for name, (_, rate) in BLOCK_COSTS.items()]
-            print(
-                f"{device.name:9} {recipe:9}  {memory / 1e12:6.2f}  "
-                + "  ".join(f"{bound / 1e12:11.2f}" for bound in bounds)
-                + f"  {min(memory, *bounds) / memory:14.2f}"
-            )
-
-
-def model_of_float32() -> None:
-    """The same of the metrics of float32 tensors, which are read once for their moments and once for their sums."""
-    print("Expected of float32:")
-    for device in DEVICES:
-        lanes, memory = device.multiprocessors * device.clock, REACHED * device.bytes_per_second
+            tell(device, f"blocks, {recipe}", bound(device, 2, BLOCK_COSTS, more))
         for name, costs in FLOAT32_COSTS.items():
-            bounds = {bound: 4 * lanes * rate / cost for bound, (cost, rate) in costs.items()}
-            told = "  ".join(f"{bound} {found / 1e12:5.2f}" for bound, found in bounds.items())
-            against = min(memory, *bounds.values()) / memory
-            print(f"{device.name:9} {name:9}  memory {memory / 1e12:5.2f}  {told}  against a copy {against:4.2f}")
+            tell(device, f"float32 {name}", bound(device, 4, costs))
 
 
 if __name__ == "__main__":
-    model()
-    model_of_blocks()
-    model_of_float32()
+    main()

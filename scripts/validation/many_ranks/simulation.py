@@ -324,8 +324,6 @@ def compare(worlds: list[int], rounds: int) -> dict[str, Any]:
             world: {
                 "predicted": simulate(int(world), 1, Place(cores), typical),
                 "measured": medians(times),
-                "least": {part: min(each[part] for each in times) for part in PARTS},
-                "most": {part: max(each[part] for each in times) for part in PARTS},
             }
             for world, times in measured.items()
         },

@@ -8,7 +8,16 @@ import torch
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
-from fault_injection.families.family import BATCH, EMULATED, SEQUENCE, VOCABULARY, Family, additive_mask, text_batch
+from fault_injection.families.family import (
+    BATCH,
+    EMULATED,
+    SEQUENCE,
+    VOCABULARY,
+    Family,
+    additive_mask,
+    find_site,
+    text_batch,
+)
 from fault_injection.fault import Batch, Site
 
 HIDDEN, FFN, EXPERTS = 64, 128, 3
@@ -20,6 +29,13 @@ _SHAPE = {
     "initializer_range": HIDDEN**-0.5,  # so that each layer counts
     "attn_implementation": "eager",
     "use_cache": False,
+}
+_SITES = {
+    "self_attn.q_proj,self_attn.k_proj,self_attn.v_proj": "input_layernorm",
+    "self_attn.o_proj": "self_attn.v_proj",
+    "mlp.gate_proj,mlp.up_proj": "post_attention_layernorm",
+    "mlp.down_proj": "mlp.up_proj",
+    "w2": "w3",
 }
 
 
@@ -49,15 +65,7 @@ class Llama:
         return nn.functional.cross_entropy(logits.float().flatten(0, 1), labels.flatten())
 
     def site_of(self, gemm: str) -> Site:
-        layer, kind = gemm.split(".self_attn.")[0].split(".mlp.")[0], gemm.rpartition(".")[2]
-        attention, mlp = f"{layer}.self_attn", f"{layer}.mlp"
-        if kind == "o_proj":
-            return Site(f"{attention}.v_proj", (gemm,))
-        if kind == "down_proj":
-            return Site(f"{mlp}.up_proj", (gemm,))
-        if kind in ("gate_proj", "up_proj"):
-            return Site(f"{layer}.post_attention_layernorm", (f"{mlp}.gate_proj", f"{mlp}.up_proj"))
-        return Site(f"{layer}.input_layernorm", tuple(f"{attention}.{one}_proj" for one in "qkv"))
+        return find_site(_SITES, gemm)
 
     def prefix_of(self, layer: int) -> str:
         return f"model.layers.{layer}."
@@ -83,11 +91,6 @@ class Mixture(Llama):
             sliding_window=None,
         )
         return MixtralForCausalLM(config).bfloat16()
-
-    def site_of(self, gemm: str) -> Site:
-        if gemm.endswith(".w2"):
-            return Site(f"{gemm.removesuffix('w2')}w3", (gemm,))
-        return super().site_of(gemm)
 
 
 FAMILIES: dict[str, Family] = {"llama": Llama(), "moe": Mixture()}

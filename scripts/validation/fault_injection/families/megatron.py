@@ -12,15 +12,15 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
 
-from fault_injection.families.family import BATCH, EMULATED, SEQUENCE, VOCABULARY, Family, text_batch
+from fault_injection.families.family import BATCH, EMULATED, SEQUENCE, VOCABULARY, Family, find_site, text_batch
 from fault_injection.fault import Batch, Site
 
 HIDDEN = 64
-_PRODUCERS = {
-    "linear_qkv": "input_layernorm",
-    "linear_fc1": "pre_mlp_layernorm",
-    "linear_proj": "self_attention.core_attention",
-    "linear_fc2": "mlp.activation_func",
+_SITES = {
+    "self_attention.linear_qkv": "input_layernorm",
+    "mlp.linear_fc1": "pre_mlp_layernorm",
+    "self_attention.linear_proj": "self_attention.core_attention",
+    "mlp.linear_fc2": "mlp.activation_func",
 }
 
 
@@ -34,7 +34,7 @@ class Megatron:
     learning_rate: float = 2e-3
     engines: tuple[str, ...] = EMULATED
     layers: tuple[str, ...] = ("decoder.layers.*",)
-    changeable: tuple[str, ...] = tuple(_PRODUCERS)
+    changeable: tuple[str, ...] = ("linear_qkv", "linear_fc1", "linear_proj", "linear_fc2")
 
     def build(self, seed: int, depth: int, engine: str) -> nn.Module:
         torch.manual_seed(seed)
@@ -52,8 +52,7 @@ class Megatron:
         return loss.float().mean()
 
     def site_of(self, gemm: str) -> Site:
-        layer = gemm.split(".self_attention.")[0].split(".mlp.")[0]
-        return Site(f"{layer}.{_PRODUCERS[gemm.rpartition('.')[2]]}", (gemm,))
+        return find_site(_SITES, gemm)
 
     def prefix_of(self, layer: int) -> str:
         return f"decoder.layers.{layer}."

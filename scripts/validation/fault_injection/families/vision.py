@@ -9,12 +9,19 @@ import torch
 from torch import nn
 from transformers import ViTConfig, ViTForImageClassification
 
-from fault_injection.families.family import EMULATED, Family
+from fault_injection.families.family import EMULATED, Family, find_site
 from fault_injection.fault import Batch, Site
 
 HIDDEN, SIDE, PATCH, CLASSES, BATCH = 64, 16, 4, 16, 16
 #: of what an image shows, over its noise; and part of the labels that are wrong, so that the loss does not fall to zero
 SIGNAL, MISLABELED = 0.6, 0.1
+_ATTENTION = "attention.attention"
+_SITES = {
+    ",".join(f"{_ATTENTION}.{one}" for one in ("query", "key", "value")): "layernorm_before",
+    "attention.output.dense": f"{_ATTENTION}.value",
+    "intermediate.dense": "layernorm_after",
+    "output.dense": "intermediate",
+}
 
 
 @dataclass(frozen=True)
@@ -64,15 +71,7 @@ class Vision:
         return nn.functional.cross_entropy(model(pixel_values=images).logits.float(), labels)
 
     def site_of(self, gemm: str) -> Site:
-        layer = gemm.split(".attention.")[0].removesuffix(".intermediate.dense").removesuffix(".output.dense")
-        attention = f"{layer}.attention.attention"
-        if gemm.endswith(".attention.output.dense"):
-            return Site(f"{attention}.value", (gemm,))
-        if gemm == f"{layer}.output.dense":
-            return Site(f"{layer}.intermediate", (gemm,))
-        if gemm == f"{layer}.intermediate.dense":
-            return Site(f"{layer}.layernorm_after", (gemm,))
-        return Site(f"{layer}.layernorm_before", tuple(f"{attention}.{one}" for one in ("query", "key", "value")))
+        return find_site(_SITES, gemm)
 
     def prefix_of(self, layer: int) -> str:
         return f"vit.encoder.layer.{layer}."
