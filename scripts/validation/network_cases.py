@@ -10,6 +10,7 @@ WORLD = 4
 #: host of each rank; the store is on the first one, or on a host of its own
 HOST_OF = (0, 0, 1, 1)
 STORE_ALONE = 2
+#: ranks in a row of the record, by role; all have the same W, and the first counts it
 WHOLE = [["grad_output", 4, 0], ["input", 4, 0], ["weight", 1, 0]]
 
 

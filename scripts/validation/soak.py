@@ -1,11 +1,11 @@
 """Trains a small model for long, with everything on and something wrong every few thousand steps, and measures what grows.
 
-    .venv/bin/python scripts/validation/soak.py --steps 200000
+    OMP_NUM_THREADS=1 .venv/bin/python scripts/validation/soak.py --steps 200000
 
 Every tenth step is sampled, with Weights & Biases (offline) and triggers. In turn: another interval by the control file, a
 control file that is no YAML, a NaN, a spike of the loss, the record's folder gone for a while. Memory, threads, open files,
 files of the record and processor time a step are noted every hundredth of the way, the monitor's threads included; soak.json
-has them, and what grew over the last three quarters (`soak_growth.py`), with a 95% interval.
+has them, and what grew over the last three quarters (`growth`), with a 95% interval.
 """
 
 from __future__ import annotations
@@ -16,15 +16,14 @@ import os
 import tempfile
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-os.environ |= {"OMP_NUM_THREADS": "1", "WANDB_MODE": "offline", "WANDB_SILENT": "true"}
-
+import numpy as np
 import psutil
 import torch
-from soak_growth import growth
+from scipy.stats import theilslopes
 from torch import nn
 
 from nemo_fp8_debug import Monitor
@@ -33,6 +32,10 @@ RESULTS = Path(__file__).with_suffix(".json")
 INTERVAL, WIDTH = 10, 64
 #: steps between two faults, and how long one lasts
 EVERY, LASTS = 2000, 300
+#: what must not grow by more than that over the last three quarters
+LIMITS = {"rss_mib": 8.0, "threads": 0.0, "open_files": 0.0, "cpu_ms_a_step": 0.2}
+#: files of the record, at the most
+MOST_FILES = 500
 
 
 class Faults:
@@ -83,6 +86,7 @@ def measured(process: psutil.Process, record: Path) -> dict[str, float]:
 
 def soak(folder: Path, steps: int) -> dict[str, Any]:
     """Train, and note what grows."""
+    os.environ |= {"WANDB_MODE": "offline", "WANDB_SILENT": "true"}
     os.chdir(folder)  # where loggers write
     torch.manual_seed(0)
     torch.set_num_threads(1)
@@ -112,6 +116,29 @@ def soak(folder: Path, steps: int) -> dict[str, Any]:
     monitor.close()
     files = sum(len(names) for _, _, names in os.walk(record))
     return {"steps": steps, "faults": faults.counts, "files": files, "points": points}
+
+
+def growth(points: Sequence[Mapping[str, float]]) -> dict[str, list[float]]:
+    """By how much each of `LIMITS` grew over the last three quarters: low, middle and high (95%).
+
+    The slope is Theil's and Sen's, the median of those between all pairs of points: a merge of parts takes much for a
+    moment, once in a long while.
+
+    Args:
+        points: `step` and what was measured at it, in order of steps.
+
+    Example:
+        >>> steady = {"threads": 9, "open_files": 11, "cpu_ms_a_step": 2}
+        >>> growth([{"step": step, "rss_mib": 500 + step, **steady} for step in range(9)])["rss_mib"]
+        [6.0, 6.0, 6.0]
+    """
+    late = points[len(points) // 4 :]
+    at = np.array([point["step"] for point in late])
+    found = {}
+    for name in LIMITS:
+        slope, _, low, high = theilslopes([point[name] for point in late], at)
+        found[name] = [round(float((at[-1] - at[0]) * each), 3) for each in (low, slope, high)]
+    return found
 
 
 def main() -> None:

@@ -6,14 +6,14 @@ import doctest
 import json
 from pathlib import Path
 
-import soak_growth
-from soak_growth import LIMITS, MOST_FILES, growth
+import soak
+from soak import LIMITS, MOST_FILES, growth
 
 FOUND = json.loads((Path(__file__).parents[2] / "scripts" / "validation" / "soak.json").read_text())
 
 
 def test_the_example() -> None:
-    assert doctest.testmod(soak_growth) == (0, 2)
+    assert doctest.testmod(soak) == (0, 2)
 
 
 def test_it_was_as_long_and_as_bad_as_promised() -> None:

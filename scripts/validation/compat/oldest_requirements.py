@@ -17,7 +17,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from compat.trials import REPOSITORY, SEARCHED, NotTried, install
+from compat.version_matrix import REPOSITORY, SEARCHED, NotTried, install
 
 KEPT = ("torch", "lightning", "numpy")
 #: what a release of that age needs besides, and the environment's releases do not

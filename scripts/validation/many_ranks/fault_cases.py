@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from network_cases import HOST_OF, WHOLE, WORLD
+
 from nemo_fp8_debug.distributed import patience
 
-WORLD, INTERVAL = 4, 5
-#: host of each rank; the first rank's host has the store
-HOST_OF = (0, 0, 1, 1)
-#: ranks in a row of the record, by role; all have the same W, and the first counts it
-WHOLE = [["grad_output", WORLD, 0], ["input", WORLD, 0], ["weight", 1, 0]]
+__all__ = ["FAULTS", "HOST_OF", "INTERVAL", "WORLD", "broken", "wrong_with"]
+
+INTERVAL = 5
 #: where one rank lacks a GEMM, or has one more
 SEVERAL = [["grad_output", 1, 0], ["grad_output", 3, 0], ["grad_output", 4, 0], ["input", 1, 0], ["input", 3, 0]]
 SEVERAL += [["input", 4, 0], ["weight", 1, 0]]

@@ -26,10 +26,6 @@ class Product:
     #: at random, but the same whenever it is asked for
     dice: torch.Generator
 
-    def random_below(self, n: int) -> int:
-        """A place."""
-        return int(torch.randint(n, (1,), generator=self.dice))
-
 
 def power_of_two(product: Product) -> torch.Tensor:
     """A scale that is wrong by a power of two."""

@@ -1,13 +1,18 @@
-"""What is combined: options of recipes, kinds of layers, and how a step goes. The first value of each is the usual one."""
+"""What is combined: options of recipes, kinds of layers, and how a step goes. The first value of each is the usual one.
+
+`python -m te_table.factors` writes rows/RECIPE.csv: combinations in which each pair of values that Transformer Engine takes
+is found. That needs allpairspy, which the tests do not: the rows are committed.
+"""
 
 from __future__ import annotations
 
 import csv
 import hashlib
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
-from pairs import Factors, Row
+from pairs import Factors, Row, covering_rows
 
 ROWS = Path(__file__).with_name("rows")
 
@@ -167,3 +172,20 @@ _REFUSED_OF: Mapping[str, list[Mapping[str, Sequence[str]]]] = {
         {"weights_stored": ("yes",), "qfactory": ("nvfp4_row_scaled_fwd_mxfp8_bwd",), "layer": _NOT_GROUPED},
     ],
 }
+
+
+def main() -> None:
+    ROWS.mkdir(exist_ok=True)
+    for recipe in RECIPES:
+        factors = factors_of(recipe)
+        # Weights that are stored hide how they are cast: all other pairs are found in a row without.
+        rows = covering_rows(factors, partial(is_allowed, recipe), {**factors, "weights_stored": ["no"]})
+        with (ROWS / f"{recipe}.csv").open("w", newline="") as file:
+            writer = csv.DictWriter(file, list(factors), lineterminator="\n")
+            writer.writeheader()
+            writer.writerows(rows)
+        print(f"{recipe}: {len(rows)} rows")
+
+
+if __name__ == "__main__":
+    main()

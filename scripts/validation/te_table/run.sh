@@ -6,6 +6,6 @@ cd "$(dirname "$0")/../../.."
 scripts/setup.sh tests
 export TORCHDYNAMO_DISABLE=1 OMP_NUM_THREADS=1 PYTHONPATH="$PWD/scripts/validation:$PWD/recipes:$PWD/.venv/te"
 if [ -n "${REGENERATE:-}" ]; then
-  .venv/bin/python -m te_table.generate
+  .venv/bin/python -m te_table.factors
 fi
 exec .venv/bin/python -W ignore -m te_table.run "$@"
