@@ -58,7 +58,7 @@ def collect() -> Scored:
         if told["kind"] != "none" and not (late and -(-told["onset"] // INTERVAL) * INTERVAL < told["diverges_at"]):
             continue
         run = read_run(told, INTERVAL)
-        steps, scores = run.grid.steps[FIRST:], early_warning(run)["score"].to_numpy()
+        steps, scores = run.metrics.grid.steps[FIRST:], early_warning(run)["score"].to_numpy()
         scores = scores if len(scores) == len(steps) else np.zeros(len(steps))  # FP4 has no limits, and no score
         if told["kind"] == "none":
             found.clean.append(scores)
