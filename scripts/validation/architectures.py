@@ -32,7 +32,6 @@ import numpy as np
 import torch
 import torchao.quantization  # noqa: F401 - which transformers imports late: once, and not in each process
 import transformers
-from product_faults.models import Verified
 from torch import nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from transformers.models.auto import configuration_auto, modeling_auto
@@ -40,6 +39,7 @@ from transformers.models.auto import configuration_auto, modeling_auto
 from nemo_fp8_debug import Monitor
 from nemo_fp8_debug.capture.gemms import find_gemms
 from nemo_fp8_debug.core.layer_names import strip_wrappers
+from nemo_fp8_debug.core.sample import Recorder
 
 RESULTS = Path(__file__).with_suffix(".json")
 STEPS = 3
@@ -189,13 +189,12 @@ def loss_of(output: Any) -> torch.Tensor:
     raise LookupError("no output has a gradient")
 
 
-class Layers(Verified):
+class Layers(Recorder):
     """A recorder that keeps the names of layers."""
 
     in_callers_thread = True
 
     def __init__(self) -> None:
-        super().__init__()
         self.found: set[str] = set()
 
     def record(self, sample: Any) -> None:

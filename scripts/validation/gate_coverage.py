@@ -93,8 +93,7 @@ def measured(kind: str, each: int) -> Iterator[dict[str, float | int | str | boo
 def _row(found: Gate, gap: float) -> dict[str, float | str | bool]:
     low, high = found.gaps[0].interval()
     decided = found.error * float(stdtrit(found.freedom, 1 - ERROR) + stdtrit(found.freedom, _DECIDED))
-    row = {"outcome": found.outcome, "held": low <= gap <= high, "paired": found.gaps[0].paired}
-    return row | {"decided": decided, "visible": found.gaps[0].visible}
+    return {"outcome": found.outcome, "held": low <= gap <= high, "decided": decided}
 
 
 def summary(rows: pl.DataFrame) -> dict[str, object]:
@@ -114,11 +113,8 @@ def summary(rows: pl.DataFrame) -> dict[str, object]:
 def _of_length(rows: pl.DataFrame) -> dict[str, float]:
     half_a_point = rows.filter(pl.col("gap").is_in([LIMIT - 0.5, LIMIT + 0.5]))
     return {
-        "interval holds the gap, %": _percent(rows["held"]),
         "cannot tell half a point from the limit, %": _percent(half_a_point["outcome"] == CANNOT_TELL),
         "points from the limit that are decided in 90 of 100": round(float(np.median(rows["decided"].to_numpy())), 3),
-        "smallest visible gap, %": round(float(np.median(rows["visible"].to_numpy())), 3),
-        "called the same batches, %": _percent(rows["paired"]),
     }
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from fault_injection.fault import Slot
 from nemo_fp8_debug.capture.gemms import Gemm
 from nemo_fp8_debug.interventions.emulate import EmulatedGemm, Emulation
 from nemo_fp8_debug.numerics.delayed_state import DelayedState
@@ -45,7 +44,8 @@ class EmulatedEngine:
         """What casts the operands of a GEMM."""
         return next(gemm for gemm in self.gemms if gemm.gemm.name == layer)
 
-    def slot(self, layer: str, role: str) -> tuple[Slot, int] | None:
+    def slot(self, layer: str, role: str) -> tuple[Any, int] | None:
+        """Return where the delayed scale of an operand is kept; None: it is cast otherwise."""
         for state in self._emulation.states.values():
             if (layer, role) in state.index:
                 return state, state.index[layer, role]
@@ -71,9 +71,11 @@ class EmulatedEngine:
         self._emulation.attach()
 
     def end_step(self) -> None:
+        """All gradients are there."""
         self._emulation.end_step()
 
     def detach(self) -> None:
+        """The run is over."""
         self._emulation.detach()
 
 
@@ -83,7 +85,7 @@ class TransformerEngine:
     def __init__(self, gemms: Sequence[Gemm]) -> None:
         self._modules = {gemm.name: gemm.module for gemm in gemms}
 
-    def slot(self, layer: str, role: str) -> tuple[Slot, int] | None:
+    def slot(self, layer: str, role: str) -> tuple[Any, int] | None:
         metadata: Any = self._modules[layer].fp8_meta
         state = metadata["scaling_bwd" if role == "grad_output" else "scaling_fwd"]
         return (state, 1 if role == "weight" else 0) if hasattr(state, "amax_history") else None

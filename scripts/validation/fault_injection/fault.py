@@ -4,48 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
 
-from nemo_fp8_debug.capture.gemms import Gemm
-from nemo_fp8_debug.plan.plan import Plan
+if TYPE_CHECKING:
+    from fault_injection.training import Training
 
 #: (layer, role)
 Operand = tuple[str, str]
 Batch = tuple[torch.Tensor, torch.Tensor]
-
-
-class Slot(Protocol):
-    """Delayed scales of several operands."""
-
-    scale: torch.Tensor
-
-
-class Engine(Protocol):
-    """What casts the operands of a run."""
-
-    def slot(self, layer: str, role: str) -> tuple[Slot, int] | None:
-        """Where the delayed scale of an operand is kept; None: it is cast otherwise."""
-
-    def end_step(self) -> None:
-        """All gradients are there."""
-
-    def detach(self) -> None:
-        """The run is over."""
-
-
-class Run(Protocol):
-    """What a fault touches of a run."""
-
-    model: nn.Module
-    engine: Engine
-    gemms: Sequence[Gemm]
-    #: the producer of a GEMM's X, and all GEMMs that read what it puts out
-    site_of: Callable[[str], Site]
-    #: what is done about the fault
-    plan: Plan
 
 
 @dataclass(frozen=True)
@@ -86,11 +54,11 @@ class Fault:
         """Whether it acts in a step."""
         return step >= self.onset and (self.until is None or step < self.until)
 
-    def build_into(self, run: Run) -> Sequence[Any]:
+    def build_into(self, run: Training) -> Sequence[Any]:
         """Become part of the model, without effect before the onset; the handles of hooks, after those of the engine."""
         return ()
 
-    def before_step(self, step: int, run: Run) -> None:
+    def before_step(self, step: int, run: Training) -> None:
         """The step begins."""
         self.now = step
 
@@ -110,7 +78,7 @@ class Fault:
         """What the loss is multiplied by on its way into backward."""
         return loss_scale
 
-    def after_backward(self, step: int, run: Run) -> None:
+    def after_backward(self, step: int, run: Training) -> None:
         """Gradients are there, and the engine's scales have moved on to the next step."""
 
     def unscaled_by(self, step: int, loss_scale: float) -> float:
@@ -136,15 +104,15 @@ class Together(Fault):
 
     parts: tuple[Fault, ...] = ()
 
-    def build_into(self, run: Run) -> Sequence[Any]:
+    def build_into(self, run: Training) -> Sequence[Any]:
         return [handle for part in self.parts for handle in part.build_into(run)]
 
-    def before_step(self, step: int, run: Run) -> None:
+    def before_step(self, step: int, run: Training) -> None:
         super().before_step(step, run)
         for part in self.parts:
             part.before_step(step, run)
 
-    def after_backward(self, step: int, run: Run) -> None:
+    def after_backward(self, step: int, run: Training) -> None:
         for part in self.parts:
             part.after_backward(step, run)
 

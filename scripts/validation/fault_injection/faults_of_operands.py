@@ -7,15 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from fault_injection.engines import EmulatedEngine
-from fault_injection.fault import Fault, Run
+from fault_injection.fault import Fault
 from nemo_fp8_debug.core.keys import ROLES
 from nemo_fp8_debug.numerics.recipe import Recipe, parse_recipe
 from nemo_fp8_debug.numerics.tensor_scaling import CurrentScaling
+
+if TYPE_CHECKING:
+    from fault_injection.training import Training
 
 
 @dataclass(frozen=True)
@@ -54,7 +57,7 @@ class WrongScale(Fault):
         """log2 of the factor that the scale is off by in a step."""
         return self.bits * min(1.0, (step - self.onset + 1) / self.over) if self.acts_at(step) else 0.0
 
-    def before_step(self, step: int, run: Run) -> None:
+    def before_step(self, step: int, run: Training) -> None:
         super().before_step(step, run)
         layer, role = self.culprits[0]
         if run.plan.change_of(layer, role):
@@ -68,7 +71,7 @@ class WrongScale(Fault):
             wrong = OffRecipe(rule, self._recipe.fp8_format, name) if self.off(step) else self._recipe
             gemm.recipes = {**gemm.recipes, role: wrong}
 
-    def after_backward(self, step: int, run: Run) -> None:
+    def after_backward(self, step: int, run: Training) -> None:
         if found := run.engine.slot(*self.culprits[0]):
             state, i = found
             state.scale[i] *= 2.0 ** self.off(step + 1)  # it is made anew in each step
@@ -91,7 +94,7 @@ class StuckScale(Fault):
             return 1.0
         return 2.0 ** min(self.growth, self.growth * (self.age + 1) // self.over)
 
-    def build_into(self, run: Run) -> Sequence[Any]:
+    def build_into(self, run: Training) -> Sequence[Any]:
         site = run.site_of(self.culprits[0][0])
         readers = [gemm.module for gemm in run.gemms if gemm.name in site.readers]
         handles = [
@@ -99,7 +102,7 @@ class StuckScale(Fault):
         ]
         return [*handles, into(run, site.producer, lambda x: x * self.gain())]
 
-    def after_backward(self, step: int, run: Run) -> None:
+    def after_backward(self, step: int, run: Training) -> None:
         for number, culprit in enumerate(self.culprits):
             if found := run.engine.slot(*culprit):
                 state, i = found
@@ -118,7 +121,7 @@ class OutlierChannel(Fault):
     #: steps that it takes
     over: int = 60
 
-    def build_into(self, run: Run) -> Sequence[Any]:
+    def build_into(self, run: Training) -> Sequence[Any]:
         return [into(run, run.site_of(self.culprits[0][0]).producer, self._grown)]
 
     def _grown(self, x: torch.Tensor) -> torch.Tensor:
@@ -140,19 +143,19 @@ class OtherRecipe(Fault):
     roles: tuple[str, ...] = ()
     _before: dict[tuple[str, str], Recipe] = field(default_factory=dict, repr=False)
 
-    def build_into(self, run: Run) -> Sequence[Any]:
+    def build_into(self, run: Training) -> Sequence[Any]:
         if self.acts:  # a plan has replaced what casts
             self._before = self._switch(run, lambda operand: parse_recipe(self.recipe))
         return ()
 
-    def before_step(self, step: int, run: Run) -> None:
+    def before_step(self, step: int, run: Training) -> None:
         super().before_step(step, run)
         if step == self.onset:
             self._before = self._switch(run, lambda operand: parse_recipe(self.recipe))
         elif step == self.until:
             self._switch(run, lambda operand: self._before[operand])
 
-    def _switch(self, run: Run, recipe_of: Callable[[tuple[str, str]], Recipe]) -> dict[tuple[str, str], Recipe]:
+    def _switch(self, run: Training, recipe_of: Callable[[tuple[str, str]], Recipe]) -> dict[tuple[str, str], Recipe]:
         assert isinstance(run.engine, EmulatedEngine)
         before, columns = dict[tuple[str, str], Recipe](), dict[Recipe, list[tuple[str, str]]]()
         for gemm in run.engine.gemms:
@@ -171,7 +174,7 @@ class OtherRecipe(Fault):
 class NaNInOperand(Fault):
     """One value of an X is NaN."""
 
-    def build_into(self, run: Run) -> Sequence[Any]:
+    def build_into(self, run: Training) -> Sequence[Any]:
         return [into(run, run.site_of(self.culprits[0][0]).producer, self._spoilt)]
 
     def _spoilt(self, x: torch.Tensor) -> torch.Tensor:
@@ -182,7 +185,7 @@ class NaNInOperand(Fault):
         return x + spoilt
 
 
-def into(run: Run, producer: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+def into(run: Training, producer: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     """Change what a module computes; the handle of the hook."""
     return run.model.get_submodule(producer).register_forward_hook(lambda *call: _each(call[-1], change))
 

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
-from fault_injection.fault import Batch, Fault, Run
+from fault_injection.fault import Batch, Fault
+
+if TYPE_CHECKING:
+    from fault_injection.training import Training
 
 
 @dataclass
@@ -74,7 +78,7 @@ class SummedGradients(Fault):
     def backpropagated(self, step: int, loss_scale: float) -> float:
         return loss_scale * self.factor if self.at_the_loss and self.acts_at(step) else loss_scale
 
-    def after_backward(self, step: int, run: Run) -> None:
+    def after_backward(self, step: int, run: Training) -> None:
         if not self.at_the_loss and self.acts_at(step):
             for parameter in run.model.parameters():
                 if parameter.grad is not None:
@@ -89,7 +93,7 @@ class GradientsOfALayer(Fault):
     prefix: str = ""
     factor: float = -1.0
 
-    def after_backward(self, step: int, run: Run) -> None:
+    def after_backward(self, step: int, run: Training) -> None:
         if self.acts_at(step):
             for name, parameter in run.model.named_parameters():
                 if name.startswith(self.prefix) and parameter.grad is not None:
@@ -125,7 +129,7 @@ class NaNInGradient(Fault):
     #: of the parameters' names, the first that begins so
     prefix: str = ""
 
-    def after_backward(self, step: int, run: Run) -> None:
+    def after_backward(self, step: int, run: Training) -> None:
         if self.acts_at(step):
             found = next(p for n, p in run.model.named_parameters() if n.startswith(self.prefix) and p.grad is not None)
             assert found.grad is not None

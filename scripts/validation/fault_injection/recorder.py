@@ -7,14 +7,12 @@ from typing import Any
 
 import polars as pl
 
-from nemo_fp8_debug.core.sample import Sample
+from nemo_fp8_debug.core.sample import Recorder, Sample
 from nemo_fp8_debug.record.schema import SCHEMAS
 
 
-class InMemory:
+class InMemory(Recorder):
     """A recorder without files."""
-
-    in_callers_thread = False
 
     def __init__(self) -> None:
         self.fingerprint: dict[str, Any] = {}
@@ -32,12 +30,6 @@ class InMemory:
 
     def record_steps(self, steps: Mapping[int, Mapping[str, Any]]) -> None:
         self._steps += [{"attempt": 0, "step": step, **scalars} for step, scalars in steps.items()]
-
-    def record_validation(self, step: int, losses: Mapping[str, float]) -> None:
-        """Not kept."""
-
-    def close(self) -> None:
-        """Nothing is held back."""
 
     @property
     def metrics(self) -> pl.DataFrame:

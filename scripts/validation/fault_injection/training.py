@@ -10,7 +10,7 @@ import torch
 
 from fault_injection.engines import RECIPES, EmulatedEngine, TransformerEngine
 from fault_injection.families import family
-from fault_injection.fault import Engine, Fault
+from fault_injection.fault import Fault
 from nemo_fp8_debug import Monitor
 from nemo_fp8_debug.capture.gemms import find_gemms, select_gemms
 from nemo_fp8_debug.core.sample import Recorder
@@ -88,7 +88,7 @@ class Training:
             self._master *= 1 + 2.0**-9 * torch.randn(self._master.shape, generator=generator)
             self._write_back()
         self.optimizer = torch.optim.AdamW([self._master], lr=0.0, betas=(0.9, 0.95), fused=True)
-        self.engine: Engine = (
+        self.engine: EmulatedEngine | TransformerEngine = (
             EmulatedEngine(self.gemms, RECIPES[setup.engine]) if setup.engine in RECIPES else TransformerEngine(self.gemms)
         )
         self._handles = fault.build_into(self)

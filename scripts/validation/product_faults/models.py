@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,35 +10,26 @@ import torch
 from torch import nn
 
 from nemo_fp8_debug import Emulation, Monitor
+from nemo_fp8_debug.core.sample import Recorder
 
 #: emulated engines; "": none
 RECIPES = ("", "delayed", "current", "blockwise", "mxfp8", "nvfp4")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 #: rows and columns that are looked at
 ROWS = 64
+VOCABULARY = 512
 
 
-class Verified:
+class Verified(Recorder):
     """Keeps the rows of what was verified."""
-
-    in_callers_thread = False
 
     def __init__(self) -> None:
         self.rows: list[dict[str, Any]] = []
-
-    def open(self, fingerprint: Mapping[str, Any]) -> None:
-        """Nothing is to be opened."""
 
     def record(self, sample: Any) -> None:
         """Keep the rows of a sample."""
         of = sample.table("verification")
         self.rows += [dict(zip(of, row, strict=True)) | {"step": sample.step} for row in zip(*of.values(), strict=True)]
-
-    def record_steps(self, steps: Any) -> None:
-        """Not kept."""
-
-    def close(self) -> None:
-        """Nothing is to be closed."""
 
 
 @dataclass(frozen=True)
@@ -54,9 +45,9 @@ class Case:
 def cases(dtype: torch.dtype) -> Iterator[Case]:
     """Models of a dtype, with random weights."""
     yield _mlp(dtype)
-    yield _llama(dtype)
-    yield _gpt_neox(dtype)
-    yield _bert(dtype)
+    yield _transformer("Llama", "LlamaForCausalLM", dtype, 0, num_key_value_heads=2)
+    yield _transformer("GPT-NeoX", "GPTNeoXForCausalLM", dtype, 1)
+    yield _transformer("BERT", "BertForMaskedLM", dtype, 2)
 
 
 def _mlp(dtype: torch.dtype) -> Case:
@@ -71,46 +62,20 @@ def _mlp(dtype: torch.dtype) -> Case:
     return Case("MLP, padded", model, loss)
 
 
-def _tokens(step: int, vocabulary: int) -> torch.Tensor:
-    tokens = torch.randint(vocabulary, (8, 96), generator=torch.Generator().manual_seed(step))
+def _tokens(step: int) -> torch.Tensor:
+    tokens = torch.randint(VOCABULARY, (8, 96), generator=torch.Generator().manual_seed(step))
     tokens[:, 64:80] = tokens[:, :16]  # what repeats gives rows that are the same
     return tokens
 
 
-def _llama(dtype: torch.dtype) -> Case:
-    from transformers import LlamaConfig, LlamaForCausalLM
+def _transformer(name: str, kind: str, dtype: torch.dtype, seed: int, **options: Any) -> Case:
+    import transformers
 
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        hidden_size=256,
-        intermediate_size=512,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=512,
-    )
-    model = LlamaForCausalLM(config).to(dtype)
-    return Case("Llama", model, lambda step: model(input_ids=(t := _tokens(step, 512)), labels=t).loss)
-
-
-def _gpt_neox(dtype: torch.dtype) -> Case:
-    from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
-
-    torch.manual_seed(1)
-    config = GPTNeoXConfig(
-        hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=4, vocab_size=512
-    )
-    model = GPTNeoXForCausalLM(config).to(dtype)
-    return Case("GPT-NeoX", model, lambda step: model(input_ids=(t := _tokens(step, 512)), labels=t).loss)
-
-
-def _bert(dtype: torch.dtype) -> Case:
-    from transformers import BertConfig, BertForMaskedLM
-
-    torch.manual_seed(2)
-    config = BertConfig(hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=4, vocab_size=512)
-    model = BertForMaskedLM(config).to(dtype)
-    return Case("BERT", model, lambda step: model(input_ids=(t := _tokens(step, 512)), labels=t).loss)
+    torch.manual_seed(seed)
+    made = getattr(transformers, kind)
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4}
+    model = made(made.config_class(**sizes, vocab_size=VOCABULARY, **options)).to(dtype)
+    return Case(name, model, lambda step: model(input_ids=(t := _tokens(step)), labels=t).loss)
 
 
 def verified(case: Case, recipe: str, steps: Sequence[int], train: bool = True) -> list[dict[str, Any]]:
