@@ -224,7 +224,7 @@ def _check_transient(claim: Claim) -> Iterator[str]:
 
 def _check_moved(claim: Claim) -> Iterator[str]:
     """Yield that a scale is said to be too large and to have moved down, or the other way round."""
-    side = re.findall(r"bits too (large|small)", claim.before)
+    side = re.findall(r"scale is \S+ bits too (large|small)", claim.before)
     yield from _if(side and (side[-1] == "large") != (claim["moved"] > 0), f"the scale is too {side and side[-1]}")
     yield from _check_onset(claim, claim["around"], claim.tensor)
     is_both = "its values did not" in claim.before and abs(claim["values"]) > abs(claim["moved"]) / 2
