@@ -96,6 +96,6 @@ def capture_warnings() -> Iterator[list[str]]:
         _heard.reset(token)
 
 
-def run_failed() -> bool:
+def is_exception_underway() -> bool:
     """Whether an exception is on its way through the caller, or has ended the program."""
     return sys.exc_info()[0] is not None or getattr(sys, "last_value", None) is not None

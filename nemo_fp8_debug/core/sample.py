@@ -34,7 +34,7 @@ class Sample:
     def __len__(self) -> int:
         return len(self.columns.get("layer", ()))
 
-    def first_nonfinite(self) -> str | None:
+    def describe_first_nonfinite(self) -> str | None:
         """The operand that was the first in the order of execution to hold NaN or infinity, in words."""
         orders = self.columns.get("nonfinite_order", ())
         first = min((i for i, order in enumerate(orders) if order is not None), key=lambda i: orders[i], default=None)
@@ -48,7 +48,7 @@ class Sample:
         """What is out of the ordinary about the step, in words; empty where nothing is."""
         skipped = "the optimizer skipped this step" if self.scalars.get("skipped") else None
         why = self.trigger and f"sampled because of: {self.trigger}"
-        return "; ".join(filter(None, (why, skipped, self.first_nonfinite())))
+        return "; ".join(filter(None, (why, skipped, self.describe_first_nonfinite())))
 
 
 class Recorder:

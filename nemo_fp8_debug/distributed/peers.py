@@ -48,7 +48,7 @@ class Peers:
         first = {network.loopback_of: rank for rank, network in reversed(list(enumerate(networks)))}
         return sorted({*range(min(LOWEST, len(networks))), *sorted(first.values())[:LOWEST]})
 
-    def meet(self, token: str, peers: Mapping[int, tuple[Network, int]], store_host: str | None) -> None:
+    def exchange_addresses(self, token: str, peers: Mapping[int, tuple[Network, int]], store_host: str | None) -> None:
         """Know the others.
 
         Args:

@@ -246,7 +246,7 @@ class Ranks:
             port = self._peers.port
         self.publish(f"network/{self.rank}", {"network": network.plain(), "port": port})
 
-    def meet(self) -> None:
+    def exchange_addresses(self) -> None:
         """Know where others are; called on all ranks, which have introduced themselves.
 
         Raises:
@@ -262,7 +262,7 @@ class Ranks:
         met = self.read("networks")
         if self._peers:
             peers = {int(rank): (Network(**one["network"]), one["port"]) for rank, one in met["peers"].items()}
-            self._peers.meet(met["token"], peers, (self._run_store.address() or (None,))[0])
+            self._peers.exchange_addresses(met["token"], peers, (self._run_store.address() or (None,))[0])
         if met["fault"]:
             raise RuntimeError(met["fault"])
 

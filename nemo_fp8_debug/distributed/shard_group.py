@@ -70,7 +70,7 @@ class ShardGroup:
         """
         if ranks.world == 1:
             return cls.alone(ranks.rank, kinds)
-        ranks.meet()
+        ranks.exchange_addresses()
         if ranks.writes:
             _publish(ranks)
         told = ranks.read(f"shard-group-of/{digest_of(kinds)}")

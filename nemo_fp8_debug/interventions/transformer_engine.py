@@ -31,7 +31,7 @@ from ..capture.patching import SWITCHED
 from ..capture.tracing import Hook
 from ..core.keys import ROLES
 from ..errors import ConfigError, warn
-from ..numerics.block_scaling import BlockScaling, MXFP8Scaling
+from ..numerics.block_scaling import Float8BlockScaling, MXFP8Scaling
 from ..numerics.formats import E5M2
 from ..numerics.nvfp4_scaling import NVFP4Scaling
 from ..numerics.recipe import BF16_RECIPE, Recipe
@@ -78,12 +78,12 @@ def te_recipe(recipe: Recipe) -> Any:
 
 def _options(recipe: Recipe, known: Any) -> dict[str, Any]:
     rule = recipe.scaling
-    has_format = isinstance(rule, (CurrentScaling, DelayedScaling, BlockScaling, MXFP8Scaling))
+    has_format = isinstance(rule, (CurrentScaling, DelayedScaling, Float8BlockScaling, MXFP8Scaling))
     options: dict[str, Any] = {"fp8_format": getattr(known.Format, recipe.fp8_format.upper())} if has_format else {}
     if isinstance(rule, DelayedScaling):
         names = ("margin", "amax_history_len", "amax_compute_algo")
         options |= {name: getattr(rule, name) for name in names}
-    if isinstance(rule, BlockScaling) and rule.dimensions:
+    if isinstance(rule, Float8BlockScaling) and rule.dimensions:
         options |= {f"{operand}_block_scaling_dim": rule.dimensions for operand in ("x", "w", "grad")}
     if isinstance(rule, MXFP8Scaling) and rule.square_weights:
         options["enable_2d_quantization"] = True
@@ -95,7 +95,7 @@ def _options(recipe: Recipe, known: Any) -> dict[str, Any]:
 def _set_operands(made: Any, recipe: Recipe, known: Any) -> None:
     """Options that Transformer Engine keeps an operand each, and sets from the environment."""
     rule = recipe.scaling
-    if isinstance(rule, (CurrentScaling, BlockScaling)):
+    if isinstance(rule, (CurrentScaling, Float8BlockScaling)):
         for name in _OPERANDS:
             setattr(made, name, known.QParams(power_2_scale=rule.power_of_two, amax_epsilon=rule.epsilon))
 

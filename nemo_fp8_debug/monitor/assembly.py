@@ -30,7 +30,7 @@ from .delivery import Delivery
 from .live_control import LiveControl
 from .model_scan import ModelScan
 from .open_step import RunSetup, Watched
-from .pipeline import Pipeline, meet_ranks
+from .pipeline import Pipeline, find_shard_group
 from .recorder_queue import Recording
 from .run_summary import Summary
 from .schedule import Schedule, Triggers
@@ -120,7 +120,7 @@ def assemble(
     triggers = Triggers([parse_rule(rule) for rule in config.triggers], ranks)
     live_control = LiveControl(schedule, triggers, ranks, storage, check, summary.say, waits)
     recording.submit_job(live_control.read)
-    shard_group, over = meet_ranks(ranks, model.kinds, errors)
+    shard_group, over = find_shard_group(ranks, model.kinds, errors)
     model.scales.emulate(shard_group.keys(ROLES))
     pipeline = Pipeline(RunSetup(config, ranks, shard_group, model.scales, list_parts()), errors)
     pipeline.over = over

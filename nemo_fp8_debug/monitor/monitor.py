@@ -19,7 +19,7 @@ from ..core.error_guard import ErrorGuard, all_of, guard_entry
 from ..core.sample import Recorder
 from ..core.waits import Waits
 from ..distributed import Ranks, ShardGroup
-from ..errors import run_failed
+from ..errors import is_exception_underway
 from ..options.config import SAME_ON_ALL_RANKS, Config
 from .assembly import Place, assemble, chosen_recorders
 from .delivery import select_usable
@@ -397,7 +397,7 @@ class Monitor:
         """The run is over: records what is left. To close a second time does nothing."""
         if self.closed:
             return
-        failed, self._closed = run_failed(), True
+        failed, self._closed = is_exception_underway(), True
         steps: dict[str, Callable[[], object]] = {
             "while adding up waits": self._waits.end,
             "while ending a step": lambda: None if failed else self._order.warn_if_open(),

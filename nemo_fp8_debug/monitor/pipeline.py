@@ -73,7 +73,7 @@ class Pipeline:
         self._ranks, self._shard_group, self._errors = setup.ranks, setup.shard_group, errors
         self._keys = setup.shard_group.keys(ROLES)
         self._others: dict[str, EmulatedScales] = {}
-        made = [module.observe(setup) for module in load_modules("observer")]
+        made = [module.make_observation(setup) for module in load_modules("observer")]
         #: features that are looked at
         self.observations: list[Observation] = [one for one in made if one is not None]
         self._reduction = Reduction(setup.ranks, setup.shard_group, self.observations)
@@ -287,7 +287,7 @@ def _resolve(outcome: Future[Outcome | None], value: Outcome | None) -> None:
         outcome.set_result(value)
 
 
-def meet_ranks(ranks: Ranks, kinds: Mapping[str, str], errors: ErrorGuard) -> tuple[ShardGroup, bool]:
+def find_shard_group(ranks: Ranks, kinds: Mapping[str, str], errors: ErrorGuard) -> tuple[ShardGroup, bool]:
     """The ranks that hold parts of the same tensors; and whether, since they cannot be connected, sampling is over."""
     try:
         return ShardGroup.discover(ranks, kinds), False

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from ..core.sample import Recorder, Sample
 from ..core.threads import Worker
 from ..core.waits import LOGGERS, RECORDING, Waits
-from ..errors import run_failed, warn
+from ..errors import is_exception_underway, warn
 from ..record.loggers.recorder import LoggerRecorder
 
 #: seconds of training time that waiting for an earlier sample may cost before a warning says so
@@ -117,7 +117,7 @@ class Recording:
             self._worker.close(PATIENCE)
         for recorder in self.recorders:
             if isinstance(recorder, LoggerRecorder):
-                recorder.finish(run_failed())
+                recorder.finish(is_exception_underway())
 
     def _enqueue(self, job: Callable[[], Record | None]) -> None:
         if self.stuck and len(self._pending) >= WAITING:

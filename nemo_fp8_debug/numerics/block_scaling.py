@@ -134,7 +134,7 @@ class BlockQuantized:
 
 
 @dataclass(frozen=True)
-class BlockScaling(BlockRule):
+class Float8BlockScaling(BlockRule):
     """Transformer Engine's `Float8BlockScaling`: 1x128 for X and dY, 128x128 for W by default.
 
     Source: `transpose/quantize_transpose_{vector,square}_blockwise.cu` and `recipe/recipe_common.cuh`, release 2.3 on.

@@ -66,7 +66,7 @@ def _absent_as_none(column: torch.Tensor) -> list[float | None]:
     return [None if value != value else value for value in column.tolist()]
 
 
-def make_distribution_columns(counts: torch.Tensor, rules: Sequence[BlockRule]) -> dict[str, list[float | int | None]]:
+def make_block_scale_columns(counts: torch.Tensor, rules: Sequence[BlockRule]) -> dict[str, list[float | int | None]]:
     """Columns of B operands, as `BLOCK_SCALES`; None where no block has values.
 
     Scales are those that are kept, by which codes are multiplied; of float32 ones the power of two at or below. Of NVFP4

@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from ..errors import ConfigError
-from .block_scaling import BlockRule, BlockScaling, MXFP8Scaling, RowwiseScaling
+from .block_scaling import BlockRule, Float8BlockScaling, MXFP8Scaling, RowwiseScaling
 from .formats import E4M3, E5M2, FORMATS, FloatFormat
 from .nvfp4_scaling import NVFP4Scaling, TorchaoNVFP4Scaling
 from .tensor_scaling import CurrentScaling, DelayedScaling, Unscaled
@@ -21,7 +21,7 @@ _SCALINGS: dict[str, type[Scaling]] = {
     "delayed": DelayedScaling,
     "current": CurrentScaling,
     "rowwise": RowwiseScaling,
-    "blockwise": BlockScaling,
+    "blockwise": Float8BlockScaling,
     "mxfp8": MXFP8Scaling,
     "nvfp4": NVFP4Scaling,
     "nvfp4_torchao": TorchaoNVFP4Scaling,

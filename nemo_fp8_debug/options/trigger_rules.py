@@ -52,7 +52,7 @@ class NonFinite:
 
     def passed_by(self, sample: Sample) -> str | None:
         """The first operand that held one, in the order of execution, in words."""
-        return sample.first_nonfinite()
+        return sample.describe_first_nonfinite()
 
 
 @dataclass(frozen=True)

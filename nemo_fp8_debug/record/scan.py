@@ -225,7 +225,7 @@ class Chunk(NamedTuple):
             first += len(operands)
 
 
-def keep_chunk(chunk: Chunk) -> Any:
+def return_unchanged(chunk: Chunk) -> Any:
     """A chunk as it is."""
     return chunk
 
@@ -290,7 +290,7 @@ class Scan:
         columns: Sequence[str],
         operands: Ints | None = None,
         steps: Ints | None = None,
-        then: Callable[[Chunk], Any] = keep_chunk,
+        then: Callable[[Chunk], Any] = return_unchanged,
     ) -> Iterator[Any]:
         """Rows in order of steps, several parts read at once and no more than a few held.
 

@@ -94,7 +94,7 @@ class RunRecord(Recorder):
     def record(self, sample: Sample) -> None:
         """Write one sampled step, and its histograms if they are due, or if it is out of turn or has NaN or infinity."""
         is_due = sample.step % self._histogram_interval == 0 or sample.trigger is not None
-        skipped = () if is_due or sample.first_nonfinite() is not None else HISTOGRAMS
+        skipped = () if is_due or sample.describe_first_nonfinite() is not None else HISTOGRAMS
         # Histograms are large, and are written last.
         for table in sorted(map(TABLES.__getitem__, sample.tables), key=lambda table: table.by_step):
             if (columns := sample.tables[table.name]) and table.name not in skipped:

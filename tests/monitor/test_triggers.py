@@ -153,13 +153,17 @@ class TestFirstNonFinite:
     @pytest.mark.parametrize("at", [0, 1, 2])
     def test_it_is_the_operand_after_the_place_where_it_arose(self, at: int) -> None:
         found = looked_at(Poisoned(at), lambda m: m(torch.randn(4, 8).bfloat16()).float().sum().backward())
-        assert found.samples[0].first_nonfinite().startswith(f"first with NaN or infinity is X of layers.{at + 1} (32 NaN")
+        assert (
+            found.samples[0]
+            .describe_first_nonfinite()
+            .startswith(f"first with NaN or infinity is X of layers.{at + 1} (32 NaN")
+        )
 
     def test_a_weight_that_holds_it(self) -> None:
         model = Poisoned(99)
         model.layers[2].weight.data[0, 0] = math.inf
         found = looked_at(model, lambda m: m(torch.randn(4, 8).bfloat16()).float().sum().backward())
-        assert "is W of layers.2 (0 NaN, 1 infinite)" in found.samples[0].first_nonfinite()
+        assert "is W of layers.2 (0 NaN, 1 infinite)" in found.samples[0].describe_first_nonfinite()
 
     def test_a_gradient_that_holds_it(self) -> None:
         def train(m: nn.Module) -> None:
@@ -167,7 +171,7 @@ class TestFirstNonFinite:
             y.backward(torch.full_like(y, math.inf))
 
         found = looked_at(Poisoned(99), train)
-        assert "is dY of layers.3 (0 NaN, 32 infinite)" in found.samples[0].first_nonfinite()
+        assert "is dY of layers.3 (0 NaN, 32 infinite)" in found.samples[0].describe_first_nonfinite()
 
     def test_the_micro_batch_counts_and_not_the_layer(self) -> None:
         """The last layer's dY of the first micro-batch comes before the first layer's X of the second."""
@@ -177,7 +181,7 @@ class TestFirstNonFinite:
             y.backward(torch.full_like(y, math.nan))
             m(torch.full((4, 8), math.nan).bfloat16()).float().sum().backward()
 
-        assert "is dY of layers.3" in looked_at(Poisoned(99), train).samples[0].first_nonfinite()
+        assert "is dY of layers.3" in looked_at(Poisoned(99), train).samples[0].describe_first_nonfinite()
 
     @pytest.mark.usefixtures("megatron")
     @pytest.mark.parametrize(
@@ -189,17 +193,17 @@ class TestFirstNonFinite:
         layer = model.decoder.layers[0].self_attention
         layer.register_forward_hook(lambda module, args, out: (out[0] + math.nan, *out[1:]))
         found = looked_at(model, lambda m: loss_of(m, 0).backward())
-        assert "is X of decoder.layers.0.mlp.linear_fc1" in found.samples[0].first_nonfinite()
+        assert "is X of decoder.layers.0.mlp.linear_fc1" in found.samples[0].describe_first_nonfinite()
 
     def test_float32_too(self) -> None:
         found = looked_at(Poisoned(1).float(), lambda m: m(torch.randn(4, 8)).sum().backward())
-        assert "is X of layers.2" in found.samples[0].first_nonfinite()
+        assert "is X of layers.2" in found.samples[0].describe_first_nonfinite()
 
     def test_a_large_float32_is_none(self) -> None:
         """Rounded to bfloat16 it would be infinite."""
         model = nn.Linear(4, 4)
         found = looked_at(model, lambda m: m(torch.full((2, 4), torch.finfo(torch.float32).max)).sum().backward())
-        first = found.samples[0].first_nonfinite()
+        first = found.samples[0].describe_first_nonfinite()
         assert first is None or "is X" not in first
 
 

@@ -10,7 +10,7 @@ import torch
 
 from nemo_fp8_debug.numerics.block_scaling import BlockRule, count_block_scales
 from nemo_fp8_debug.numerics.formats import E2M1, E4M3
-from nemo_fp8_debug.numerics.metric_columns import make_distribution_columns
+from nemo_fp8_debug.numerics.metric_columns import make_block_scale_columns
 from nemo_fp8_debug.numerics.metric_names import BLOCK_SCALES
 from nemo_fp8_debug.numerics.recipe import parse_recipe
 
@@ -49,7 +49,7 @@ def test_counts_are_those_of_each_block(name: str, dtype: torch.dtype, role: str
     assert isinstance(rule, BlockRule)
     x = operand(dtype)
     counts = count_block_scales(x, rule, role, E2M1 if rule.two_level else E4M3)
-    (found,) = zip(*make_distribution_columns(counts[None], [rule]).values(), strict=True)
+    (found,) = zip(*make_block_scale_columns(counts[None], [rule]).values(), strict=True)
     kept, empty = stored_scales(x, rule, role)
     smallest, largest = (2.0**-9, 448.0) if rule.two_level else (2.0**-127, 2.0**127)
     expected = {
@@ -70,5 +70,5 @@ def test_what_has_no_values() -> None:
     assert isinstance(rule, BlockRule)
     for x in (torch.zeros(4, 64), torch.zeros(0, 64)):
         counts = count_block_scales(x, rule, "input", E4M3)
-        found = make_distribution_columns(counts[None], [rule])
+        found = make_block_scale_columns(counts[None], [rule])
         assert found["blocks"] == [0] and found["empty_blocks"] == [2 * len(x)] and found["scale_median"] == [None]

@@ -8,7 +8,7 @@ import pytest
 
 from nemo_fp8_debug.core.keys import ROLES
 from nemo_fp8_debug.errors import ConfigError
-from nemo_fp8_debug.numerics.block_scaling import BlockScaling, MXFP8Scaling
+from nemo_fp8_debug.numerics.block_scaling import Float8BlockScaling, MXFP8Scaling
 from nemo_fp8_debug.numerics.formats import BF16, E2M1, E4M3, E5M2, FloatFormat
 from nemo_fp8_debug.numerics.nvfp4_scaling import NVFP4Scaling
 from nemo_fp8_debug.numerics.recipe import BF16_RECIPE, Recipe, find_recipe, parse_recipe
@@ -35,8 +35,8 @@ class TestParseRecipe:
                 Recipe(DelayedScaling(amax_compute_algo="most_recent")),
             ),
             (Recipe(CurrentScaling(), "e5m2"), Recipe(CurrentScaling(), "e5m2")),
-            ("blockwise", Recipe(BlockScaling(), "e4m3")),
-            ("blockwise-hybrid(power_of_two=False)", Recipe(BlockScaling(False), "hybrid")),
+            ("blockwise", Recipe(Float8BlockScaling(), "e4m3")),
+            ("blockwise-hybrid(power_of_two=False)", Recipe(Float8BlockScaling(False), "hybrid")),
             ("mxfp8", Recipe(MXFP8Scaling(), "e4m3")),
             ({"name": "mxfp8", "fp8_format": "hybrid"}, Recipe(MXFP8Scaling(), "hybrid")),
             ("nvfp4", Recipe(NVFP4Scaling(), "e2m1")),

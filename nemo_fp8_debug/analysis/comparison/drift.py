@@ -31,15 +31,15 @@ def read_kind(layer: str) -> str:
 
 def read_depth(layer: str) -> int | None:
     """Index of the layer of the model that a GEMM is in; None for one that is outside of them, as an output layer."""
-    found = around_depth(layer)
+    found = split_at_depth(layer)
     return found[1] if found else None
 
 
-def around_depth(layer: str) -> tuple[str, int, str] | None:
+def split_at_depth(layer: str) -> tuple[str, int, str] | None:
     """What comes before that index in a name, the index, and what comes behind it; None: the name has none.
 
     Example:
-        >>> around_depth("decoder.layers.3.mlp.linear_fc2")
+        >>> split_at_depth("decoder.layers.3.mlp.linear_fc2")
         ('decoder.layers.', 3, '.mlp.linear_fc2')
     """
     found = _NUMBER.search(layer)

@@ -12,7 +12,7 @@ from ...core.keys import GRADIENTS
 from ...errors import ConfigError, RecordError
 from ..runs.metrics import Metrics
 from ..runs.run import Run
-from .drift import around_depth, read_depth, read_kind
+from .drift import read_depth, read_kind, split_at_depth
 from .onset import OF_GRADIENTS, OF_OTHER_MODELS
 
 _KEY = ["layer", "role"]
@@ -40,7 +40,7 @@ def match_from_output(baseline: Iterable[str], run: Iterable[str]) -> dict[str, 
     last = [_last_of(each) for each in (theirs, mine)]
     found = {}
     for name in mine:
-        if (parts := around_depth(name)) is None:
+        if (parts := split_at_depth(name)) is None:
             continue
         before, at, behind = parts
         shift = last[0].get(before, 0) - last[1][before]
@@ -54,7 +54,7 @@ def _last_of(layers: Iterable[str]) -> dict[str, int]:
     """The highest index of each stack of layers, by what comes before it."""
     last: dict[str, int] = {}
     for name in layers:
-        if (parts := around_depth(name)) is not None:
+        if (parts := split_at_depth(name)) is not None:
             last[parts[0]] = max(last.get(parts[0], 0), parts[1])
     return last
 

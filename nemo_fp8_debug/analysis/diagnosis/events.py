@@ -58,7 +58,7 @@ def _list_loss_events(loss: LossOutcome) -> Iterator[Event]:
     since, diverges = loss.harmful_since, loss.run.lost_at if loss.run.lost_at is not None else loss.run.diverged_at
     if since is not None and loss.baseline is not None:
         yield Event(since, "loss", "the loss departs from the baseline's")
-    if diverges is not None and (since is not None or (loss.baseline is None and not loss.begins_at_zero)):
+    if diverges is not None and (since is not None or (loss.baseline is None and not loss.is_negative_from_zero)):
         yield Event(diverges, "loss", "the loss diverges")
 
 

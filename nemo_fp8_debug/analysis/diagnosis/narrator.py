@@ -389,7 +389,7 @@ def _tell_loss_shortly(found: Answer) -> str:
     if loss.harm == "gap":
         return "the loss lies above the baseline's, by less than counts as harm"
     if loss.baseline is None:
-        return "a negative loss from zero shows no harm alone" if loss.begins_at_zero else "the loss does not rise"
+        return "a negative loss from zero shows no harm alone" if loss.is_negative_from_zero else "the loss does not rise"
     return "we cannot tell whether the loss is harmed"
 
 
@@ -447,12 +447,12 @@ def tell_loss(loss: LossOutcome, unit: str = "step", since: int | None = None) -
 def _tell_loss_alone(loss: LossOutcome, unit: str, since: int | None) -> str:
     if loss.rise is not None:
         return f"The loss rose by {loss.percents(loss.rise[1], loss.rise[0])} at {unit} {loss.rise[0]}."
-    if loss.run.diverged_at is not None and not loss.begins_at_zero:
+    if loss.run.diverged_at is not None and not loss.is_negative_from_zero:
         return f"The loss diverged at {unit} {since}: it rises for good."
-    if loss.stepped_up is not None and not loss.begins_at_zero:
+    if loss.stepped_up is not None and not loss.is_negative_from_zero:
         step, percent = loss.stepped_up
         return f"The loss jumped by {loss.percents(percent, step)} at {unit} {step} and stays there, so harm is likely."
-    if loss.begins_at_zero:
+    if loss.is_negative_from_zero:
         return "The loss begins at zero and is negative, so a rise alone shows no harm. Give a baseline."
     visible = loss.run.visible_rise
     seen = f" (a rise below {loss.percents(visible)} would not show)" if np.isfinite(visible) else ""

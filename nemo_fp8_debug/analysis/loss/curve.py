@@ -205,7 +205,7 @@ class LossCurve:
         return self.scale is not None and self.scale.is_range and bool((self.losses >= 0).all())
 
     @property
-    def begins_at_zero(self) -> bool:
+    def is_negative_from_zero(self) -> bool:
         """Whether the loss is negative and its first values are within a tenth of its range from zero."""
         finite = self.losses[np.isfinite(self.losses)]
         if not len(finite) or np.median(finite) >= 0:

@@ -142,7 +142,7 @@ class LossOutcome:
         if not self.run.has_enough:
             return "unknown"
         if self.baseline is None:
-            if self.begins_at_zero:
+            if self.is_negative_from_zero:
                 return "unknown"
             return "harmful" if self._risen is not None else "unknown" if self.stepped_up is None else "likely"
         if self.is_far_below:
@@ -196,12 +196,12 @@ class LossOutcome:
         return max(nearer, self.seeds.reach(_LIKELY))
 
     @property
-    def begins_at_zero(self) -> bool:
+    def is_negative_from_zero(self) -> bool:
         """Whether the loss begins at zero and is negative, as in reinforcement learning.
 
         Such a loss is a mean advantage, so a rise by itself is no harm.
         """
-        return self.run.begins_at_zero
+        return self.run.is_negative_from_zero
 
     @property
     def diverges(self) -> bool:

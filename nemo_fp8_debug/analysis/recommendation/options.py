@@ -10,7 +10,7 @@ import polars as pl
 
 from ...core.keys import Key
 from ...errors import ConfigError
-from ...numerics.block_scaling import BlockScaling, MXFP8Scaling
+from ...numerics.block_scaling import Float8BlockScaling, MXFP8Scaling
 from ...numerics.limits import LEAST_VALUES
 from ...numerics.metric_names import LABELS
 from ...numerics.recipe import BF16_RECIPE, NamesRecipe, Recipe, Scaling, find_recipe
@@ -49,7 +49,7 @@ Cast = tuple[Scaling, str]
 
 STAY, UNDO = "stay", "undo"
 #: block recipes, in order of cost
-BLOCKS = (BlockScaling, MXFP8Scaling)
+BLOCKS = (Float8BlockScaling, MXFP8Scaling)
 _KEY = ["layer", "role"]
 _OTHER_FORMAT = {"e4m3": "e5m2", "e5m2": "e4m3"}
 

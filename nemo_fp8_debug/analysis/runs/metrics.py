@@ -18,7 +18,7 @@ import polars as pl
 from ...core.memory import Buffers
 from ...record.parts import count_rows
 from ...record.reader import read_table
-from ...record.scan import Chunk, Scan, keep_chunk
+from ...record.scan import Chunk, Scan, return_unchanged
 from ...record.schema import SCHEMAS
 from ...record.storage import Storage
 from . import cluster
@@ -218,7 +218,7 @@ class Metrics:
         operand, step = _renumbered(self._operand, operands), _renumbered(self._step, steps)
         return replace(self, tensors=tensors, steps=self.steps[steps], _operand=operand, _step=step)
 
-    def chunks(self, columns: Sequence[str], then: Callable[[Chunk], Any] = keep_chunk) -> Iterator[Any]:
+    def chunks(self, columns: Sequence[str], then: Callable[[Chunk], Any] = return_unchanged) -> Iterator[Any]:
         """ColumnReader, a few steps at a time; places are those of its operands and steps.
 
         Args:

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import polars as pl
 
-from ...record.scan import Chunk, keep_chunk
+from ...record.scan import Chunk, return_unchanged
 from .grid import KEY, Ints
 
 Bools = npt.NDArray[np.bool_]
@@ -35,7 +35,7 @@ class Source(Protocol):
         columns: Sequence[str],
         operands: Ints | None = None,
         steps: Ints | None = None,
-        then: Callable[[Chunk], Any] = keep_chunk,
+        then: Callable[[Chunk], Any] = return_unchanged,
     ) -> Iterator[Any]:
         """Columns, a few steps at a time, and what `then` makes of them.
 
@@ -80,7 +80,7 @@ class HeldRows:
         columns: Sequence[str],
         operands: Ints | None = None,
         steps: Ints | None = None,
-        then: Callable[[Chunk], Any] = keep_chunk,
+        then: Callable[[Chunk], Any] = return_unchanged,
     ) -> Iterator[Any]:
         """See `Source`; all at once."""
         of_rows = self._operand if operands is None else operands[self._operand]

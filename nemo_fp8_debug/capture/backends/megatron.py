@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...numerics.block_scaling import BlockScaling, MXFP8Scaling
+from ...numerics.block_scaling import Float8BlockScaling, MXFP8Scaling
 from ...numerics.recipe import Recipe
 from ...numerics.tensor_scaling import CurrentScaling, DelayedScaling
 from .base import Args, Backend, Kwargs, read_raw_weight
@@ -26,9 +26,9 @@ def _weight(module: nn.Module, args: Args, kwargs: Kwargs, part: str) -> torch.T
 
 
 #: Megatron's names of recipes without a history
-_RULES: dict[str, CurrentScaling | BlockScaling | MXFP8Scaling] = {
+_RULES: dict[str, CurrentScaling | Float8BlockScaling | MXFP8Scaling] = {
     "tensorwise": CurrentScaling(),
-    "blockwise": BlockScaling(),
+    "blockwise": Float8BlockScaling(),
     "mxfp8": MXFP8Scaling(),
 }
 

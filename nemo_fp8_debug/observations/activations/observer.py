@@ -135,7 +135,7 @@ def find_modules(scanned: Sequence[ScannedModule], config: Config, errors: Error
     return FoundModules(sites, {(site.gemm.name, role): site.gemm.kind for site in sites for role in site.roles})
 
 
-def observe(setup: RunSetup) -> ActivationObservation | None:
+def make_observation(setup: RunSetup) -> ActivationObservation | None:
     """Return what observes activations; None if they are not asked for."""
     return ActivationObservation(setup) if setup.config.activations else None
 

@@ -95,7 +95,7 @@ _COLUMNS = ("due", "parts", "squares", "zeros", "nonfinite", "elements")
 _LANE = 7
 
 
-def observe(setup: RunSetup) -> GradientObservation | None:
+def make_observation(setup: RunSetup) -> GradientObservation | None:
     """Return what observes gradients; None if they are not asked for."""
     return GradientObservation(setup) if setup.config.gradients else None
 

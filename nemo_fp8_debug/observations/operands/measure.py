@@ -17,7 +17,7 @@ from ...kernels.cpu.histograms import Histograms
 from ...numerics.delayed_state import EmulatedScales
 from ...numerics.expert_groups import ExpertAggregates
 from ...numerics.formats import FORMATS, FloatFormat
-from ...numerics.metric_columns import make_distribution_columns, make_metric_columns
+from ...numerics.metric_columns import make_block_scale_columns, make_metric_columns
 from ...numerics.metrics import Moments, QuantizationSums
 from ...numerics.tensor_scaling import CurrentScaling
 
@@ -115,7 +115,7 @@ def _block_scales(operands: _Operands) -> Rows:
     if not counted:
         return {}
     rules: list[Any] = [s.cast.parsed.scaling for s in counted]
-    found = make_distribution_columns(torch.stack([s.block_scales for s in counted if s.block_scales is not None]), rules)
+    found = make_block_scale_columns(torch.stack([s.block_scales for s in counted if s.block_scales is not None]), rules)
     return operands.about(counted) | {
         "recipe": [s.cast.recipe for s in counted],
         "format": [s.cast.format for s in counted],

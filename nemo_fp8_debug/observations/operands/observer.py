@@ -32,7 +32,7 @@ from .tensors import Stats, TensorObservation
 _UNSCALED = ("metrics", "what_if", "copies")
 
 
-def observe(setup: RunSetup) -> OperandObservation:
+def make_observation(setup: RunSetup) -> OperandObservation:
     """Return what observes operands."""
     return OperandObservation(setup)
 

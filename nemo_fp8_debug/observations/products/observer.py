@@ -103,7 +103,7 @@ class ProductsOfRanks:
     products: ProductsFound
 
 
-def observe(setup: RunSetup) -> ProductObservation | None:
+def make_observation(setup: RunSetup) -> ProductObservation | None:
     """Return what observes products; None if it is not asked for."""
     return ProductObservation(setup) if setup.config.output_rows or setup.config.verify_rows else None
 

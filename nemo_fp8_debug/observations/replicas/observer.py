@@ -20,7 +20,7 @@ from .table import TABLES
 _Compared = Mapping[tuple[str, str], Compared]
 
 
-def observe(setup: RunSetup) -> ReplicaObservation | None:
+def make_observation(setup: RunSetup) -> ReplicaObservation | None:
     """Return what compares copies; None if that is not asked for."""
     if not setup.config.replicas:
         return None

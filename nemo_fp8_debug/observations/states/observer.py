@@ -21,7 +21,7 @@ from .optimizer import StateCapture, state_operands, update_columns
 from .table import TABLES, UPDATE_METRICS
 
 
-def observe(setup: RunSetup) -> StateObservation | None:
+def make_observation(setup: RunSetup) -> StateObservation | None:
     """Return what observes states; None if they are not asked for."""
     return StateObservation(setup) if setup.config.states else None
 

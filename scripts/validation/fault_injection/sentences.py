@@ -386,7 +386,7 @@ def _check_visible(claim: Claim) -> list[str]:
     return _if(claim["size"] > 0.05 and not 0.25 < ratio < 4 and ratio == ratio, f"the gap is {claim.known.apart}")
 
 
-def _check_begins_at_zero(claim: Claim) -> list[str]:
+def _check_is_negative_from_zero(claim: Claim) -> list[str]:
     finite = claim.known.losses.last(1.0)
     is_other = sorted(finite)[len(finite) // 2] >= 0 or abs(finite[:8].mean()) > 0.2 * (finite.max() - finite.min())
     return _if(is_other, f"it begins at {finite[:8].mean():.3g}")
@@ -516,7 +516,7 @@ _TABLE: list[tuple[str, str, Check | None]] = [
         f"Another seed can explain up to {_PERCENT}|another seed ends #limit% or more above this mean",
         _check_less,
     ),
-    ("begins at zero", "The loss begins at zero and is negative|negative loss from zero", _check_begins_at_zero),
+    ("begins at zero", "The loss begins at zero and is negative|negative loss from zero", _check_is_negative_from_zero),
     ("too low", "loss is too low to trust", lambda c: _if(c.known.apart.percent > -c.known.apart.reach, "it is not")),
     ("losses agree", "in @step, in which the losses agree", _check_agree),
     ("harm is likely", "harm is likely|probably harms", lambda c: _if(c.known.harmed is False, "the run is not harmed")),

@@ -40,7 +40,7 @@ def find_level(facts: Facts) -> Iterator[Finding]:
     Example: labels are shifted by one from step 83 on, so the loss goes up by 281%.
     """
     loss = facts.loss.run
-    if facts.paired or facts.loss.begins_at_zero or loss.stepped_up is None:
+    if facts.paired or facts.loss.is_negative_from_zero or loss.stepped_up is None:
         return
     step, percent = loss.stepped_up
     if not _is_abrupt(loss, step):

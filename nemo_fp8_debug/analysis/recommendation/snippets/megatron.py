@@ -15,7 +15,7 @@ from typing import Any
 import polars as pl
 import yaml
 
-from ....numerics.block_scaling import BlockScaling, MXFP8Scaling
+from ....numerics.block_scaling import Float8BlockScaling, MXFP8Scaling
 from ....numerics.recipe import BF16_RECIPE, Recipe, find_recipe
 from ....numerics.tensor_scaling import CurrentScaling, DelayedScaling
 from ...comparison.compare import select_quantized
@@ -25,7 +25,7 @@ from .snippet import Snippet, comment_lines, find_module, first_for_all
 
 NAME, OPTIONS = "megatron_modules.yaml", "transformer_config.yaml"
 #: what Megatron calls the recipes that it can give a module, in order of cost; delayed scaling is not among them
-RECIPES: dict[type[Any], str] = {CurrentScaling: "tensorwise", BlockScaling: "blockwise", MXFP8Scaling: "mxfp8"}
+RECIPES: dict[type[Any], str] = {CurrentScaling: "tensorwise", Float8BlockScaling: "blockwise", MXFP8Scaling: "mxfp8"}
 _MENU = [Recipe(scaling(), fmt) for scaling in RECIPES for fmt in ("hybrid", "e4m3")] + [BF16_RECIPE]
 _HOW = (
     "Recipes of single modules. Megatron-LM: --te-precision-config-file THIS_FILE; Megatron-Bridge and others: quant_recipe "

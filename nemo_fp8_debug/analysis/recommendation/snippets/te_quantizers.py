@@ -20,7 +20,7 @@ import yaml
 from ....core.keys import ROLES, SHOWN_AS
 from ....core.layer_names import is_aggregate
 from ....core.scale_sources import ENGINE
-from ....numerics.block_scaling import BlockScaling, MXFP8Scaling
+from ....numerics.block_scaling import Float8BlockScaling, MXFP8Scaling
 from ....numerics.recipe import BF16_RECIPE, find_recipe
 from ....numerics.tensor_scaling import CurrentScaling, DelayedScaling
 from ...runs.run import Run
@@ -79,7 +79,7 @@ def _read_cast(name: str, fmt: str, source: str | None) -> Cast | None:
         raise Unreadable(f"{name} has no counterpart here")
     scaling = recipe.scaling
     by_torchao = getattr(scaling, "by_logarithm", False)
-    if by_torchao or not isinstance(scaling, (CurrentScaling, DelayedScaling, BlockScaling, MXFP8Scaling)):
+    if by_torchao or not isinstance(scaling, (CurrentScaling, DelayedScaling, Float8BlockScaling, MXFP8Scaling)):
         raise Unreadable(f"not all options of {name} are in the record")
     return scaling, fmt
 
@@ -446,7 +446,7 @@ def _call(cast: Cast | None, role: str) -> str:
         return f"delayed({both!r}, {rule.margin}, {rule.amax_history_len}, {rule.amax_compute_algo!r})"
     if isinstance(rule, CurrentScaling):
         return f"current({fmt!r}, {rule.power_of_two}, {rule.epsilon})"
-    if isinstance(rule, BlockScaling):
+    if isinstance(rule, Float8BlockScaling):
         return f"blockwise({fmt!r}, {2 if role == 'weight' else 1}, {rule.power_of_two}, {rule.epsilon})"
     assert isinstance(rule, MXFP8Scaling)
     return f"mxfp8({fmt!r}, {rule.square_weights and role == 'weight'})"

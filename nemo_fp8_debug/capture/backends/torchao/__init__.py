@@ -12,7 +12,7 @@ from torch import nn
 from ...tensors import is_dtensor, view_as_multiplied
 from ..base import Args, Backend, Kwargs, ScaleInUse, read_raw_weight
 from . import casts
-from .layers import FLOAT8_LINEAR, MXFP8_LINEAR, NVFP4_LINEAR, find_class, layer_class
+from .layers import FLOAT8_LINEAR, MXFP8_LINEAR, NVFP4_LINEAR, find_class, name_layer_class
 from .trial import forget_trials
 from .weights import is_torchao, is_uncast, weight_in_high_precision
 
@@ -28,20 +28,20 @@ def _owns(module: nn.Module) -> bool:
 
 def _input(module: nn.Module, args: Args, kwargs: Kwargs, part: str) -> torch.Tensor:
     x: torch.Tensor = is_uncast(args[0] if args else kwargs["input"])
-    kind = layer_class(module)
+    kind = name_layer_class(module)
     if kind == NVFP4_LINEAR:  # whatever autocast says
         return x.to(torch.bfloat16)
     if kind != FLOAT8_LINEAR:
         return view_as_multiplied(x)
     if torch.is_autocast_enabled():  # `Float8Linear` asks for that of GPUs, whatever its device
         x = x.to(torch.get_autocast_dtype("cuda"))
-    return x if casts.casts_in_forward(module) else view_as_multiplied(x)
+    return x if casts.is_cast_in_forward(module) else view_as_multiplied(x)
 
 
 def _weight(module: nn.Module, args: Args, kwargs: Kwargs, part: str) -> torch.Tensor | None:
     weight = weight_in_high_precision(module)
-    kind = layer_class(module)
-    if weight is None or (kind == FLOAT8_LINEAR and casts.casts_in_forward(module)):
+    kind = name_layer_class(module)
+    if weight is None or (kind == FLOAT8_LINEAR and casts.is_cast_in_forward(module)):
         return weight
     if kind == NVFP4_LINEAR:
         return weight if is_dtensor(weight) else weight.to(torch.bfloat16)
@@ -59,7 +59,7 @@ def _cast(module: nn.Module, kwargs: Kwargs, part: str, role: str, out: torch.Te
 
 def find_engine(modules: Iterable[nn.Module]) -> str:
     """What quantizes in training: torchao, unknown if none of its classes is known to, and "" if there is no layer."""
-    classes = {layer_class(module): module for module in modules}
+    classes = {name_layer_class(module): module for module in modules}
     if not classes or classes.keys() & {FLOAT8_LINEAR, MXFP8_LINEAR, NVFP4_LINEAR}:
         return BACKEND.name if classes else ""
     kind, module = next(iter(classes.items()))

@@ -27,7 +27,7 @@ from ....numerics.recipe import Recipe
 from ....numerics.tensor_scaling import TORCHAO_EPSILON, CurrentScaling
 from ...tensors import is_dtensor
 from ..base import ScaleInUse, UnknownCast, make_unquantized_cast, read_raw_weight
-from .layers import FLOAT8_LINEAR, MXFP8_LINEAR, NVFP4_LINEAR, check_attributes, find_class, layer_class, other_forward
+from .layers import FLOAT8_LINEAR, MXFP8_LINEAR, NVFP4_LINEAR, check_attributes, find_class, name_layer_class, other_forward
 from .nvfp4 import nvfp4_cast
 from .trial import find_difference
 from .weights import is_gathered_in_fp8, is_torchao
@@ -62,7 +62,7 @@ def find_cast(module: nn.Module, role: str) -> ScaleInUse:
     Raises:
         UnknownCast: its class, a field of its configuration, or a value, is not known here; names it.
     """
-    kind, weight = layer_class(module), read_raw_weight(module)
+    kind, weight = name_layer_class(module), read_raw_weight(module)
     if kind not in _READERS:
         what = f"weight is a {find_class(weight)}" if is_torchao(weight) else f"module is a {kind}"
         raise UnknownCast(f"its {what}, which is not known here")
@@ -73,7 +73,7 @@ def find_cast(module: nn.Module, role: str) -> ScaleInUse:
     return _READERS[kind](module, role)
 
 
-def casts_in_forward(module: Any) -> bool:
+def is_cast_in_forward(module: Any) -> bool:
     """Whether X and W of a `Float8Linear` are cast; True where that is not known."""
     kind = getattr(getattr(module.config, "cast_config_input", None), "scaling_type", None)
     return getattr(kind, "name", None) != "DISABLED"

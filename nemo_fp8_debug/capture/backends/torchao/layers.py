@@ -48,7 +48,7 @@ def _name(kind: type) -> str:
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
-def layer_class(module: nn.Module) -> str:
+def name_layer_class(module: nn.Module) -> str:
     """The class of a layer, torchao's where another one leaves its forward as it is; FSDP2 puts its own class before it."""
     kind: type = type(module)
     return _layer_class(kind)
@@ -90,7 +90,7 @@ def check_attributes(module: nn.Module, options: frozenset[str]) -> None:
         UnknownCast: one is not; names it.
     """
     if strange := sorted(vars(module).keys() - options - _attributes_of_linear() - _OF_OTHERS):
-        name = layer_class(module).rpartition(".")[2]
+        name = name_layer_class(module).rpartition(".")[2]
         raise UnknownCast(f"its {name} has an attribute {strange[0]!r}, which is not known here")
 
 
@@ -110,7 +110,7 @@ def list_configurations(modules: Iterable[tuple[str, nn.Module]]) -> list[dict[s
     found: dict[str, dict[str, Any]] = {}
     for name, module in modules:
         config = getattr(module, "config", None)
-        if layer_class(module) == FLOAT8_LINEAR and find_class(config) == "torchao.float8.config.Float8LinearConfig":
+        if name_layer_class(module) == FLOAT8_LINEAR and find_class(config) == "torchao.float8.config.Float8LinearConfig":
             found.setdefault(repr(config), {"config": _plain(config), "layers": []})["layers"].append(name)
     return list(found.values())
 

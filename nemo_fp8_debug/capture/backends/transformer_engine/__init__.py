@@ -16,7 +16,7 @@ from torch import nn
 from ..base import Backend, find_foreign_forward
 from ..megatron import configured_recipe
 from . import grouped, layernorm_mlp, linear
-from .casts import find_node, is_first_microbatch, shares_amax, splits_accumulator
+from .casts import find_node, read_call_facts, shares_amax, splits_accumulator
 from .environment import unread_release
 from .stored import read_stored_weight
 
@@ -57,7 +57,7 @@ LINEAR = Backend(
     unseen=linear.unseen,
     stored=lambda module, part: read_stored_weight(module),
     cast=linear.cast,
-    arguments=is_first_microbatch,
+    arguments=read_call_facts,
     shares_amax=shares_amax,
     node=find_node,
     foreign=_foreign("Linear", "LayerNormLinear"),
@@ -77,7 +77,7 @@ LAYERNORM_MLP = Backend(
     unseen=layernorm_mlp.unseen,
     stored=lambda module, part: read_stored_weight(module, f"{part}_weight"),
     cast=layernorm_mlp.cast,
-    arguments=is_first_microbatch,
+    arguments=read_call_facts,
     shares_amax=shares_amax,
     node=find_node,
     foreign=_foreign("LayerNormMLP"),
@@ -98,7 +98,7 @@ GROUPED = Backend(
     unseen=grouped.unseen,
     stored=lambda module, part: read_stored_weight(module, f"weight{part}"),
     cast=grouped.cast,
-    arguments=partial(is_first_microbatch, place=2),
+    arguments=partial(read_call_facts, place=2),
     foreign=_foreign("GroupedLinear"),
     untold=unread_release,
     splits_accumulator=splits_accumulator,

@@ -123,7 +123,7 @@ def find_cast(module: Any, role: str, held: Held, out: torch.Tensor, known: Kwar
     """What tells how `role` is cast by the call of `module` that has returned `out`: ask it in the backward for dY.
 
     Args:
-        known: what was noted before the call, as `is_first_microbatch` returns it.
+        known: what was noted before the call, as `read_call_facts` returns it.
 
     Raises:
         UnknownCast: at once or when asked.
@@ -254,7 +254,7 @@ def find_state_manager() -> Any:
     return next((getattr(sys.modules[m], "FP8GlobalStateManager", None) for m in _HOLDERS if m in sys.modules), None)
 
 
-def is_first_microbatch(module: Any, args: Args, kwargs: Kwargs, place: int = 1) -> Kwargs:
+def read_call_facts(module: Any, args: Args, kwargs: Kwargs, place: int = 1) -> Kwargs:
     """What is to be known of a call that is about to run: whether it casts its weight and caches it (True), takes what is
     cached (False), or caches nothing (None); and how many autocasts are open around it.
 

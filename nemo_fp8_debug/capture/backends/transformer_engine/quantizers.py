@@ -15,7 +15,7 @@ from typing import Any, cast
 
 import torch
 
-from ....numerics.block_scaling import BlockRule, BlockScaling, MXFP8Scaling
+from ....numerics.block_scaling import BlockRule, Float8BlockScaling, MXFP8Scaling
 from ....numerics.formats import FORMATS, FloatFormat
 from ....numerics.nvfp4_scaling import NVFP4Scaling
 from ....numerics.recipe import Recipe
@@ -165,7 +165,7 @@ def _blockwise(quantizer: Any, te_recipe: Any, role: str) -> ScaleInUse:
     _check(quantizer, dimensions in (1, 2), "block_scaling_dim")
     usual = 2 if role == "weight" else 1
     other = 0 if dimensions == usual else int(dimensions)
-    rule = BlockScaling(_switch(quantizer, "force_pow_2_scales"), _number(quantizer, "amax_epsilon"), other)
+    rule = Float8BlockScaling(_switch(quantizer, "force_pow_2_scales"), _number(quantizer, "amax_epsilon"), other)
     return _in_use(rule, rule, _format(quantizer), te_recipe, role)
 
 
