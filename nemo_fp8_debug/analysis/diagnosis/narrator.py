@@ -18,6 +18,7 @@ from ..formatting import format_number
 from ..loss.gap import CHECK_DATA, Gap
 from ..loss.outcome import OF_RANGE, LossOutcome
 from ..loss.seeds import Seeds
+from ..runs.grid import measure_interval
 from .answer import Answer
 from .finding import CAUSES, NOT_FP8_ADVICE, Finding
 
@@ -221,8 +222,11 @@ def _tell_since(found: Answer, chosen: Finding) -> str:
         return f"since {unit} {chosen.since} or earlier"
     if chosen.since == found.run.metrics.steps[0]:
         return "from the first sample on"
-    # Values that leave their band may have grown for a while.
-    return f"{'by' if chosen.is_out_of_band else 'at'} {unit} {chosen.since}"
+    if chosen.slack:
+        return f"around {unit} {chosen.since}"
+    # A sample shows what began at any step since the sample before, and values may have grown for a while.
+    sampled = not chosen.is_exact and (chosen.is_out_of_band or measure_interval(found.facts.steps) > 1)
+    return f"{'by' if sampled else 'at'} {unit} {chosen.since}"
 
 
 def _tell_evidence(found: Answer) -> str:
@@ -246,11 +250,10 @@ def tell_missed(found: Answer) -> list[str]:
     if found.decision.finding is not None:
         return missed
     if found.baseline is None:
-        missed.append(
-            "We could have missed a fault in data, kernels or communication, and one of operands from the first step on."
-        )
+        unseen = "data, gradients, kernels or communication"
+        missed.append(f"We could have missed a fault in {unseen}, and one of operands from the first step on.")
     elif found.cause != "software" and not (found.loss.harm == "none" and found.facts.same_batches):
-        missed.append("We could have missed a fault in data, kernels or communication.")
+        missed.append("We could have missed a fault in data, gradients, kernels or communication.")
     absent = [table for table in TABLES.values() if table.checks and found.run.table(table.name).is_empty()]
     if absent:
         what = " and ".join(table.checks for table in absent)

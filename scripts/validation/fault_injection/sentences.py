@@ -419,7 +419,9 @@ def _expand(pattern: str) -> re.Pattern[str]:
     return re.compile(pattern.replace("<tensor>", f"(?P<tensor>{T})"))
 
 
-_WHEN = "(?:(?:at|by) @onset|(?P<start>from the first sample on)|since @earlier or earlier|at an unknown (?:step|sample))"
+_WHEN = (
+    "(?:(?:at|by|around) @onset|(?P<start>from the first sample on)|since @earlier or earlier|at an unknown (?:step|sample))"
+)
 _SURE = r"(?= \(\w+ confidence\)|\.$)"
 _LATE = r"(?:In \S+, )?(?:[Ww]eights|Something)\b"
 _PERCENT = "#size%(?P<range> of the loss's range)?"

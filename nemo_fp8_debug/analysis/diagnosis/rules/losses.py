@@ -47,8 +47,8 @@ def find_level(facts: Facts) -> Iterator[Finding]:
         return
     scale = loss.scale_before(step)
     unit = OF_RANGE if scale is not None and scale.is_range else ""
-    evidence = f"the loss goes up by {format_number(percent)}%{unit} at {facts.unit} {step} and stays there"
-    advice = "Look at what changed at that step: data, labels, masks, the loss function, the batch size, a resumed state."
+    evidence = f"the loss goes up by {format_number(percent)}%{unit} around {facts.unit} {step} and stays there"
+    advice = "Look at what changed around then: data, labels, masks, the loss function, the batch size, a resumed state."
     yield Finding("level", "software", "clear", evidence, since=step, advice=advice, slack=loss.half)
 
 
