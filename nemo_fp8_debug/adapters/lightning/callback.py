@@ -101,15 +101,14 @@ class FP8DebugCallback(pl.Callback):
         self._monitor = None
         self._stop_watching()
         self._monitor = start_monitor(lambda: self._make_monitor(trainer, pl_module), self._config.on_error == "raise")
+        if self._monitor and trainer.max_steps > 0:  # a fault here costs a warning, and not the monitor
+            self._monitor.expect_steps(_logged_step(trainer), trainer.max_steps - 1)
 
     def _make_monitor(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> Monitor:
         output = self._config.output or self._default_output(trainer)
         config = replace(self._config, output=output, loggers=with_loggers_of(trainer, self._config.loggers))
         options = {option.name: getattr(config, option.name) for option in fields(config)}
-        monitor = Monitor(roots(trainer, pl_module), recorders=_recorders(trainer, config), **options)
-        if trainer.max_steps > 0:
-            monitor.expect_steps(_logged_step(trainer), trainer.max_steps - 1)
-        return monitor
+        return Monitor(roots(trainer, pl_module), recorders=_recorders(trainer, config), **options)
 
     def _default_output(self, trainer: pl.Trainer) -> str:
         """`fp8_debug` beside the TensorBoard events; a second callback of the same trainer gets a folder of its own."""

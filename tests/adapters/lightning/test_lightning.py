@@ -21,6 +21,8 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from nemo_fp8_debug import ConfigError, FP8DebugCallback, FP8DebugWarning, FP8EmulationCallback
+from nemo_fp8_debug.monitor.monitor import StepOrder
+from nemo_fp8_debug.record.merging import has_ended
 from nemo_fp8_debug.record.reader import find_run, read_table
 
 pytestmark = [
@@ -234,3 +236,20 @@ def test_a_fault_at_the_start_costs_the_monitor_and_not_the_run(tmp_path: Path) 
     module.layers[0] = Odd(4, 8)
     with pytest.warns(FP8DebugWarning, match="this run is not monitored.*RuntimeError: not yet known"):
         assert fit(tmp_path, [FP8DebugCallback(interval=1)], module=module).global_step == 6
+
+
+def test_a_fault_while_looking_ahead_leaves_a_monitor_that_is_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> None:
+        raise RuntimeError("not yet known")
+
+    monkeypatch.setattr(StepOrder, "expect", fail)
+    with pytest.warns(FP8DebugWarning, match="while looking ahead.*not yet known"):
+        fit(tmp_path / "warned", [FP8DebugCallback(interval=1)], max_steps=6)
+    assert read_table(find_run(tmp_path / "warned"), "metrics")["step"].n_unique() == 6
+    callback = FP8DebugCallback(interval=1, on_error="raise")
+    with pytest.raises(RuntimeError, match="not yet known"):
+        fit(tmp_path / "raised", [callback], max_steps=6)
+    assert callback._monitor is not None and callback._monitor.closed
+    assert has_ended(find_run(tmp_path / "raised"))
