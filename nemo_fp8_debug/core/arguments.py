@@ -19,7 +19,7 @@ _OF_SIGNATURE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
 def check_arguments(options_of: Callable[..., Any] | None = None) -> Callable[[C], C]:
     """A class decorator: arguments that the constructor does not take raise `ConfigError`, which lists those that it takes.
 
-        @checks_arguments()
+        @check_arguments()
         class Callback:
             def __init__(self, interval: int = 100) -> None: ...
 

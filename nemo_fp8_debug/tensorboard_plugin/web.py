@@ -63,7 +63,7 @@ def list_numbers(values: Any) -> list[float | None]:
 
 
 def encode_json(answer: Any) -> str:
-    """Return the text of an answer that `jsonable` or `list_numbers` went over."""
+    """Return the text of an answer that `make_jsonable` or `list_numbers` went over."""
     return json.dumps(answer, allow_nan=False, separators=(",", ":"))
 
 

@@ -68,7 +68,7 @@ def select_counted(
     must be out of as well, by more than where models are alike.
 
     Args:
-        out_of_band: as of `onsets`.
+        out_of_band: as of `find_onsets`.
         names: as of `match_from_output`.
         beside: of some tensors (layer, role; names of the run) what is out of the band of those layers.
     """

@@ -83,7 +83,7 @@ class Gate:
         return max(1, math.ceil((needed - n) * self.spacing / self.part))
 
     def to_json(self) -> dict[str, Any]:
-        """Return what JSON shows, for `jsonable`."""
+        """Return what JSON shows, for `make_jsonable`."""
         low, high = self.bounds
         return {
             "outcome": self.outcome,
@@ -230,7 +230,7 @@ class Acceptance:
         return next(name for name, each in self.gates.items() if each.outcome == self.outcome)
 
     def to_json(self) -> dict[str, Any]:
-        """Return what JSON shows, for `jsonable`: the training loss, and by name those of evaluations."""
+        """Return what JSON shows, for `make_jsonable`: the training loss, and by name those of evaluations."""
         whole = {"outcome": self.outcome, "validation": self.validation, "not_judged": self.not_judged}
         return self.loss.to_json() | whole
 
