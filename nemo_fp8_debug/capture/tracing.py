@@ -59,7 +59,7 @@ class Hook:
         return Hook, ()
 
 
-def is_compiled_by_now(scanned: Collection[ScannedModule]) -> set[int]:
+def find_compiled_by_now(scanned: Collection[ScannedModule]) -> set[int]:
     """Return the ids of modules of a model that run inside torch.compile, as far as is known."""
     compiled = {id(one.module) for one in scanned if one.compiled}
     if _traced:

@@ -25,7 +25,7 @@ from torch import nn
 from ..core.error_guard import enter_again, leave_modes
 from .backends.base import read_raw_weight
 from .backends.in_forward import parameter_name
-from .backends.parallel import find_copied_part, find_parallel_state, list_gradient_ranks
+from .backends.parallel import count_gradient_ranks, find_copied_part, find_parallel_state
 from .data_parallel import Sharded, find_active_ddp
 from .dispatcher import Dispatcher
 from .gemms import Gemm
@@ -158,7 +158,7 @@ class WeightGradients:
 
     def _is_known(self, one: WatchedWeight, buffers: Sequence[tuple[Any, Any]]) -> bool:
         """Return True if it is known how ranks add up its gradient."""
-        weight, of_megatron = one.parameter, list_gradient_ranks(one.module)
+        weight, of_megatron = one.parameter, count_gradient_ranks(one.module)
         ranks = self._ranks if of_megatron is None else of_megatron
         if is_split_by_zero(weight):
             return False
@@ -188,7 +188,7 @@ class WeightGradients:
         ddp = find_active_ddp()
         if ddp is not None:
             own = self._ddp.setdefault(id(ddp), {id(p) for p in ddp._module_parameters})
-            ranks = list_gradient_ranks(one.module) or self._ranks
+            ranks = count_gradient_ranks(one.module) or self._ranks
             is_all = id(one.parameter) in own and ddp.process_group.size() == ranks
             one.is_synced = is_all and bool(ddp.require_backward_grad_sync)
 

@@ -17,7 +17,7 @@ from ..capture.operands import Operand
 from ..capture.optimizer_weights import find_buffers
 from ..capture.scan import ScannedModule, scan_modules
 from ..capture.tensors import is_dtensor
-from ..capture.tracing import is_compiled_by_now
+from ..capture.tracing import find_compiled_by_now
 from ..capture.weight_gradients import WeightGradients
 from ..core.error_guard import ErrorGuard
 from ..core.keys import SHOWN_AS, Key
@@ -94,7 +94,7 @@ class SampledStep:
 
     def _leave_out_compiled(self, scanned: Sequence[ScannedModule]) -> Collection[int]:
         """Layers that torch.compile has been called on since the monitor was attached; all modules that run inside of it."""
-        ids = is_compiled_by_now(scanned)
+        ids = find_compiled_by_now(scanned)
         if self._config.eager:
             return ids
         known = self._watched.model.known

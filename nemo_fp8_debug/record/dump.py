@@ -29,7 +29,7 @@ from ..numerics.formats import FORMATS, FloatFormat
 from ..numerics.histogram import DTYPES
 from ..numerics.metrics import compute_amax, compute_finite_amax
 from ..numerics.tensor_scaling import CurrentScaling, quantize
-from .dump_names import FOLDER, parse_tensor_name
+from .dump_names import FOLDER, make_tensor_name
 from .dump_names import dumped_files as dumped_files
 from .reader import find_run
 from .storage import Storage
@@ -65,7 +65,7 @@ class Dumped:
 
     def name(self, checksum: str) -> str:
         """The name of the file; a layer's name is cut short where it would be too long, and kept whole in the metadata."""
-        tensor = parse_tensor_name(self.layer, self.role)
+        tensor = make_tensor_name(self.layer, self.role)
         return f"{self.folder}/rank-{self.rank:05d}.call-{self.call:03d}.{tensor}.{checksum}.safetensors"
 
     def metadata(self) -> dict[str, str]:

@@ -17,11 +17,11 @@ _NAME = re.compile(r"rank-(\d{1,9})\.call-(\d{1,9})\..*\.([0-9a-f]{8})\.safetens
 _STEP = re.compile(r"attempt-(\d{1,9})-step-(\d{1,18})")
 
 
-def parse_tensor_name(layer: str, role: str) -> str:
+def make_tensor_name(layer: str, role: str) -> str:
     """What the name of a file says of the tensor in it; a layer's name is cut short if it would be too long.
 
     Example:
-        >>> parse_tensor_name("decoder.layers.3.fc2", "input")
+        >>> make_tensor_name("decoder.layers.3.fc2", "input")
         'input.decoder.layers.3.fc2'
     """
     return f"{role}.{quote(layer, safe='[]')[:_LONGEST]}"

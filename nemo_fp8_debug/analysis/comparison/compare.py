@@ -23,7 +23,14 @@ from ..runs.metrics import Metrics
 from ..runs.run import Run
 from ..runs.settings import coverage_notes, list_differences, list_remarks
 from .drift import TAIL, group_tensors, measure_drifts
-from .layer_matching import has_other_depth, list_depths, match_by_name, match_from_output, read_weight_sizes, select_counted
+from .layer_matching import (
+    count_depths,
+    has_other_depth,
+    match_by_name,
+    match_from_output,
+    read_weight_sizes,
+    select_counted,
+)
 from .onset import IN_A_ROW, find_onsets
 
 #: metrics that are shown under other recipes
@@ -224,7 +231,7 @@ def _depths(baseline: Run, run: Run) -> list[str]:
     layers = _layers_of(baseline, run)
     if not has_other_depth(*layers):
         return []
-    counts = list(map(list_depths, layers))
+    counts = list(map(count_depths, layers))
     return [
         f"The baseline has {counts[0]} layers and the run {counts[1]}: layers of one name lie at other depths, so "
         "what sets them apart may be that."

@@ -18,14 +18,14 @@ from .onset import OF_GRADIENTS, OF_OTHER_MODELS
 _KEY = ["layer", "role"]
 
 
-def list_depths(layers: Iterable[str]) -> int:
+def count_depths(layers: Iterable[str]) -> int:
     """How many layers deep the model is whose GEMMs have these names; 0 if they do not tell."""
     return len({read_depth(name) for name in layers} - {None})
 
 
 def has_other_depth(baseline: Iterable[str], run: Iterable[str]) -> bool:
     """Whether both tell how deep their models are, and these are not alike."""
-    depths = list_depths(baseline), list_depths(run)
+    depths = count_depths(baseline), count_depths(run)
     return all(depths) and depths[0] != depths[1]
 
 

@@ -79,7 +79,7 @@ def list_parts() -> dict[str, int]:
     return {"weight": parts, "weight_gradient": parts, "master": 1} | data
 
 
-def list_gradient_ranks(module: nn.Module) -> int | None:
+def count_gradient_ranks(module: nn.Module) -> int | None:
     """Ranks of Megatron's groups whose gradients of a weight are added up; None: it does not use them."""
     state = find_parallel_state()
     if state is None:

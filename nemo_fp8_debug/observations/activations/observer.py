@@ -13,7 +13,7 @@ from ...capture.operand_stats import OperandStats
 from ...capture.operands import Operand, UncastOperand
 from ...capture.scan import ScannedModule, scan_modules
 from ...capture.tensors import is_counted, is_never_counted
-from ...capture.tracing import is_compiled_by_now
+from ...capture.tracing import find_compiled_by_now
 from ...core.error_guard import ErrorGuard
 from ...core.keys import ACTIVATIONS, Key
 from ...core.layer_names import compile_patterns
@@ -164,7 +164,7 @@ class ActivationStep(StepObserver):
 
 
 def _compiled(found: Sequence[Site]) -> Collection[int]:
-    return is_compiled_by_now(scan_modules(site.gemm.module for site in found))
+    return find_compiled_by_now(scan_modules(site.gemm.module for site in found))
 
 
 class ActivationObservation(TensorObservation):

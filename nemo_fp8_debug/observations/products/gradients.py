@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ...capture.backends.parallel import find_part, list_gradient_ranks
+from ...capture.backends.parallel import count_gradient_ranks, find_part
 from ...capture.data_parallel import Sharded, find_active_ddp
 from ...capture.dispatcher import Dispatcher
 from ...capture.gemms import Gemm
@@ -85,7 +85,7 @@ def of_megatron(module: nn.Module, weight: Any, buffers: Sequence[Any]) -> tuple
     Args:
         buffers: those that `find_buffers` finds.
     """
-    ranks = list_gradient_ranks(module)
+    ranks = count_gradient_ranks(module)
     shared = any(getattr(weight, name, False) for name in ADDED_LATER)
     if ranks is None or shared:
         return OTHER, None

@@ -13,7 +13,7 @@ import pyarrow as pa
 from ...analysis.formatting import make_jsonable
 from ...core.threads import run_ahead
 from ...errors import capture_warnings
-from ...record.dump_names import dumped_files, parse_tensor_name
+from ...record.dump_names import dumped_files, make_tensor_name
 from ...record.outline import Outline
 from ...record.parts import KEYS, may_have, read_columns, read_whole_rows
 from ...record.schema import Part
@@ -243,7 +243,7 @@ def list_dumps(files: Files, layer: str, role: str) -> dict[str, Any]:
     Returns:
         `count`, and `files`: `step`, `rank` and `name` (below the folder of the record) of each, ascending.
     """
-    mine = [file for file in files if f".{parse_tensor_name(layer, role)}." in file[3].rpartition("/")[2]]
+    mine = [file for file in files if f".{make_tensor_name(layer, role)}." in file[3].rpartition("/")[2]]
     return {
         "count": len(mine),
         "files": [{"step": step, "rank": rank, "name": name} for _, step, rank, name in mine[-_MOST:]],

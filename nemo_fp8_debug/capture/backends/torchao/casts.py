@@ -30,7 +30,7 @@ from ..base import ScaleInUse, UnknownCast, make_unquantized_cast, read_raw_weig
 from .layers import FLOAT8_LINEAR, MXFP8_LINEAR, NVFP4_LINEAR, check_attributes, find_class, name_layer_class, other_forward
 from .nvfp4 import nvfp4_cast
 from .trial import find_difference
-from .weights import is_gathered_in_fp8, is_torchao
+from .weights import find_gathered_in_fp8, is_torchao
 
 #: by role: product -> field of the configuration; the first is what a row of the record has
 CASTS: Mapping[str, Mapping[str, str]] = {
@@ -86,7 +86,7 @@ def _float8_cast(module: Any, role: str) -> ScaleInUse:
         _check_fields(getattr(config, field), "Float8GemmConfig", field)
     products = {product: _cast_by(config, field, role) for product, field in CASTS[role].items()}
     own, *_ = products.values()
-    gathered = is_gathered_in_fp8(module)
+    gathered = find_gathered_in_fp8(module)
     if role == "weight" and gathered is not None:
         return _gathered_cast(gathered, config)
     if own is None:

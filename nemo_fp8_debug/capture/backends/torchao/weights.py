@@ -21,7 +21,7 @@ def is_torchao(x: Any) -> bool:
     return type(getattr(x, "_local_tensor", x)).__module__.partition(".")[0] == "torchao"
 
 
-def is_uncast(x: torch.Tensor) -> torch.Tensor:
+def find_uncast(x: torch.Tensor) -> torch.Tensor:
     """The tensor itself.
 
     Raises:
@@ -35,7 +35,7 @@ def is_uncast(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
-def is_gathered_in_fp8(module: nn.Module) -> Any:
+def find_gathered_in_fp8(module: nn.Module) -> Any:
     """The weight that FSDP2 has gathered as codes and a scale; None where it gathered high precision, or nothing."""
     weight = read_raw_weight(module)
     return weight if find_class(weight) == _GATHERED else None
@@ -48,7 +48,7 @@ def weight_in_high_precision(module: nn.Module) -> torch.Tensor | None:
         TypeError: the values are not to be had.
     """
     weight = read_raw_weight(module)
-    if is_gathered_in_fp8(module) is not None:
+    if find_gathered_in_fp8(module) is not None:
         weight = _kept_by_fsdp(module)
     return _plain(weight) if is_torchao(weight) else weight
 
