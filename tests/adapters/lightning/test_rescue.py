@@ -93,8 +93,8 @@ class TestCommand:
         return finished(*start)
 
     def test_the_command_gets_the_plan_and_its_status_comes_back(self, tmp_path: Path) -> None:
-        look = "from nemo_fp8_debug.plan.plan import read_plan_in_force as plan; print(plan().changes[0].layer, sys.argv[1:])"
-        script = f"import sys; {look}; sys.exit(3)"
+        read = "from nemo_fp8_debug.plan.plan import read_plan_in_force as plan"
+        script = f"import sys; {read}; print(plan().changes[0].layer, sys.argv[1:]); sys.exit(3)"
         done = self.rescue(saved(tmp_path, FIRST), sys.executable, "-c", script, "--steps", "4")
         assert done.returncode == 3, done.stderr
         assert done.stdout.splitlines() == ["layers.0: X, W, dY in bf16", "layers.0 ['--steps', '4']"]
