@@ -25,7 +25,7 @@ def roots(trainer: pl.Trainer, pl_module: pl.LightningModule) -> list[nn.Module]
 
 
 def accumulates(trainer: pl.Trainer) -> bool:
-    """Whether the next batch adds its gradients to this one's; under manual optimization each batch stands alone."""
+    """Return True if the next batch adds its gradients to this one's. Under manual optimization, each batch stands alone."""
     result: bool = trainer.fit_loop._should_accumulate()
     return result
 

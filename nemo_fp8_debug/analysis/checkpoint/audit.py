@@ -35,7 +35,7 @@ NO_SCALE = "no scale"
 
 @dataclass(frozen=True)
 class Audit:
-    """What was found in a checkpoint."""
+    """The findings about a checkpoint."""
 
     path: str
     format: str
@@ -61,7 +61,7 @@ class Audit:
         }
 
     def verdict(self) -> list[str]:
-        """What the metrics say, a sentence each."""
+        """Return the findings in sentences."""
         parts = [self._read(), self._without_scale(), self._nonfinite(), self._in_fp8(), self._stored(), self._in_bf16()]
         return [sentence for sentence in parts if sentence]
 
@@ -95,7 +95,7 @@ class Audit:
         return [row for row in self.rows if row["dtype"].startswith("float8")]
 
     def _stored(self) -> str:
-        """Whether stored scales fit, and a model trained in FP8, served in BF16."""
+        """Return how well stored scales fit, and what serving in BF16 would change."""
         with_scale = [row for row in self.rows if row["fp8_stored"] and "scale" in row["fp8_stored"]]
         if not with_scale:
             return (

@@ -231,7 +231,7 @@ class Finding:
 
     @property
     def is_out_of_band(self) -> bool:
-        """Whether it is about a tensor that left its band."""
+        """Return True if the finding is about a tensor that left its band."""
         return self.excess is not None
 
     @property

@@ -190,7 +190,7 @@ def measure_gap(run: LossCurve, baseline: LossCurve, part: float = PART, after: 
 
 
 def measure_aligned_gap(aligned: Aligned, part: float = PART, after: int | None = None, fewest: int = FEWEST) -> Gap | None:
-    """Of losses that are aligned already; see `measure_gap`."""
+    """Return the gap of losses that are aligned already; see `measure_gap`."""
     aligned = aligned.last(part, after, fewest)
     known = np.isfinite(aligned.baseline)
     finite = known & np.isfinite(aligned.run)

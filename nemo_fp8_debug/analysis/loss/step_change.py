@@ -104,7 +104,7 @@ def _may_have_begun(step: int, sampled: Ints) -> int:
 
 
 def _rise_at(run: LossCurve, baseline: LossCurve | None, step: int) -> Rise | None:
-    """What is measured at a step, see `measure_rise`; None: nothing is."""
+    """Return the rise at a step, or None if too few losses surround the step; see `measure_rise`."""
     steps, losses, scale = run.steps, run.losses, run.scale_before(step)
     whole: float | None = None if scale is None else scale.value
     if baseline is not None and baseline.has_enough:
@@ -171,7 +171,7 @@ class Jump(NamedTuple):
 
 
 def farthest_jump(run: LossCurve, baseline: LossCurve) -> Jump | None:
-    """Whether it counts or not; None: that cannot be seen. See `find_jump`."""
+    """Return the farthest jump, or None if there are too few losses; see `find_jump`."""
     aligned = align_losses(run, baseline)
     behind = max(len(aligned.steps) // _BEHIND, _FEWEST)
     places = len(aligned.steps) - (1 + _BEFORE) * behind + 1
