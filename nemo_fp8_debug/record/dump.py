@@ -1,10 +1,10 @@
-"""Tensors of chosen operands as safetensors files, written in the background, within a byte budget.
+"""Dump tensors of chosen operands as safetensors files, in the background and within a budget of bytes.
 
     RUN/tensors/attempt-0-step-00000120/rank-00000.call-000.input.decoder.layers.3.mlp.linear_fc2.9f3c02d1.safetensors
 
 A file holds one operand of one call on one rank: `value` as the GEMM was to multiply it, `codes` in the format in use, and
-the `scale` between them (float32, multiplies before the cast); what they belong to is in its metadata. The last part of its
-name is the CRC-32 of its content.
+the float32 `scale` that multiplies values before the cast. Its metadata names the operand. Its name ends in the CRC-32 of
+its content.
 """
 
 from __future__ import annotations
@@ -34,25 +34,25 @@ from .dump_names import dumped_files as dumped_files
 from .reader import find_run
 from .storage import Storage
 
-#: bytes of tensors that wait to be written, at the most; a run that dumps faster than it can write waits
+#: most bytes of tensors that wait to be written; a run that dumps faster waits
 IN_FLIGHT = 4 << 30
-#: seconds that the hooks of a step wait for room in all; then tensors are left out
+#: seconds that all hooks of a step wait for room together; after that, tensors are left out
 PATIENCE = 30.0
-#: values quantized at once
+#: values that are quantized at once
 _CHUNK = 1 << 24
 _DTYPES = (*DTYPES, torch.float32)
 
 
 @dataclass(frozen=True)
 class Dumped:
-    """What a tensor is, beside its values."""
+    """The description of a dumped tensor."""
 
     attempt: int
     step: int
     rank: int
     layer: str
     role: str
-    #: counts the calls and micro-batches of the step
+    #: counts calls and micro-batches of the step
     call: int
     recipe: str
     format: FloatFormat
@@ -60,16 +60,16 @@ class Dumped:
 
     @property
     def folder(self) -> str:
-        """Where the step's files lie."""
+        """Return the folder of the step's files."""
         return f"{FOLDER}/attempt-{self.attempt}-step-{self.step:08d}"
 
     def name(self, checksum: str) -> str:
-        """The name of the file; a layer's name is cut short where it would be too long, and kept whole in the metadata."""
+        """Return the file's name. A layer's name that is too long is cut here, and kept whole in the metadata."""
         tensor = make_tensor_name(self.layer, self.role)
         return f"{self.folder}/rank-{self.rank:05d}.call-{self.call:03d}.{tensor}.{checksum}.safetensors"
 
     def metadata(self) -> dict[str, str]:
-        """As safetensors keeps it."""
+        """Return the description as metadata for safetensors."""
         return {**{key: str(value) for key, value in vars(self).items()}, "format": self.format.name}
 
 
@@ -88,27 +88,27 @@ class TensorDump:
         """
         Args:
             storage: folder of the run record.
-            max_bytes: that all dumps of this rank may take; earlier attempts count.
-            min_free_bytes: that a dump leaves on the disk.
+            max_bytes: limit for all dumps of this rank, earlier attempts included.
+            min_free_bytes: bytes that stay free on the disk.
             submit: runs a function in the background, in order.
-            waits: where those of the training thread are added up.
+            waits: adds up the waits of the training thread.
         """
         self._storage, self._submit, self._waits = storage, submit, waits or Waits()
         self._max_bytes, self._min_free_bytes = max_bytes, min_free_bytes
         self._room = Condition()
         self._in_flight = 0
         self._step, self._left, self._moves = -1, 0.0, True
-        self.taken = storage.size(FOLDER, f"rank-{rank:05d}.")  # bytes, written or to be; changed in two threads
+        self.taken = storage.size(FOLDER, f"rank-{rank:05d}.")  # bytes that are written or wait; two threads change it
         self.tensors = self.bytes = 0  # written since the start
-        #: why tensors were left out, and how many
+        #: how many tensors were left out, by reason
         self.left_out: dict[str, int] = {}
 
     def add(self, about: Dumped, x: torch.Tensor, scale: torch.Tensor | CurrentScaling) -> None:
-        """Take a copy of `x`, and write it when its turn comes; called in hooks.
+        """Copy `x` in a hook, and write it in the background.
 
         Args:
-            x: the operand; a DTensor gives this rank's shard.
-            scale: that it is cast with, float32 scalar, or the rule that finds it.
+            x: the operand. Of a DTensor we take this rank's shard.
+            scale: the float32 scale that it is cast with, or the rule that finds it.
         """
         if hasattr(x, "to_local"):
             x = x.to_local()
@@ -124,7 +124,7 @@ class TensorDump:
 
     def _wait_for_room(self, step: int, size: int) -> bool:
         with self._room:
-            if step != self._step and self._moves:  # not once more behind a write that hangs
+            if step != self._step and self._moves:  # no new allowance while a write hangs
                 self._step, self._left, self._moves = step, PATIENCE, False
             there_is = self._fits(size)
             if not there_is:
@@ -157,7 +157,7 @@ class TensorDump:
             self.bytes += len(content)
             written = True
         except Exception as error:
-            # Without the name of the file, which would make each one a reason of its own.
+            # Leave out the file's name, which would make each error a reason of its own.
             self._leave_out(f"{type(error).__name__}: {getattr(error, 'strerror', None) or error}")
         finally:
             with self._room:
@@ -170,7 +170,7 @@ class TensorDump:
         self.left_out[why] = self.left_out.get(why, 0) + 1
 
     def progress(self) -> dict[str, Any]:
-        """What was written since the start of the process, what waits, and what was left out and why."""
+        """Return what was written since the process started, what waits, and what was left out and why."""
         return {
             "tensors": self.tensors,
             "bytes": self.bytes,
@@ -182,7 +182,7 @@ class TensorDump:
 
 
 def _copy(x: torch.Tensor) -> Callable[[], torch.Tensor]:
-    """A copy in host memory, made without waiting for the device; the result is asked for in the background."""
+    """Copy a tensor to host memory without waiting for the device. Call the result in the background."""
     if x.device.type != "cuda":
         copy = x.contiguous().clone() if x.device.type == "cpu" else x.to("cpu").contiguous()
         return lambda: copy
@@ -210,19 +210,19 @@ def _readable(size: int) -> str:
 
 
 def read_dump(run: str | os.PathLike[str], name: str) -> tuple[Dumped, dict[str, torch.Tensor]]:
-    """A dumped tensor; its file is checked.
+    """Return a dumped tensor after checking its file.
 
     Args:
-        run: the record, or a folder above it; any fsspec address.
-        name: of the file, from `dumped_files`.
+        run: the record, or a folder above it. A path or any fsspec address.
+        name: the file's name, from `dumped_files`.
 
     Returns:
-        What it is (`attempt`, `step`, `rank`, `layer`, `role`, `call`, `recipe`, `format`, `scale_source`), and a dict of
-        three tensors: `value`, as the GEMM was to multiply it, in its own dtype and shape; `codes`, which is
-        `value * scale` in FP8, of the same shape; `scale`, one float32.
+        The description (`attempt`, `step`, `rank`, `layer`, `role`, `call`, `recipe`, `format`, `scale_source`), and three
+        tensors by name. `value` is the operand as the GEMM was to multiply it, in its own dtype. `codes` is `value * scale`
+        in FP8, with the same shape. `scale` is one float32.
 
     Raises:
-        RecordError: the file is damaged or foreign, or there is no record, or several.
+        RecordError: the file is damaged or foreign, or there is no record, or there are several.
         OSError: the file cannot be read.
 
     Example:
@@ -241,7 +241,7 @@ def read_dump(run: str | os.PathLike[str], name: str) -> tuple[Dumped, dict[str,
     storage = run if isinstance(run, Storage) else find_run(run)
     content = storage.read(name)
     if not name.endswith(f".{zlib.crc32(content):08x}.safetensors"):
-        raise RecordError("it is damaged or foreign: its name does not tell its checksum")
+        raise RecordError("it is damaged or foreign: its name has no checksum")
     try:
         tensors = safetensors.torch.load(content)
         about = _about(json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])["__metadata__"])

@@ -1,4 +1,4 @@
-"""How files of dumped tensors are called, and which a record has; for those who do not read the values."""
+"""Names of dumped tensors' files, and a listing that does not read their values."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from .reader import find_run
 from .storage import Storage
 
 FOLDER = "tensors"
-#: characters of a layer's name that go into a file name
+#: characters of a layer's name that fit into a file name
 _LONGEST = 120
 _NAME = re.compile(r"rank-(\d{1,9})\.call-(\d{1,9})\..*\.([0-9a-f]{8})\.safetensors")
 _STEP = re.compile(r"attempt-(\d{1,9})-step-(\d{1,18})")
 
 
 def make_tensor_name(layer: str, role: str) -> str:
-    """What the name of a file says of the tensor in it; a layer's name is cut short if it would be too long.
+    """Return the part of a file name that describes the tensor. Cut the layer's name if it is too long.
 
     Example:
         >>> make_tensor_name("decoder.layers.3.fc2", "input")
@@ -28,16 +28,16 @@ def make_tensor_name(layer: str, role: str) -> str:
 
 
 def dumped_files(run: str | os.PathLike[str]) -> Iterator[tuple[int, int, int, str]]:
-    """The tensors that a run has dumped.
+    """List the tensors that a run dumped.
 
     Args:
-        run: the record, or a folder above it; any fsspec address.
+        run: the record, or a folder above it. A path or any fsspec address.
 
     Returns:
-        (attempt, step, rank, name) of each file, in order of attempts and steps; `read_dump` reads it by its name.
+        (attempt, step, rank, name) of each file, in order of attempts and steps. Pass the name to `read_dump`.
 
     Raises:
-        RecordError: there is no record, or several.
+        RecordError: there is no record, or there are several.
 
     Example:
         >>> import torch

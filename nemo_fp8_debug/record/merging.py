@@ -1,10 +1,10 @@
-"""Puts few large parts in the place of many small ones, so that reading all steps does not open thousands of files.
+"""Merge many small parts into few large ones, so that reading all steps does not open thousands of files.
 
-While a run goes on, `Merger` makes one part of `MERGED`, one of `MERGED` of those, and so on, until a part has `LARGEST`
-bytes. `compact` does as much for a record whose run is over, and may drop histograms. A new part is written before those
-that it replaces are removed, and readers take each step once: whoever is killed in between has lost nothing.
+While a run goes on, `Merger` makes one part of `MERGED`, one of `MERGED` of those, and so on, up to `LARGEST` bytes.
+`compact` merges a finished record, and may drop histograms. We write a new part before we remove those that it replaces, and
+readers take each step once. So a process that is killed in between loses nothing.
 
-The new part is held in memory while it is made, and a row group of one of the others at a time; of a remote one all.
+The new part is held in memory while it is made, with one row group of the others at a time. A remote part is held whole.
 """
 
 from __future__ import annotations
@@ -38,23 +38,23 @@ from .reader import find_run, read_fingerprint, read_status, read_table
 from .schema import SCHEMAS, STATUS, TABLES, Part, arrow_schema, parse_attempt
 from .storage import Storage
 
-#: parts that are merged into one
+#: number of parts that are merged into one
 MERGED = 64
-#: bytes from which on parts are no longer merged
+#: size in bytes at which parts are no longer merged
 LARGEST = 64 << 20
-#: rows of a row group, at the least, if there are as many
+#: fewest rows of a row group, if there are as many
 _GROUP = 1 << 17
-#: tables that are read a step at a time: their parts keep the rows of each step together
+#: tables that are read step by step: their parts keep the rows of each step together
 _BY_STEP = tuple(table.name for table in TABLES.values() if table.by_step)
-#: tables of histograms
+#: names of the tables of histograms
 HISTOGRAMS = tuple(table.histograms for table in TABLES.values() if table.histograms)
-#: tables with one writer an attempt, which merging relies on while a run goes on
+#: tables with one writer per attempt, which merging during a run requires
 _MERGED_TABLES = tuple(table for table in TABLES if table not in SHARED)
 
 
 @dataclass(frozen=True)
 class Written:
-    """A part, its bytes, and the steps whose rows are taken from it; None: all of them."""
+    """A part, its bytes, and the steps whose rows are taken from it. None means all steps."""
 
     part: Part
     size: int
@@ -70,18 +70,18 @@ class _UnreadableError(Exception):
 
 
 class Merger:
-    """Merges the parts of one attempt as they are written, and once what earlier attempts left."""
+    """Merges the parts of one attempt as they are written, and the parts of earlier attempts once."""
 
     def __init__(self, storage: Storage) -> None:
         self._storage = storage
-        #: by table and how often they have been merged
+        #: parts that wait, by table and by how often they were merged
         self._waiting: dict[tuple[str, int], list[Written]] = defaultdict(list)
 
     def wrote(self, table: str, written: Written, times: int = 0) -> None:
-        """Note a part that was written, and merge what is due.
+        """Note a part that was written, and merge parts that are due.
 
         Args:
-            times: how often it has been merged.
+            times: how often the part was merged.
         """
         if table not in _MERGED_TABLES or written.size >= LARGEST // 2:
             return
@@ -93,20 +93,20 @@ class Merger:
                 self.wrote(table, made, times + 1)
 
     def _merge(self, table: str, parts: list[Written]) -> Written | None:
-        """Merge the parts that can be read. One that readers leave out stays alone: it must not cost the others."""
+        """Merge the parts that can be read. An unreadable part stays alone, because readers leave it out."""
         while len(parts) > 1:
             try:
                 return _replace(self._storage, table, parts)
             except _UnreadableError as error:
                 parts = [each for each in parts if each.part != error.part]
-            except Exception:  # until the merged part is there, the small ones are; every driver has errors of its own
+            except Exception:  # the small parts stay until the merged one exists; every driver has its own errors
                 return None
             finally:
-                pa.default_memory_pool().release_unused()  # a merge takes as much as the largest part
+                pa.default_memory_pool().release_unused()  # a merge takes as much memory as the largest part
         return None
 
     def tidy_up(self, attempt: int) -> None:
-        """Merge what attempts before one left in small parts, and remove what merged parts hold."""
+        """Merge small parts of earlier attempts, and remove those that merged parts replace."""
         there = self._storage.names()
         for table in (table for table in _MERGED_TABLES if table in there):
             for earlier in {part.attempt for part in parts_in(self._storage, table) if part.attempt < attempt}:
@@ -119,7 +119,7 @@ class Merger:
 
 @dataclass(frozen=True)
 class Size:
-    """What the parts of a table take."""
+    """The size of a table's parts."""
 
     files: int
     bytes: int
@@ -128,13 +128,13 @@ class Size:
 
 @dataclass
 class Compacted:
-    """What became of a record."""
+    """The result of compacting a record."""
 
     run: Storage
-    #: by table, those without parts left out
+    #: size by table, for tables with parts
     before: dict[str, Size] = field(default_factory=dict)
     after: dict[str, Size] = field(default_factory=dict)
-    #: paths of parts that stay as they were, since they cannot be read or have what this release does not know
+    #: paths of parts that stay as they were, because they cannot be read or a later release wrote them
     left: list[str] = field(default_factory=list)
 
 
@@ -147,11 +147,11 @@ def compact(
     """Merge the parts of a record into few, in place. Every row stays, except histograms that you ask to drop.
 
     Args:
-        address: the record, or a folder above it; a path or any fsspec address.
-        histograms_every: keep histograms of the first sample in each so many steps. Also keep those of the last sample,
-            of what triggers sampled, and of samples with NaN or infinity.
-        killed: the run is over, though its record does not say so.
-        over: called when a table is done.
+        address: the record, or a folder above it. A path or any fsspec address.
+        histograms_every: keep histograms of the first sample in each so many steps. We also keep those of the last sample,
+            of triggered samples, and of samples with NaN or infinity.
+        killed: the run is over, although its record does not say so.
+        over: called after each table.
 
     Raises:
         RecordError: there is no record, its run goes on, or it cannot be written.
@@ -167,7 +167,7 @@ def compact(
     run = find_run(address)
     fingerprint = read_fingerprint(run)
     if not killed and "imported" not in fingerprint and not has_ended(run):
-        raise RecordError(f"the run at {run} goes on, as far as its {STATUS} tells; if it was killed, say so: --killed")
+        raise RecordError(f"the run at {run} goes on, according to its {STATUS}. If it was killed, pass --killed")
     named = _named_steps(run) if histograms_every > 1 else set[int]()
 
     def keep(steps: set[int]) -> set[int]:
@@ -186,15 +186,15 @@ def compact(
 
 
 def copy_record(address: str | os.PathLike[str], output: str | os.PathLike[str]) -> Storage:
-    """Copy every file of a record; until the last one is there, readers find no record in the new place.
+    """Copy every file of a record. Readers find no record in the new place before the last file is there.
 
     Args:
-        address: the record, or a folder above it; a path or any fsspec address.
+        address: the record, or a folder above it. A path or any fsspec address.
         output: an empty or new folder, or any fsspec address.
 
     Raises:
         ConfigError: the new place has files, or cannot be written.
-        RecordError: there is no record, or a file of it cannot be read.
+        RecordError: there is no record, or one of its files cannot be read.
     """
     run, copied = find_run(address), Storage(output)
     if copied.names():
@@ -202,7 +202,7 @@ def copy_record(address: str | os.PathLike[str], output: str | os.PathLike[str])
     for name in sorted(run.files(), key=lambda name: parse_attempt(name) is not None):
         try:
             content = run.read(name)
-        except Exception as error:  # every driver has errors of its own
+        except Exception as error:  # every driver has its own errors
             raise RecordError(f"{run.path(name)} cannot be read: {error}") from None
         try:
             copied.write(name, content)
@@ -214,7 +214,7 @@ def copy_record(address: str | os.PathLike[str], output: str | os.PathLike[str])
 
 
 def has_ended(run: Storage) -> bool:
-    """Return whether the status file of a record says that its run is over."""
+    """Return whether a record's status file says that its run is over."""
     try:
         return "ended" in read_status(run)
     except RecordError:
@@ -228,7 +228,7 @@ def _sizes(run: Storage) -> dict[str, Size]:
 
 
 def _named_steps(run: Storage) -> set[int]:
-    """Return steps that a verdict may name: what triggers sampled, and samples with NaN or infinity."""
+    """Return steps that a verdict may name: triggered samples, and samples with NaN or infinity."""
     triggered = read_table(run, "steps", ["step", "trigger"]).filter(pl.col("trigger").is_not_null())
     counted = read_table(run, "metrics", ["step", "nan", "inf"])
     nonfinite = counted.filter((pl.col("nan") > 0) | (pl.col("inf") > 0))
@@ -239,13 +239,13 @@ def _named_steps(run: Storage) -> set[int]:
 
 
 def _merge_attempt(run: Storage, table: str, attempt: int, keep: Callable[[set[int]], set[int]] | None = None) -> list[str]:
-    """Merge the parts of a table and an attempt, and remove those whose rows others hold.
+    """Merge the parts of a table and an attempt, and remove parts whose rows are elsewhere.
 
     Args:
-        keep: chooses among all steps those whose rows stay; None: all stay.
+        keep: chooses among all steps those whose rows stay. None keeps all.
 
     Returns:
-        Paths of parts that cannot be read, and stay as they are.
+        Paths of parts that cannot be read, which stay as they are.
 
     Raises:
         RecordError: a part cannot be written.
@@ -256,7 +256,7 @@ def _merge_attempt(run: Storage, table: str, attempt: int, keep: Callable[[set[i
         try:
             _merge_readable(run, table, parts, keep)
             return unreadable
-        except _UnreadableError as error:  # its rows count no longer: others may have the same steps
+        except _UnreadableError as error:  # its rows do not count: other parts may have the same steps
             unreadable.append(error.part.path)
 
 
@@ -273,17 +273,17 @@ def _merge_readable(run: Storage, table: str, parts: Sequence[Part], keep: Calla
             taken.append(Written(part, read_size(run, part), None if steps <= new & kept else frozenset(new & kept)))
         else:
             spare.append(part)
-    if any(new != steps for _, steps, new in found):  # what else holds their rows has to be read to its end before they go
+    if any(new != steps for _, steps, new in found):  # read the kept parts to their end before removing others
         for each in taken:
             for _ in _rows(run, table, each):
                 pass
-    # A merge that was killed has perhaps written the same part already, of whose rows none count beside those it replaces.
+    # A killed merge may have written the same part already. Its rows do not count next to the parts that it replaces.
     made = {_replace(run, table, batch).part for batch in _batches(taken) if len(batch) > 1 or batch[0].steps is not None}
     _remove(run, [part for part in spare if part not in made])
 
 
 def _batches(parts: Sequence[Written]) -> Iterator[list[Written]]:
-    """Yield parts in the order of steps, as many as are merged into one. A large one is alone."""
+    """Yield batches of parts to merge, in the order of steps. A large part is alone."""
     waiting: list[Written] = []
     for each in sorted(parts, key=lambda each: (each.part.first, each.part.last)):
         if each.size >= LARGEST // 2:
@@ -302,14 +302,14 @@ def _bytes(parts: Sequence[Written]) -> int:
 
 
 def _replace(run: Storage, table: str, parts: Sequence[Written]) -> Written:
-    """Put one part in the place of several of one attempt.
+    """Replace several parts of one attempt with one.
 
     Raises:
-        _UnreadableError: one of them cannot be read to its end; nothing was changed.
+        _UnreadableError: a part cannot be read to its end; nothing was changed.
         RecordError: the new part cannot be written; nothing was changed.
     """
     rows: Iterator[pa.Table] = (rows for each in parts for rows in _rows(run, table, each))
-    if table in SHARED:  # somebody may have added the same rows twice
+    if table in SHARED:  # two processes may have added the same rows
         rows = iter([_distinct(pa.concat_tables(rows))])
     groups = _split_by_step(rows) if table in _BY_STEP else _join_groups(rows)
     content, checksum = parquet.encode_all(arrow_schema(table), groups)
@@ -317,7 +317,7 @@ def _replace(run: Storage, table: str, parts: Sequence[Written]) -> Written:
     made = Part.of(table, parts[0].part.attempt, first, last, checksum)
     try:
         run.write(made.path, content)
-    except Exception as error:  # every driver has errors of its own
+    except Exception as error:  # every driver has its own errors
         reason = getattr(error, "strerror", None) or error
         raise RecordError(f"{run.path(made.path)} cannot be written: {reason}; nothing was lost") from None
     _remove(run, [each.part for each in parts if each.part.path != made.path])
@@ -325,7 +325,7 @@ def _replace(run: Storage, table: str, parts: Sequence[Written]) -> Written:
 
 
 def _rows(run: Storage, table: str, written: Written) -> Iterator[pa.Table]:
-    """Yield the rows that are taken from a part, a row group at a time."""
+    """Yield the rows that are taken from a part, one row group at a time."""
     with _reading(written.part):
         for rows in read_groups(run, table, written.part, whole=True):
             yield rows if written.steps is None else rows.filter(pc.is_in(rows["step"], pa.array(written.steps, pa.int64())))
@@ -350,7 +350,7 @@ def _distinct(rows: pa.Table) -> pa.Table:
 
 
 def _join_groups(tables: Iterable[pa.Table]) -> Iterator[pa.Table]:
-    """Put tables together to some with enough rows."""
+    """Join tables into fewer ones with enough rows."""
     waiting, rows = list[pa.Table](), 0
     for table in tables:
         waiting.append(table)

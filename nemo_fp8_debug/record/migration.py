@@ -1,4 +1,4 @@
-"""Records of schema 2 and 3 in the names of schema 4: the one place that knows what was called otherwise before."""
+"""Read records of schema 2 and 3 with the names of schema 4. Only this module knows earlier names."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pyarrow.compute as pc
 #: schema versions that this release reads
 READABLE = (2, 3, 4)
 
-#: table: the folder that held its parts before schema 4
+#: the folder of a table's parts before schema 4, by table
 _FOLDERS = {"metrics": "figures", "histograms": "sketches"}
 _COLUMNS = {
     "shards": "ranks",
@@ -30,12 +30,12 @@ _FINGERPRINT = {
     "hosts": "backends",
     "weigh": "what_if",
 }
-#: columns that came after schema 2, and are null in older parts
+#: columns that are newer than schema 2, and null in older parts
 _ADDED = {"experts", "ranks", "ranks_missing", "unscaled_amax", "unscaled_amin", "unscaled_mse", "grad_scale"}
 
 
 def list_folders(table: str) -> Sequence[str]:
-    """The folders that hold the parts of a table, today's first.
+    """Return the folders that may hold the parts of a table, today's first.
 
     >>> list_folders("metrics")
     ['metrics', 'figures']
@@ -44,7 +44,7 @@ def list_folders(table: str) -> Sequence[str]:
 
 
 def with_earlier_names(columns: Iterable[str]) -> list[str]:
-    """Names of columns, and what these were called before.
+    """Return names of columns, followed by their earlier names.
 
     >>> with_earlier_names(["step", "ranks"])
     ['step', 'ranks', 'shards']
@@ -53,7 +53,7 @@ def with_earlier_names(columns: Iterable[str]) -> list[str]:
 
 
 def values_of(column: str) -> list[tuple[str, str]]:
-    """What values of a column were before, and are today.
+    """Return pairs of an earlier value of a column and today's.
 
     >>> values_of("scale_source")
     [('not quantised', 'not quantized')]
@@ -62,7 +62,7 @@ def values_of(column: str) -> list[tuple[str, str]]:
 
 
 def migrate_rows(rows: pa.Table) -> pa.Table:
-    """Rows of any readable schema, with today's names and values."""
+    """Return rows of any readable schema with today's names and values."""
     if not _COLUMNS.keys().isdisjoint(rows.column_names):
         rows = rows.rename_columns([_COLUMNS.get(name, name) for name in rows.column_names])
     for name, (old, new) in _VALUES.items():
@@ -73,11 +73,14 @@ def migrate_rows(rows: pa.Table) -> pa.Table:
 
 
 def complete_columns(rows: pa.Table, schema: pa.Schema) -> pa.Table:
-    """The columns of `schema`, in its order; those that came later than the rows are null, others that lack stay away."""
+    """Return rows with the columns of `schema`, in its order.
+
+    Columns that are newer than the rows are null. Other missing columns stay missing.
+    """
     rows = migrate_rows(rows)
     if rows.column_names == schema.names:
         return rows
-    found = dict(zip(rows.column_names, rows.columns, strict=True))  # which a table lists anew each time it is asked
+    found = dict(zip(rows.column_names, rows.columns, strict=True))  # a table lists them anew on each request
     columns = {
         field.name: found[field.name] if field.name in found else pa.nulls(len(rows), field.type)
         for field in schema
@@ -94,7 +97,7 @@ def _with_value(column: pa.ChunkedArray, old: str, new: str) -> pa.ChunkedArray:
 
 
 def migrate_fingerprint(content: Mapping[str, Any]) -> dict[str, Any]:
-    """A fingerprint of any readable schema, with today's names.
+    """Return a fingerprint of any readable schema with today's names.
 
     >>> migrate_fingerprint({"schema_version": 3, "sampled": {"hosts": ["torch.nn.Linear"]}})
     {'schema_version': 3, 'sampled': {'backends': ['torch.nn.Linear']}}

@@ -1,5 +1,8 @@
-"""Which operands the rows of a part are of, told in a few bytes: sampled steps list the same ones in the same order. And the
-values of texts that have few, where these are the same in the same order, and what all rows have in common."""
+"""Outlines: a few bytes in a part's footer that say which rows belong to which operands.
+
+Sampled steps list the same operands in the same order, so a digest of each list is enough. An outline also holds the values
+of text columns with few values, and values that all rows share.
+"""
 
 from __future__ import annotations
 
@@ -16,42 +19,42 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-#: of a part's footer
+#: key of the outline in a part's footer
 OUTLINE = b"outline"
 _KEYS = ("step", "layer", "role")
-#: columns with many values, and how many are few, and how long each may be
+#: columns with many values, how many values count as few, and how long each of these may be
 _MANY, _FEW, _SHORT = ("layer", "gemm", "name"), 16, 200
-#: characters of an outline that are read, and of a digest
+#: limits for reading: characters of an outline, and of a digest
 _LONGEST, _DIGEST = 1 << 24, 32
 
 
-#: that all rows of a column may have
+#: a value that all rows of a column may share
 Value = int | str | None
 
 
 class Stretch(NamedTuple):
-    """Rows of a part, one behind the other, that are of one step."""
+    """Consecutive rows of a part that belong to one step."""
 
     step: int
     rows: int
-    #: of their layers and roles, in order
+    #: digest of their layers and roles, in order
     digest: str
 
 
 @dataclass(frozen=True)
 class Outline:
-    """What the footer of a part tells of its rows."""
+    """A part's rows, as its footer describes them."""
 
     stretches: tuple[Stretch, ...]
-    #: by column that has few, its values in the order of their first rows
+    #: values of columns that have few, by column, in the order of their first rows
     texts: Mapping[str, Sequence[str | None]] = field(default_factory=dict)
-    #: by column whose rows all have it, the value: an integer, a short text or null
+    #: the value of columns whose rows are all alike, by column: an integer, a short text or null
     same: Mapping[str, Value] = field(default_factory=dict)
-    #: by column of `texts` whose rows do not all have the same: of each stretch, a digest of its values in order
+    #: digests of each stretch's values in order, by column of `texts` whose rows are not all alike
     patterns: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
     def find(self, row: int) -> tuple[int, int]:
-        """The stretch that has a row of the part, and its place in there.
+        """Return the stretch that holds a row of the part, and the row's place in that stretch.
 
         >>> Outline((Stretch(0, 3, ""), Stretch(5, 3, ""))).find(4)
         (1, 1)
@@ -61,7 +64,7 @@ class Outline:
 
     @cached_property
     def steps(self) -> frozenset[int]:
-        """The steps of the rows."""
+        """Return the steps of the rows."""
         return frozenset(stretch.step for stretch in self.stretches)
 
     @cached_property
@@ -70,7 +73,7 @@ class Outline:
 
 
 def make_outline(table: pa.Table) -> Outline:
-    """The outline of a table.
+    """Return the outline of a table.
 
     Example:
         >>> table = pa.table({"step": [0, 0], "layer": ["a", "b"], "role": ["input"] * 2, "format": ["e4m3", None]})
@@ -87,7 +90,7 @@ def make_outline(table: pa.Table) -> Outline:
 
 
 def _patterns(column: pa.ChunkedArray, of_steps: Sequence[Stretch]) -> list[str]:
-    """Of each stretch, a digest of its values in order."""
+    """Return a digest of each stretch's values, in order."""
     ends = itertools.accumulate((stretch.rows for stretch in of_steps), initial=0)
     return [_pattern(column.slice(first, stretch.rows)) for first, stretch in zip(ends, of_steps, strict=False)]
 
@@ -106,7 +109,7 @@ def _is_short(text: str | None) -> bool:
 
 
 def _same_numbers(table: pa.Table) -> dict[str, Value]:
-    """By column of integers that are all alike, or of numbers that are all null, the value."""
+    """Return the value of each integer column whose rows are alike, and of each number column that is all null."""
     found: dict[str, Value] = {}
     for name, column in zip(table.column_names, table.columns, strict=True):
         if not len(column) or not (pa.types.is_integer(column.type) or pa.types.is_floating(column.type)):
@@ -121,7 +124,7 @@ def _same_numbers(table: pa.Table) -> dict[str, Value]:
 
 
 def list_stretches(table: pa.Table) -> list[Stretch]:
-    """The stretches of a table; none of a table that has no operands.
+    """Return the stretches of a table. A table without operands has none.
 
     Example:
         >>> table = pa.table({"step": [0, 0, 5, 5], "layer": ["a", "b"] * 2, "role": ["input"] * 4})
@@ -140,7 +143,7 @@ def list_stretches(table: pa.Table) -> list[Stretch]:
 
 
 def _digest(names: list[pa.StringArray]) -> str:
-    """Of texts in order."""
+    """Return the digest of texts, in order."""
     digest = hashlib.blake2b(digest_size=_DIGEST // 2)
     for texts in names:
         _, offsets, characters = texts.buffers()
@@ -151,7 +154,7 @@ def _digest(names: list[pa.StringArray]) -> str:
 
 
 def format_outline(outlines: Sequence[Outline]) -> str:
-    """Those of tables that lie one behind the other, to be put into a footer."""
+    """Return the outlines of consecutive tables as one text for a footer."""
     all_of_them = [stretch for outline in outlines for stretch in outline.stretches]
     columns = set.intersection(*(set(outline.texts) for outline in outlines)) if outlines else ()
     texts = {
@@ -169,7 +172,7 @@ def format_outline(outlines: Sequence[Outline]) -> str:
 
 
 def parse_outline(text: bytes | None) -> Outline | None:
-    """Back from it; None if it is not one."""
+    """Parse the text of a footer. Return None if it is not an outline."""
     if text is None or len(text) > _LONGEST:
         return None
     try:

@@ -1,7 +1,7 @@
-"""Parquet files that tell when a single bit of them is wrong, however little of them is read.
+"""Parquet files that detect any changed bit, however little of them is read.
 
-A Parquet reader may abort the process on a damaged file, or return other values without a word. So the footer of a part
-carries the CRC-32 of every block before it, and the name of a part ends in the CRC-32 of the footer.
+A Parquet reader may abort the process on a damaged file, or return other values without an error. So a part's footer holds
+the CRC-32 of every block before it, and the part's name ends in the CRC-32 of the footer.
 """
 
 from __future__ import annotations
@@ -22,28 +22,29 @@ from .outline import OUTLINE, Outline, format_outline, make_outline, parse_outli
 
 Ints = npt.NDArray[np.int64]
 
-#: bytes that a checksum is of: few, since reading a column of a few rows takes those around it too
+#: bytes of a block with its own checksum; small, because reading a few rows of a column reads whole blocks
 BLOCK = 1 << 14
-#: rows of a row group at the most, so that reading a few operands of a large sample decodes no more than those around them
+#: most rows of a row group, so that reading a few operands of a large sample decodes few others
 GROUP = 1 << 14
-#: where the footer has the checksums, by the size of the blocks; earlier releases have written the larger ones
+#: footer keys of the checksums, by block size; earlier releases wrote larger blocks
 _KEYS = {size: f"crc32_of_{size >> 10}_KiB_blocks".encode() for size in (BLOCK, 1 << 16)}
 _TAIL = 8  # length of the footer and magic number
 
 
 def encode(table: pa.Table) -> tuple[bytes, str]:
-    """The file of a table, and the checksum that its name is to end in."""
+    """Return the file of a table, and the checksum for the end of its name."""
     return encode_all(table.schema, [table])
 
 
 def encode_all(schema: pa.Schema, tables: Iterable[pa.Table]) -> tuple[bytes, str]:
-    """Likewise of tables, one behind the other, of which one is held at a time.
+    """Encode consecutive tables as `encode` does, and hold one of them at a time.
 
-    Each is in row groups of its own, so that `read` of a step and `pick` decode no more than they need. The footer has the
-    table's outline, so that a reader knows where each operand is before it reads any names.
+    Each table has row groups of its own, so that `read` of a step and `pick` decode no more than they need. The footer has
+    an outline of the tables, so that a reader finds each operand before reading any names.
     """
     sink = io.BytesIO()
-    # Dictionaries of numbers that hardly repeat cost time and room; bins ascend, and neighboring counts are alike.
+    # Dictionaries of numbers that hardly repeat cost time and space. Bins ascend and neighboring counts are alike: store
+    # deltas.
     texts = [field.name for field in schema if field.type == pa.string()]
     lists = [f"{field.name}.list.element" for field in schema if pa.types.is_list(field.type)]
     writer = pq.ParquetWriter(
@@ -67,22 +68,22 @@ def encode_all(schema: pa.Schema, tables: Iterable[pa.Table]) -> tuple[bytes, st
 
 
 class PartFile:
-    """A part, opened to read some of its rows; only what they take is read and checked."""
+    """A part, open for reading some of its rows. Only blocks that are needed are read and checked."""
 
     def __init__(self, file: Any, checksum: str, texts: Sequence[str] = ()) -> None:
         """
         Args:
-            file: opened to read; seekable.
-            checksum: that its name ends in.
-            texts: columns of text that are read as dictionaries: they repeat, and are filtered in a fraction of the time.
+            file: open for reading, seekable.
+            checksum: the checksum at the end of its name.
+            texts: text columns to read as dictionaries. They repeat, so filtering takes a fraction of the time.
 
         Raises:
-            ValueError: it is damaged or foreign.
+            ValueError: the file is damaged or foreign.
         """
         checked = _Checked(file, checksum)
         try:
-            self._part = pq.ParquetFile(checked, read_dictionary=list(texts))  # which reads the footer alone
-        except KeyError:  # an earlier release wrote it, which had fewer columns
+            self._part = pq.ParquetFile(checked, read_dictionary=list(texts))  # this reads the footer alone
+        except KeyError:  # an earlier release wrote it with fewer columns
             there = pq.ParquetFile(checked)
             kept = [name for name in texts if name in there.schema_arrow.names]
             self._part = pq.ParquetFile(checked, metadata=there.metadata, read_dictionary=kept)
@@ -95,7 +96,7 @@ class PartFile:
 
     @property
     def outline(self) -> Outline | None:
-        """What the footer says of the rows; None: nothing that fits them."""
+        """Return the outline in the footer. Return None if there is none that fits the rows."""
         found = parse_outline((self._metadata.metadata or {}).get(OUTLINE))
         return found if found is not None and sum(each.rows for each in found.stretches) == self.count else None
 
@@ -107,22 +108,22 @@ class PartFile:
     def read(
         self, columns: Sequence[str] | None = None, wanted: Sequence[tuple[int, int]] | None = None
     ) -> tuple[pa.Table, Callable[[Ints], Ints]]:
-        """Read the row groups that have rows from `first` up to, without it, `end` of any pair; None: all.
+        """Read row groups that hold rows of any pair (`first`, `end`), `end` excluded. None reads all.
 
         Args:
-            columns: those that the part lacks are passed over; None: all.
+            columns: names, or None for all. Names that the part lacks are ignored.
 
         Returns:
-            The rows, and where places in the part are among them.
+            The rows, and a function from places in the part to places in the rows.
 
         Raises:
-            ValueError: they are damaged.
+            ValueError: the rows are damaged.
         """
         there = np.full(len(self._ends) - 1, wanted is None)
         for first, end in wanted or ():
             there[np.searchsorted(self._ends, first, side="right") - 1 : np.searchsorted(self._ends, end)] = True
         groups = np.flatnonzero(there)
-        # By how much rows of each group are nearer to the first one than in the part.
+        # How much closer to the first row the rows of each group are than in the part.
         nearer = self._ends[groups] - np.cumsum([0, *np.diff(self._ends)[groups][:-1]])
 
         def at(places: Ints) -> Ints:
@@ -136,21 +137,21 @@ class PartFile:
         """Read all columns, a row group at a time.
 
         Raises:
-            ValueError: one is damaged.
+            ValueError: a row group is damaged.
         """
         for group in range(self._part.num_row_groups):
             yield self._part.read_row_group(group, use_threads=False)
 
     def pick(self, columns: Sequence[str], places: Sequence[int], at_once: int) -> pa.Table:
-        """Read a few rows, of which no more than some are decoded at a time.
+        """Read a few rows, and decode a limited number at a time.
 
         Args:
-            columns: to read; those that the part lacks are passed over.
-            places: of the rows, ascending.
+            columns: names. Names that the part lacks are ignored.
+            places: places of the rows, ascending.
             at_once: rows to decode at a time.
 
         Raises:
-            ValueError: they are damaged.
+            ValueError: the rows are damaged.
         """
         there = [name for name in columns if name in self._part.schema_arrow.names]
         group = int(np.searchsorted(self._ends, places[0], side="right")) - 1
@@ -166,7 +167,7 @@ class PartFile:
 
 
 def _may_have(group: pq.RowGroupMetaData, step: int) -> bool:
-    """Whether rows of a step may be in a row group; its statistics tell, if it has any."""
+    """Return whether a row group may have rows of a step, by its statistics if it has any."""
     for place in range(group.num_columns):
         column = group.column(place)
         if column.path_in_schema == "step":
@@ -180,7 +181,7 @@ def _blocks(data: bytes, size: int) -> list[memoryview]:
 
 
 class _Checked(io.RawIOBase):
-    """A part's bytes, checked block by block as they are read."""
+    """A part's bytes, checked block by block while they are read."""
 
     def __init__(self, file: Any, checksum: str) -> None:
         self._file = file
@@ -193,7 +194,7 @@ class _Checked(io.RawIOBase):
         self._at = 0
 
     def expect(self, metadata: pq.FileMetaData) -> None:
-        """Check blocks against what the footer says of them; until then nothing but the footer is looked at."""
+        """Check blocks against the footer. Until this call, only the footer can be read."""
         known = metadata.metadata or {}
         self._block, key = next(((size, key) for size, key in _KEYS.items() if key in known), (BLOCK, b""))
         self._sums = np.frombuffer(bytes.fromhex(known.get(key, b"").decode()), ">u4")
@@ -222,7 +223,7 @@ class _Checked(io.RawIOBase):
         return self._at
 
     def read_buffer(self, size: int) -> memoryview:
-        """What pyarrow reads by, without a copy."""
+        """Return bytes for pyarrow without a copy."""
         content = self._range(self._at, min(self._size, self._at + size))
         self._at += len(content)
         return content
@@ -246,7 +247,7 @@ class _Checked(io.RawIOBase):
         size = self._block
         whole = len(data) // size
         rest = data[whole * size :]
-        # At once, which takes less than one by one; the last block of a part may be shorter.
+        # Check all whole blocks at once, which is faster than one by one. The last block may be shorter.
         sums = [zlib.crc32(memoryview(data)[: whole * size]), *([zlib.crc32(rest)] if rest else [])]
         if len(known) != whole + bool(rest) or sums != [_combined(known[:whole], size), *known[whole:]]:
             both = itertools.zip_longest(map(zlib.crc32, _blocks(data, size)), known)
@@ -255,9 +256,10 @@ class _Checked(io.RawIOBase):
 
 
 def _combined(sums: Sequence[int], size: int) -> int:
-    """The CRC-32 of blocks of `size` bytes that lie one behind the other, from that of each.
+    """Return the CRC-32 of consecutive blocks of `size` bytes from the CRC-32 of each block.
 
-    Of A and B behind it, it is that of A, taken over the length of B, xor that of B; as `crc32_combine` of zlib.
+    The CRC-32 of A followed by B is the CRC-32 of A, extended by the length of B, xor the CRC-32 of B. zlib's
+    `crc32_combine` does the same.
 
     >>> _combined([zlib.crc32(b"1234"), zlib.crc32(b"5678")], 4) == zlib.crc32(b"12345678")
     True
@@ -271,7 +273,7 @@ def _combined(sums: Sequence[int], size: int) -> int:
 
 @lru_cache(len(_KEYS))
 def _shifts(size: int) -> list[list[int]]:
-    """By byte of a CRC-32, lowest first, and its value: what it adds to that of the same with `size` zeros behind it."""
+    """Return what each byte of a CRC-32 (lowest first), by value, becomes if `size` zeros follow."""
     zeros = bytes(size)
     of_none = zlib.crc32(zeros)
     return [[zlib.crc32(zeros, value << place) ^ of_none for value in range(256)] for place in range(0, 32, 8)]

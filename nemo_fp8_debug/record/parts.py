@@ -1,11 +1,11 @@
-"""The one reader of parts: it lists those of a table, decides whose rows count, and reads columns and rows of them.
+"""The one reader of parts: it lists a table's parts, decides whose rows count, and reads columns and rows.
 
 Three rules decide whose rows count:
 
-* In an attempt, a step's rows are those of one part. Merged parts come before single ones: a process that was killed while
-  it merged parts left both. Tables that several processes add to (`SHARED`) have rows of a step in several parts.
-* Of a step that several attempts trained, the rows of the latest attempt count.
-* A part that is damaged, foreign or of another attempt than its name says is left out, and named in one warning.
+* In an attempt, a step's rows come from one part. Merged parts come before single ones, because a process that was killed
+while merging left both. In tables that several processes add to (`SHARED`), several parts have rows of a step.
+* If several attempts trained a step, the rows of the latest attempt count.
+* A part that is damaged, foreign or of another attempt than its name says is left out, and one warning names it.
 """
 
 from __future__ import annotations
@@ -29,23 +29,23 @@ from .outline import Outline, list_stretches
 from .schema import SCHEMAS, TABLES, Part, arrow_schema, texts_of
 from .storage import Storage
 
-#: columns that tell rows apart
+#: columns that identify a row
 _NAMES = ("attempt", "step", "layer", "role", "product", "what", "name")
-#: least and greatest values, which rounding may pass by a little
+#: least and greatest values, which rounding may exceed slightly
 _WITHIN = {"underflow_pct": (0.0, 100.0), "overflow_pct": (0.0, 100.0), "cosine": (-1.0, 1.0), "amax": (0.0, np.inf)}
 _ROUNDING = 1e-6
 #: characters of a name that a message shows
 _SHOWN = 40
-#: magnitudes that 16 bits have beside the sign, and what histograms can be of and under
+#: number of magnitudes of a 16-bit value, and the formats that histograms may have
 MAGNITUDES = 1 << 15
 HISTOGRAMS = {"dtype": ("bfloat16", "float16"), "format": ("e4m3", "e5m2", "e2m1", "bf16", "fp16")}
 
 
 def wrong_values(rows: pa.Table) -> str | None:
-    """What is wrong with values of a part, in words; None: nothing.
+    """Describe what is wrong with the values of a part. Return None if nothing is.
 
     Args:
-        rows: some of its columns, text perhaps as dictionaries.
+        rows: some of the part's columns. Texts may be dictionaries.
 
     Example:
         >>> import pyarrow as pa
@@ -107,18 +107,18 @@ Ints = npt.NDArray[np.int64]
 T = TypeVar("T")
 Each = Callable[[Callable[[Any], Any], Sequence[Any]], Iterable[Any]]
 
-#: tables that several processes may add to, each with rows of its own of a step
+#: tables that several processes may add rows of a step to
 SHARED = tuple(table.name for table in TABLES.values() if table.is_added_later)
-#: what tells rows apart
+#: columns that identify a row of an operand
 KEYS = ("step", "layer", "role")
 
 
 class PartGoneError(Exception):
-    """The part was merged into another one since it was listed."""
+    """The part was merged into another one after it was listed."""
 
 
 class PartDamagedError(Exception):
-    """The part cannot be read; the message says why, in a line."""
+    """The part cannot be read. The message says why in one line."""
 
 
 def parts_in(run: Storage, folder: str) -> list[Part]:
@@ -133,28 +133,28 @@ def list_parts(run: Storage, table: str) -> list[Part]:
         for name in run.names(folder):
             if part := Part.named(folder, name):
                 parts.append(part)
-            elif not name.endswith(".part"):  # left by a process that was killed while it wrote
-                warn(f"{run.path(f'{folder}/{name}')} is passed over: its name is not that of a part")
+            elif not name.endswith(".part"):  # a process was killed while it wrote this file
+                warn(f"{run.path(f'{folder}/{name}')} is skipped: it is not named like a part")
     return sorted(parts, key=lambda part: not part.merged)
 
 
 def order_widest_first(parts: Iterable[Part]) -> list[Part]:
-    """Return parts so that those that merging has replaced come after the part that replaces them."""
+    """Order parts so that a merged part comes before the parts that it replaces."""
     return sorted(parts, key=lambda part: (not part.merged, part.first - part.last))
 
 
 def order_newest_first(parts: Iterable[Part]) -> list[Part]:
-    """Return parts so that the latest attempt comes first, in it the latest steps, and of equal ones those merged."""
+    """Order parts by attempt, then by steps, latest first. Of equal parts, merged ones come first."""
     return sorted(parts, key=lambda part: (part.attempt, part.last, part.merged), reverse=True)
 
 
 def may_have(table: str, part: Part, step: int) -> bool:
-    """Return whether a part may have rows of a step, by its name. A single part of a table without layers has more steps."""
+    """Return whether a part may have rows of a step, by its name. In tables without layers, a single part has more steps."""
     return "layer" not in SCHEMAS[table] or part.first <= step <= part.last
 
 
 class Owners:
-    """The parts whose rows count, by step, as parts are added in order.
+    """The parts whose rows count, by step, while parts are added in order.
 
     Example:
         >>> names = [f"attempt-0-{steps}-00000000.parquet" for steps in ("step-5", "steps-0-9")]
@@ -166,17 +166,17 @@ class Owners:
 
     def __init__(self, table: str) -> None:
         self._is_shared = table in SHARED
-        #: by attempt
+        #: steps that were added, by attempt
         self._steps: dict[int, set[int]] = defaultdict(set)
-        #: by step: of the latest attempt, the part that came first
+        #: the first part of the latest attempt, by step
         self.of_step: dict[int, Part] = {}
 
     def has(self, part: Part) -> bool:
-        """Return whether a single part only repeats a step that another part has."""
+        """Return whether a part is single and only repeats a step of another part."""
         return not self._is_shared and not part.merged and part.first in self._steps[part.attempt]
 
     def add(self, part: Part, steps: Collection[int]) -> set[int]:
-        """Add a part and return its steps that no part of its attempt has had before."""
+        """Add a part, and return its steps that no earlier part of its attempt has."""
         known = self._steps[part.attempt]
         new = set(steps) if self._is_shared else set(steps) - known
         known |= new
@@ -186,7 +186,7 @@ class Owners:
         return new
 
     def is_latest(self, part: Part, step: int) -> bool:
-        """Return whether no later attempt has a step."""
+        """Return whether no later attempt has the step."""
         return self.of_step[step].attempt <= part.attempt
 
 
@@ -199,16 +199,16 @@ def read_each(
     parts: Sequence[Part] | None = None,
     each: Each = map,
 ) -> dict[str, str]:
-    """Read each part whose rows may count, and look again for those that a run has merged meanwhile.
+    """Read each part whose rows may count. List parts again if the run has merged some meanwhile.
 
     Args:
-        read: takes a part; may raise `PartGoneError` or `PartDamagedError`.
-        use: takes a part and what was read, and adds the part to `owners`; may raise the same.
-        parts: those that are read first; by default all of the table, as they are listed.
-        each: does `read` of several parts, in order, as `map` does.
+        read: reads a part. It may raise `PartGoneError` or `PartDamagedError`.
+        use: takes a part and the result of `read`, and adds the part to `owners`. It may raise the same errors.
+        parts: parts to read first, or None for all parts of the table.
+        each: calls `read` for several parts, in order, like `map`.
 
     Returns:
-        Why parts are left out, by their paths.
+        The reasons for leaving out parts, by path.
     """
 
     def tried(part: Part) -> T | Exception:
@@ -238,10 +238,10 @@ def read_each(
 
 
 def warn_of_damage(run: Storage, table: str, damaged: Mapping[str, str]) -> None:
-    """Warn in one line, however many parts there are: a disk that went bad spoils all.
+    """Warn once, however many parts there are, because a bad disk damages all of them.
 
     Args:
-        damaged: what is wrong with each part, by its path.
+        damaged: what is wrong with each part, by path.
     """
     if damaged:
         (name, why), *others = damaged.items()
@@ -250,7 +250,7 @@ def warn_of_damage(run: Storage, table: str, damaged: Mapping[str, str]) -> None
 
 
 def describe_error(error: Exception) -> str:
-    """Return why something cannot be read, in a line."""
+    """Describe in one line why something cannot be read."""
     return str(error).splitlines()[0] if str(error) else type(error).__name__
 
 
@@ -259,12 +259,12 @@ def open_part(run: Storage, part: Part, texts: Sequence[str] = (), whole: bool =
     """Open a part.
 
     Args:
-        texts: columns of text that are read as dictionaries.
-        whole: a remote part comes in one request.
+        texts: text columns to read as dictionaries.
+        whole: whether a remote part comes in one request.
 
     Raises:
-        PartGoneError: there is none.
-        PartDamagedError: it is damaged or foreign.
+        PartGoneError: the part does not exist.
+        PartDamagedError: the part is damaged or foreign.
     """
     try:
         with (run.open_small if whole else run.open)(part.path) as file:
@@ -273,12 +273,12 @@ def open_part(run: Storage, part: Part, texts: Sequence[str] = (), whole: bool =
         raise
     except FileNotFoundError:
         raise PartGoneError(part.path) from None
-    except Exception as error:  # of parquet's and of every driver's own
+    except Exception as error:  # parquet and every driver have their own errors
         raise PartDamagedError(describe_error(error)) from None
 
 
 def read_outline(run: Storage, table: str, part: Part) -> Outline:
-    """Read what the footer of a part says of its rows. An earlier release wrote none: then read its steps and names.
+    """Read the outline of a part's rows. If an earlier release wrote the part without one, read its steps and names.
 
     Raises:
         PartGoneError, PartDamagedError: as for `open_part`.
@@ -296,7 +296,7 @@ def read_names(run: Storage, table: str, part: Part, spans: Sequence[tuple[int, 
     """Read step, layer and role of the rows of each span, as numbers and plain text.
 
     Args:
-        spans: pairs of the first row and the one behind the last, ascending.
+        spans: pairs of a first row and the row after the last, ascending.
 
     Raises:
         PartGoneError, PartDamagedError: as for `open_part`.
@@ -307,7 +307,7 @@ def read_names(run: Storage, table: str, part: Part, spans: Sequence[tuple[int, 
 
 
 def read_steps(run: Storage, table: str, part: Part) -> set[int]:
-    """Read which steps a part has.
+    """Read the steps of a part.
 
     Raises:
         PartGoneError, PartDamagedError: as for `open_part`.
@@ -328,15 +328,15 @@ def read_columns(
     spans: Sequence[tuple[int, int]] | None = None,
     step: int | None = None,
 ) -> tuple[pa.Table, Callable[[Ints], Ints]]:
-    """Read columns of the row groups of a part that have some rows.
+    """Read columns of those row groups of a part that hold some rows.
 
     Args:
-        columns: to read; texts come as dictionaries.
-        spans: pairs of the first row and the one behind the last; None: all rows.
-        step: only row groups that may have rows of it; None: all.
+        columns: names of columns. Texts come as dictionaries.
+        spans: pairs of a first row and the row after the last, or None for all rows.
+        step: read only row groups that may have rows of this step, or None for all.
 
     Returns:
-        The rows, columns in the order of the schema; and where places in the part are among them.
+        The rows with columns in the schema's order, and a function from places in the part to places in the rows.
 
     Raises:
         PartGoneError, PartDamagedError: as for `open_part`.
@@ -349,7 +349,7 @@ def read_columns(
 
 
 def read_rows(run: Storage, table: str, part: Part, columns: Iterable[str], places: Sequence[int]) -> pa.Table:
-    """Read columns of a few rows of a part, ascending, and decode no more than the row groups around them.
+    """Read columns of a few rows of a part, ascending. Only the row groups around them are decoded.
 
     Raises:
         PartGoneError, PartDamagedError: as for `open_part`.
@@ -362,14 +362,14 @@ def read_rows(run: Storage, table: str, part: Part, columns: Iterable[str], plac
 def _read_spans(
     run: Storage, table: str, part: Part, columns: Iterable[str], spans: Sequence[tuple[int, int]]
 ) -> list[pa.Table]:
-    """Read columns of the rows of each span, as slices: `take` would ask pandas what its places are, and import it."""
+    """Read columns of the rows of each span, as slices. `take` would import pandas."""
     found, at = read_columns(run, table, part, columns, spans)
     begins = at(np.array([first for first, _ in spans])).tolist()
     return [found.slice(begin, end - first) for begin, (first, end) in zip(begins, spans, strict=True)]
 
 
 def read_whole_rows(run: Storage, table: str, part: Part, places: Sequence[int], at_once: int) -> list[dict[str, Any]]:
-    """Read all columns of a few rows of a part, ascending, of which some are decoded at a time.
+    """Read all columns of a few rows of a part, ascending, and decode a limited number at a time.
 
     Raises:
         PartGoneError, PartDamagedError: as for `open_part`.
@@ -382,13 +382,13 @@ def read_whole_rows(run: Storage, table: str, part: Part, places: Sequence[int],
 
 
 def read_groups(run: Storage, table: str, part: Part, whole: bool = False) -> Iterator[pa.Table]:
-    """Read all columns of a part as today's schema has them, a row group at a time.
+    """Read all columns of a part with today's schema, one row group at a time.
 
     Args:
-        whole: a remote part comes in one request.
+        whole: whether a remote part comes in one request.
 
     Raises:
-        PartGoneError, PartDamagedError: as for `open_part`; or a later release wrote it.
+        PartGoneError, PartDamagedError: as for `open_part`, or a later release wrote the part.
     """
     schema = arrow_schema(table)
     with open_part(run, part, whole=whole) as rows:
@@ -399,14 +399,14 @@ def read_groups(run: Storage, table: str, part: Part, whole: bool = False) -> It
 
 
 def read_size(run: Storage, part: Part) -> int:
-    """Return the bytes of a part; 0 if it cannot be read."""
-    with contextlib.suppress(Exception), run.open(part.path) as file:  # every driver has errors of its own
+    """Return the size of a part in bytes, or 0 if it cannot be read."""
+    with contextlib.suppress(Exception), run.open(part.path) as file:  # every driver has its own errors
         return int(file.seek(0, io.SEEK_END))
     return 0
 
 
 def count_rows(run: str | os.PathLike[str], table: str, enough: float = math.inf) -> int:
-    """Return how many rows the parts of a table say they have; only their ends are read, and no more once that is enough."""
+    """Return the number of rows in a table's parts. Read only footers, and stop once `enough` rows are counted."""
     run, rows = Storage(run), 0
     for part in list_parts(run, table):
         if rows >= enough:
@@ -433,7 +433,7 @@ def check_values(rows: pa.Table) -> None:
     """Refuse rows with values that no run writes.
 
     Raises:
-        PartDamagedError: there are some.
+        PartDamagedError: there are such rows.
     """
     if wrong := wrong_values(rows):
         raise PartDamagedError(wrong)

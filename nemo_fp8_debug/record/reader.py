@@ -1,4 +1,4 @@
-"""Reads run records. A file that is damaged or foreign is named in a warning, and everything else is read."""
+"""Read run records. A damaged or foreign file is named in a warning, and everything else is read."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ _FINGERPRINTS = "attempt-*.json"
 
 
 def find_run(address: Address) -> Storage:
-    """The record at `address`, a path or any fsspec address, or else the one below it.
+    """Return the record at `address` (a path or any fsspec address), or the only one below it.
 
     Raises:
-        RecordError: there is none, or several.
+        RecordError: there is no record, or there are several.
     """
     try:
         root = Storage(address)
@@ -34,7 +34,7 @@ def find_run(address: Address) -> Storage:
         found = [p for p in folders if _attempts(p)]
     except ConfigError as error:
         raise RecordError(str(error)) from None
-    except Exception as error:  # every driver of a remote file system has errors of its own
+    except Exception as error:  # every driver of a remote file system has its own errors
         raise RecordError(f"{address} cannot be read: {error}") from None
     if not found:
         raise RecordError(f"{root} holds no run record (a folder with attempt-0.json){_links_in(root)}")
@@ -45,7 +45,7 @@ def find_run(address: Address) -> Storage:
 
 
 def _links_in(root: Storage) -> str:
-    """Say that links to folders were not followed, if there are any."""
+    """Return a hint that links to folders were not followed, or an empty text if there are none."""
     names = [name for name, kind in root.entries() if kind == "link"] if root.is_local and os.path.isdir(str(root)) else []
     folders = [root.path(name) for name in sorted(names) if os.path.isdir(root.path(name))]
     return f". Links in it are not followed: name {folders[0]} itself" if folders else ""
@@ -55,7 +55,7 @@ def _refuse_links(root: Storage, run: Storage) -> None:
     """Refuse a record with a link out of the folder that the user named, as the tab does.
 
     Raises:
-        RecordError: it has one.
+        RecordError: the record has such a link.
     """
     if not root.is_local:
         return
@@ -69,7 +69,7 @@ def _refuse_links(root: Storage, run: Storage) -> None:
 
 
 def read_fingerprint(run: Address) -> dict[str, Any]:
-    """The fingerprint of the latest attempt that has a readable one; empty where none has.
+    """Return the latest readable fingerprint of a record, or an empty dict if there is none.
 
     Raises:
         RecordError: the record was written by a release with another schema.
@@ -98,17 +98,17 @@ def read_fingerprint(run: Address) -> dict[str, Any]:
 
 
 def read_status(run: Storage) -> dict[str, Any]:
-    """Return what the run last wrote of itself.
+    """Return the status that the run wrote last.
 
     Raises:
-        RecordError: it has written nothing, or nothing that can be read.
+        RecordError: there is no status file, or it cannot be read.
     """
     try:
         run.check(STATUS)
         content = json.loads(run.read(STATUS))
     except FileNotFoundError:
         raise RecordError(f"{run} has no {STATUS}: the run has not sampled yet") from None
-    except Exception as error:  # of damaged files and of every driver's own
+    except Exception as error:  # damaged files and every driver have their own errors
         raise RecordError(f"{run.path(STATUS)} cannot be read: {error}") from None
     if not isinstance(content, dict):
         raise RecordError(f"{run.path(STATUS)} cannot be read: a JSON object is expected")
@@ -122,23 +122,25 @@ def read_record(
     where: Mapping[str, Any] | None = None,
     steps: Collection[int] | None = None,
 ) -> pl.DataFrame:
-    """A table of a run's record, in order of steps; of a step that was trained twice, the later attempt's rows.
+    """Return a table of a run's record, in order of steps.
+
+    If a step was trained twice, the later attempt's rows count.
 
     Args:
-        run: the record, or a folder above it; a path or any fsspec address.
-        table: `metrics`, `what_if`, `replayed`, `outputs`, `copies`, `block_scales`, `verification`, `replicas`,
-            `states`, `state_histograms`, `activations`, `activation_histograms`, `histograms`, `steps` or
-            `validation`; docs/record.md has their columns.
-        columns: names of the columns to read; None: all.
-        where: values that columns must have, `{"role": "weight"}`; None: any.
-        steps: numbers of the steps to read; None: all.
+        run: the record, or a folder above it. A path or any fsspec address.
+        table: `metrics`, `what_if`, `replayed`, `outputs`, `copies`, `block_scales`, `verification`, `replicas`, `states`,
+            `state_histograms`, `activations`, `activation_histograms`, `histograms`, `steps` or `validation`. docs/record.md
+            lists their columns.
+        columns: names of the columns to read, or None for all.
+        where: values that columns must have, such as `{"role": "weight"}`, or None for any.
+        steps: numbers of the steps to read, or None for all.
 
     Returns:
-        A polars frame, a row an operand and sampled step (in `outputs` a GEMM's product and step, in `steps` a step, in
-        `validation` a loss of an evaluation).
+        A polars frame with one row for each operand and sampled step. In `outputs` a row is a GEMM's product at a step, in
+        `steps` a step, and in `validation` a loss of an evaluation.
 
     Raises:
-        RecordError: there is no record, or several, or it was written by a release with another schema.
+        RecordError: there is no record, there are several, or a release with another schema wrote it.
         ConfigError: there is no such table or column.
 
     Example:
@@ -163,15 +165,15 @@ def read_table(
     where: Mapping[str, Any] | None = None,
     steps: Collection[int] | None = None,
 ) -> pl.DataFrame:
-    """Rows of a table, in order of steps; where attempts overlap, the latest one's rows of a step.
+    """Return rows of a table, in order of steps. If attempts overlap, the latest attempt's rows count.
 
     Args:
         table: `metrics`, `what_if`, `replayed`, `outputs`, `copies`, `block_scales`, `verification`, `replicas`,
             `states`, `state_histograms`, `activations`, `activation_histograms`, `histograms`, `steps` or
             `validation`.
-        columns: to read; all by default.
-        where: values that columns must have, as `{"step": 120}` or `{"layer": "decoder.layers.3.mlp.linear_fc2"}`.
-        steps: to read; all by default. Of the others no more than one part's rows are held at a time.
+        columns: names of the columns to read, or None for all.
+        where: values that columns must have, such as `{"step": 120}` or `{"layer": "decoder.layers.3.mlp.linear_fc2"}`.
+        steps: numbers of the steps to read, or None for all. We hold rows of other steps for one part at a time.
     """
     wanted, where, run = list(columns or SCHEMAS[table]), dict(where or {}), Storage(run)
     keys = {"attempt", "step", *(("layer", "role", "recipe", "rounded") if table in SHARED else ())}
@@ -200,14 +202,14 @@ def read_table(
     frame = pl.concat([_frame(none), *map(_frame, latest)])
     if not frame["step"].is_sorted():
         frame = frame.sort("step", maintain_order=True)
-    if table in SHARED:  # somebody may have added the same rows twice; exact ones count before rounded ones
+    if table in SHARED:  # two processes may have added the same rows; exact ones count before rounded ones
         frame = frame.sort("step", "rounded", maintain_order=True)
         frame = frame.unique(["step", "layer", "role", "recipe"], keep="first", maintain_order=True)
     return frame.select(wanted)
 
 
 def _frame(rows: pa.Table) -> pl.DataFrame:
-    """Text as text: what a dictionary holds is taken over once, not once a row."""
+    """Return a frame with plain text columns. Each value of a dictionary is copied once, not once for each row."""
     return pl.DataFrame(pl.from_arrow(rows)).with_columns(pl.col(pl.Categorical).cast(pl.String))
 
 

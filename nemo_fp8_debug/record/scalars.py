@@ -1,4 +1,4 @@
-"""Scalars of a step for any logger: tags of tensors, few enough to stay readable, and a summary to begin with."""
+"""Scalars of a step for any logger: tags of tensors, within a budget, and a summary of the step."""
 
 from __future__ import annotations
 
@@ -17,34 +17,34 @@ from ..numerics.limits import MADE_UP
 from ..numerics.metric_names import METRICS, WORSE
 from ..options.trigger_rules import farthest_beyond
 
-#: streamed as scalars, each tensor its own tag
+#: metrics with a tag for each tensor
 STREAMED = ("scale", *METRICS)
-#: experts of a layer that get tags of their own beside their aggregate, for each metric the worst
+#: experts of a layer that get tags of their own next to their aggregate: the worst, for each metric
 EXPERTS_SHOWN = 3
 Write = Callable[[dict[str, float], int], None]
-#: metrics whose axis would be unreadable, by what is streamed instead: its name, and how it is computed; None has no tag
+#: metrics that would be unreadable on a linear axis: the name of the scalar instead, and its formula; None gives no tag
 ON_LOG_AXES: dict[str, tuple[str, Callable[[float], float | None]]] = {
     "mse": ("mse_log10", lambda mse: math.log10(mse) if mse > 0 else None),
     "cosine": ("cosine_distance_log10", lambda cosine: math.log10(max(1 - cosine, 1e-16))),
 }
 
 
-#: how values of all layers are summed up
+#: how values of all layers become one
 WORST: dict[str, Callable[[list[float]], float]] = {"worst": max, "median": statistics.median}
 SPREAD: dict[str, Callable[[list[float]], float]] = {"smallest": min, "median": statistics.median, "largest": max}
-#: metrics that are summed up of tensors that nothing casts
+#: metrics of uncast tensors that the summary has
 _OF_UNCAST = ("amax", "underflow_pct", "relative_error")
 
 
 def make_tag(metric: str) -> str:
-    """How tags call a metric."""
+    """Return the name of a metric in tags."""
     return ON_LOG_AXES[metric][0] if metric in ON_LOG_AXES else metric
 
 
 class TagBudget:
-    """Which tensors get tags of their own when not all can: the worst of each role, kept once chosen.
+    """Chooses tensors that get tags if not all can: the worst of each role, kept once chosen.
 
-    Of the experts of a layer it is a few in any case, and where not all tensors can have tags, they come last.
+    A layer's experts get only a few tags. If tags are scarce, experts come last.
     """
 
     def __init__(self, max_tags: int) -> None:
@@ -53,11 +53,11 @@ class TagBudget:
         self._admitted: dict[tuple[str, str], set[str]] = defaultdict(set)
 
     def choose(self, metric: str, role: str, worst_first: Sequence[str], tensors: int) -> set[str]:
-        """Layers whose `metric` of `role` is written, in this step and all that follow.
+        """Return layers whose `metric` of `role` is written, in this step and all later ones.
 
         Args:
-            worst_first: layers with a value in this step.
-            tensors: how many tensors could have tags in this step, over all roles.
+            worst_first: layers with a value in this step, worst first.
+            tensors: number of tensors that could have tags in this step, over all roles.
         """
         admitted = self._admitted[metric, role]
         quota = self._free
@@ -72,9 +72,9 @@ class TagBudget:
 
 
 class ScalarRecorder(Recorder):
-    """Streams metrics as scalars through `write(tags, step)`. The host logs its losses itself."""
+    """Streams metrics as scalars through `write(tags, step)`. The framework logs its losses itself."""
 
-    #: loggers are not made for use from two threads
+    #: loggers cannot be used from two threads
     in_callers_thread = True
 
     def __init__(self, write: Write, max_tags: int) -> None:
@@ -99,21 +99,21 @@ class Tags:
     def __init__(self, budget: TagBudget, sample: Sample) -> None:
         """
         Args:
-            budget: of tags of single tensors.
+            budget: limits tags of single tensors.
         """
         self._budget = budget
         keys = list(zip(sample.columns["layer"], sample.columns["role"], strict=True))
         self._tensors = len(few_experts(keys, lambda key: aggregate_key(*key), EXPERTS_SHOWN))
         self.values: dict[str, float] = {}
-        #: by (metric, role) the layers that have a tag, worst first
+        #: layers that have a tag, by (metric, role), worst first
         self.worst: dict[tuple[str, str], list[str]] = {}
 
     def stream(self, metric: str, role: str, values: Mapping[str, float]) -> None:
-        """Add a metric of single layers, the worst first, and the worst and the median of all.
+        """Add a metric of single layers, and the worst and the median of all layers.
 
         Args:
-            role: or product.
-            values: by layer, finite.
+            role: a role or a product.
+            values: finite values, by layer.
         """
         sign = WORSE.get(metric, 1)
         ranked = sorted(values, key=lambda layer: sign * values[layer], reverse=True)
@@ -130,7 +130,7 @@ class Tags:
         """Add a metric of the products of GEMMs.
 
         Args:
-            name: of the metric in tags.
+            name: the metric's name in tags.
         """
         values = defaultdict[str, dict[str, float]](dict)
         rows = zip(*(columns[name] for name in ("product", "layer", metric)), strict=True) if columns else ()
@@ -141,16 +141,16 @@ class Tags:
             self.stream(name, product, by_layer)
 
     def sum_up(self, values: Mapping[str, list[float]], kinds: Mapping[str, Callable[[list[float]], float]]) -> None:
-        """Add what all layers have together.
+        """Add values over all layers.
 
         Args:
-            values: by tag, each with at least one.
+            values: values of all layers, by tag, at least one each.
             kinds: `WORST` or `SPREAD`.
         """
         self.values |= {f"{tag}/{kind}": of(found) for tag, found in values.items() for kind, of in kinds.items()}
 
     def sum_up_uncast(self, prefix: str, columns: Columns) -> None:
-        """Add the worst and the median of tensors that nothing casts, as they are and under each what-if recipe."""
+        """Add the worst and the median of uncast tensors, as they are and under each what-if recipe."""
         values = defaultdict[str, list[float]](list)
         names = ("role", "recipe", "scale_source", *_OF_UNCAST)
         rows = zip(*(columns[name] for name in names), strict=True) if columns else ()
@@ -163,26 +163,26 @@ class Tags:
 
 
 def _on_axis(metric: str, values: Mapping[str, float]) -> Mapping[str, float]:
-    """Values as they are streamed, by layer."""
+    """Return values by layer as they are streamed."""
     if metric not in ON_LOG_AXES:
         return values
     found = {layer: ON_LOG_AXES[metric][1](value) for layer, value in values.items()}
     return {layer: value for layer, value in found.items() if value is not None}
 
 
-#: metrics of operands that have a worst tensor and a median
+#: metrics of operands that have a worst tensor and a median in the summary
 LOSSES = ("underflow_pct", "overflow_pct", "relative_error")
-#: and by how many bits the scale in use is off what the amax asks for
+#: the metric of a wrong scale: bits between the scale in use and the one that fits the amax
 OFF = "scale_ratio_log2"
 
 
 @dataclass
 class StartHere:
-    """What is told of one step.
+    """The summary of one step.
 
     Attributes:
-        scalars: by name, all finite.
-        texts: by name: which tensors the worst are, what is out of the ordinary.
+        scalars: finite values, by name.
+        texts: by name: the worst tensors, and anything unusual.
     """
 
     scalars: dict[str, float] = field(default_factory=dict)
@@ -190,7 +190,7 @@ class StartHere:
 
 
 class Overview:
-    """Sums up sample after sample; knows the one before, as the early warning does."""
+    """Summarizes sample after sample. It remembers the last one, as the early warning does."""
 
     def __init__(self) -> None:
         self._coverage: float | None = None
@@ -198,13 +198,13 @@ class Overview:
         self._before: Sample | None = None
 
     def open(self, fingerprint: Mapping[str, Any]) -> None:
-        """Take how much of the model is observed from a fingerprint."""
+        """Read from a fingerprint how much of the model is observed."""
         coverage = fingerprint.get("coverage")
         share = coverage.get("share_not_observed") if isinstance(coverage, Mapping) else None
         self._coverage = 100 * (1 - share) if isinstance(share, (int, float)) else None
 
     def of(self, sample: Sample) -> StartHere:
-        """Of the next sample."""
+        """Summarize the next sample."""
         self._samples += 1
         found = StartHere()
         _operands(sample, found)
@@ -249,7 +249,7 @@ def _nonfinite(sample: Sample, found: StartHere) -> None:
 
 @dataclass(frozen=True)
 class LayerMap:
-    """Layers by roles at one step: what a table shows."""
+    """Layers by roles at one step, for a table."""
 
     step: int
     header: tuple[str, ...]
@@ -257,7 +257,7 @@ class LayerMap:
 
     @classmethod
     def of(cls, sample: Sample) -> LayerMap:
-        """A row a layer, in the order of the sample; of experts their aggregate."""
+        """Make a row for each layer, in the order of the sample. A layer's experts share one row."""
         columns, at = sample.columns, dict[tuple[str, str], int]()
         for i, key in enumerate(zip(columns["layer"], columns["role"], strict=True)):
             if name_aggregate(key[0]) is None:

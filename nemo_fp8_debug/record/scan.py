@@ -1,7 +1,7 @@
 """Reads a table column by column and a few steps at a time, so that a record of any length can be read.
 
-An index says which part has the rows of each step that count, and outlines in the footers of parts say of which operands
-they are. Of a part without an outline, which an earlier release wrote, the names are read.
+An index says which part has the rows of each step, and outlines in the parts' footers say which operands they belong to.
+Earlier releases wrote parts without an outline: their names are read instead.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ from .storage import Storage
 
 @dataclass(frozen=True)
 class TableIndex:
-    """The sampled steps of a table, and which part has each."""
+    """The sampled steps of a table, and the part of each."""
 
-    #: int64, ascending
+    #: steps, int64, ascending
     steps: Ints
     owner: dict[int, Part]
-    #: by path why parts are left out
+    #: reasons for leaving out parts, by path
     damaged: dict[str, str]
 
     @classmethod
@@ -64,9 +64,9 @@ class TableIndex:
         """Read the outlines of parts, several at once.
 
         Args:
-            outline_of: reads that of a part; raises what `read_outline` does.
-            parts: those that are read first; by default all of the table, as they are listed.
-            use: is called with each part before its steps count; may raise the same.
+            outline_of: reads the outline of a part. It raises the errors of `read_outline`.
+            parts: parts to read first, or None for all parts of the table.
+            use: is called with each part before its steps count. It may raise the same errors.
         """
         owners = Owners(table)
 
@@ -79,13 +79,13 @@ class TableIndex:
 
     @property
     def in_order(self) -> list[tuple[Part, list[int]]]:
-        """Parts with the steps that they have, in order of steps; a part twice if another has steps in between."""
+        """Return parts and their steps, in order of steps. A part appears twice if another part's steps lie in between."""
         runs = itertools.groupby(self.steps.tolist(), self.owner.__getitem__)
         return [(part, list(steps)) for part, steps in runs]
 
     @cached_property
     def held(self) -> dict[Part, list[int]]:
-        """The steps that each part has, ascending."""
+        """Return the steps of each part, ascending."""
         parts: dict[Part, list[int]] = {}
         for part, steps in self.in_order:
             parts.setdefault(part, []).extend(steps)
@@ -93,16 +93,16 @@ class TableIndex:
 
     @cached_property
     def newest_first(self) -> list[Part]:
-        """The parts that have steps: those of the latest attempt before others, however far these came."""
+        """Return the parts with steps, the latest attempt's first, even if earlier attempts came farther."""
         return order_newest_first(self.held)
 
     @property
     def newest(self) -> Part | None:
-        """The last part of the latest attempt."""
+        """Return the last part of the latest attempt."""
         return self.newest_first[0] if self.newest_first else None
 
     def nearest(self, step: int) -> int:
-        """Return the sampled step next to one; of two the earlier."""
+        """Return the sampled step closest to `step`. Of two equally close steps, return the earlier."""
         after = min(int(np.searchsorted(self.steps, step)), len(self.steps) - 1)
         before = max(after - 1, 0)
         return int(min(self.steps[before], self.steps[after], key=lambda s: abs(int(s) - step)))
@@ -110,32 +110,32 @@ class TableIndex:
 
 @dataclass(frozen=True)
 class StepRows:
-    """Rows of one step in a part, one behind the other."""
+    """Consecutive rows of a part that belong to one step."""
 
-    #: place among the steps
+    #: place of the step among all steps
     step: int
     #: place of the first row in the part
     first: int
-    #: of the operands of each row, among the layouts
+    #: index of the layout, which lists the operand of each row
     layout: int
 
 
 class Operands:
-    """The operands of rows. Most steps list the same ones, and names are read once for each such list."""
+    """The operands of rows. Most steps list the same ones, so we read the names once for each list."""
 
     def __init__(self, run: Storage, table: str) -> None:
         self._run, self._table = run, table
-        #: layer, role of each
+        #: layer and role of each operand
         self.names = pl.DataFrame(schema=dict.fromkeys(KEYS[1:], pl.String))
-        #: int64 [rows]: the operand of each row of a stretch
+        #: int64 [rows]: the operand of each row, for each layout
         self.layouts: list[Ints] = []
         self._layout: dict[str, int] = {}
 
     def add(self, part: Part, outline: Outline) -> None:
-        """Learn the operands of a part.
+        """Add the operands of a part.
 
         Raises:
-            PartDamagedError: its names cannot be read, or differ from what the footer says.
+            PartDamagedError: its names cannot be read, or differ from its footer.
         """
         names = read_new_names(self._run, self._table, part, outline, self._layout)
         for digest, of_stretch in names.items():
@@ -143,10 +143,10 @@ class Operands:
             self.layouts.append(self._places(pl.DataFrame(pl.from_arrow(of_stretch))))
 
     def runs(self, outline: Outline, places: Mapping[int, int]) -> list[StepRows]:
-        """Return where rows of some steps are in a part, in order of steps.
+        """Return where the rows of some steps are in a part, in order of steps.
 
         Args:
-            places: of steps that are wanted.
+            places: place of each wanted step, by step.
         """
         runs = [
             StepRows(places[stretch.step], first, self._layout[stretch.digest])
@@ -156,7 +156,7 @@ class Operands:
         return sorted(runs, key=lambda run: run.step)
 
     def _places(self, names: pl.DataFrame) -> Ints:
-        """Of each row, the place of its operand; those that are new are added."""
+        """Return the place of each row's operand. Add new operands."""
         new = names.unique(maintain_order=True).join(self.names, on=KEYS[1:], how="anti", maintain_order="left")
         self.names = pl.concat([self.names, new])
         places = names.join(self.names.with_row_index("place"), on=KEYS[1:], how="left", maintain_order="left")["place"]
@@ -173,13 +173,13 @@ def place_stretches(outline: Outline) -> list[tuple[int, Stretch]]:
 def read_new_names(
     run: Storage, table: str, part: Part, outline: Outline, known: Container[str] = ()
 ) -> dict[str, pa.Table]:
-    """Read layers and roles of the stretches of a part, each list of them once, by its digest.
+    """Read layers and roles of a part's stretches, once for each list of them. Return them by digest.
 
     Args:
-        known: digests of lists that are not read.
+        known: digests of lists to skip.
 
     Raises:
-        PartGoneError, PartDamagedError: as `read_names`, or they differ from what the footer says.
+        PartGoneError, PartDamagedError: as for `read_names`, or the names differ from the footer.
     """
     new = dict[str, tuple[int, Stretch]]()
     for first, stretch in place_stretches(outline):
@@ -191,34 +191,34 @@ def read_new_names(
     return {digest: names.select(KEYS[1:]) for digest, names in zip(new, tables, strict=True)}
 
 
-#: tables of other processes that are kept open
+#: number of tables of other processes that stay open
 _OPEN = 8
-#: parts that leave little memory behind when they have been read
+#: number of parts that can be read without leaving much memory behind
 _FEW = 8
-#: rows that were read for each that is wanted, from which on the latter are copied
+#: copy the wanted rows if this many times as many were read
 _MANY_TIMES = 4
 
 
 class Chunk(NamedTuple):
-    """Rows of a few steps, those of each step one behind the other."""
+    """Rows of a few steps, grouped by step."""
 
-    #: the columns that were asked for; texts are strings or categories
+    #: the columns that were requested; texts are strings or categories
     rows: pl.DataFrame
-    #: the place of a step, and int64 [rows of it]: those of operands. Steps that list the same ones share the array
+    #: place of each step, and int64 [its rows]: places of operands; steps with the same operands share the array
     steps: Sequence[tuple[int, Ints]]
 
     @property
     def operand(self) -> Ints:
-        """int64 [rows]: places of operands."""
+        """Return the place of each row's operand, int64 [rows]."""
         return np.concatenate([np.zeros(0, np.int64), *(operands for _, operands in self.steps)])
 
     @property
     def step(self) -> Ints:
-        """int64 [rows]: places of steps."""
+        """Return the place of each row's step, int64 [rows]."""
         return np.repeat([step for step, _ in self.steps], [len(each) for _, each in self.steps]).astype(np.int64)
 
     def spans(self) -> Iterator[tuple[int, slice, Ints]]:
-        """Each step, where its rows are, and places of operands."""
+        """Yield each step's place, the slice of its rows, and the places of their operands."""
         first = 0
         for step, operands in self.steps:
             yield step, slice(first, first + len(operands)), operands
@@ -226,21 +226,21 @@ class Chunk(NamedTuple):
 
 
 def return_unchanged(chunk: Chunk) -> Any:
-    """A chunk as it is."""
+    """Return the chunk."""
     return chunk
 
 
 class Scan:
-    """The rows of a table of a record: of a step that was trained twice, the later attempt's."""
+    """The rows of a table. If a step was trained twice, the later attempt's rows count."""
 
     def __init__(self, run: Address, table: str = "metrics") -> None:
         """
         Args:
             run: folder of a record.
-            table: one with operands.
+            table: a table with operands.
         """
         keep_freed()
-        pa.set_memory_pool(pa.system_memory_pool())  # that of Arrow gives all back within milliseconds
+        pa.set_memory_pool(pa.system_memory_pool())  # unlike Arrow's own pool, this one returns memory within milliseconds
         self._storage, self._table = Storage(run), table
         self._outlines = dict[Part, Outline]()
 
@@ -251,7 +251,7 @@ class Scan:
         operands = Operands(self._storage, table)
         index = TableIndex.read(self._storage, table, outline_of, use=operands.add)
         warn_of_damage(self._storage, table, index.damaged)
-        #: int64, ascending
+        #: sampled steps, int64, ascending
         self.steps: Ints = index.steps
         places = {step: place for place, step in enumerate(index.steps.tolist())}
         self._parts = [
@@ -262,7 +262,7 @@ class Scan:
         layouts = operands.layouts
         met, first = np.unique(np.concatenate([np.zeros(0, np.int64), *(layouts[i] for i in used)]), return_index=True)
         order = met[np.argsort(first)]
-        #: layer, role of each operand, in the order of their first rows
+        #: layer and role of each operand, in the order of their first rows
         self.operands = operands.names[order]
         place = np.empty(len(operands.names), dtype=np.int64)
         place[order] = np.arange(len(order))
@@ -271,18 +271,18 @@ class Scan:
         self.schema: Mapping[str, Any] = SCHEMAS[table]
 
     def __reduce__(self) -> tuple[Callable[..., Scan], tuple[str, str, str]]:
-        """By address: another process reads where the rows are for itself, and once."""
+        """Pickle the address: another process reads for itself where the rows are, and only once."""
         return _opened, (str(self._storage), self._table, self._digest)
 
     @cached_property
     def _digest(self) -> str:
-        """Of its steps and operands, in order."""
+        """Return a digest of steps and operands, in order."""
         digest = hashlib.blake2b(self.steps.tobytes(), digest_size=16)
         digest.update(self.operands.select(pl.concat_str("layer", "role", separator=" ").str.join("\n")).item().encode())
         return digest.hexdigest()
 
     def values(self, column: str) -> list[str | None] | None:
-        """The values of a text column, in the order of their first rows; None: that takes reading them."""
+        """Return the values of a text column, in the order of their first rows. Return None if the footers do not say."""
         return self._texts.get(column)
 
     def chunks(
@@ -292,12 +292,12 @@ class Scan:
         steps: Ints | None = None,
         then: Callable[[Chunk], Any] = return_unchanged,
     ) -> Iterator[Any]:
-        """Rows in order of steps, several parts read at once and no more than a few held.
+        """Yield rows in order of steps. We read several parts at once, and hold only a few.
 
         Args:
-            columns: to read.
-            operands, steps: the place in chunks of each; -1: it is not wanted. None: as here.
-            then: what is to be made of each chunk, at once in several threads.
+            columns: names of the columns to read.
+            operands, steps: the place that each gets in chunks, or -1 if it is not wanted. None keeps the places.
+            then: a function of each chunk. Several threads call it.
         """
         wanted, chosen = self._wanted(operands, steps)
         unreadable: dict[str, str] = {}
@@ -318,14 +318,14 @@ class Scan:
     def alike(
         self, column: str | None, operands: Ints | None = None, steps: Ints | None = None
     ) -> Iterator[tuple[Chunk, Sequence[int]]]:
-        """Rows of a column, of steps that have the same operands with the same values only those of the first.
+        """Yield rows of a column. If steps have the same operands with the same values, yield the first of them only.
 
         Args:
-            column: of texts; None: none, then steps with the same operands are alike.
-            operands, steps: as of `chunks`.
+            column: a text column. If None, steps with the same operands are alike.
+            operands, steps: as for `chunks`.
 
         Returns:
-            Chunks, and of each of its steps how many have the same, itself included, as far as footers tell.
+            Chunks, and for each of their steps how many steps are alike, itself included, as far as footers say.
         """
         wanted, chosen = self._wanted(operands, steps)
         left = [(part, run) for part, runs in wanted for run in runs if chosen[run.layout].operands.size]
@@ -342,13 +342,13 @@ class Scan:
             for (part, runs), chunk in zip(of_parts.items(), run_ahead(read, list(of_parts.items())), strict=True):
                 if chunk is not None:
                     yield chunk, [times[self._kind(column, part, run)] for run in runs]
-            # What a part had that cannot be read, others may have.
+            # Another part may have the same values as one that cannot be read.
             lost = {kind for kind, (part, _) in first.items() if part.path in unreadable}
             left = [each for each, kind in zip(left, kinds, strict=True) if kind in lost and each[0].path not in unreadable]
         warn_of_damage(self._storage, self._table, unreadable)
 
     def _kind(self, column: str | None, part: Part, run: StepRows) -> Hashable:
-        """What stretches of rows have in common that have the same operands, and the same values in a column."""
+        """Return a key that is equal for stretches with the same operands and the same values in a column."""
         outline = self._outlines[part]
         if column is None:
             return run.layout
@@ -360,7 +360,7 @@ class Scan:
     def _wanted(
         self, operands: Ints | None, steps: Ints | None
     ) -> tuple[list[tuple[Part, list[StepRows]]], dict[int, _Chosen]]:
-        """Parts with steps that are wanted, and of each layout there the rows that are; see `chunks`."""
+        """Return parts with wanted steps, and the wanted rows of each of their layouts. See `chunks`."""
         wanted = [(part, kept) for part, runs in self._parts if (kept := _wanted(runs, steps))]
         layouts = {run.layout for _, runs in wanted for run in runs}
         return wanted, {layout: _Chosen.of(self._layouts[layout], operands) for layout in layouts}
@@ -383,7 +383,7 @@ class Scan:
             rows = self._read(part, columns, [(first, some) for _, first, some in kept])
         except PartGoneError:
             raise RecordError(
-                f"{self._storage.path(part.path)} is gone: the run goes on and has merged its parts; do the same again"
+                f"{self._storage.path(part.path)} is gone, because the run goes on and merged its parts. Try again"
             ) from None
         except Exception as error:
             unreadable[part.path] = describe_error(error)
@@ -393,7 +393,7 @@ class Scan:
     def _read(self, part: Part, columns: Sequence[str], kept: Sequence[tuple[int, _Chosen]]) -> pl.DataFrame:
         """
         Args:
-            kept: the first row of each stretch, and which of its rows.
+            kept: the first row of each stretch, and the wanted rows of it.
         """
         known = self._outlines[part].same
         same = {name: known[name] for name in columns if name in known}
@@ -410,29 +410,29 @@ class Scan:
         return rows.with_columns(constant).select(columns)
 
     def _varied(self, part: Part, columns: Sequence[str], kept: Sequence[tuple[int, _Chosen]]) -> pl.DataFrame:
-        """Of columns whose rows differ; arguments are those of `_read`."""
+        """Read columns whose rows differ. Arguments are the same as for `_read`."""
         spans = [(first + some.first, first + some.end) for first, some in kept]
         table, at = read_columns(self._storage, self._table, part, columns, spans)
-        # The rows of a stretch follow one another in what was read, too.
+        # The rows of a stretch are also consecutive in the rows that were read.
         begins = at(np.array([first for first, _ in spans])).tolist()
         found = pa.concat_tables(some.of_rows(table, begin) for begin, (_, some) in zip(begins, kept, strict=True))
         rows = pl.DataFrame(pl.from_arrow(found))
-        # A slice keeps all that was read: whoever holds a few rows of each part would hold the record.
+        # A slice keeps everything that was read, so a few rows of each part would keep the whole record.
         return rows[np.arange(len(rows))] if _MANY_TIMES * len(rows) < len(table) else rows
 
 
 def _wanted(runs: Sequence[StepRows], steps: Ints | None) -> list[StepRows]:
-    """Those of steps that are wanted, by the places of these; see `Scan.chunks`."""
+    """Return rows of wanted steps, with the steps' places. See `Scan.chunks`."""
     if steps is None:
         return list(runs)
     return [replace(run, step=int(steps[run.step])) for run in runs if steps[run.step] >= 0]
 
 
 def _texts_of(parts: Sequence[tuple[Outline, Sequence[int]]]) -> dict[str, list[str | None]]:
-    """Values of text columns, as far as footers tell them of all rows that count, and of no others.
+    """Return values of text columns, as far as footers list them for exactly the rows that count.
 
     Args:
-        parts: outlines, and steps that count.
+        parts: outlines, and the steps that count.
     """
     if any(len(outline.steps) != len(steps) for outline, steps in parts):
         return {}  # some rows were trained again
@@ -442,31 +442,31 @@ def _texts_of(parts: Sequence[tuple[Outline, Sequence[int]]]) -> dict[str, list[
 
 @lru_cache(_OPEN)
 def _opened(address: str, table: str, digest: str) -> Scan:
-    """The scan that another process has of a table.
+    """Open a table that another process has scanned.
 
     Raises:
-        RecordError: the record is another one here, or has more samples since.
+        RecordError: this process finds another record here, or one with more samples.
     """
     scan = Scan(address, table)
     if scan._digest != digest:
-        raise RecordError(f"{address} has other samples than before, or here: the run goes on; do the same again")
+        raise RecordError(f"{address} has changed while it was read, because the run goes on. Try again")
     return scan
 
 
 @dataclass(frozen=True)
 class _Chosen:
-    """Rows of a stretch that are wanted."""
+    """The wanted rows of a stretch."""
 
     #: places of their operands in chunks
     operands: Ints
-    #: places in the stretch: of the first, behind the last, and of each; None: all in between
+    #: places in the stretch: the first, the one after the last, and each; None means all in between
     first: int
     end: int
     places: Ints | None
 
     @classmethod
     def of(cls, layout: Ints, operands: Ints | None) -> _Chosen:
-        """Of the operands that are wanted; see `Scan.chunks`."""
+        """Choose the rows of wanted operands. See `Scan.chunks`."""
         if operands is None:
             return cls(layout, 0, len(layout), None)
         of_rows = operands[layout]
@@ -475,7 +475,7 @@ class _Chosen:
         return cls(of_rows[places], first, end, None if end - first == len(places) else places)
 
     def of_rows(self, table: pa.Table, begin: int) -> pa.Table:
-        """Those of a table that has the first one at `begin`."""
+        """Return the wanted rows of a table in which the first one is at `begin`."""
         if self.places is None:
             return table.slice(begin, self.end - self.first)
         return table.take(self.places - self.first + begin)

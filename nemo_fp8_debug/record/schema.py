@@ -1,4 +1,4 @@
-"""The tables of a run record, and how its parts are named. Columns: docs/record.md."""
+"""The tables of a run record, and the file names of its parts. Columns: docs/record.md."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ import pyarrow as pa
 from ..core.keys import STEP_SCALARS as STEP_SCALARS
 from ..core.table import Table, load_modules
 
-#: file of a record: what the run made of its control file, how far dumps are, and whether it has ended
+#: the file with the run's latest state: control file, dumps, and whether the run has ended
 STATUS = "status.json"
 VERSION = 4
-#: of a fingerprint, each a mapping
+#: sections of a fingerprint, each a mapping
 SECTIONS = (
     *("versions", "devices", "environment", "recipe", "torchao", "backend_options", "risky_features_on", "model"),
     *("sampled", "coverage", "imported"),
@@ -36,16 +36,19 @@ _ARROW = {
 
 _POLARS: dict[str, Any] = {name: pl.Series(pa.nulls(0, kind)).dtype for name, kind in _ARROW.items()}
 
-#: by name, in order
+#: all tables by name, in the order of the record
 TABLES: dict[str, Table] = {table.name: table for module in load_modules("table") for table in module.TABLES}
-#: types of the columns of each, as polars has them
+#: polars type of each column, by table and column
 SCHEMAS: dict[str, dict[str, Any]] = {
     name: {column: _POLARS[kind] for column, kind in table.columns.items()} for name, table in TABLES.items()
 }
 
 
 def arrow_table(table: str, columns: Mapping[str, Any]) -> pa.Table:
-    """Columns as the schema of `table` has them; null where they are not given, and names that it lacks left out."""
+    """Return columns as a table with the schema of `table`.
+
+    Columns that are not given are null, and columns that the schema lacks are left out.
+    """
     rows = len(next(iter(columns.values())))
     schema = arrow_schema(table)
     return pa.table([_array(columns.get(field.name), field.type, rows) for field in schema], schema=schema)
@@ -56,7 +59,7 @@ def _array(values: Sequence[Any] | None, kind: pa.DataType, rows: int) -> pa.Arr
         return pa.nulls(rows, kind)
     if not pa.types.is_list(kind):
         return pa.array(values, kind)
-    # Of a list of arrays pyarrow makes one value after the other, and loads pandas to do it.
+    # pyarrow converts a list of arrays value by value, and loads pandas to do so.
     absent, arrays = [array is None for array in values], [() if array is None else array for array in values]
     ends, dtype = np.cumsum([0, *map(len, arrays)], dtype=np.int32), kind.value_type.to_pandas_dtype()
     flat = np.concatenate([np.zeros(0, dtype), *(np.asarray(array, dtype) for array in arrays)])
@@ -65,24 +68,24 @@ def _array(values: Sequence[Any] | None, kind: pa.DataType, rows: int) -> pa.Arr
 
 
 def arrow_schema(table: str, columns: Iterable[str] | None = None) -> pa.Schema:
-    """The schema of `table`, or of some of its columns, as parts have it."""
+    """Return the schema of `table`, or of some of its columns, as parts store them."""
     kept = None if columns is None else set(columns)
     return pa.schema([(c, _ARROW[kind]) for c, kind in TABLES[table].columns.items() if kept is None or c in kept])
 
 
 def texts_of(schema: pa.Schema) -> list[str]:
-    """Names of columns of text."""
+    """Return the names of the text columns."""
     return [field.name for field in schema if field.type == pa.string()]
 
 
-# No more digits than the columns hold.
+# At most as many digits as the columns can hold.
 _PART = re.compile(r"attempt-(\d{1,9})-steps?-(\d{1,18})(?:-(\d{1,18}))?-([0-9a-f]{8})\.parquet")
 _FINGERPRINT = re.compile(r"attempt-(\d{1,9})\.json")
 
 
 @dataclass(frozen=True)
 class Part:
-    """What the name of a part says."""
+    """The fields of a part's file name."""
 
     folder: str
     name: str
@@ -90,12 +93,12 @@ class Part:
     first: int
     last: int
     checksum: str
-    #: made of several parts, which it replaces
+    #: whether it replaces several parts, which were merged
     merged: bool
 
     @property
     def path(self) -> str:
-        """Below the record's folder."""
+        """Return the path below the record's folder."""
         return f"{self.folder}/{self.name}"
 
     @classmethod
@@ -112,7 +115,7 @@ class Part:
 
     @classmethod
     def named(cls, folder: str, name: str) -> Part | None:
-        """The part called `name` in a folder of the record; None if that is not the name of a part."""
+        """Parse the name of a file in a folder of the record. Return None if no part is named like that."""
         found = _PART.fullmatch(name)
         if not found:
             return None
@@ -121,6 +124,6 @@ class Part:
 
 
 def parse_attempt(name: str) -> int | None:
-    """The attempt that the fingerprint called `name` belongs to; None where that is no name of one."""
+    """Return the attempt that a fingerprint's file name holds. Return None if no fingerprint is named like that."""
     found = _FINGERPRINT.fullmatch(name)
     return int(found[1]) if found else None

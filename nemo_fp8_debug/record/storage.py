@@ -1,8 +1,8 @@
 """A folder, local or at any fsspec address: the only code that knows the difference.
 
-A run limits what a remote place may cost: each request has a time limit, and a place that failed rests for a while.
-Drivers repeat what fails, in layers: s3fs 5 times what botocore does 5 times. Without a limit, a silent place would keep a
-write, and all that waits behind it, for 25 times the 15 s that the driver waits for an answer.
+A run limits the cost of a remote place: each request has a time limit, and after a failure we pause requests. Drivers retry
+in layers: s3fs retries 5 times what botocore retries 5 times. Without a limit, a silent place would block a write, and all
+writes behind it, for 25 times the driver's 15 s.
 """
 
 from __future__ import annotations
@@ -27,38 +27,38 @@ from ..errors import ConfigError
 from .migration import list_folders
 from .schema import SCHEMAS, STATUS, parse_attempt
 
-#: seconds that a request may take, with all that its driver does to repeat it
+#: seconds that a request may take, including the driver's retries
 LIMIT = 20.0
-#: bytes a second that any upload has
+#: lowest upload speed that we wait for, in bytes per second
 SLOWEST = 1 << 20
-#: times as long as a failed request took, no other one is made: so failures take about a tenth of the time
+#: pause after a failure, as a multiple of the failed request's time: failures then take about a tenth of the time
 REST = 9
-#: seconds; what fails sooner costs little, and is not left alone
+#: seconds; a failure that is faster costs little and needs no pause
 _QUICK = 1.0
 
 
 class RequestLimits:
-    """Makes the requests of one run to one place."""
+    """Limits the requests of one run to one place."""
 
     def __init__(self) -> None:
         self._asked_again = 0.0  # when, by the monotonic clock
         self._why = ""
 
     def end_rest(self) -> None:
-        """Let the next request be made, whenever the last one failed."""
+        """Allow the next request, whenever the last one failed."""
         self._asked_again = 0.0
 
     def call(self, fs: Any, method: str, *arguments: Any, size: int = 0, **options: Any) -> Any:
         """Call a method of a file system.
 
         Args:
-            fs: an fsspec file system. One that is not asynchronous, as sftp, has no time limit.
-            size: bytes that are sent.
+            fs: an fsspec file system. One that is not asynchronous, such as sftp, has no time limit.
+            size: bytes to send.
 
         Raises:
-            TimeoutError: no answer in time.
-            ConnectionError: the place is left alone, since it did not answer lately.
-            Exception: what the driver raises.
+            TimeoutError: no answer arrived in time.
+            ConnectionError: requests are paused after a failure.
+            Exception: any error of the driver.
 
         Example:
             >>> import fsspec
@@ -79,17 +79,17 @@ class RequestLimits:
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
-        """A request; one that fails late keeps others from being made for a while.
+        """Guard a request. If it fails slowly, pause further requests.
 
         Raises:
-            ConnectionError: it is not made.
+            ConnectionError: requests are paused.
         """
         began = time.monotonic()
         if began < self._asked_again:
-            raise ConnectionError(f"not asked again yet after {self._why}")
+            raise ConnectionError(f"requests are paused after {self._why}")
         try:
             yield
-        except (FileNotFoundError, FileExistsError):  # an answer, if a late one
+        except (FileNotFoundError, FileExistsError):  # an answer, even if a late one
             raise
         except Exception as error:
             now = time.monotonic()
@@ -99,34 +99,34 @@ class RequestLimits:
 
 
 class NotAFileError(OSError):
-    """It is a pipe, a socket or a device."""
+    """The path is a pipe, a socket or a device."""
 
 
 class Storage:
-    """Files by name below a folder; names use `/`."""
+    """Files by name below a folder. Names use `/`."""
 
     def __init__(self, address: str | os.PathLike[str]) -> None:
         """
         Args:
-            address: a path, or `s3://bucket/run`, `gs://...`, `memory://...`: whatever fsspec has a driver for.
+            address: a path, or `s3://bucket/run`, `gs://...`, `memory://...`: any address that fsspec has a driver for.
 
         Raises:
             ConfigError: no driver for the address is installed.
         """
         path = os.fspath(address)
-        try:  # a path is none of fsspec's: it would take a :: in one for a chain of file systems
+        try:  # a plain path is not fsspec's, which would read :: in it as a chain of file systems
             self._fs, root = url_to_fs(path) if "://" in path else (LocalFileSystem(), LocalFileSystem._strip_protocol(path))
         except (ImportError, ValueError) as error:
             raise ConfigError(f"{path} is not an address that can be written to: {error}") from None
         self._root = root.rstrip("/")
-        #: a file without which a local folder is not written to: the folder that is mounted there is not, or it was deleted
+        #: file that must exist before we write to a local folder: otherwise the mount is missing, or the folder was deleted
         self.anchor = ""
         self.is_local = isinstance(self._fs, LocalFileSystem)
         self._limits: RequestLimits | None = None
 
     @classmethod
     def of_run(cls, address: str | os.PathLike[str]) -> Storage:
-        """One that a run writes to: no request to a remote place takes longer than `RequestLimits` allow.
+        """Return a storage that a run writes to. Requests to a remote place keep the `RequestLimits`.
 
         Raises:
             ConfigError: as for `Storage(address)`.
@@ -146,18 +146,18 @@ class Storage:
     __hash__ = None  # type: ignore[assignment]
 
     def below(self, name: str) -> Storage:
-        """A folder in this one."""
+        """Return a folder below this one."""
         inner = object.__new__(Storage)
         inner._fs, inner._root, inner.is_local, inner.anchor = self._fs, self.path(name), self.is_local, ""
         inner._limits = self._limits
         return inner
 
     def path(self, name: str) -> str:
-        """The file's path as its file system spells it."""
+        """Return the path of a file as its file system spells it."""
         return f"{self._root}/{name}" if name else self._root
 
     def names(self, folder: str = "") -> list[str]:
-        """Names in a folder, sorted; none where there is no such folder."""
+        """Return the names in a folder, sorted. If there is no such folder, there are none."""
         path = self.path(folder)
         self._fs.invalidate_cache(path)
         try:
@@ -167,12 +167,12 @@ class Storage:
         return sorted(p.rstrip("/").rpartition("/")[2] for p in found)
 
     def entries(self, folder: str = "") -> Iterator[tuple[str, str]]:
-        """Names in a folder and what each is: `folder`, `link` or `file`; without a look at each, where that is possible.
+        """Yield each name in a folder and its kind: `folder`, `link` or `file`.
 
-        Pipes, sockets and devices are passed over.
+        We look at single files only if the listing lacks their kind. Pipes, sockets and devices are skipped.
 
         Raises:
-            OSError: it cannot be read.
+            OSError: the folder cannot be read.
         """
         path = self.path(folder)
         if self.is_local:
@@ -189,7 +189,7 @@ class Storage:
                 yield name, kind
 
     def modified(self, name: str) -> float | None:
-        """When a file was written, in seconds since 1970; None where its file system does not tell."""
+        """Return when a file was written, in seconds since 1970. Return None if its file system does not say."""
         try:
             return (
                 os.stat(self.path(name)).st_mtime if self.is_local else float(self._fs.modified(self.path(name)).timestamp())
@@ -198,44 +198,44 @@ class Storage:
             return None
 
     def size(self, folder: str, prefix: str = "") -> int:
-        """Bytes of all files in a folder and below whose names begin with `prefix`; 0 where there is no such folder."""
+        """Return the total bytes of files in and below a folder whose names begin with `prefix`, 0 without such a folder."""
         self._fs.invalidate_cache()
         found = self._call("find", self.path(folder), detail=True)
         return sum(about["size"] for path, about in found.items() if path.rpartition("/")[2].startswith(prefix))
 
     def files(self) -> list[str]:
-        """Names of all files in this folder and below, sorted."""
+        """Return names of all files in and below this folder, sorted."""
         self._fs.invalidate_cache()
         return sorted(path.removeprefix(self._root).strip("/") for path in self._fs.find(self._root))
 
     @property
     def is_there(self) -> bool:
-        """Whether a local folder with an anchor is what it was; others always are."""
+        """Return False if a local folder has lost its anchor."""
         return not (self.is_local and self.anchor) or os.path.exists(self.path(self.anchor))
 
     def has(self, pattern: str) -> bool:
-        """Whether this folder itself holds a file named like the glob `pattern`."""
-        self._fs.invalidate_cache(self._root)  # drivers keep listings for good, and a run goes on
+        """Return whether this folder itself holds a file whose name matches the glob `pattern`."""
+        self._fs.invalidate_cache(self._root)  # drivers keep listings forever, but a run goes on
         return any(fnmatch.filter(files, pattern) for _, _, files in self._fs.walk(self._root, maxdepth=1))
 
     def folders_with(self, pattern: str) -> list[Storage]:
-        """Every folder at or below this one that holds a file named like the glob `pattern`."""
+        """Return every folder at or below this one that holds a file whose name matches the glob `pattern`."""
         self._fs.invalidate_cache()
-        # Not the file system's own glob: the folder's name may have a [, * or ? in it.
+        # Do not use the file system's own glob: the folder's name may have a [, * or ? in it.
         walked = ((str(folder), files) for folder, _, files in self._fs.walk(self._root))
         roots = sorted(folder for folder, files in walked if fnmatch.filter(files, pattern))
         return [self.below(root.removeprefix(self._root).strip("/")) for root in roots]
 
     def read(self, name: str) -> bytes:
-        """The content of a file."""
+        """Return the content of a file."""
         content: bytes = self._call("cat_file", self.path(name))
         return content
 
     def open(self, name: str) -> Any:
-        """A file to read, as a binary file object. A pipe is refused at once, where to open it would wait for a writer.
+        """Open a file for reading as a binary file object. Refuse a pipe, because opening it would wait for a writer.
 
         Raises:
-            OSError: it is a pipe, a socket or a device.
+            OSError: the file is a pipe, a socket or a device.
         """
         path = self.path(name)
         if self.is_local:
@@ -244,39 +244,39 @@ class Storage:
             return self._fs.open(path, "rb")
 
     def open_small(self, name: str) -> Any:
-        """As `open`; a remote file comes whole in one request, of which a run's limits hold."""
+        """Open a file like `open`. A remote file comes whole in one request, within the limits of a run."""
         return self.open(name) if self.is_local else io.BytesIO(self.read(name))
 
     def check(self, name: str) -> None:
-        """Refuse what may never end: to open a pipe waits for somebody who writes to it.
+        """Refuse a file that may never end, such as a pipe that waits for a writer.
 
         Raises:
-            OSError: it is a pipe, a socket or a device.
+            OSError: the file is a pipe, a socket or a device.
         """
         if self.is_local and _is_odd(self.path(name)):
             raise OSError(f"{self.path(name)} is not a file")
 
     def make(self, folder: str) -> None:
-        """Make a folder, where file systems have such a thing."""
+        """Make a folder, if the file system has folders."""
         self._call("makedirs", self.path(folder), exist_ok=True)
 
     def create(self, name: str, content: bytes) -> None:
-        """Write a new file; of two who write it at once, on a local file system, one is refused.
+        """Write a new file. On a local file system, one of two simultaneous writers is refused.
 
         Raises:
-            FileExistsError: there is one.
+            FileExistsError: the file exists.
         """
         if not self.is_local:
             self._call("pipe_file", self.path(name), content, mode="create", size=len(content))
             return
-        with open(self.path(name), "xb") as file:  # fsspec looks first and creates then
+        with open(self.path(name), "xb") as file:  # fsspec checks first and creates later
             file.write(content)
 
     def write(self, name: str, content: bytes) -> None:
-        """Write a file whole or not at all: an upload is, and a local file is renamed once it is.
+        """read the kept parts to their end before removing others
 
         Raises:
-            FileNotFoundError: the `anchor` of a local folder is not there.
+            FileNotFoundError: the `anchor` of a local folder is missing.
         """
         path = self.path(name)
         if not self.is_local:
@@ -300,24 +300,24 @@ class Storage:
         self._call("rm_file", self.path(name))
 
     def end_rest(self) -> None:
-        """Ask a remote place again, however lately it did not answer."""
+        """End a pause, so that the next request reaches a remote place."""
         if self._limits:
             self._limits.end_rest()
 
     def _call(self, method: str, *arguments: Any, size: int = 0, **options: Any) -> Any:
-        """A method of the file system, within the limits of a run if there are any."""
+        """Call a method of the file system within the run's limits, if it has any."""
         if self._limits:
             return self._limits.call(self._fs, method, *arguments, size=size, **options)
         return getattr(self._fs, method)(*arguments, **options)
 
 
 def _is_odd(path: str | os.PathLike[str]) -> bool:
-    """Whether something is there that is neither a file nor a folder."""
+    """Return whether the path is something other than a file or a folder."""
     return os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path)
 
 
 def _open_file(path: str, flags: int) -> int:
-    """An opener that waits for nobody."""
+    """Open a file without waiting for a writer."""
     file = os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
     mode = os.fstat(file).st_mode
     if stat.S_ISREG(mode):
@@ -326,22 +326,22 @@ def _open_file(path: str, flags: int) -> int:
     raise IsADirectoryError(f"{path} is a folder") if stat.S_ISDIR(mode) else NotAFileError(f"{path} is not a file")
 
 
-#: folders of a record, `tensors` for dumps
+#: folders of a record, including `tensors` for dumps
 TABLES = frozenset({*(folder for table in SCHEMAS for folder in list_folders(table)), "tensors"})
 
 
 def is_link_out(storage: Storage, name: str) -> bool:
-    """Return True if a file or folder below a local folder, whose path is free of links, lies elsewhere."""
+    """Return True if a name below a local folder lies elsewhere. The folder's own path must be free of links."""
     root = storage.path("").rstrip("/")
     return not f"{os.path.realpath(storage.path(name))}/".startswith(f"{root}/")
 
 
 def find_link_out(storage: Storage, folder: str) -> str | None:
-    """Return the first name in a record that is a link out of `storage`; None: there is none.
+    """Return the first name in a record that links out of `storage`, or None.
 
     Args:
         storage: a folder whose path is free of links.
-        folder: that of the record, below it.
+        folder: the record's folder, below `storage`.
     """
     if not storage.is_local:
         return None
@@ -361,5 +361,5 @@ def find_link_out(storage: Storage, folder: str) -> str | None:
 
 
 def join_path(folder: str, name: str) -> str:
-    """Return the path of a name below a folder, which may be the empty one."""
+    """Return the path of a name below a folder, which may be empty."""
     return "/".join(filter(None, (folder, name)))

@@ -1,4 +1,4 @@
-"""A run in TensorBoard: scalars, charts that put the loss beside the worst layers, how the run was set up, and event files.
+"""Write a run to TensorBoard: scalars, charts of the loss next to the worst layers, and the fingerprint.
 
 Event files are written in the caller's thread.
 """
@@ -31,52 +31,52 @@ from ..core.table import load_modules
 from .scalars import Overview, ScalarRecorder, make_tag
 from .storage import Storage
 
-#: seconds that events may wait to be handed to the disk
+#: seconds after which events are flushed to the disk
 _FLUSH = 120.0
 _files = itertools.count()
 
 
 class EventFile:
-    """A TensorBoard event file, written in the caller's thread; after a fault another one is begun.
+    """A TensorBoard event file, written in the caller's thread. After an error we begin another file.
 
-    What SummaryWriter writes in a thread of its own ends for good with the first fault, as of a disk that is full.
+    SummaryWriter writes in its own thread, and stops for good after the first error, such as a full disk.
     """
 
     def __init__(self, folder: str | os.PathLike[str] | Storage) -> None:
         """
         Args:
-            folder: a path or an fsspec address; that of a run's record as its storage.
+            folder: a path, an fsspec address, or the storage of a run's record.
         """
         self.file_writer = self
         self._storage = folder if isinstance(folder, Storage) else Storage(folder)
         self.log_dir = str(self._storage)
         self._file: Any = None
-        self._name = ""  # of the file that is begun; another attempt to begin it takes its place
+        self._name = ""  # name of the open file; a second attempt to begin it reuses the name
         self._flushed = time.monotonic()
         if self._storage.is_local:
             tf.io.gfile.makedirs(self.log_dir)
 
     def add_summary(self, summary: Summary, step: int) -> None:
-        """Write an event; it is lost where the folder cannot be written, of which the record in it tells."""
+        """Write an event. If the folder cannot be written, the event is lost, and the record in that folder warns."""
         try:
             self._file = self._file or self._begun()
             self._write(self._file, Event(wall_time=time.time(), step=step, summary=summary))
             self._name = ""
         except Exception as error:
-            self._file = None  # it may end in half an event, and nothing after that would be read
+            self._file = None  # it may end in half an event, and readers stop there
             if not isinstance(error, OSError):
                 raise
 
     def add_text(self, tag: str, text: str, step: int) -> None:
-        """Markdown."""
+        """Write a text as Markdown."""
         self.add_summary(summaries.text(tag, text), step)
 
     def add_custom_scalars(self, layout: Mapping[str, Any]) -> None:
-        """The page of charts; the last one written is shown."""
+        """Write the layout of the charts page. TensorBoard shows the last one."""
         self.add_summary(summaries.custom_scalars(layout), 0)
 
     def flush(self) -> None:
-        """Hand everything to the disk."""
+        """Flush everything to the disk."""
         if self._file:
             self._file.flush()
         self._flushed = time.monotonic()
@@ -91,15 +91,15 @@ class EventFile:
 
     def _write(self, file: Any, event: Event) -> None:
         file.write(_framed(event.SerializeToString()))
-        if time.monotonic() - self._flushed > _FLUSH:  # each time sends the whole file, where it is a remote one
+        if time.monotonic() - self._flushed > _FLUSH:  # each flush of a remote file uploads all of it
             file.flush()
             self._flushed = time.monotonic()
 
 
 class _RemoteFile:
-    """A file that is uploaded whole at each flush; what could not be uploaded is at the next one.
+    """A file that is uploaded whole at each flush. A failed upload is repeated at the next flush.
 
-    Through the driver that writes the record: TensorBoard's own has credentials and time limits of its own.
+    We use the driver that writes the record, because TensorBoard's own has other credentials and time limits.
     """
 
     def __init__(self, storage: Storage, name: str) -> None:
@@ -112,12 +112,14 @@ class _RemoteFile:
     def flush(self) -> None:
         self._content.seek(0)
         content = self._content.read()
-        with contextlib.suppress(Exception):  # the record at the same place says so
+        with contextlib.suppress(Exception):  # the record in the same place warns
             self._storage.write(self._name, content)
 
 
 def _framed(data: bytes) -> bytes:
-    """A record of a TFRecord file. TensorBoard's own writer takes the checksums in Python, in longer than all metrics take.
+    """Frame data as a record of a TFRecord file.
+
+    TensorBoard's own writer computes the checksums in Python, which takes longer than all metrics.
 
     Source: `tensorflow/core/lib/io/record_writer.h`.
     """
@@ -130,13 +132,13 @@ def _checksum(data: bytes) -> bytes:
     return struct.pack("<I", ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF)
 
 
-#: charts of the custom-scalars tab: of the summary, of which a few have a chart for each role, and of single layers
+#: metrics in the charts of the custom-scalars tab, one chart for each role; single layers follow
 _SUMMED_UP = ("underflow_pct", "overflow_pct", "relative_error")
 _CHARTS = (*_SUMMED_UP, "mse", "scale_ratio_log2", "amax")
 _WORST_SHOWN = 3
-#: before the tags of the summary: Time Series shows the group that sorts first at the top
+#: prefix of the summary's tags: Time Series shows the group that sorts first at the top
 START_HERE = "00 FP8 start here/"
-#: what is written in it, and how charts call metrics
+#: names that charts use for the scalars of the summary
 _LABELS = {
     "underflow_pct": "underflow %",
     "overflow_pct": "overflow %",
@@ -152,14 +154,14 @@ _LOSS_TAGS = r"(reduced_)?(train(ing)?[_/])?loss(_step)?$"
 
 
 class TensorBoardRecorder(ScalarRecorder):
-    """Scalars, a page that puts loss and worst layers side by side, and the run's fingerprint as text."""
+    """Writes scalars, a page of charts with the loss and the worst layers, and the fingerprint as text."""
 
     in_callers_thread = False
 
     def __init__(self, writer: EventFile | SummaryWriter, max_tags: int, log_losses: bool = False) -> None:
         """
         Args:
-            log_losses: also write the loss, where no host does.
+            log_losses: whether to write the loss too, because no framework logs it.
         """
         super().__init__(self._write_scalars, max_tags)
         self._writer: Any = writer
@@ -170,7 +172,7 @@ class TensorBoardRecorder(ScalarRecorder):
 
     @property
     def folder(self) -> str | None:
-        """Where events go, as an absolute path or address."""
+        """Return the folder of the events, as an absolute path or address."""
         folder = getattr(self._writer, "log_dir", None)
         return str(Storage(folder)) if isinstance(folder, (str, os.PathLike)) else None
 
@@ -180,7 +182,7 @@ class TensorBoardRecorder(ScalarRecorder):
         self._writer.add_text("fp8_debug/fingerprint", _as_markdown(fingerprint), 0)
 
     def record(self, sample: Sample) -> None:
-        """Write one sampled step, and the layout where the worst layers have changed."""
+        """Write one sampled step. If the worst layers have changed, write the layout too."""
         tags = self.scalars(sample)
         found = self._overview.of(sample)
         summary = {tag: value for name, value in found.scalars.items() if (tag := summary_tag(name))}
@@ -198,23 +200,25 @@ class TensorBoardRecorder(ScalarRecorder):
             self._layout = layout
 
     def record_steps(self, steps: Mapping[int, Mapping[str, float]]) -> None:
-        """Write losses, if no host does."""
+        """Write losses, if no framework logs them."""
         for step, scalars in steps.items():
             if self._log_losses and "loss" in scalars:
                 self._write_scalars({"loss": scalars["loss"]}, step)
 
     def close(self) -> None:
-        """Hand everything to the disk."""
+        """Flush everything to the disk."""
         self._writer.flush()
 
     def _write_scalars(self, tags: Mapping[str, float], step: int) -> None:
-        # One event for all tags: an event each would wait on the writer's queue of ten.
+        # Write one event for all tags: separate events would wait for the writer's queue of ten.
         values = [Summary.Value(tag=tag, simple_value=value) for tag, value in tags.items()]
         self._writer.file_writer.add_summary(Summary(value=values), step)
 
 
 def summary_tag(name: str) -> str | None:
-    """The tag of a scalar of the summary; None: it has none, since medians have one elsewhere, and the coverage is constant.
+    """Return the tag of a scalar of the summary.
+
+    Return None for medians, which have tags elsewhere, and for the coverage, which is constant.
 
     >>> summary_tag("underflow_pct/input/worst")
     '00 FP8 start here/underflow %, worst X'
@@ -228,15 +232,15 @@ def summary_tag(name: str) -> str | None:
 
 @cache
 def _summary_labels() -> dict[str, str]:
-    """Return what the summary calls its scalars, those of each feature among them."""
+    """Return the names that charts use for scalars of the summary, including those of each feature."""
     own = [getattr(module, "LABELS", {}) for module in load_modules("scalars")]
     return _LABELS | {name: label for labels in own for name, label in labels.items()}
 
 
 def _layout(worst: Mapping[tuple[str, str], Sequence[str]]) -> dict[str, Any]:
-    """Custom-scalars layout: the loss beside the summary; then a category a role, with a chart for each of the worst layers.
+    """Return the layout: first the loss and the summary, then for each role a chart for each of the worst layers.
 
-    A chart has one line a run and its title names the layer: TensorBoard shows the names of lines in a closed fold.
+    A chart has one line for each run, and its title names the layer. TensorBoard folds the names of lines away.
     """
     roles = [r for r in ROLES if any(r == role for _, role in worst)]
     summary: dict[str, Any] = {"loss": ["Multiline", [_LOSS_TAGS]]}
@@ -255,7 +259,7 @@ def _layout(worst: Mapping[tuple[str, str], Sequence[str]]) -> dict[str, Any]:
     return layout
 
 
-#: a bar would end the cell of a Markdown table
+#: the character | would end the cell of a Markdown table
 BAR = "&#124;"
 
 

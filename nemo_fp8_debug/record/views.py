@@ -1,7 +1,7 @@
-"""SQL that makes views over a record's Parquet parts, whose rows are those of `read_record`: for DuckDB and for Spark.
+"""SQL that makes views over a record's Parquet parts, with the rows of `read_record`, for DuckDB and Spark.
 
-The files alone do not say whose rows of a step count, which `parts` says, and that earlier releases called folders, columns
-and values otherwise.
+The files alone do not say whose rows of a step count: `parts` has the rules. Earlier releases also used other names for
+folders, columns and values.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .reader import find_run, read_fingerprint
 from .schema import SCHEMAS
 from .storage import Storage
 
-#: parts, and neither what is being written nor files of others
+#: files of parts, without unfinished and foreign files
 _PARTS = "attempt-*-step*-*.parquet"
 _TYPES = {
     pl.Boolean: "BOOLEAN",
@@ -34,7 +34,7 @@ _TYPES = {
 
 @dataclass(frozen=True)
 class _Engine:
-    """How an engine spells what SQL leaves open."""
+    """The spelling of an engine where SQL leaves a choice."""
 
     create: str
     quote: str
@@ -48,7 +48,7 @@ _ENGINES = {
 }
 ENGINES = tuple(_ENGINES)
 
-#: the rule of `parts.Owners` in SQL: rows of a step are those of one part, merged parts come first, then by folder and name
+#: the rule of `parts.Owners` in SQL: rows of a step come from one part. Merged parts come first, then folder and name decide
 _PLACE = """concat(
     CASE WHEN regexp_extract(file, '([^/]+)$', 1) LIKE 'attempt-%-steps-%' THEN '0' ELSE '1' END,
     CASE WHEN regexp_extract(file, '([^/]+)/[^/]+$', 1) = '{table}' THEN '0' ELSE '1' END,
@@ -65,7 +65,7 @@ SELECT
 FROM placed JOIN latest ON placed.attempt = latest.attempt AND placed.step = latest.step AND {same_place}
 WHERE latest.attempt = latest.newest;"""
 
-#: several recipes may be replayed, each in parts of its own, and one of them twice: exact rows count before rounded ones
+#: Several recipes may be replayed, each into its own parts, and some of them twice. Exact rows count before rounded ones
 _ONCE = """{create} {table} AS
 SELECT {names} FROM (
   SELECT *, row_number() OVER (PARTITION BY step, layer, role, recipe ORDER BY rounded NULLS FIRST) AS nth FROM {table}_all)
@@ -73,18 +73,18 @@ WHERE nth = 1;"""
 
 
 def sql_views(address: str | os.PathLike[str], engine: str = "duckdb") -> str:
-    """Statements that make a view of each table of a record, with the rows of `read_record`.
+    """Return statements that make a view of each table of a record, with the rows of `read_record`.
 
     Args:
-        address: the record, or a folder above it; a path or any fsspec address that the engine can read too.
+        address: the record, or a folder above it. A path or any fsspec address that the engine can read too.
         engine: "duckdb" or "spark".
 
     Returns:
-        SQL, a few statements a table, each ended by a semicolon and a line break.
+        SQL with a few statements for each table. Each ends with a semicolon and a line break.
 
     Raises:
-        RecordError: there is no record, or it was written by a release with another schema.
-        ConfigError: the engine is not known.
+        RecordError: there is no record, or a release with another schema wrote it.
+        ConfigError: the engine is unknown.
 
     Example:
         >>> import duckdb
@@ -118,7 +118,7 @@ def _statements(run: Storage, table: str, engine: str) -> list[str]:
 
 def _duckdb_files(run: Storage, table: str, folders: Sequence[str]) -> list[str]:
     spelled = _ENGINES["duckdb"]
-    # A * or [ in the name of a folder is no pattern.
+    # A * or [ in a folder's name is not a pattern.
     paths = [re.sub(r"([*?\[])", r"[\1]", f"{run}/{folder}") for folder in folders]
     found = ", ".join(_literal(f"{path}/{_PARTS}") for path in paths)
     columns = _no_rows(spelled, _columns(table, spelled, earlier=True))
@@ -140,7 +140,7 @@ def _spark_files(run: Storage, table: str, folders: Sequence[str]) -> list[str]:
 
 
 def _columns(table: str, spelled: _Engine, earlier: bool = False) -> list[tuple[str, str]]:
-    """Names, quoted, and types; with what releases of earlier schemas called them."""
+    """Return quoted names and types of a table's columns, optionally with the names that earlier schemas used."""
     found = []
     for name, kind in SCHEMAS[table].items():
         for each in migration.with_earlier_names([name]) if earlier else [name]:
@@ -149,7 +149,7 @@ def _columns(table: str, spelled: _Engine, earlier: bool = False) -> list[tuple[
 
 
 def _todays(name: str, spelled: _Engine) -> str:
-    """A column under whichever name a part has it, with today's values."""
+    """Return the expression for a column under any name that a part may use, with today's values."""
     names = [f"placed.{_quoted(each, spelled)}" for each in migration.with_earlier_names([name])]
     value = f"coalesce({', '.join(names)})" if len(names) > 1 else names[0]
     for old, new in migration.values_of(name):
@@ -172,10 +172,10 @@ def _quoted(name: str, spelled: _Engine) -> str:
 
 
 def _literal(text: str, escaped: bool = False) -> str:
-    """A text in SQL.
+    """Return a text as a SQL literal.
 
     Args:
-        escaped: a backslash in it is one only if it is doubled, as in Spark.
+        escaped: whether the engine reads a backslash as an escape, as Spark does.
     """
     if escaped:
         return "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"

@@ -1,11 +1,11 @@
-"""Writes the run record: a folder of Parquet parts, one a sampled step, written whole or not at all.
+"""Write the run record: a folder of Parquet parts, one for each sampled step. A part is written whole or not at all.
 
-    RUN/attempt-0.json                      fingerprint of the run, one a start of the process
+    RUN/attempt-0.json                      fingerprint of the run, one for each start of the process
     RUN/metrics/attempt-0-step-00000120-9f3c02d1.parquet
     RUN/histograms/attempt-0-step-00000120-51d0e7c4.parquet
     RUN/steps/attempt-0-step-00000120-0b77aa90.parquet
 
-Small parts are merged (see `merging`). A resumed run is another attempt beside the first: nothing is overwritten.
+Small parts are merged later (see `merging`). A resumed run adds another attempt, and nothing is overwritten.
 """
 
 from __future__ import annotations
@@ -28,26 +28,26 @@ from .parts import parts_in
 from .schema import STEP_SCALARS, TABLES, VERSION, Part, arrow_schema, arrow_table, parse_attempt
 from .storage import Storage
 
-#: bytes of parts that are kept while the place cannot be written
+#: bytes of parts that we keep in memory while the record cannot be written
 BACKLOG = 256 << 20
 
 
 class RunRecord(Recorder):
-    """Writes the record of one run; a place that cannot be written for a while costs nothing that fits into `BACKLOG`."""
+    """Writes the record of one run. Up to `BACKLOG` bytes survive while the record cannot be written."""
 
     def __init__(self, address: str | os.PathLike[str], histogram_interval: int = 1) -> None:
         """
         Args:
             address: a folder, or any fsspec address.
-            histogram_interval: steps from one sample whose histograms are written to the next.
+            histogram_interval: steps between samples whose histograms are written.
 
         Raises:
-            ConfigError: the address is none.
+            ConfigError: the address cannot be used.
         """
         self.storage = Storage.of_run(address)
         self._histogram_interval = histogram_interval
         self.attempt = 0
-        #: samples that were written, or wait in the backlog
+        #: samples that were written or wait in the backlog
         self.samples = 0
         #: parts that could not be written
         self.lost = 0
@@ -66,7 +66,7 @@ class RunRecord(Recorder):
         try:
             self._make_folders()
             self._claim_attempt(fingerprint)
-        except Exception as error:  # every driver of a remote file system has errors of its own
+        except Exception as error:  # every driver of a remote file system has its own errors
             reason = getattr(error, "strerror", None) or error
             raise ConfigError(f"the run record cannot be written to {self.storage}: {reason}") from None
 
@@ -75,7 +75,7 @@ class RunRecord(Recorder):
             self.storage.make(table)
 
     def _claim_attempt(self, fingerprint: Mapping[str, Any]) -> None:
-        """Take the first number that no other start of a process has, even if it starts at the same moment."""
+        """Claim the lowest attempt number that no other process has, even if both start at the same moment."""
         there = self.storage.names()
         taken = [parse_attempt(name) for name in there]
         tables = (table for table in ("metrics", "histograms", "steps") if table in there)
@@ -92,10 +92,13 @@ class RunRecord(Recorder):
             self.attempt += 1
 
     def record(self, sample: Sample) -> None:
-        """Write one sampled step, and its histograms if they are due, or if it is out of turn or has NaN or infinity."""
+        """Write one sampled step.
+
+        Histograms are written if they are due, if the sample is out of turn, or if it has NaN or infinity.
+        """
         is_due = sample.step % self._histogram_interval == 0 or sample.trigger is not None
         skipped = () if is_due or sample.describe_first_nonfinite() is not None else HISTOGRAMS
-        # Histograms are large, and are written last.
+        # Histograms are large, so write them last.
         for table in sorted(map(TABLES.__getitem__, sample.tables), key=lambda table: table.by_step):
             if (columns := sample.tables[table.name]) and table.name not in skipped:
                 rows = table.count_rows(columns)
@@ -107,7 +110,7 @@ class RunRecord(Recorder):
         self._tidy_up()
 
     def record_steps(self, steps: Mapping[int, Mapping[str, Any]]) -> None:
-        """Write the scalars of the steps since the last call; names that the schema does not have are left out."""
+        """Write the scalars of the steps since the last call. Names that the schema lacks are left out."""
         if steps:
             rows = [{"attempt": self.attempt, "step": step, **scalars} for step, scalars in steps.items()]
             names = ("attempt", "step", "time", *STEP_SCALARS, "trigger")
@@ -121,7 +124,7 @@ class RunRecord(Recorder):
         self.write_part("validation", {**keys, "name": list(losses), "loss": list(losses.values())}, step)
 
     def close(self) -> None:
-        """Write what waits; says what is lost where that cannot be done."""
+        """Write the backlog. Warn about parts that are lost."""
         self.storage.end_rest()
         self._write_backlog()
         if self._backlog and self.storage.is_local:  # perhaps because the folder was deleted
@@ -135,13 +138,13 @@ class RunRecord(Recorder):
             warn(f"{self.lost} parts of the record were lost, since {self.storage} could not be written")
 
     def write_part(self, table: str, columns: Mapping[str, Any], first: int, last: int | None = None) -> None:
-        """Write a part of a table, with the rows of step `first`, or of all steps to `last`."""
+        """Write a part of a table with the rows of step `first`, or of all steps up to `last`."""
         content, checksum = parquet.encode(arrow_table(table, columns))
         self._backlog.append((table, Part.of(table, self.attempt, first, last, checksum), content))
         self._write_backlog()
 
     def _write_backlog(self) -> None:
-        """Write what waits, oldest first, until something cannot be written."""
+        """Write the backlog, oldest part first, until a write fails."""
         try:
             while self._backlog:
                 table, part, content = self._backlog[0]
@@ -161,20 +164,20 @@ class RunRecord(Recorder):
                 f"up to {BACKLOG >> 20} MiB are kept in memory until it can be"
             )
         while sum(len(content) for _, _, content in self._backlog) > BACKLOG:
-            # Histograms are large, and what is lost with one is least.
+            # Histograms are large and matter least, so drop them first.
             doomed = next((entry for entry in self._backlog if TABLES[entry[0]].by_step), self._backlog[0])
             self._backlog.remove(doomed)
             self.lost += 1
 
     def _tidy_up(self) -> None:
-        """Once an attempt, in the background: merge what earlier attempts left in small parts."""
+        """Merge small parts of earlier attempts. This runs once for each attempt, in the background."""
         if self.attempt and not self._tidy and not self._backlog:
             self._tidy = True
             self._merger.tidy_up(self.attempt)
 
 
 def add_rows(storage: Storage, table: str, rows: pl.DataFrame) -> None:
-    """Add rows to a table of a record that others may be writing; a table of its own, which no run writes."""
+    """Add rows to a table of a record that other processes may write to. No run may write this table."""
     for (attempt,), of_attempt in rows.group_by("attempt", maintain_order=True):
         steps = of_attempt["step"].unique().sort()
         for first in range(0, len(steps), MERGED):

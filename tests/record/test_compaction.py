@@ -172,7 +172,7 @@ class TestRefused:
     def test_while_the_run_goes_on(self, tmp_path: Path) -> None:
         monitor = monitored(tmp_path / "run", sample=True)
         files = sorted(tmp_path.rglob("*.parquet"))
-        with pytest.raises(RecordError, match=r"goes on, as far as its status\.json tells.*--killed"):
+        with pytest.raises(RecordError, match=r"goes on, according to its status\.json.*--killed"):
             compact(tmp_path / "run")
         assert sorted(tmp_path.rglob("*.parquet")) == files
         monitor.close()

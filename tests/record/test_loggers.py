@@ -308,7 +308,7 @@ def test_mlflow_in_a_database_that_it_cannot_open_is_refused_before_the_first_st
 
 
 def test_an_object_that_is_no_logger_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="object is not a logger that is known"):
+    with pytest.raises(ConfigError, match="object is not a supported logger"):
         Monitor(nn.Linear(4, 4), tmp_path / "run", loggers=[object()])
 
 

@@ -1,4 +1,4 @@
-"""Logs of other tools as a run record. Internal."""
+"""Import logs of other tools as a run record. Internal."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ _EXPECTED = "; ".join(f"{tool.TOOL}: {tool.EXPECTED}" for tool in _FORMATS)
 
 
 def import_logs(source: str | os.PathLike[str], output: str | os.PathLike[str]) -> Imported:
-    """Write a record of what another tool logged. Every import into the same `output` is another attempt.
+    """Write a record of another tool's logs. Each import into the same `output` adds an attempt.
 
     Args:
-        source: a log, or a folder of the logs of one run; the files tell which tool wrote them.
-        output: folder for the record, or any fsspec address.
+        source: a log, or a folder with the logs of one run. The files show which tool wrote them.
+        output: folder of the record, or any fsspec address.
 
     Raises:
-        RecordError: no log can be read, or there are logs of two tools.
+        RecordError: no log can be read, or two tools wrote logs there.
         ConfigError: the record cannot be written.
     """
     root = Path(source)

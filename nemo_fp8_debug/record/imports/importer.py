@@ -1,4 +1,4 @@
-"""What an import found: rows by step, the numbers of each step, and what was left out."""
+"""The result of an import: rows by step, numbers of each step, and what was left out."""
 
 from __future__ import annotations
 
@@ -14,32 +14,32 @@ from ...core.layer_names import strip_wrappers
 from ...core.sample import Sample
 from ...errors import warn
 
-#: (layer, role, recipe, whether the recipe was not in use)
+#: (layer, role, recipe, whether the recipe is a what-if recipe)
 Key = tuple[str, str, str | None, bool]
 
 
 @dataclass
 class Imported:
-    """Another tool's log, in the terms of the record."""
+    """Another tool's log in terms of our record."""
 
     tool: str
     files: list[Path]
     #: metrics by step and row
     rows: dict[int, dict[Key, dict[str, Any]]] = field(default_factory=lambda: defaultdict(dict))
-    #: numbers of each step: time, loss
+    #: numbers of each step, such as time and loss
     steps: dict[int, dict[str, float]] = field(default_factory=lambda: defaultdict(dict))
-    #: values by metric
+    #: number of values, by metric
     mapped: Counter[str] = field(default_factory=Counter)
-    #: values, or what the text says, by what they are and why they are not in the record
+    #: number of values or texts left out, by what they are and why
     left_out: Counter[str] = field(default_factory=Counter)
-    #: what to bear in mind of the rows, in sentences
+    #: caveats about the rows, in sentences
     notes: list[str] = field(default_factory=list)
 
     def add(self, step: int, key: Key, metric: str, value: float, rounded_to: int | None = None) -> None:
-        """Put a metric into its row, if the log tells it.
+        """Add a metric to its row, if the log has a value.
 
         Args:
-            rounded_to: decimals that the log has of it, for a metric whose logarithm matters; None where nothing is lost.
+            rounded_to: the log's decimals, for metrics whose logarithm matters. None if nothing is lost.
         """
         if not math.isfinite(value):
             self.left_out[f"{metric}: NaN or infinity in the log"] += 1
@@ -50,7 +50,7 @@ class Imported:
             self.mapped[metric] += 1
 
     def samples(self) -> Iterator[Sample]:
-        """One for each step that has a metric."""
+        """Yield a sample for each step that has a metric."""
         for step, rows in sorted(self.rows.items()):
             in_use = self._columns({key: row for key, row in rows.items() if not key[3]})
             what_if = self._columns({key: row for key, row in rows.items() if key[3]})
@@ -71,12 +71,12 @@ class Imported:
 
     @property
     def tensors(self) -> set[tuple[str, str]]:
-        """(layer, role) of every row."""
+        """Return (layer, role) of every row."""
         return {key[:2] for rows in self.rows.values() for key in rows}
 
 
 class LineErrors:
-    """Lines of a file that cannot be read; one warning for all of them."""
+    """Collects lines of a file that cannot be read, for one warning."""
 
     def __init__(self, path: Path, expected: str) -> None:
         self._path = path
@@ -85,19 +85,19 @@ class LineErrors:
         self._reason = ""
 
     def add(self, line: int, reason: str) -> None:
-        """Line `line`, from 1, is left out."""
+        """Note that line `line`, counted from 1, is left out."""
         self._reason = self._reason or reason
         self._lines.append(line)
 
     def report(self) -> None:
-        """Warn of the first line, and of how many there are."""
+        """Warn about the first line, and how many there are."""
         if self._lines:
             more = f", and {len(self._lines) - 1} more lines" if len(self._lines) > 1 else ""
             warn(f"{self._path}, line {self._lines[0]}{more}: {self._reason}; left out, {self._expected} is expected")
 
 
 def read_numbered_lines(path: Path, faults: LineErrors) -> Iterator[tuple[int, str]]:
-    """The lines of a text from 1 on; blank ones are passed over, and a last one that is cut off is a fault."""
+    """Yield the lines of a text, counted from 1. Skip blank lines. A last line that is cut off is an error."""
     with path.open(encoding="utf-8", errors="replace", newline="\n") as file:
         for number, line in enumerate(file, 1):
             if not line.endswith("\n"):
@@ -107,11 +107,11 @@ def read_numbered_lines(path: Path, faults: LineErrors) -> Iterator[tuple[int, s
 
 
 def read_first_lines(path: Path, n: int) -> list[str]:
-    """The first lines of a file that may be anything; long ones are cut."""
+    """Return the first lines of any file. Long ones are cut."""
     with path.open(encoding="utf-8", errors="replace") as file:
         return [line for _ in range(n) if (line := file.readline(1000))]
 
 
 def global_name(name: str) -> str:
-    """A layer's name without what wrappers put into it."""
+    """Return a layer's name without the parts that wrappers add."""
     return strip_wrappers(name) or "model"

@@ -1,6 +1,7 @@
-"""CSV files of msProbe's monitors (`TrainerMon`, and `TrainerMonitorV2`): amax and NaN counts of X, W and dY.
+"""Import CSV files of msProbe's monitors (`TrainerMon` and `TrainerMonitorV2`): amax and NaN counts of X, W and dY.
 
-Each rank writes what it holds itself, unreduced: the lowest rank is taken. Rows of one step and tensor are micro-batches.
+Each rank writes its own values without reducing them. We take the lowest rank. Rows of one step and tensor are
+micro-batches.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from .importer import Imported, Key, LineErrors, global_name, read_first_lines, 
 TOOL = "msprobe"
 EXPECTED = "CSV files with the columns vpp_stage, step and name or module_name"
 
-#: what a file, or the scope of its rows, holds: which of its tensors are an operand, and of which role
+#: role of each tensor that is an operand, by what a file or the scope of its rows holds
 _OPERANDS = {
     "actv": (re.compile(r"(.*)\.input(?:_0)?"), "input"),
     "forward": (re.compile(r"(.*)\.input\.0"), "input"),
@@ -28,32 +29,32 @@ _OPERANDS = {
     "param_origin": (re.compile(r"(.*)\.weight"), "weight"),
 }
 _USED = {"vpp_stage", "name", "module_name", "scope", "step", "micro_step", "min", "max", "nans", "dtype"}
-#: decimals of a `TrainerMon` that is not configured otherwise (`ndigits`)
+#: decimals of a `TrainerMon` with the default `ndigits`
 _DECIMALS = 6
 
 
 class Row(NamedTuple):
-    """An operand as one line has it."""
+    """An operand as read from one line."""
 
     layer: str
     role: str
     step: int
     amax: float
-    #: None: the file does not tell
+    #: None if the file does not say
     nans: float | None
     dtype: str | None
     decimals: int | None
 
 
 def claims(path: Path) -> bool:
-    """Whether a file is read here."""
+    """Return whether this module reads a file."""
     header = next(iter(read_first_lines(path, 1)), "") if path.suffix == ".csv" else ""
     columns = set(header.strip().split(","))
     return {"vpp_stage", "step"} <= columns and bool({"name", "module_name"} & columns)
 
 
 def read(files: Iterable[Path]) -> Imported:
-    """Everything that the files of a run tell; a step written again in another place counts as it was written last."""
+    """Read the files of a run. If a step was written again elsewhere, the last one counts."""
     files = sorted(files, key=_order)
     rank = min(_rank(path) for path in files)
     found = Imported(TOOL, [path for path in files if _rank(path) == rank])
@@ -78,9 +79,9 @@ def read(files: Iterable[Path]) -> Imported:
 
 
 def _order(path: Path) -> tuple[datetime, str, int, str]:
-    """Starts of a run in the order of the time in their folder's name, then files by what they hold and by step."""
+    """Return a sort key: starts of the run by the time in the folder's name, then files by kind and step."""
     try:
-        # Names have no year; one with a 29th of February is wanted.
+        # Names have no year. Use a leap year, so that the 29th of February is valid.
         start = datetime.strptime("2000" + path.parent.name.partition("-rank")[0], "%Y%b%d_%H-%M-%S")
     except ValueError:
         start = datetime.min
@@ -94,7 +95,7 @@ def _rank(path: Path) -> int:
 
 
 def read_file(path: Path, found: Imported) -> Iterator[Row]:
-    """The rows of operands; a line that cannot be read is named in a warning, what is not used is noted in `found`."""
+    """Yield the rows of operands. Name unreadable lines in a warning, and note unused rows in `found`."""
     lines = read_numbered_lines(path, faults := LineErrors(path, "a row with the columns of the first line"))
     _, header = next(lines, (0, ""))
     columns = header.split(",")
@@ -119,7 +120,7 @@ def read_file(path: Path, found: Imported) -> Iterator[Row]:
 
 
 def _parse(fields: dict[str, str], kind: str) -> Row | str:
-    """The operand of a line, or why it is none."""
+    """Return the operand of a line, or the reason why there is none."""
     name, kind = fields.get("module_name") or fields.get("name") or "", fields.get("scope", kind)
     if kind not in _OPERANDS:
         return f"{kind}: no operand of a GEMM"
@@ -146,7 +147,7 @@ def _parse(fields: dict[str, str], kind: str) -> Row | str:
 
 
 def _layer(name: str, stage: int) -> str:
-    """Layers are numbered from 0 in every chunk of a virtual pipeline: later ones keep the chunk in their name."""
+    """Return a layer's name with its pipeline chunk. Each chunk counts layers from 0, so later chunks need their number."""
     return f"chunk{stage}.{global_name(name)}" if stage > 0 else global_name(name)
 
 

@@ -1,11 +1,11 @@
-"""Statistics that nvdlfw_inspect logs: Transformer Engine's debug features, alone or under Megatron-Bridge.
+"""Import statistics that nvdlfw_inspect logs: Transformer Engine's debug features, alone or under Megatron-Bridge.
 
-Read are its text logs and, where a run streamed the same statistics to TensorBoard, the event files. A text log has four
-decimals, an event file all digits: it goes first.
+We read its text logs and, if a run streamed the same statistics to TensorBoard, the event files. Text logs have four
+decimals and event files have all digits, so event files take precedence.
 
-Every rank writes a log of its own. Statistics are gathered over the reduction group before each rank writes them
-(`stats_buffer.py`, `_Buffer.log`), so the copies in the logs of a group are equal, and that of the lowest rank is taken.
-Logs that differ on a statistic are of ranks that hold different tensors under one name.
+Every rank writes a log. Statistics are gathered over the reduction group before each rank writes them (`stats_buffer.py`,
+`_Buffer.log`). So the logs of a group are equal, and we take the lowest rank's. If logs differ on a statistic, the ranks
+hold different tensors under one name.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import masked_crc32c
 from ...errors import warn
 from .importer import Imported, Key, LineErrors, global_name, read_first_lines, read_numbered_lines
 
-#: everything before the first number of a name, that number, and the rest
+#: the text before the first number of a name, that number, and the rest
 _NUMBERED = re.compile(r"((?:[^.]+\.)*?)(\d{1,9})((?:\..+)?)")
 _MEGATRON = re.compile(r"(?:.*\.)?decoder\.layers\.\d{1,9}\.(?:self_attention|cross_attention|mlp)\b.*")
 
 
 class LayerNumbers:
-    """How the layers of each list of a model are counted."""
+    """Decides how each list of layers in a model is counted."""
 
     def __init__(self, logged: Iterable[str], assigned: Iterable[str]) -> None:
         """
         Args:
-            logged: names of the layers that have statistics.
-            assigned: names of all modules, if nvdlfw_inspect's own log tells them.
+            logged: names of layers with statistics.
+            assigned: names of all modules, if nvdlfw_inspect's own log has them.
         """
         logged = list(logged)
         seen, whole = _by_list(logged), _by_list(assigned)
@@ -45,18 +45,18 @@ class LayerNumbers:
         from_1 = {name for name, numbers in whole.items() if numbers == set(range(1, len(numbers) + 1))}
         from_0 = {name for of in (seen, whole) for name, numbers in of.items() if 0 in numbers}
         self._shifted = (megatron | from_1) - from_0
-        #: lists whose numbers may be an index or one more
+        #: lists whose numbers are either indices or one more
         self.unverified = sorted(set(seen) - self._shifted - from_0)
 
     def indexed(self, layer: str) -> str:
-        """The name with the 0-based index of its layer, or as it is if that is not known."""
+        """Return the name with the 0-based index of its layer, or unchanged if the count is unknown."""
         found = _NUMBERED.fullmatch(layer)
         if not found or found[1] not in self._shifted:
             return layer
         return f"{found[1]}{int(found[2]) - 1}{found[3]}"
 
     def notes(self) -> list[str]:
-        """What is not known, a sentence for each list."""
+        """Return a sentence for each list whose count is unknown."""
         return [
             f"The layers of {name.removesuffix('.') or 'the model'} keep the numbers that the log has: it does not tell "
             "whether they count from 0 or from 1. Import the folder that has nvdlfw_inspect_logs too, which tells it, or "
@@ -80,7 +80,7 @@ _LINE = re.compile(
     r"(?P<time>\d{4}-\d\d-\d\d \d\d:\d\d:\d\d),(?P<ms>\d{3}) - [A-Z]+ - (?P<name>\S+)\s+"
     r"iteration=(?P<step>\d{1,18})\s+value=(?P<value>-?\d{1,300}\.\d{4}|-?inf|nan)"
 )
-#: of nvdlfw_inspect's own log: a module of the model
+#: a line of nvdlfw_inspect's own log that names a module of the model
 _ASSIGNED = re.compile(r"\S+ \S+ - [A-Z]+ - Assigned layer name: (?P<name>\S+)")
 _DECIMALS = 4
 _NAME = re.compile(r"(?P<layer>.+)_(?P<tensor>activation|weight|gradient|output|wgrad|dgrad)_(?P<stat>.+)")
@@ -90,7 +90,7 @@ _STAT = re.compile(
 _LOSS = re.compile(r"lm loss|(reduced_)?(train(ing)?[_/])?loss(_step)?")
 
 _ROLES = {"activation": "input", "weight": "weight", "gradient": "grad_output"}
-#: statistics of a tensor as it is, and of what a recipe makes of it, that one of our metrics is defined as
+#: our metrics with the same definition as a statistic, for tensors as they are and for quantized ones
 _OF_TENSOR = {"cur_amax": "amax", "dynamic_range": "dynamic_range_log2"}
 _OF_RECIPE = {"underflows%": "underflow_pct", "overflows%": "overflow_pct", "mse": "mse"}
 _SCALES = ("scale_inv_min", "scale_inv_max")
@@ -98,27 +98,27 @@ _EXTREMES = ("min", "max")
 _KNOWN = {*_OF_TENSOR, *_OF_RECIPE, *_SCALES, *_EXTREMES}
 #: recipes with one scale for the whole tensor
 _PER_TENSOR = {"fp8_delayed_scaling", "fp8_current_scaling"}
-#: metrics that are looked at as ratios: rounding takes them apart when they are small
+#: metrics that we compare as ratios: rounding distorts small ones
 _RATIOS = {"amax", "mse", "scale"}
 
 
 class Scalar(NamedTuple):
-    """A number as the log has it."""
+    """A number as read from the log."""
 
     name: str
     step: int
     value: float
     time: float
-    #: None: nothing is lost
+    #: decimals of the log, or None if nothing is lost
     decimals: int | None
 
 
 class Statistic(NamedTuple):
-    """What a number is of."""
+    """What a number describes."""
 
     layer: str
     role: str
-    #: None for one of the tensor as it is, or of the recipe in use
+    #: None for the tensor as it is, or for the recipe in use
     recipe: str | None
     name: str
 
@@ -126,16 +126,16 @@ class Statistic(NamedTuple):
 class _Value(NamedTuple):
     value: float
     decimals: int | None
-    #: of the log it is from; None for an event file
+    #: rank of the log, or None for an event file
     rank: int | None
 
 
-#: by step, then by the recipe and name of the statistic
+#: values by step, then by the recipe and name of the statistic
 _Steps = dict[int, dict[tuple[str | None, str], _Value]]
 
 
 def claims(path: Path) -> bool:
-    """Whether a file is read here."""
+    """Return whether this module reads a file."""
     if _is_events(path):
         return any(parse_name(scalar.name)[0] for scalar in read_events(path, quiet=True))
     lines = [line.strip() for line in read_first_lines(path, 200)] if path.suffix in (".log", ".txt") else ()
@@ -143,7 +143,7 @@ def claims(path: Path) -> bool:
 
 
 def _names_modules(path: Path) -> bool:
-    """Whether it is nvdlfw_inspect's own log, which has no statistics and tells how modules are called."""
+    """Return whether a file is nvdlfw_inspect's own log, which has module names and no statistics."""
     return not _is_events(path) and any(_ASSIGNED.fullmatch(line.strip()) for line in read_first_lines(path, 200))
 
 
@@ -161,7 +161,7 @@ def _is_events(path: Path) -> bool:
 
 
 def read(files: Iterable[Path]) -> Imported:
-    """Everything that the logs of a run tell; a step logged twice counts as it was logged last."""
+    """Read the logs of a run. If a step was logged twice, the last one counts."""
     files = list(files)
     own = [path for path in files if _names_modules(path)]
     found = Imported(TOOL, sorted((path for path in files if path not in own), key=_precedence))
@@ -198,7 +198,7 @@ def read(files: Iterable[Path]) -> Imported:
 
 
 def _precedence(path: Path) -> tuple[bool, int, str]:
-    """Later ones win: event files over text, lower ranks over higher, later starts (by the time in their names)."""
+    """Return a sort key; later files win: event files over text, lower ranks over higher, later starts over earlier."""
     return _is_events(path), -_rank(path), path.name
 
 
@@ -208,7 +208,7 @@ def _rank(path: Path) -> int:
 
 
 def read_text(path: Path) -> Iterator[Scalar]:
-    """The lines of a text log; what is no such line is named in one warning."""
+    """Yield the lines of a text log. One warning names lines that cannot be read."""
     faults = LineErrors(path, "'<time> - INFO - <layer>_<tensor>_<statistic> iteration=000010 value=0.1234'")
     for number, text in read_numbered_lines(path, faults):
         if line := _LINE.fullmatch(text):
@@ -224,7 +224,7 @@ def read_text(path: Path) -> Iterator[Scalar]:
 
 
 def read_events(path: Path, quiet: bool = False) -> Iterator[Scalar]:
-    """The scalars of an event file up to its end, or to where it is damaged."""
+    """Yield the scalars of an event file, up to its end or to damage."""
     with path.open("rb") as file:
         while header := file.read(12):
             record = file.read(min(int.from_bytes(header[:8], "little"), 1 << 28))
@@ -245,8 +245,10 @@ def read_events(path: Path, quiet: bool = False) -> Iterator[Scalar]:
 
 @functools.cache
 def parse_name(name: str) -> tuple[Statistic | None, str]:
-    """What a number is of; None, and why, where the record has no place for it, and no reason where it is not a
-    statistic."""
+    """Parse a name. Return None and a reason if the record has no place for it.
+
+    The reason is empty if the name is not a statistic's.
+    """
     found = _NAME.fullmatch(name)
     if not found:
         return None, "" if "_" not in name else f"{name.rpartition('_')[2]} of tensors that are not named as GEMM operands"
@@ -306,9 +308,9 @@ def _fill_scale(found: Imported, step: int, row: Key, low: _Value | None, high: 
 
 
 def _in_use(statistics: Iterable[tuple[str | None, str]]) -> tuple[str | None, list[str]]:
-    """The recipe that a tensor was cast with, None where the log does not tell, and those that were tried beside it.
+    """Return the recipe that a tensor was cast with (None if unknown), and the recipes that were tried too.
 
-    Statistics without a recipe's name are of the one in use. Delayed scaling is logged only where it is in use, overflow
+    Statistics without a recipe's name belong to the one in use. Delayed scaling is logged only if it is in use, and overflow
     only under delayed scaling (`log_fp8_tensor_stats.py`, `check_if_stat_is_supported`).
     """
     statistics = set(statistics)
@@ -324,10 +326,10 @@ def _in_use(statistics: Iterable[tuple[str | None, str]]) -> tuple[str | None, l
 
 
 def _doubt_about_underflow(logged: Iterable[tuple[tuple[str | None, str], _Value]]) -> str | None:
-    """Why the underflow in this log is not ours; None if it is.
+    """Return why the underflow in this log is not ours, or None if it is.
 
-    Transformer Engine 2.4 to 2.6 logged the share of zeros under the same name and nothing else of quantized tensors. 2.7
-    left out values that became -0, which can make it negative.
+    Transformer Engine 2.4 to 2.6 logged the share of zeros under the same name, and nothing else about quantized tensors.
+    2.7 left out values that became -0, which can make the share negative.
     """
     newer = negative = False
     for (recipe, stat), value in logged:

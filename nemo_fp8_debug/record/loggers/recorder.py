@@ -1,4 +1,4 @@
-"""Hands what loggers get of a run to them, each in a thread of its own, so that training waits for none."""
+"""Send summaries to loggers, each in its own thread, so that training waits for none."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ from ...errors import warn
 from ..scalars import LayerMap, Overview, ScalarRecorder
 from .sinks import PREFIX, Sink
 
-#: sampled steps from one map of the layers to the next; the last one is shown in any case
+#: sampled steps between two maps of the layers; the last map is always shown
 MAP_INTERVAL = 20
 #: seconds that the end of a run waits for all loggers together
 CLOSING = 120.0
-#: of steps, for runs that were started here
+#: scalars of steps, for runs that we started
 _OF_STEPS = ("loss", "grad_norm", "lr", "loss_scale")
-#: calls that may wait for a logger that is slow or hangs; what comes after them is dropped
+#: calls that may wait for a slow logger; later calls are dropped
 WAITING = 200
-#: seconds after which a call is taken to hang: the end of a run does not wait for it
+#: seconds after which we assume that a call hangs: the end of a run does not wait for it
 HANGING = 120.0
 #: seconds that the page of a comparison may take
 PAGE_LIMIT = 90.0
 
 
 class LoggerRecorder(Recorder):
-    """A summary of each sample for loggers: computed once, in the background, and handed on without waiting.
+    """Sends a summary of each sample to loggers. It is computed once, in the background.
 
-    What is left at the end of a run waits for `finish`, when the record is complete.
+    Work that is left at the end of a run waits for `finish`, when the record is complete.
     """
 
     def __init__(
@@ -45,8 +45,8 @@ class LoggerRecorder(Recorder):
     ) -> None:
         """
         Args:
-            page: that is attached at the end.
-            every_tensor: makes what writes the scalars of single tensors, for loggers that are to get them too.
+            page: attached at the end.
+            every_tensor: makes a recorder of the scalars of single tensors, or None if loggers do not get them.
         """
         self._threads = [LoggerThread(sink) for sink in sinks]
         self._overview = Overview()
@@ -56,13 +56,13 @@ class LoggerRecorder(Recorder):
         self._map: LayerMap | None = None
 
     def open(self, fingerprint: Mapping[str, Any]) -> None:
-        """Have all runs started or joined."""
+        """Start or join all runs."""
         self._overview.open(fingerprint)
         for thread in self._threads:
             thread.submit(lambda sink: sink.open(fingerprint), needed=True)
 
     def record(self, sample: Sample) -> None:
-        """Hand one sampled step on."""
+        """Send one sampled step."""
         found = self._overview.of(sample)
         scalars = found.scalars | (self._every_tensor.scalars(sample).values if self._every_tensor else {})
         rows = {sample.step: _named(scalars)}
@@ -75,21 +75,21 @@ class LoggerRecorder(Recorder):
         self._samples += 1
 
     def record_steps(self, steps: Mapping[int, Mapping[str, float]]) -> None:
-        """Hand losses on to runs that were started here; in others the host logs them."""
+        """Send losses to runs that we started. In other runs the framework logs them."""
         known = {step: {name: of[name] for name in _OF_STEPS if name in of} for step, of in steps.items()}
         if rows := {step: _named(of) for step, of in known.items() if of}:
             self._each(lambda sink: sink.log(rows) if sink.owned else None)
 
     def record_validation(self, step: int, losses: Mapping[str, float]) -> None:
-        """The same with the losses of an evaluation."""
+        """Send the losses of an evaluation to runs that we started."""
         rows = {step: _named(losses)}
         self._each(lambda sink: sink.log(rows) if sink.owned else None)
 
     def finish(self, failed: bool) -> None:
-        """Show the last map, attach the page, end what was started here, and wait for it, so long at the most.
+        """Show the last map, attach the page, end the runs that we started, and wait for up to `CLOSING` seconds.
 
         Args:
-            failed: whether the run did.
+            failed: whether the run failed.
         """
         self._show_map()
         self._each(self._attach, last=True)
@@ -113,13 +113,13 @@ class LoggerRecorder(Recorder):
 
 
 def _named(scalars: Mapping[str, float | None]) -> dict[str, float]:
-    """Those that are finite, as loggers get them."""
+    """Return finite scalars, named for loggers."""
     known = {name: float(value) for name, value in scalars.items() if value is not None and math.isfinite(value)}
     return {name if name.startswith("fp8") else PREFIX + name: value for name, value in known.items()}
 
 
 class LoggerThread:
-    """Does what a sink is asked for, in order. What it raises costs a warning of each kind, and nothing else."""
+    """Does a sink's jobs in order. An error costs one warning of each kind, and nothing else."""
 
     def __init__(self, sink: Sink) -> None:
         self.sink = sink
@@ -131,17 +131,17 @@ class LoggerThread:
         self._warned: set[type] = set()
 
     def submit(self, job: Callable[[Sink], None], needed: bool = False, last: bool = False) -> None:
-        """Do `job` after all before it; never waits.
+        """Do `job` after all earlier jobs. Never wait.
 
         Args:
-            needed: without it nothing after it can be done, as after opening the run.
-            last: it belongs to the end of the run, and is not dropped.
+            needed: whether a failure stops all later jobs, such as a failure to open the run.
+            last: whether the job belongs to the end of the run and must not be dropped.
         """
         while self._waiting and self._waiting[0].done():
             self._waiting.popleft()
         if len(self._waiting) >= WAITING and not last:
             if not self._dropped:
-                warn(f"{self.sink.name} does not keep up, or hangs; what it would get now is dropped, and the run goes on")
+                warn(f"{self.sink.name} hangs or does not keep up. Further calls to it are dropped, and the run goes on")
             self._dropped += 1
             return
         self._waiting.append(self._worker.submit(lambda: self._do(job, needed)))
@@ -164,27 +164,27 @@ class LoggerThread:
         return self._began > 0 and time.monotonic() - self._began > HANGING
 
     def finish(self, deadline: float) -> None:
-        """Wait until all is done, but neither past `deadline` (of `time.monotonic`) nor for a call that hangs."""
+        """Wait until all jobs are done, but not past `deadline` (of `time.monotonic`), and not for a call that hangs."""
         pending = [future for future in self._waiting if not future.done()]
         while pending and time.monotonic() < deadline and not self._hangs:
             wait(pending, max(0.0, min(1.0, deadline - time.monotonic())))
             pending = [future for future in pending if not future.done()]
         if pending:
-            warn(f"the logger {self.sink.name} hangs or is slow; {len(pending)} calls to it are given up")
+            warn(f"the logger {self.sink.name} hangs or is slow. We drop {len(pending)} calls to it")
         self._worker.close(0.0 if pending else 1.0)
 
 
 class ComparisonPage:
-    """The page that compares the run with its baseline, by the command in a process of its own.
+    """The page that compares the run with its baseline, made by the command in its own process.
 
-    It is made once, for all loggers, when the first one asks for it.
+    The page is made once for all loggers, at the first request.
     """
 
     def __init__(self, baseline: str | None, run: str | None) -> None:
         """
         Args:
-            baseline: its record; None: there is no page.
-            run: the record of this run; None: there is no page.
+            baseline: the baseline's record, or None for no page.
+            run: this run's record, or None for no page.
         """
         self._records = (baseline, run) if baseline and run else None
         self._lock = threading.Lock()
@@ -192,7 +192,7 @@ class ComparisonPage:
         self._tried = False
 
     def path(self) -> Path | None:
-        """Return the file; None if there is none, of which a warning has said why."""
+        """Return the file, or None after a warning that says why there is none."""
         with self._lock:
             if self._records and not self._tried:
                 self._tried, self._made = True, _made(*map(str, self._records))

@@ -1,7 +1,7 @@
-"""Runs in Weights & Biases, MLflow and Comet, and loggers of Lightning: one protocol, and an adapter for each.
+"""Send scalars to Weights & Biases, MLflow, Comet and loggers of Lightning: one protocol, with an adapter for each.
 
-All of it happens in one thread of the logger's own, so that it may wait, fail or hang. No package of a logger is imported
-before its sink opens a run: a run that is open has imported it.
+Each sink works in a thread of its own, so it may wait, fail or hang. We import a logger's package only when its sink opens a
+run. If the user has opened a run, the package is imported already.
 """
 
 from __future__ import annotations
@@ -23,51 +23,51 @@ from ...errors import ConfigError, warn
 from ...options.loggers import PACKAGES, LoggerChoice, has_sqlalchemy
 from ..scalars import LayerMap
 
-#: before the names of all that loggers get
+#: prefix of all names that loggers get
 PREFIX = "fp8/"
-#: the step that all of ours are drawn over in W&B
+#: the step axis of our charts in W&B
 _STEP = f"{PREFIX}step"
-#: metrics that MLflow takes at once, and the folder of our artifacts
+#: metrics in one request to MLflow, and the folder of our artifacts
 _BATCH, _FOLDER = 1000, "fp8"
-#: what Comet would do in the background of a run that is started here: it hooks frameworks and reads the program's output
+#: features of Comet that we turn off in runs that we start: they hook frameworks and read the program's output
 _OFF = dict.fromkeys(
     ("auto_metric_logging", "auto_param_logging", "auto_output_logging", "auto_histogram_tensorboard_logging"), False
 ) | {"log_code": False, "log_graph": False, "parse_args": False, "display_summary_level": 0}
 
 
 class Sink:
-    """One run in one logger. By itself it keeps nothing but scalars."""
+    """One run in one logger. The base class keeps scalars only."""
 
-    #: for messages and the name of the thread
+    #: for messages and for the thread's name
     name: str
-    #: whether the run was started here: it gets the losses too, and is ended
+    #: whether we started the run: then the run also gets the losses, and we end it
     owned = False
 
     def open(self, fingerprint: Mapping[str, Any]) -> None:
-        """Start or join the run, and note how it is set up."""
+        """Start or join the run, and store its settings."""
 
     def log(self, rows: Mapping[int, Mapping[str, float]]) -> None:
         """Keep finite scalars by step."""
         raise NotImplementedError
 
     def tell(self, texts: Mapping[str, str]) -> None:
-        """Keep texts by name; later ones take the place of earlier ones."""
+        """Store texts by name. Later texts replace earlier ones."""
 
     def show(self, layer_map: LayerMap) -> None:
         """Show the layers of a step."""
 
     def attach(self, page: Path) -> None:
-        """Keep a file."""
+        """Attach a file."""
 
     def close(self, failed: bool) -> None:
-        """End the run if it was started here. This is the last call."""
+        """End the run if we started it. This is the last call."""
 
 
 class WandbSink(Sink):
-    """Rows of a history in W&B, with a step metric of their own.
+    """Rows of a history in W&B, with a step metric of our own.
 
-    W&B counts the rows of a history, and users may log under numbers of theirs, which must grow. So in a run that the user
-    made nothing of ours ends a row: it rides in the next row of the user's, one sample a row.
+    W&B counts the rows of a history, and users may log under their own increasing numbers. So in a user's run we never end a
+    row: each sample joins the next row of the user.
     """
 
     name = "wandb"
@@ -75,21 +75,21 @@ class WandbSink(Sink):
     def __init__(self, run: Any = None, settings: Mapping[str, Any] | None = None) -> None:
         """
         Args:
-            run: that the user made; None: one is started.
+            run: the user's run, or None to start one.
             settings: for `wandb.init`.
         """
         self._run, self._settings = run, dict(settings or {})
         self.owned = run is None
         self._waiting: deque[dict[str, float]] = deque()
-        #: the row that has a sample of ours
+        #: the row that holds a sample of ours
         self._row: int | None = None
 
     def open(self, fingerprint: Mapping[str, Any]) -> None:
-        """Start the run unless there is one, and declare our step."""
+        """Start the run if there is none, and declare our step."""
         if self._run is None:
             import wandb
 
-            # W&B would pass what the program prints through itself, in the thread that prints.
+            # Otherwise W&B would pass the program's output through itself, in the thread that prints.
             self._run = wandb.init(**{"reinit": "create_new", "settings": {"console": "off"}, **self._settings})
         self._run.define_metric(_STEP, hidden=True)
         for names in (f"{PREFIX}*", "fp8_*"):
@@ -98,7 +98,7 @@ class WandbSink(Sink):
         self._run.config.update({"fp8_debug": plain}, allow_val_change=True)
 
     def log(self, rows: Mapping[int, Mapping[str, float]]) -> None:
-        """Log a row each, or let it wait for a row of the user's."""
+        """Log a row for each step, or let it wait for a row of the user."""
         for step, scalars in rows.items():
             row = {**scalars, _STEP: step}
             if self.owned:
@@ -108,7 +108,7 @@ class WandbSink(Sink):
         self._ride()
 
     def _ride(self) -> None:
-        """Put the sample that has waited longest into the user's row, if that has none yet."""
+        """Add the sample that waited longest to the user's row, if the row has none."""
         if self._waiting and self._run.step != self._row:
             self._run.log(self._waiting.popleft(), commit=False)
             self._row = self._run.step
@@ -139,7 +139,7 @@ class WandbSink(Sink):
         self._run.log_artifact(artifact)
 
     def close(self, failed: bool) -> None:
-        """Show what found no row, and end the run if it is ours."""
+        """Show samples that found no row, and end the run if it is ours."""
         self._ride()
         if self._waiting:
             names = list(dict.fromkeys([_STEP, *(name for row in self._waiting for name in row)]))
@@ -150,16 +150,16 @@ class WandbSink(Sink):
 
 
 class MlflowSink(Sink):
-    """A run in MLflow, by its client alone: the fluent functions belong to the user's thread."""
+    """A run in MLflow. We use its client only, because the fluent functions belong to the user's thread."""
 
     name = "mlflow"
 
     def __init__(self, run_id: str | None = None, client: Any = None, settings: Mapping[str, Any] | None = None) -> None:
         """
         Args:
-            run_id: of a run that the user made; None: one is started.
-            client: None: one for `tracking_uri` of the settings, or MLflow's own.
-            settings: `tracking_uri`, `experiment_name`, `run_name`, `tags`; or `run_id`, to go on in a run.
+            run_id: the user's run, or None to start one.
+            client: the user's client. If None, we make one for `tracking_uri` of the settings, or MLflow's own.
+            settings: `tracking_uri`, `experiment_name`, `run_name`, `tags`, or `run_id` to continue a run.
         """
         self._settings = dict(settings or {})
         self._run_id = run_id or self._settings.get("run_id")
@@ -168,7 +168,7 @@ class MlflowSink(Sink):
         self.owned = self._run_id is None
 
     def open(self, fingerprint: Mapping[str, Any]) -> None:
-        """Start the run unless there is one."""
+        """Start the run if there is none."""
         if self._client is None:
             self._client = _make_client(self._uri, self._files)
         if self._run_id is None:
@@ -182,7 +182,7 @@ class MlflowSink(Sink):
         return str(found.experiment_id if found else self._client.create_experiment(name))
 
     def log(self, rows: Mapping[int, Mapping[str, float]]) -> None:
-        """Log metrics with a step of their own each, in as few requests as MLflow allows."""
+        """Log metrics, each with its own step, in as few requests as MLflow allows."""
         from mlflow.entities import Metric
 
         now = int(1000 * time.time())
@@ -213,30 +213,30 @@ class MlflowSink(Sink):
 
 
 def _absolute(uri: str | None) -> str | None:
-    """Return a tracking URI that means the same folder when the client is made, in another thread and maybe elsewhere."""
+    """Return a tracking URI that stays valid when another thread, perhaps in another folder, makes the client."""
     path = (uri or "").removeprefix("file:")
     is_path = uri is not None and "://" not in uri and (path != uri or path.startswith(".") or "/" in path)
     return str(Path(path).absolute()) if is_path else uri
 
 
 def _make_client(uri: str | None, files: Path) -> Any:
-    """Return a client for a tracking URI, or for what MLflow is set to.
+    """Return a client for a tracking URI, or for MLflow's own setting.
 
     Args:
-        files: folder of a run if neither is known and no database can be opened.
+        files: the run's folder if no URI is known and no database can be opened.
     """
     import mlflow
 
     if uri is None and not mlflow.is_tracking_uri_set() and not has_sqlalchemy():
-        uri = str(files)  # as earlier releases do; later ones take a database, which needs SQLAlchemy
-    # Later releases refuse a store of files, because that store gets no new features; we use none.
+        uri = str(files)  # earlier releases do the same; later ones use a database, which needs SQLAlchemy
+    # Later releases refuse a file store, because it gets no new features. We use none of these.
     with _variable("MLFLOW_ALLOW_FILE_STORE", os.environ.get("MLFLOW_ALLOW_FILE_STORE", "true")):
         return mlflow.MlflowClient(uri)
 
 
 @contextlib.contextmanager
 def _variable(name: str, value: str) -> Iterator[None]:
-    """Set an environment variable for a moment."""
+    """Set an environment variable inside a `with` block."""
     before = os.environ.get(name)
     os.environ[name] = value
     try:
@@ -250,8 +250,8 @@ def _variable(name: str, value: str) -> Iterator[None]:
 class CometSink(Sink):
     """Metrics, others and assets of an experiment in Comet.
 
-    An experiment holds one current step, which `log_metric(step=...)` moves and which counts for all that is logged without
-    one. So metrics are handed over as the messages that this function makes, each with its step.
+    An experiment has one current step. `log_metric(step=...)` moves it for everything that is logged without a step. So we
+    enqueue the messages that `log_metric` makes, each with its step.
     """
 
     name = "comet"
@@ -259,16 +259,16 @@ class CometSink(Sink):
     def __init__(self, experiment: Any = None, settings: Mapping[str, Any] | None = None) -> None:
         """
         Args:
-            experiment: that the user made; None: one is started.
+            experiment: the user's experiment, or None to start one.
             settings: for `comet_ml.start`.
         """
         self._experiment, self._settings = experiment, dict(settings or {})
         self.owned = experiment is None
 
     def open(self, fingerprint: Mapping[str, Any]) -> None:
-        """Start the experiment unless there is one."""
+        """Start the experiment if there is none."""
         if self._experiment is None:
-            # Its hooks of frameworks would start an experiment for each run of MLflow.
+            # Comet's framework hooks would start an experiment for each MLflow run.
             with _variable("COMET_DISABLE_AUTO_LOGGING", "1") if "comet_ml" not in sys.modules else contextlib.nullcontext():
                 comet_ml = importlib.import_module("comet_ml")
             config = comet_ml.ExperimentConfig(**_OFF)
@@ -276,7 +276,7 @@ class CometSink(Sink):
         self._experiment.log_asset_data(dict(fingerprint), name="fp8_fingerprint.json")
 
     def log(self, rows: Mapping[int, Mapping[str, float]]) -> None:
-        """Hand over messages, which Comet's own thread takes."""
+        """Enqueue messages for Comet's own thread."""
         from comet_ml.messages import MetricMessage
 
         for step, scalars in rows.items():
@@ -286,7 +286,7 @@ class CometSink(Sink):
                 self._experiment._enqueue_message(message)
 
     def tell(self, texts: Mapping[str, str]) -> None:
-        """Keep texts as others."""
+        """Store texts as others."""
         self._experiment.log_others(dict(texts))
 
     def show(self, layer_map: LayerMap) -> None:
@@ -305,20 +305,20 @@ class CometSink(Sink):
 
 
 class CsvSink(Sink):
-    """A file beside that of a CSVLogger, which rewrites its own and must not be called from two threads."""
+    """A file next to a CSVLogger's file. The logger rewrites its own file, and must not be called from two threads."""
 
     name = "CSVLogger"
 
     def __init__(self, folder: str) -> None:
         """
         Args:
-            folder: of the logger's own `metrics.csv`.
+            folder: the folder of the logger's `metrics.csv`.
         """
         self._file = Path(folder) / "fp8_metrics.csv"
         self._columns: list[str] = []
 
     def log(self, rows: Mapping[int, Mapping[str, float]]) -> None:
-        """Append rows. Write the file anew if a row has further columns."""
+        """Append rows. Write the file anew if a row has new columns."""
         new: list[dict[str, Any]] = [{"step": step, **scalars} for step, scalars in rows.items()]
         columns = list(dict.fromkeys([*self._columns, *(name for row in new for name in row)]))
         if columns != self._columns:
@@ -334,26 +334,26 @@ class CsvSink(Sink):
 
 
 class AnyLoggerSink(Sink):
-    """A logger with Lightning's `log_metrics(metrics, step)`, which the user says may be called from another thread."""
+    """A logger with Lightning's `log_metrics(metrics, step)`. The user confirms that another thread may call it."""
 
     def __init__(self, logger: Any) -> None:
         self._logger = logger
         self.name = type(logger).__name__
 
     def log(self, rows: Mapping[int, Mapping[str, float]]) -> None:
-        """Call the logger once a step."""
+        """Call the logger once for each step."""
         for step, scalars in rows.items():
             self._logger.log_metrics(dict(scalars), step)
 
 
-# --- from what the user asked for to sinks --------------------------------------------------------------------------------
+# --- from the option to sinks ---------------------------------------------------------------------------------------------
 
 
 def choose_sinks(choices: Sequence[LoggerChoice]) -> list[Sink]:
-    """Return the sinks of the option `loggers`. Call it in the thread that the user's runs were opened in.
+    """Return the sinks of the option `loggers`. Call this in the thread that opened the user's runs.
 
     Raises:
-        ConfigError: a package is missing, or an object is no logger that is known.
+        ConfigError: a package is missing, or an object is not a known logger.
     """
     for choice in choices:
         choice.check_installed()
@@ -369,7 +369,7 @@ def choose_sinks(choices: Sequence[LoggerChoice]) -> list[Sink]:
 
 
 def _named(choice: LoggerChoice) -> Sink:
-    """Join a run that is open, unless settings for another one are given."""
+    """Join an open run, unless the user gives settings for a new one."""
     joined = choice.settings is None
     package: Any = sys.modules.get(PACKAGES[str(choice.name)]) if joined else None
     if choice.name == "wandb":
@@ -384,13 +384,13 @@ def _given(logger: Any) -> Sink:
     sink = find_sink(logger)
     if sink is None and not hasattr(logger, "log_metrics"):
         raise ConfigError(
-            f"{type(logger).__name__} is not a logger that is known; give a run of W&B, a run or client of MLflow, an "
+            f"{type(logger).__name__} is not a supported logger. Pass a run of W&B, a run or client of MLflow, an "
             "experiment of Comet, or a logger of Lightning"
         )
     return sink or AnyLoggerSink(logger)
 
 
-#: by class, with its package or without, what makes a sink of an object; the first that fits counts
+#: makes a sink of an object, by class name with or without its package; the first match counts
 _SINKS: Mapping[str, Callable[[Any], Sink]] = {
     "wandb.Run": WandbSink,
     "mlflow.MlflowClient": lambda client: MlflowSink(client=client),
@@ -405,7 +405,7 @@ _SINKS: Mapping[str, Callable[[Any], Sink]] = {
 
 
 def find_sink(logger: Any) -> Sink | None:
-    """Return the sink of a run, an experiment or a logger of Lightning that is known; None for any other."""
+    """Return the sink of a known run, experiment or Lightning logger. Return None for any other object."""
     kinds = type(logger).__mro__
     names = {name for kind in kinds for name in (kind.__name__, f"{kind.__module__.split('.')[0]}.{kind.__name__}")}
     return next((make(logger) for name, make in _SINKS.items() if name in names), None)
