@@ -94,7 +94,7 @@ class Ranks:
     def go_alone(self, error: Exception) -> None:
         """Before training: other ranks cannot be reached. The first rank is looked at alone, and any other not at all."""
         self.world = 1
-        warn(f"ranks cannot reach each other, and the first one alone is looked at: {error}")
+        warn(f"ranks cannot reach each other, so only the first rank is monitored: {error}")
 
     def _start(self, word: dict[str, Any] | None, fault: Exception | None) -> dict[str, Any]:
         if fault is not None:
@@ -108,7 +108,7 @@ class Ranks:
         # Said once and for all: a rank that comes later must not take those who went alone for companions.
         all_there = self._ask(lambda store: self._waits_for(store, "together", START), START + patience.compute_grace())
         if not all_there and self.set_if_absent("together", False):
-            warn(f"not all ranks have started a monitor within {START:.0f} s; the first rank alone is looked at")
+            warn(f"not all ranks have started a monitor within {START:.0f} s, so only the first rank is monitored")
         if not self.read("together"):
             self.world = 1
             return word or {}

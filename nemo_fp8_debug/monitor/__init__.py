@@ -1,1 +1,1 @@
-"""Watches a training run: when to sample, what to capture, and where it goes. Internal."""
+"""Watch a training run: decide when to sample, what to capture, and where it goes. Internal."""

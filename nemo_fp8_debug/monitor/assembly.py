@@ -1,4 +1,4 @@
-"""Makes the parts of a monitor, and connects them."""
+"""Make the parts of a monitor, and connect them."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ from .schedule import Schedule, Triggers
 
 @dataclass(frozen=True)
 class MonitorParts:
-    """What a monitor works with once all ranks have started."""
+    """The parts that a monitor works with once all ranks have started."""
 
     #: the ranks that hold parts of the same tensors
     shard_group: ShardGroup
-    #: which steps are sampled,
+    #: decides which steps are sampled
     schedule: Schedule
-    #: and what changes that
+    #: changes the schedule during the run
     live_control: LiveControl
     pipeline: Pipeline
     delivery: Delivery
@@ -53,18 +53,18 @@ class MonitorParts:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a monitor writes files; the same on all ranks once they agreed."""
+    """Places where a monitor writes files. All ranks have the same after they agreed."""
 
-    #: where this rank's record is; None: it keeps none
+    #: folder of this rank's record, or None if it keeps none
     record: str | None
-    #: of the record
+    #: attempt number of the record
     attempt: int
-    #: where dumps and the control file are; None: nowhere
+    #: folder of dumps and the control file, or None
     storage: Storage | None
 
     @classmethod
     def of(cls, config: Config, recording: Recording) -> Place:
-        """Of this rank."""
+        """Return the places of this rank."""
         records = [r for r in recording.recorders if isinstance(r, RunRecord)]
         storage = None if config.output is None else Storage.of_run(config.output)
         storage = next((r.storage for r in records if r.storage == storage), storage)
@@ -72,7 +72,7 @@ class Place:
         return cls(str(records[0].storage) if records else None, attempt, storage)
 
     def agreed(self, ranks: Ranks) -> Place:
-        """The first rank's for all: others may work in other folders, and this one may change its own."""
+        """Return the first rank's places for all ranks, because ranks may work in different folders."""
         own = None if self.storage is None else str(self.storage)
         told = ranks.start({"attempt": self.attempt, "output": own})
         other = None if told["output"] is None else Storage.of_run(told["output"])
@@ -89,14 +89,14 @@ def assemble(
     errors: ErrorGuard,
     waits: Waits,
 ) -> MonitorParts:
-    """The parts of a monitor.
+    """Make the parts of a monitor.
 
     Args:
-        place: of this rank; that of the first one counts.
-        waits: of the training thread.
+        place: the places of this rank. Those of the first rank count.
+        waits: adds up the waits of the training thread.
 
     Raises:
-        ConfigError: tensors are to be dumped, and there is no folder; or what-if recipes take too much memory.
+        ConfigError: tensors are to be dumped without a folder, or what-if recipes take too much memory.
     """
     place = place.agreed(ranks)
     storage, operands = place.storage, len(model.known) * len(ROLES)
@@ -108,8 +108,10 @@ def assemble(
     check_histories(config.what_if_recipes, operands)
 
     def check(control: Control) -> None:
-        """Refuse a control file that takes too much memory, or names no layer of this model; on several ranks another one
-        may have it."""
+        """Refuse a control file that takes too much memory, or matches no layer of this model.
+
+        On several ranks, another rank may have the layer.
+        """
         check_histories(replace(Config(), what_if=control.changes.get("what_if", ())).what_if_recipes, operands)
         if ranks.world == 1:
             for name in ("layers", "dump"):
@@ -131,10 +133,10 @@ def assemble(
 
 
 def chosen_recorders(own: Iterable[Recorder] | None, config: Config) -> Iterator[Recorder]:
-    """The caller's recorders, or those by default; then what serves loggers.
+    """Yield the caller's recorders or the default ones, then the recorder for loggers.
 
     Raises:
-        ConfigError: as for `default_recorders`, or the package of a logger is missing.
+        ConfigError: as for `default_recorders`, or a logger's package is missing.
     """
     sinks = choose_sinks(config.logger_choices)
     yield from default_recorders(config) if own is None else own
@@ -145,14 +147,14 @@ def chosen_recorders(own: Iterable[Recorder] | None, config: Config) -> Iterator
 
 
 def _not_written(tags: object, step: int) -> None:
-    """Scalars are asked for, and written by others."""
+    """Write nothing: the scalars are requested here, and others write them."""
 
 
 def default_recorders(config: Config) -> Iterator[Recorder]:
-    """A run record, TensorBoard events and a table.
+    """Yield a run record, TensorBoard events and a table.
 
     Raises:
-        ConfigError: there is no folder for them, or it cannot be written.
+        ConfigError: there is no folder for them, or the folder cannot be written.
     """
     if config.output is None:
         raise ConfigError('Monitor needs the folder of the record: Monitor(model, "runs/a")')

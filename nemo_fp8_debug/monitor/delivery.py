@@ -1,4 +1,4 @@
-"""From what was captured of a step to the recorders: measured in the background, with the scalars of all steps."""
+"""Deliver captured steps to the recorders: measured in the background, with the scalars of all steps."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from .pipeline import Outcome, Pipeline
 from .recorder_queue import Recording
 from .sampled_step import SampledStep
 
-#: steps whose scalars are kept on the device between samples, at the most
+#: most steps whose scalars stay on the device between samples
 STEPS_HELD = 1000
-#: seconds after which they are recorded all the same, so that a run that is killed has not lost more
+#: seconds after which they are recorded anyway, so that a killed run loses no more
 SECONDS_HELD = 15.0
 
 
 class Delivery:
-    """Takes sampled steps, and the scalars of every step, to the recorders of this rank."""
+    """Delivers sampled steps, and the scalars of every step, to the recorders of this rank."""
 
     def __init__(
         self,
@@ -43,7 +43,7 @@ class Delivery:
     ) -> None:
         """
         Args:
-            layers: patterns of those that are looked at.
+            layers: patterns of the layers that are measured.
         """
         self._ranks, self._recording, self._pipeline, self._live_control = ranks, recording, pipeline, live_control
         self._progress: Callable[[], dict[str, Any]] = dump.progress if dump else dict
@@ -65,11 +65,11 @@ class Delivery:
             self._recording.submit_validation(step, lambda: {n: float(value) for n, value in noted.values.items()})
 
     def submit(self, sampled: SampledStep, why: str | None, opened: bool) -> None:
-        """Measure a sampled step, and record it.
+        """Measure and record a sampled step.
 
         Args:
-            why: it was sampled out of turn.
-            opened: whether any rank can have looked at it.
+            why: the reason if it was sampled out of turn.
+            opened: whether any rank may have measured it.
         """
         steps, self._steps, self._flushed = self._steps, {}, time.monotonic()
         step, outcome = sampled.step, self._pipeline.submit(sampled.captured(lambda: tabulate_steps(steps)))
@@ -97,11 +97,11 @@ class Delivery:
         return sample
 
     def report(self, step: int | None, ended: bool = False) -> None:
-        """Write the status file, once what was submitted so far is recorded."""
+        """Write the status file, after everything that was submitted so far is recorded."""
         self._recording.submit_job(lambda: self._live_control.report(step, self._progress(), ended))
 
     def relieve(self) -> None:
-        """Record the scalars of steps if there are many of them, or if it is a while since the last ones were."""
+        """Record the scalars of steps if they are many, or if the last ones were recorded a while ago."""
         if len(self._steps) >= STEPS_HELD or time.monotonic() - self._flushed > SECONDS_HELD:
             self.flush_steps()
 
@@ -121,12 +121,12 @@ class Delivery:
 
 
 def select_usable(scalars: Mapping[str, Any], warn: Callable[[str], None], in_record: bool = True) -> dict[str, Any]:
-    """The scalars of a step that can be recorded: numbers, and tensors of one element, which are not looked at.
+    """Return the scalars of a step that can be recorded: numbers, and tensors of one element, which are not read here.
 
     Args:
-        warn: told of each of the others, and what is valid.
-        in_record: whether a run record takes them, which has no place for other names. Recorders of the user get all, and
-            then only a name that is nearly one of `STEP_SCALARS` is warned of.
+        warn: called for each other scalar, with what is valid.
+        in_record: whether a run record takes them, which has no column for other names. A user's recorders get all. Then we
+            warn only about names that resemble one of `STEP_SCALARS`.
     """
     found: dict[str, Any] = {}
     for name, value in scalars.items():
@@ -143,7 +143,7 @@ def select_usable(scalars: Mapping[str, Any], warn: Callable[[str], None], in_re
 
 
 def usable_losses(losses: Mapping[str, Any], warn: Callable[[str], None]) -> dict[str, Any]:
-    """Those of an evaluation that can be recorded; `warn` is told of the others."""
+    """Return the losses of an evaluation that can be recorded. `warn` is called for the others."""
     found = {name: _number(value) for name, value in losses.items()}
     for name in losses:
         if found[name] is None:
@@ -157,14 +157,14 @@ def _meant(name: str) -> str:
 
 
 def _number(value: Any) -> Any:
-    """A number or a tensor of one element; None if it is neither."""
+    """Return a number or a tensor of one element, or None for anything else."""
     if torch.is_tensor(value):
         return value if value.numel() == 1 and not value.is_complex() and not value.is_meta else None
     if isinstance(value, (str, bytes)) or not hasattr(value, "__float__"):
         return None
     try:
         number = float(value)
-    except Exception:  # more than one element, or more than a float holds
+    except Exception:  # more than one element, or too large for a float
         return None
     return value if isinstance(value, (int, float)) else number
 
@@ -178,34 +178,34 @@ def _described(value: Any) -> str:
 class StepScalars:
     """The scalars of one step on their way to the record: noted in the training thread, read in the background."""
 
-    #: seconds since the epoch
+    #: seconds since 1970
     time: float
-    #: numbers, and tensors of one element that stay on their device until they are read
+    #: numbers, and tensors of one element, which stay on their device until they are read
     values: Mapping[str, Any]
     #: why the step was sampled out of turn
     trigger: str | None = None
-    #: numbers that only other ranks know, as the last stage of a pipeline its loss
+    #: numbers that only other ranks have, such as the loss of the last pipeline stage
     of_others: Mapping[str, float] = field(default_factory=dict)
 
     @classmethod
     def noted(cls, scalars: Mapping[str, Any]) -> StepScalars:
-        """Scalars as they are now, whatever becomes of their tensors."""
+        """Copy scalars, so that later changes of their tensors do not matter."""
         values = {name: value.detach().clone() if torch.is_tensor(value) else value for name, value in scalars.items()}
         return cls(time.time(), values)
 
     def numbers(self) -> dict[str, float]:
-        """Waits for the device if they are still there."""
+        """Return the numbers. Wait for the device if they are still there."""
         numbers = {**self.of_others, "time": self.time, **{name: float(value) for name, value in self.values.items()}}
         scale = numbers.get("grad_scale", 1.0)
-        if not math.isfinite(scale) or scale == 0:  # of micro-batches that differ, or of an overflow
+        if not math.isfinite(scale) or scale == 0:  # micro-batches differ, or there was an overflow
             del numbers["grad_scale"]
         return numbers
 
     def row(self) -> dict[str, Any]:
-        """Columns of the `steps` table."""
+        """Return the columns of the `steps` table."""
         return self.numbers() | ({"trigger": self.trigger} if self.trigger else {})
 
 
 def tabulate_steps(steps: Mapping[int, StepScalars]) -> dict[int, dict[str, Any]]:
-    """By step, columns of the `steps` table."""
+    """Return the columns of the `steps` table, by step."""
     return {step: scalars.row() for step, scalars in steps.items()}

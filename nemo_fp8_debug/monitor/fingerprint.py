@@ -1,4 +1,4 @@
-"""What a run is: versions, devices, environment, recipe, parallel layout, model, and what of it is sampled."""
+"""Describe a run: versions, devices, environment, recipe, parallel layout, model, and which part of it is sampled."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from ..capture.gemms import Gemm
 from ..capture.scan import ScannedModule
 from ..options.config import Config
 
-#: distributions whose version can explain a difference between two runs
+#: packages whose version can explain a difference between two runs
 _PACKAGES = (
     "nemo-fp8-debug",
     "torch",
@@ -41,7 +41,7 @@ _PACKAGES = (
     "numba",
 )
 
-#: options of Megatron's configurations that have been at fault in failed FP8 runs, and are off by default
+#: Megatron options that were at fault in failed FP8 runs, and are off by default
 _RISKY = (
     "cpu_offloading",
     "fine_grained_activation_offloading",
@@ -62,7 +62,7 @@ _RISKY = (
     "cuda_graph_impl",
 )
 
-#: options of Megatron's TransformerConfig that bear on precision, or tell the model's shape and its layout
+#: options of Megatron's TransformerConfig about precision, the model's shape and its layout
 _HOST_OPTIONS = (
     "fp8",
     "fp8_recipe",
@@ -74,7 +74,7 @@ _HOST_OPTIONS = (
     "fp8_quantizer_factory",
     "recompute_modules",
     "tp_only_amax_red",
-    # what `--te-precision-config-file` becomes
+    # set by `--te-precision-config-file`
     "quant_recipe",
     "te_precision_config_file",
     "activation_func_fp8_input_store",
@@ -105,9 +105,9 @@ _HOST_OPTIONS = (
     "expert_model_parallel_size",
     "sequence_parallel",
 )
-#: how further options that bear on precision begin, whatever a release calls the rest
+#: prefix of further options about precision, whatever a release calls them
 _HOST_PREFIX = "fp4"
-#: environment variables that bear on precision begin so
+#: prefix of environment variables about precision
 _ENVIRONMENT = "NVTE_"
 
 
@@ -128,7 +128,7 @@ def fingerprint(
             "class": type(scanned[0].root).__name__,
             "parameters": sum(p.numel() for p in parameters if not is_lazy(p)),
             "parameter_dtypes": dict(Counter(str(p.dtype) for p in parameters)),
-            # FP8 parameters call themselves bfloat16.
+            # FP8 parameters report bfloat16 as their dtype.
             "parameter_types": dict(Counter(type(p).__name__ for p in parameters)),
             "training_ranks": torch.distributed.get_world_size() if _distributed() else 1,
         },
@@ -152,7 +152,7 @@ def _versions() -> dict[str, str]:
 
 @cache
 def _version_of(package: str) -> str | None:
-    """Searched for once a process: it takes a millisecond, and a file is read."""
+    """Return a package's version, cached because each lookup reads a file and takes a millisecond."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -172,7 +172,7 @@ def _devices() -> dict[str, Any]:
 
 
 def _cudnn() -> int | str | None:
-    """Torch refuses to tell where an older one than its own was loaded before; a run can train with that all the same."""
+    """Return cuDNN's version. Torch raises if an older version was loaded first, although training may work."""
     try:
         found: int | None = torch.backends.cudnn.version()
         return found
@@ -189,10 +189,10 @@ def _driver() -> str | None:
 
 
 def _options(scanned: Sequence[ScannedModule], names: Sequence[str], prefix: str | None = None) -> dict[str, Any]:
-    """Those of the configurations that Megatron modules carry; empty on another host.
+    """Return those options of the configurations that Megatron modules carry. Other frameworks have none.
 
     Args:
-        prefix: of further names.
+        prefix: prefix of further names.
     """
     carried = [getattr(one.module, name, None) for name in ("config", "ddp_config") for one in scanned]
     known = ("tensor_model_parallel_size", "overlap_grad_reduce")
@@ -204,7 +204,7 @@ def _options(scanned: Sequence[ScannedModule], names: Sequence[str], prefix: str
 
 
 def _plain(value: Any) -> Any:
-    """The value itself, or text that is the same in another run: no address of an object."""
+    """Return the value itself, or a text that is the same in another run, without the address of an object."""
     if isinstance(value, (int, float, str, bool, type(None))):
         return value
     if hasattr(value, "matchers") and hasattr(value, "configs"):  # Megatron's RecipeConfig, which has no text of its own
@@ -215,7 +215,7 @@ def _plain(value: Any) -> Any:
 
 
 def _engine(host: Mapping[str, Any], recipe: Mapping[str, Any], gemms: Sequence[Gemm]) -> str:
-    """Who quantizes; Megatron configured for FP8 without Transformer Engine silently trains in high precision."""
+    """Return who quantizes. Megatron without Transformer Engine ignores its FP8 options and trains in high precision."""
     if recipe["gemms_quantized_by_emulation"] and not recipe["gemms_switched_in_engine"]:
         return "emulation"
     present = "transformer_engine" in sys.modules
@@ -228,7 +228,7 @@ def _engine(host: Mapping[str, Any], recipe: Mapping[str, Any], gemms: Sequence[
 
 
 def _find_parameters(scanned: Sequence[ScannedModule]) -> list[nn.Parameter]:
-    """Return the parameters of each root, those that modules share once."""
+    """Return the parameters of each root. Shared parameters appear once."""
     found = {(id(one.root), id(p)): p for one in scanned for p in one.module._parameters.values() if p is not None}
     return list(found.values())
 

@@ -1,4 +1,4 @@
-"""What changes the course of a run's sampling while it goes on: the control file and the triggers."""
+"""Change a run's sampling while it goes on, by the control file and by triggers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .schedule import Schedule, Triggers
 
 
 class LiveControl:
-    """Tells the schedule what the control file and the triggers say, on all ranks alike."""
+    """Applies the control file and triggers to the schedule, on all ranks alike."""
 
     def __init__(
         self,
@@ -36,35 +36,35 @@ class LiveControl:
     ) -> None:
         """
         Args:
-            storage: folder of the run record; None: there is none, and no control file.
-            check: raises ConfigError where a control file cannot be obeyed in this run.
+            storage: folder of the run record. None: no control file.
+            check: raises ConfigError if this run cannot follow a control file.
             say: prints a line.
-            waits: of the training thread.
+            waits: adds up the waits of the training thread.
         """
         self._schedule, self._triggers, self._ranks = schedule, triggers, ranks
         self._storage, self._check, self._say = storage if ranks.writes else None, check, say
         self._waits = waits
-        #: as it was read last, and what it asks for or why it is refused; no file: None
+        #: the control file as it was last read, and its content or error; None without a file
         self._read: tuple[ControlFile, Control | Exception] | None = None
-        self._known: ControlFile | None = None  # as it was when a sampled step last began
-        #: whether the first rank has said how to sample the step that is under way
+        self._known: ControlFile | None = None  # the control file when the last sampled step began
+        #: whether this rank knows how the first rank samples the current step
         self.heard = True
-        #: whether it has said that no step is sampled any longer
+        #: whether the first rank has ended sampling
         self.stopped = False
         self._status = Status.read(self._storage)
 
     @property
     def state(self) -> dict[str, Any]:
-        """What became of the control file."""
+        """Return what became of the control file."""
         return self._status.control
 
     @property
     def ended_before(self) -> bool:
-        """Whether an earlier attempt says that the run is over."""
+        """Return whether an earlier attempt recorded the run as ended."""
         return self._status.ended
 
     def read(self) -> None:
-        """Read and parse the control file; called in the background before a sampled step."""
+        """Read and parse the control file in the background before a sampled step."""
         if self._storage:
             try:
                 with self._storage.open_small(NAME) as opened:
@@ -79,7 +79,7 @@ class LiveControl:
                 self._read = ControlFile(str(error), None), error
             except (IsADirectoryError, PermissionError):
                 raise
-            except Exception:  # the record cannot be reached, and says so
+            except Exception:  # the record cannot be reached, and warns itself
                 return
 
     def _understood(self, text: str) -> Control | Exception:
@@ -91,16 +91,16 @@ class LiveControl:
         return control
 
     def start_step(self, step: int) -> None:
-        """Before a step, on all ranks: triggers may have it sampled."""
+        """Call before a step, on all ranks. Triggers may have the step sampled."""
         self._status.start_step(step)
         if why := self._triggers.fired():
             self._schedule.trigger(step, why)
 
     def start_sample(self, step: int, over: bool) -> None:
-        """Before a sampled step, on all ranks: do as the control file says, if it is new.
+        """Call before a sampled step, on all ranks. Apply the control file if it is new.
 
         Args:
-            over: whether this rank knows that ranks are out of sync; the first one tells those that wait for its word.
+            over: whether this rank knows that ranks are out of sync. The first rank then tells ranks that wait for its word.
         """
         if over and not self._ranks.writes:
             self.stopped = True
@@ -108,7 +108,7 @@ class LiveControl:
         order = None if over else self._order(step)
         try:
             word = self._ranks.share({"over": over, "control": order})
-        except Exception:  # the first rank is late, or at another step: its word comes by the end of the step, or never
+        except Exception:  # the first rank is late or at another step; its word arrives by the end of the step, or never
             if self._ranks.world == 1:
                 raise
             self.heard = self.stopped = over
@@ -117,7 +117,7 @@ class LiveControl:
         self._hear(word, step)
 
     def end_sample(self, step: int) -> bool:
-        """After a sampled step: whether all ranks have heard what the first one had to say, if late."""
+        """Call after a sampled step. Return whether all ranks have received the first rank's word, even late."""
         if not self.heard:
             self.heard = True
             try:
@@ -132,7 +132,7 @@ class LiveControl:
             self._schedule.obey(Control.of_plain(word["control"]), step)
 
     def _order(self, step: int) -> dict[str, Any] | None:
-        """What all ranks are to obey from `step` on; None where the control file is as before, or cannot be used."""
+        """Return what all ranks must follow from `step` on. Return None if the control file is unchanged or invalid."""
         file, found = self._read or (None, Control())
         if file == self._known:
             return None
@@ -157,27 +157,27 @@ class LiveControl:
         self._status.control = {"ignored": "it was written for an earlier run", "step": step, **file.identity}
         warn(
             f"{path} was written for an earlier run in this folder, and changes nothing: this run starts over at step "
-            f"{self._status.first_step}. To have it hold for this run, write it again, as by: touch {shlex.quote(path)}"
+            f"{self._status.first_step}. To apply it to this run, write it again, for example: touch {shlex.quote(path)}"
         )
 
     def see_sample(self, sample: Sample) -> None:
-        """Let triggers see a sample; called in the background."""
+        """Pass a sample to the triggers, in the background."""
         self._triggers.see_sample(sample)
 
     def end_step(self, step: int, loss: Any, grad_norm: Any) -> None:
-        """After a step, on all ranks: let triggers see its loss and its gradient norm."""
+        """Call after a step, on all ranks. Pass its loss and gradient norm to the triggers."""
         self._triggers.see_step(step, loss, grad_norm)
 
     def report(self, step: int | None, dumped: Mapping[str, Any], ended: bool = False) -> None:
-        """Tell those who watch the record how the control file fared and how far dumps are; called in the background.
+        """Write the state of the control file and of dumps to the status file, in the background.
 
         Args:
-            step: that was sampled; None: there is no later one.
+            step: the sampled step, or None if there is no later one.
             ended: whether the run is over.
         """
         if self._storage:
             self._status.step = self._status.step if step is None else step
-            with contextlib.suppress(Exception):  # a record that cannot be written says so
+            with contextlib.suppress(Exception):  # a record that cannot be written warns itself
                 self._storage.write(STATUS, self._status.text(dumped, self._waits.plain(), ended).encode())
 
 
@@ -186,22 +186,22 @@ class ControlFile:
     """A control file as it was read."""
 
     text: str
-    #: when it was written, in seconds since 1970; None if the file system does not tell
+    #: seconds since 1970 when the file was written, or None if the file system does not say
     written: float | None
 
     @property
     def identity(self) -> dict[str, Any]:
-        """What tells it from another one, the same text written again included."""
+        """Return values that distinguish the file from any other, even from the same text written again."""
         return {"checksum": zlib.crc32(self.text.encode()), "written": self.written}
 
     def is_that_of(self, control: Mapping[str, Any]) -> bool:
-        """Whether the control section of a status is about this file; one of an earlier version does not say when."""
+        """Return whether a status is about this file. Statuses of earlier releases do not say when the file was written."""
         known = {"written": self.written, **{k: v for k, v in control.items() if k in ("checksum", "written")}}
         return known == self.identity
 
 
 class Status:
-    """What the file holds, begun with what an earlier attempt has left."""
+    """The content of the status file. It starts from what an earlier attempt left."""
 
     def __init__(self, earlier: Mapping[str, Any]) -> None:
         """
@@ -211,9 +211,9 @@ class Status:
         control, step, first = (earlier.get(name) for name in ("control", "step", "first_step"))
         #: what became of the control file
         self.control: dict[str, Any] = control if isinstance(control, dict) else {}
-        #: the step that was sampled last
+        #: the last sampled step
         self.step: int | None = step if isinstance(step, int) else None
-        #: the first step of the run, from which resumed attempts go on
+        #: the first step of the run, which resumed attempts keep
         self.first_step: int = first if isinstance(first, int) else 1
         #: whether the record says that its run is over
         self.ended: bool = "ended" in earlier
@@ -222,7 +222,7 @@ class Status:
 
     @classmethod
     def read(cls, storage: Storage | None) -> Status:
-        """What is in a record; nothing if the file cannot be used, which a run can do without."""
+        """Read the status of a record. Return an empty one if the file cannot be used, because a run can do without."""
         content: Any = {}
         with contextlib.suppress(Exception):
             if storage:
@@ -231,17 +231,17 @@ class Status:
         return cls(content if isinstance(content, dict) else {})
 
     def start_step(self, step: int) -> None:
-        """A step begins. The first one tells whether an earlier attempt is resumed, or the run starts over."""
+        """Begin a step. The first step shows whether an earlier attempt is resumed, or the run starts over."""
         if not self._has_begun and step <= self.first_step:
             self._left_over, self.control, self.first_step = self.control, {}, step
         self._has_begun = True
 
     def is_left_over(self, file: ControlFile) -> bool:
-        """Whether a control file is one that an earlier run has obeyed and that nobody has written since."""
+        """Return whether an earlier run followed this control file and it was not written again since."""
         return "checksum" in self._left_over and file.is_that_of(self._left_over)
 
     def what_is_left_of(self, control: Control, file: ControlFile, step: int) -> Control:
-        """A resumed run finds the control file again; the steps that it asked for are not sampled twice."""
+        """Return the control file without steps that a resumed run has already sampled for it."""
         last = self.control.get("last_step")
         if control.steps is None or not isinstance(last, int) or not file.is_that_of(self.control):
             return control
@@ -250,7 +250,7 @@ class Status:
         return replace(control, steps=last - step + 1)
 
     def text(self, dumped: Mapping[str, Any], waited: Mapping[str, Any], ended: bool) -> str:
-        """The content of the file."""
+        """Return the content of the file."""
         now = time.time()
         content: dict[str, Any] = {"step": self.step, "first_step": self.first_step, "time": now}
         content |= {"ended": now} if ended else {}

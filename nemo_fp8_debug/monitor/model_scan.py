@@ -1,4 +1,4 @@
-"""The GEMMs of a model: which are known and looked at, and what has to be said of the others."""
+"""Scan a model for GEMMs: which are known and measured, and which warnings the others need."""
 
 from __future__ import annotations
 
@@ -28,57 +28,57 @@ from .fingerprint import fingerprint
 
 @dataclass(frozen=True)
 class FoundModules:
-    """Modules that a feature looks at for something else than their GEMMs."""
+    """Modules that a feature observes, apart from GEMMs."""
 
-    #: in the feature's own terms
+    #: the modules, in the feature's own terms
     modules: Sequence[Any] = ()
-    #: of the tensors that are looked at, the kind of the module of each
+    #: kind of the module of each observed tensor
     kinds: Mapping[Key, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class ModelScan:
-    """What was found in a model."""
+    """Result of scanning a model."""
 
     #: the model, or its chunks
     roots: Sequence[nn.Module]
-    #: those that hooks can see,
+    #: GEMMs that hooks can see
     known: Sequence[Gemm]
-    #: and those inside torch.compile, which they cannot
+    #: GEMMs inside torch.compile, which hooks cannot see
     compiled: Sequence[Gemm]
-    #: those of `known` that are looked at
+    #: GEMMs of `known` that are measured
     gemms: Sequence[Gemm]
     #: attentions of Transformer Engine, which may run in FP8
     attentions: Sequence[Gemm]
-    #: what features have found besides, by feature
+    #: modules that features found, by feature
     features: Mapping[str, FoundModules]
     scales: Scales
-    #: of weights that are stored in codes
+    #: master weights of weights that are stored in codes
     masters: Masters
-    #: how the run is set up
+    #: the run's settings
     fingerprint: Mapping[str, Any]
 
     @property
     def kinds(self) -> dict[str, str]:
-        """By name what there is to look at: of a GEMM or tensor its kind, of an attention that with a mark before it."""
+        """Return the kind of each GEMM, attention and tensor by name. Kinds of attentions have a prefix."""
         gemms = {g.name: g.kind for g in self.known} | {g.name: f"{ATTENTION}{g.kind}" for g in self.attentions}
         tensors = (item for found in self.features.values() for item in found.kinds.items())
         return gemms | {name_tensor_part(key): kind for key, kind in tensors}
 
     def released(self) -> ModelScan:
-        """What remains to be said of a model that is held no longer."""
+        """Return a copy without references to the model."""
         return replace(self, roots=(), known=(), compiled=(), gemms=(), attentions=(), features={}, masters=Masters())
 
 
 def scan_gemms(model: Any, config: Config, ranks: int, errors: ErrorGuard) -> ModelScan:
-    """Find the GEMMs of a model, and warn of those that are left out.
+    """Find the GEMMs of a model, and warn about those that are left out.
 
     Args:
         model: a module, or a sequence of them.
-        ranks: of the run.
+        ranks: number of ranks of the run.
 
     Raises:
-        ConfigError: it is no model, or nothing in it matches what `config` asks for.
+        ConfigError: `model` is not a model, or nothing in it matches `config`.
     """
     roots = [model] if isinstance(model, nn.Module) else list(model) if isinstance(model, Iterable) else []
     if not roots or not all(isinstance(root, nn.Module) for root in roots):
@@ -92,7 +92,7 @@ def scan_gemms(model: Any, config: Config, ranks: int, errors: ErrorGuard) -> Mo
         gemms = select_gemms(found, config.layers)
         for patterns in filter(None, (config.dump, config.trigger_dump)):
             select_gemms(found, patterns)
-    else:  # a pipeline stage may have none that match
+    else:  # a pipeline stage may have no match
         gemms = match_gemms(known, config.layers)
     _warn_of_what_is_left_out(scanned, gemms, errors)
     scales = Scales(known, config.measured_recipe, config.recipe)
@@ -108,7 +108,7 @@ def scan_gemms(model: Any, config: Config, ranks: int, errors: ErrorGuard) -> Mo
 def _coverage(scanned: Sequence[ScannedModule], gemms: Sequence[Gemm], config: Config, errors: ErrorGuard) -> dict[str, Any]:
     try:
         return build_ledger(scanned, gemms, config.roles).compact()
-    except Exception as error:  # a module that answers in an odd way must not cost the record
+    except Exception as error:  # a module with odd attributes must not cost the record
         if errors.raises:
             raise
         errors.warn(f"how much of the model is observed could not be read: {type(error).__name__}: {error}")
@@ -118,10 +118,10 @@ def _coverage(scanned: Sequence[ScannedModule], gemms: Sequence[Gemm], config: C
 def _warn_of_what_is_left_out(scanned: Sequence[ScannedModule], gemms: Sequence[Gemm], errors: ErrorGuard) -> None:
     if unknown := find_unknown_gemms(scanned):
         first = next(iter(unknown))
-        errors.warn(f"{len(unknown)} modules are not known here and left out, first {first}, a {unknown[first]}")
+        errors.warn(f"{len(unknown)} unsupported modules are left out, first {first}, a {unknown[first]}")
     untold = [g for g in gemms if not find_emulation(g.module) and not is_seen_in_forward(g)]
     if foreign := {g.name: why for g in untold if (why := g.backend.foreign(g.module))}:
         first = next(iter(foreign))
         errors.warn(f"how {len(foreign)} layers cast their operands is unknown (first {first}: {foreign[first]})")
     if stored := [g.name for g in gemms if "weight" in g.unseen]:
-        errors.warn(f"W of {len(stored)} layers (first {stored[0]}) is stored in a way that is not known here, and left out")
+        errors.warn(f"W of {len(stored)} layers (first {stored[0]}) is stored in an unsupported format, and left out")

@@ -1,4 +1,4 @@
-"""The framework-neutral monitor: what a training loop calls around its steps, and the order of these calls."""
+"""The monitor for any framework: what a training loop calls around its steps, and the order of these calls."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from .recorder_queue import Recording
 from .run_summary import Summary
 from .sampled_step import SampledStep
 
-#: the names of the record's files have room for 18 digits
+#: the record's file names have room for 18 digits
 _LARGEST = 10**18 - 1
 
 
@@ -38,23 +38,23 @@ class StepOrder:
     def __init__(self, warn: Callable[[str, str], None]) -> None:
         """
         Args:
-            warn: takes a message and its kind, and says each kind once.
+            warn: takes a message and its kind, and prints each kind once.
         """
         self._warn = warn
         self._begun: int | None = None
-        #: the last step that began with a valid number; -1: none did
+        #: the last step that began with a valid number, or -1
         self.current = -1
-        #: whether a step was begun and neither ended nor given up
+        #: whether a step has begun and was neither ended nor given up
         self.is_open = False
         #: whether the loop has called anything
         self.used = False
         #: whether a step was sampled
         self.sampled = False
-        #: how many steps were begun with a valid number and ended, and the first and the last of them
+        #: number of steps that began with a valid number and ended, and the first and the last of them
         self.ended, self.first, self.last = 0, -1, -1
 
     def expect(self, first: int, last: int, config: Config) -> None:
-        """Say so before the run if none of its steps, both inclusive, will be sampled."""
+        """Warn before the run if none of its steps (`first` to `last`, both included) will be sampled."""
         if not config.triggers and first <= last and not config.samples_any(first, last):
             self._warn(
                 f"no step of this run will be sampled: it takes steps {first} to {last}, and {config.turns()} is "
@@ -63,12 +63,12 @@ class StepOrder:
             )
 
     def warn_of_unnamed(self, unnamed: Sequence[Any], called: str) -> None:
-        """Say that values without a name were given, if there are any."""
+        """Warn if values without a name were given."""
         if unnamed:
-            self._warn(f"what {called} was given without a name is not recorded: use {called}(loss=...)", "unnamed")
+            self._warn(f"{called} does not record a value without a name: use {called}(loss=...)", "unnamed")
 
     def begin(self, given: Any) -> int | None:
-        """A step begins; returns its number, or None if that is not valid."""
+        """Begin a step. Return its number, or None if the number is invalid."""
         self.warn_if_open()
         self.is_open, self._begun, self.used = True, None, True
         step = check_whole_number(given)
@@ -77,7 +77,7 @@ class StepOrder:
             self._warn(f"step {show_value(given)} is not sampled: {needed}", "invalid step")
         elif self.ended and step <= self.last:
             self._warn(
-                f"step {step} is not sampled, since step {self.last} was before it: numbers of steps must grow. "
+                f"step {step} is not sampled, because it follows step {self.last}: step numbers must grow. "
                 "After a return to an earlier checkpoint, close this monitor and start another one in the same folder",
                 "step goes back",
             )
@@ -86,7 +86,7 @@ class StepOrder:
         return self._begun
 
     def end(self) -> int | None:
-        """A step ends; returns its number, or None if it had no valid one, or never began."""
+        """End a step. Return its number, or None if it never began or had an invalid number."""
         step, self._begun, self.used = self._begun, None, True
         if not self.is_open:
             self._warn(
@@ -99,11 +99,11 @@ class StepOrder:
         return step
 
     def give_up(self) -> None:
-        """The step broke off."""
+        """Note that the step broke off."""
         self.is_open, self._begun = False, None
 
     def warn_if_open(self) -> None:
-        """Say that a step was not ended, if one was not."""
+        """Warn if the last step was not ended."""
         if self.is_open:
             which = "a step" if self._begun is None else f"step {self._begun}"
             self._warn(
@@ -112,11 +112,11 @@ class StepOrder:
             )
 
     def warn_if_nothing_sampled(self, turns: str, over: bool) -> None:
-        """Say so at the end of a run.
+        """Warn at the end of a run if no step was sampled.
 
         Args:
-            turns: which steps are sampled, in words.
-            over: whether sampling ended early, for a reason that was told.
+            turns: describes which steps are sampled.
+            over: whether sampling ended early, for a reason that was printed.
         """
         if not self.used:
             message = "the monitor was told of no step: call begin_step and end_step around each training step"
@@ -129,16 +129,17 @@ class StepOrder:
             )
 
 
-_INVALID = -1  # stands for a step whose number is not valid
+_INVALID = -1  # stands for a step with an invalid number
 #: the last monitor of this process that records to each folder
 _of_folder: weakref.WeakValueDictionary[str, Monitor] = weakref.WeakValueDictionary()
 
 
 @check_arguments(options_of=Config)
 class Monitor:
-    """Looks at the GEMM operands of every N-th step of any training loop.
+    """Measures the GEMM operands of every N-th step of any training loop.
 
-    Between sampled steps no hook is installed. On several ranks each carries a monitor; the first one writes the record.
+    No hook is installed between sampled steps. On several ranks, each rank has a monitor, and the first rank writes the
+    record.
 
     Example:
         >>> import torch
@@ -164,9 +165,9 @@ class Monitor:
         """
         Args:
             model: the model, or a list of its chunks if a virtual pipeline splits it.
-            output: folder of the run record and TensorBoard events, a path or any fsspec address; None needs `recorders`.
-            recorders: what takes the samples instead; None: a run record, TensorBoard events and a table.
-            options: fields of `Config`, as `interval=100`.
+            output: folder of the run record and TensorBoard events, a path or any fsspec address. None requires `recorders`.
+            recorders: receive the samples instead. None: a run record, TensorBoard events and a table.
+            options: fields of `Config`, such as `interval=100`.
 
         Raises:
             ConfigError: an option cannot be used, no GEMM matches, or the folder cannot be written, on any rank.
@@ -199,37 +200,37 @@ class Monitor:
         self._closed, self._process = False, os.getpid()
         self._summary.open()
         with self._errors.guard("while recording that the run goes on"):
-            if self._live_control.ended_before:  # which no longer holds, long before the first sample says so
+            if self._live_control.ended_before:  # this run goes on, so correct the status long before the first sample does
                 self._delivery.report(None)
         _note_folder(place.record, self, self._errors.warn)
         self._closed_by_hand = _close_at_exit(self, self._ranks.world > 1)
 
     @property
     def gemms(self) -> Sequence[Gemm]:
-        """The GEMMs of this rank that are looked at."""
+        """The GEMMs of this rank that are measured."""
         return self._model.gemms
 
     @property
     def fingerprint(self) -> Mapping[str, Any]:
-        """How the run is set up."""
+        """The run's settings."""
         return self._model.fingerprint
 
     @property
     def closed(self) -> bool:
-        """Whether it was closed, or belongs to the process that this one was forked from: it records nothing."""
-        return self._closed or os.getpid() != self._process  # one that was forked has no threads that record
+        """True if the monitor records nothing: it was closed, or belongs to the parent of a forked process."""
+        return self._closed or os.getpid() != self._process  # a forked process has no recording threads
 
     @property
     def sampling(self) -> bool:
-        """Whether a sampled step is under way."""
+        """True while a sampled step is open."""
         return self._sampled is not None
 
     @contextlib.contextmanager
     def step(self, step: int) -> Iterator[Any]:
-        """A training step, for `with`; yields a function that takes its scalars as `end_step` does: `report(loss=loss)`.
+        """Open a training step in a `with` block. Yield a function that takes scalars like `end_step`: `report(loss=loss)`.
 
         Args:
-            step: its number, as of `begin_step`.
+            step: the step's number, as for `begin_step`.
         """
         scalars: dict[str, Any] = {}
 
@@ -247,11 +248,11 @@ class Monitor:
 
     @guard_entry("while beginning a step")
     def begin_step(self, step: int) -> None:
-        """Before the forward pass: installs the hooks if `step` is sampled. On several ranks, called on all.
+        """Call before the forward pass, on all ranks. If `step` is sampled, hooks are installed.
 
         Args:
-            step: a whole number, at least 0 and greater than that of the step before. A step with another number is not
-                sampled, and the first one is warned of.
+            step: a whole number, at least 0 and greater than the previous step's. A step with another number is not sampled,
+                and the first such step gets a warning.
         """
         if self.closed:
             self._errors.warn("the monitor is closed, and the steps after that are not recorded", kind="closed")
@@ -260,7 +261,7 @@ class Monitor:
         self._drop_sample()
         if self._idle:
             return
-        if self._begun not in (None, number):  # broken off here, and perhaps not on other ranks, which have told
+        if self._begun not in (None, number):  # broken off here but perhaps not on other ranks, which wait for this one
             self._tell_triggers({})
         self._begun = _INVALID if number is None else number
         if number is None:
@@ -272,7 +273,7 @@ class Monitor:
 
     @guard_entry("while looking ahead")
     def expect_steps(self, first: int, last: int) -> None:
-        """Tell which steps the run will take: a warning says so if none of them is sampled.
+        """Announce the steps of the run. If none of them is sampled, a warning says so.
 
         Args:
             first: the first step.
@@ -282,9 +283,9 @@ class Monitor:
 
     def _start_sample(self, step: int) -> None:
         self._order.sampled = True
-        # Whatever happens to this rank's part of the sample.
+        # Set this first, in case this rank's part of the sample fails.
         self._sampled = SampledStep(step, self._watched, self._schedule)
-        # Scales emulated from a history need the sample before.
+        # Scales that are emulated from a history depend on the previous sample.
         self._pipeline.settle()
         self._recording.deliver(wait=True)
         self._live_control.start_sample(step, self._pipeline.over)
@@ -299,7 +300,7 @@ class Monitor:
 
     @guard_entry("while giving a step up")
     def abandon_step(self) -> None:
-        """The step broke off: removes the hooks and forgets the sample."""
+        """Give up a step that broke off: remove the hooks and drop the sample."""
         self._order.give_up()
         self._drop_sample()
 
@@ -317,27 +318,27 @@ class Monitor:
 
     @guard_entry("while looking at a loss")
     def watch_loss(self, loss: Any, tokens: torch.Tensor | float = 1) -> None:
-        """Show the loss of a micro-batch before it is scaled, divided and backpropagated: dY is recorded in its units too.
+        """Pass the loss of a micro-batch before scaling and backpropagation. Then dY is also recorded in its units.
 
-        Needed where neither the model returns the loss nor a schedule of Megatron computes it. Nothing happens in steps that
-        are not sampled.
+        Call this if the model does not return the loss and no Megatron schedule computes it. Steps that are not sampled
+        ignore the call.
 
         Args:
-            loss: a scalar tensor with gradient; anything else is passed over.
-            tokens: how many `loss` is a sum over, if their mean is the loss that is meant.
+            loss: a scalar tensor with gradient. Anything else is ignored.
+            tokens: the number of tokens that `loss` sums over, if the mean over them is the training loss.
         """
         if self._sampled:
             self._sampled.show_loss(loss, tokens)
 
     @guard_entry("while ending a step")
     def end_step(self, *unnamed: Any, **scalars: Any) -> None:
-        """After the backward pass: removes the hooks, measures and records. On several ranks, called on all.
+        """Call after the backward pass, on all ranks. Removes the hooks, measures and records.
 
         Args:
-            unnamed: not recorded, which a warning says.
-            scalars: of the step, numbers or scalar tensors, which are read in the background: `loss`, `grad_norm`, `lr`,
-                `loss_scale`, `skipped`, `consumed_samples`, as far as they are known; and `grad_scale`, what dY is
-                multiplied by, if it is not to be measured. Others are not recorded, which a warning says.
+            unnamed: not recorded, and a warning says so.
+            scalars: numbers or scalar tensors of the step, which are read in the background: `loss`, `grad_norm`, `lr`,
+                `loss_scale`, `skipped`, `consumed_samples`, as far as you know them. `grad_scale` is the factor of dY, if we
+                should not measure it. Others are not recorded, and a warning says so.
         """
         if self.closed:
             return
@@ -349,13 +350,13 @@ class Monitor:
         tell = self._errors.warn if writes_steps else lambda message: None
         scalars = select_usable(scalars, tell, self._watched.dump is not None)
         if step is None:
-            if began:  # other ranks may have begun it with a valid number
+            if began:  # other ranks may have begun the step with a valid number
                 self._begun = None
                 self._tell_triggers(scalars)
             return
         if sampled:
             scalars = sampled.measured_multiplier() | scalars
-            # Other ranks may have looked at what this one has not.
+            # Other ranks may have measured operands that this one has not.
             opened = sampled.is_looked_at or (self._ranks.world > 1 and not self._recording.stuck)
             sampled.detach()
         self._sampled = self._begun = None
@@ -376,11 +377,11 @@ class Monitor:
 
     @guard_entry("while noting an evaluation")
     def report_validation(self, step: int | None = None, **losses: Any) -> None:
-        """Record the losses of an evaluation, which the gate judges too.
+        """Record the losses of an evaluation. The gate judges them too.
 
         Args:
-            step: the training step that it came after; None: the last one.
-            losses: by name, numbers or scalar tensors, which are read in the background.
+            step: the training step before the evaluation, or None for the last one.
+            losses: numbers or scalar tensors, by name, which are read in the background.
         """
         if not self.closed and not self._idle and self._ranks.writes:
             self._delivery.note_validation(max(self._order.current, 0) if step is None else step, losses)
@@ -394,7 +395,7 @@ class Monitor:
 
     @guard_entry("while closing the record")
     def close(self) -> None:
-        """The run is over: records what is left. To close a second time does nothing."""
+        """End the run and record everything that is left. A second call does nothing."""
         if self.closed:
             return
         failed, self._closed = is_exception_underway(), True
@@ -414,13 +415,13 @@ class Monitor:
         all_of(self._errors.guard, steps)
 
     def _sum_up(self, failed: bool) -> None:
-        was_idle, self._idle = self._idle, True  # without recorders, as with a plan alone, nothing was to be sampled
+        was_idle, self._idle = self._idle, True  # without recorders, for example with a plan alone, no sample was expected
         if not failed:
             self._order.warn_if_nothing_sampled(self._schedule.config.turns(), self._pipeline.over or was_idle)
         self._summary.close(self._pipeline.over, self._recording.stuck, self._waits)
 
     def _release(self) -> None:
-        """Let go of the model, which whoever holds the monitor would hold too."""
+        """Release the model, which would otherwise live as long as the monitor."""
         self._model = self._model.released()
         del self._watched, self._live_control, self._delivery, self._pipeline
 
@@ -432,7 +433,7 @@ class Monitor:
 
 
 def _note_folder(folder: str | None, monitor: Monitor, warn: Callable[[str], object]) -> None:
-    """Note which monitor records to a folder, if to any; `warn` of one that is still open and did so before."""
+    """Note which monitor records to a folder. Call `warn` if another open monitor records there."""
     if folder is None:
         return
     earlier = _of_folder.get(folder)
@@ -442,11 +443,11 @@ def _note_folder(folder: str | None, monitor: Monitor, warn: Callable[[str], obj
 
 
 def _close_at_exit(monitor: Monitor, keep: bool) -> Callable[[], object]:
-    """Let a process that ends without closing its monitor lose nothing; returns what calls that off.
+    """Close the monitor when the process ends, so that nothing is lost. Return a function that cancels this.
 
     Args:
-        keep: whether it is held until then: threads of one that was dropped could still wait for other ranks at the end of
-            the interpreter, and would end the process with an error.
+        keep: whether to hold the monitor until then. Threads of a dropped monitor could still wait for other ranks when the
+            interpreter ends, and would end the process with an error.
     """
     close = monitor.close if keep else partial(_close, weakref.ref(monitor))
     atexit.register(close)

@@ -1,4 +1,4 @@
-"""A run and a sampled step as observers get them, and which tensors this rank counts."""
+"""A run and a sampled step as observers receive them, and the tensors that this rank counts."""
 
 from __future__ import annotations
 
@@ -30,58 +30,58 @@ from .model_scan import ModelScan
 
 @dataclass(frozen=True)
 class RunSetup:
-    """What is the same for all sampled steps of a run."""
+    """Values that are the same for all sampled steps of a run."""
 
     config: Config
     ranks: Ranks
     shard_group: ShardGroup
     scales: Scales
-    #: into how many parts ranks may split a tensor, by what it is
+    #: most parts that ranks may split a tensor into, by kind of tensor
     parts: Mapping[str, int]
 
     @property
     def gemms(self) -> list[str]:
-        """Names of the GEMMs of all ranks that reduce together."""
+        """Return names of the GEMMs of all ranks that reduce together."""
         return [name for name, kind in self.shard_group.kinds.items() if list_roles(kind) == ROLES]
 
 
 @dataclass(frozen=True)
 class Watched:
-    """What the sampled steps of a run have in common."""
+    """Values that the sampled steps of a run share."""
 
     model: ModelScan
     shard_group: ShardGroup
     rank: int
     world: int
-    #: of this run's record
+    #: attempt number in this run's record
     attempt: int
     dump: TensorDump | None
     errors: ErrorGuard
-    #: features that are looked at
+    #: features that are observed
     observations: Sequence[Observation]
 
 
 class StepObserver:
-    """What one feature looks at in one sampled step; by default at nothing."""
+    """Observes a sampled step for one feature. The base class observes nothing."""
 
     def subscribe(self, step: OpenStep) -> None:
-        """Look at the step from now on; asked once all observers are made, and only if the step is looked at."""
+        """Start observing. Called after all observers exist, and only if the step is measured."""
 
     def close(self) -> Collection[Key]:
-        """Say what was not seen; asked when the step is over and no hook is left.
+        """Stop observing. Called when the step is over and no hook is left.
 
         Returns:
-            Operands that were expected, and that this run does not have.
+            Expected operands that this run does not have.
         """
         return ()
 
     def move(self, to: Move) -> None:
-        """Replace each tensor that was collected by what `to` gives for it."""
+        """Replace each collected tensor with the result of `to`."""
 
 
 @dataclass
 class OpenStep:
-    """A sampled step that opens."""
+    """A sampled step that is about to begin."""
 
     number: int
     #: options in force
@@ -89,39 +89,39 @@ class OpenStep:
     watched: Watched
     #: GEMMs that hooks can see
     known: Sequence[Gemm]
-    #: names of those that are looked at, and of those that are dumped
+    #: names of GEMMs that are measured or dumped
     chosen: Collection[str]
     dumped: Collection[str]
-    #: modules of the model as they are now, and the ids of those that run inside torch.compile
+    #: modules of the model at this step, and ids of those inside torch.compile
     scanned: Sequence[ScannedModule]
     compiled: Collection[int]
     dispatcher: Dispatcher
-    #: told of a fault that costs an operand
+    #: reports an error that costs an operand
     lose: Fault
     gradients: WeightGradients
     #: tensors that are counted
     operands: dict[Key, Operand] = field(default_factory=dict)
-    #: what gets each operand of a GEMM,
+    #: receivers of the operands of each GEMM
     sinks: dict[Key, OperandSink] = field(default_factory=dict)
-    #: those of GEMMs by name and role, of which another rank may count some,
+    #: operands of GEMMs, by name and role; other ranks may count some of them
     seen: dict[str, dict[str, Operand]] = field(default_factory=dict)
-    #: and what else gets them: by GEMM, and of all
+    #: receivers of products by GEMM, and of copies of all GEMMs
     products: dict[str, ProductSink] = field(default_factory=dict)
     copies: CopySink | None = None
-    #: by feature
+    #: observers by feature
     observers: dict[str, StepObserver] = field(default_factory=dict)
 
     @property
     def guard(self) -> Callable[[str], AbstractContextManager[None]]:
-        """A context that keeps an exception out of the training loop, named by what it guards."""
+        """A context that keeps an exception out of the training loop. Its argument names the guarded action."""
         return self.watched.errors.guard
 
 
 def counted_parts(gemms: Sequence[Gemm], config: Config, dumped: Sequence[str], group: ShardGroup, rank: int) -> set[Key]:
-    """Operands of which this rank counts a part.
+    """Return operands of which this rank counts a part.
 
     Args:
-        dumped: patterns of layers that are looked at beside those of the options.
+        dumped: patterns of layers that are dumped, in addition to the options' layers.
     """
     chosen = match_gemms(gemms, None if config.layers is None else [*config.layers, *dumped])
     copied = {(g.name, role): copied_elsewhere(g, role) for g in chosen for role in config.roles if is_shown(g, role)}
@@ -129,7 +129,7 @@ def counted_parts(gemms: Sequence[Gemm], config: Config, dumped: Sequence[str], 
 
 
 def compiled_parts(compiled: Sequence[Gemm], config: Config, group: ShardGroup) -> set[Key]:
-    """What is compiled here and is seen on another rank lacks this one's part."""
+    """Return operands that are compiled here and seen on another rank. They lack this rank's part."""
     return {
         (gemm.name, role)
         for gemm in match_gemms(compiled, config.layers)
@@ -139,7 +139,7 @@ def compiled_parts(compiled: Sequence[Gemm], config: Config, group: ShardGroup) 
 
 
 def copied_elsewhere(gemm: Gemm, role: str) -> bool | None:
-    """Whether another rank counts it; None: the first rank that has it does."""
+    """Return whether another rank counts the operand. None: the first rank that has it counts it."""
     stored = gemm.backend.stored(gemm.module, gemm.part) if role == "weight" else None
     if stored is not None and getattr(stored.parameter, "main_param_sharded", False):
         return find_copied_part(gemm.module)
@@ -147,12 +147,15 @@ def copied_elsewhere(gemm: Gemm, role: str) -> bool | None:
 
 
 def is_shown(gemm: Gemm, role: str) -> bool:
-    """Whether anything shows an operand to hooks."""
+    """Return whether hooks can see an operand."""
     return role not in gemm.unseen
 
 
 def counts_weight(shard_group: ShardGroup, rank: int, gemm: Gemm) -> Callable[[torch.Tensor], bool]:
-    """Whether this rank counts a tensor that lies as a weight does: a part that no other has, or the first of copies."""
+    """Return a function that decides whether this rank counts a tensor with the layout of a weight.
+
+    A rank counts its own part, or the first of several copies.
+    """
     is_copy, weight = find_copied_part(gemm.module), find_weight(gemm)
     if getattr(weight, "main_param_sharded", False):
         return lambda x: not is_copy
@@ -160,5 +163,5 @@ def counts_weight(shard_group: ShardGroup, rank: int, gemm: Gemm) -> Callable[[t
     first = shard_group.first[gemm.name] if copied is None else None
     if copied:
         return is_never_counted
-    # An engine may split states only after the monitor was made.
+    # An engine may split states after the monitor was made.
     return lambda x: not is_copy if is_split_by_zero(find_weight(gemm)) else is_counted(x, rank, first)

@@ -1,4 +1,4 @@
-"""What happens to a sample once its step is over: stats are collected, added up over ranks, and measured."""
+"""Process a sample after its step: collect stats, add them up over ranks, and measure."""
 
 from __future__ import annotations
 
@@ -33,66 +33,66 @@ Steps = Mapping[int, Mapping[str, float]]
 
 @dataclass(frozen=True)
 class Sampled:
-    """A sampled step as this rank saw it."""
+    """A sampled step as this rank captured it."""
 
-    #: what ranks agree on before they add up
+    #: what ranks must agree on before they add up
     plan: SamplePlan
     operands: list[Operand]
-    #: what else looked at the step, by feature
+    #: observers of the step, by feature
     observers: Mapping[str, Any]
-    #: operands that this rank was to see
+    #: operands that this rank should see
     expected: Collection[Key]
     what_if: Sequence[Recipe]
-    #: whether a layer of this name is looked at, on whichever rank it is
+    #: whether a layer of this name is measured, on any rank
     chosen: Callable[[str], bool]
-    #: numbers of the steps since the sample before and of this one, as far as they are known here
+    #: numbers of this step and the steps since the last sample, as far as this rank has them
     steps: Callable[[], Steps]
-    #: of what was collected
+    #: copies collected stats to the host
     device_to_host: DeviceToHostCopy
 
     @property
     def step(self) -> int:
-        """Of the run."""
+        """Return the step's number."""
         return self.plan.step
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What the ranks found together."""
+    """The result of all ranks together."""
 
-    #: by table
+    #: rows by table
     tables: Tables
-    #: numbers of steps that other ranks know, as the last stage of a pipeline its loss
+    #: numbers of steps that only other ranks have, such as the loss of the last pipeline stage
     steps: Steps
 
 
 class Pipeline:
-    """Measures samples; on several ranks in a thread of its own, in step with the other ranks."""
+    """Measures samples. On several ranks it works in a thread of its own, in step with the other ranks."""
 
     def __init__(self, setup: RunSetup, errors: ErrorGuard) -> None:
         self._ranks, self._shard_group, self._errors = setup.ranks, setup.shard_group, errors
         self._keys = setup.shard_group.keys(ROLES)
         self._others: dict[str, EmulatedScales] = {}
         made = [module.make_observation(setup) for module in load_modules("observer")]
-        #: features that are looked at
+        #: features that are observed
         self.observations: list[Observation] = [one for one in made if one is not None]
         self._reduction = Reduction(setup.ranks, setup.shard_group, self.observations)
         self._worker = Worker("nemo_fp8_debug reduction") if setup.ranks.world > 1 else None
-        #: of the sample under way: its outcome, or None as soon as ranks are out of sync
+        #: outcome of the current sample, or None as soon as ranks are out of sync
         self._last: Future[Outcome | None] | None = None
         self._last_step = -1
-        #: ranks are out of sync, and none of them samples any longer
+        #: whether ranks are out of sync, so that no rank samples any longer
         self.over = False
         self._ending = threading.Lock()
         self._speaking: threading.Thread | None = None
         setup.ranks.listen(self.end_because)
 
     def submit(self, sampled: Sampled) -> Callable[[], Outcome | None]:
-        """Measure a sample; on several ranks in the background.
+        """Measure a sample. On several ranks this happens in the background.
 
         Returns:
-            What gives the outcome, and does the work or waits for it: None on ranks that do not write, or where ranks are
-            out of sync.
+            A function that returns the outcome and does the work or waits for it. It returns None on ranks that do not
+            write, or if ranks are out of sync.
         """
         if self._worker is None:
             return lambda: Outcome(self._alone(sampled), {})
@@ -104,12 +104,12 @@ class Pipeline:
         return self._last.result
 
     def take_part(self, sampled: Sampled) -> None:
-        """In a sample that was given up here, and perhaps not elsewhere."""
+        """Take part in a sample that this rank gave up, because other ranks may go on with it."""
         if self._worker:
             self.submit(sampled)
 
     def settle(self) -> None:
-        """Wait for the sample before: histories that scales are emulated from move on with it."""
+        """Wait for the previous sample, because it updates the histories of emulated scales."""
         if self._last is None:
             return
         with self._ranks.patience.spending(SAMPLE_OF_RANKS) as seconds:
@@ -118,11 +118,11 @@ class Pipeline:
             self.end(self._last_step, TimeoutError(f"not all ranks took part in its sample within {seconds:.0f} s"))
 
     def end(self, step: int, error: Exception) -> None:
-        """Ranks are out of sync: none goes on, and one of them says so. Waits for nobody."""
+        """Stop sampling on all ranks, because they are out of sync. One rank warns. This waits for no rank."""
         self.end_because(step, str(error).splitlines()[0] if str(error) else type(error).__name__)
 
     def end_because(self, step: int, why: str) -> None:
-        """As `end`, for a reason in words."""
+        """Do the same as `end`, for a reason in words."""
         with self._ending:
             if self.over:
                 return
@@ -137,7 +137,7 @@ class Pipeline:
             warn(f"ranks are out of sync since step {step}; the run goes on, and is no longer monitored: {why}")
 
     def close(self) -> None:
-        """The run is over; what is under way is waited for."""
+        """End the run, and wait for samples that are under way."""
         with self._errors.guard("while ranks part"):
             self.settle()
             if self._speaking:
@@ -151,10 +151,10 @@ class Pipeline:
             self._ranks.close(in_sync=not self.over)
 
     def finish(self, tables: Tables, scalars: Mapping[str, float]) -> dict[str, Columns]:
-        """Return the tables of a sample as they are recorded, in the order of the record.
+        """Return the tables of a sample, in the order of the record.
 
         Args:
-            scalars: of the step.
+            scalars: scalars of the step.
         """
         done = dict(tables)
         for one in self.observations:
@@ -162,7 +162,7 @@ class Pipeline:
         return {name: done[name] for name in TABLES if done.get(name)}
 
     def _collect(self, sampled: Sampled) -> dict[str, Any]:
-        """What this rank found, by observation."""
+        """Return what this rank found, by observation."""
         sampled.device_to_host.wait()
         return {one.name: one.collect(sampled.observers.get(one.name), sampled.operands) for one in self.observations}
 
@@ -175,17 +175,17 @@ class Pipeline:
         kinds = self._shard_group.kinds
         what_if, chosen = self._what_if(sampled.what_if), {name for name in kinds if sampled.chosen(name)}
         made = SampledTables(sampled.step, whole, kinds, chosen, what_if)
-        seen = [one for one in self.observations if one.name in whole]  # none if collecting failed
+        seen = [one for one in self.observations if one.name in whole]  # empty if collecting failed
         return {name: columns for one in seen for name, columns in one.rows(made).items()}
 
     def _what_if(self, recipes: Sequence[Recipe]) -> list[EmulatedScales]:
-        """Keep the histories of recipes that are tried as before, and begin those of new ones."""
+        """Keep the histories of what-if recipes that stay, and begin those of new ones."""
         known = self._others
         self._others = {r.name: known.get(r.name) or EmulatedScales(r, self._keys) for r in recipes}
         return list(self._others.values())
 
     def _report(self, sampled: Sampled, whole: Mapping[str, Any]) -> None:
-        """Say what is missing."""
+        """Warn about missing layers and parts."""
         found = (part for parts in whole.values() if isinstance(parts, list) for part in parts)
         stats = [part for part in found if isinstance(part, OperandStats)]
         layers = {layer for layer, _ in sampled.expected}
@@ -222,14 +222,14 @@ class Pipeline:
             mine = self._in_shard_group(sampled)
         except Exception as error:
             self.end(sampled.step, error)
-        try:  # the writer waits for what there is
+        try:  # the writer waits for this rank's rows
             return self._gathered_at_the_writer(mine, sampled)
         except Exception as error:
             self.end(sampled.step, error)
             return None
 
     def _in_shard_group(self, sampled: Sampled) -> Tables | None:
-        """Rows of whole tensors, on the first rank of the group."""
+        """Return rows of whole tensors, on the first rank of the group."""
         plan, found = sampled.plan, dict[str, Any]()
         with self._errors.guard("while collecting a sample"):
             found = self._collect(sampled)
@@ -237,10 +237,10 @@ class Pipeline:
             whole: dict[str, Any] | None = self._reduction.alone(found)
         else:
             pack = functools.partial(self._reduction.pack, plan, expected=sampled.expected)
-            packed = pack({})  # this rank takes part, whatever it has
+            packed = pack({})  # this rank must take part, even with nothing
             with self._errors.guard("while packing a sample"):
                 packed = pack(found)
-            # Histograms of whole tensors take their place.
+            # Histograms of whole tensors replace them.
             sampled.operands.clear()
             found.clear()
             whole = self._reduction.reduce(plan, packed)
@@ -283,12 +283,12 @@ def _pass_on(outcome: Future[Outcome | None], worked: Future[Outcome | None]) ->
 
 
 def _resolve(outcome: Future[Outcome | None], value: Outcome | None) -> None:
-    with contextlib.suppress(InvalidStateError):  # the other one of the two that end a sample came first
+    with contextlib.suppress(InvalidStateError):  # the other way to end a sample came first
         outcome.set_result(value)
 
 
 def find_shard_group(ranks: Ranks, kinds: Mapping[str, str], errors: ErrorGuard) -> tuple[ShardGroup, bool]:
-    """The ranks that hold parts of the same tensors; and whether, since they cannot be connected, sampling is over."""
+    """Return the ranks that hold parts of the same tensors, and whether sampling is over because they cannot connect."""
     try:
         return ShardGroup.discover(ranks, kinds), False
     except Exception as error:

@@ -1,4 +1,4 @@
-"""Pipeline and recording off the training thread: in order, one sample at a time."""
+"""Run measuring and recording outside the training thread: in order, one sample at a time."""
 
 from __future__ import annotations
 
@@ -15,34 +15,34 @@ from ..core.waits import LOGGERS, RECORDING, Waits
 from ..errors import is_exception_underway, warn
 from ..record.loggers.recorder import LoggerRecorder
 
-#: seconds of training time that waiting for an earlier sample may cost before a warning says so
+#: seconds that training may wait for an earlier sample before a warning
 PATIENCE = 1.0
-#: seconds after which a write is taken to hang, as on a network file system that is gone: training does not wait for it
+#: seconds after which we assume that a write hangs, for example because a network file system is gone; training goes on
 STUCK = 30.0
-#: jobs that may wait behind a write that hangs
+#: most jobs that wait behind a write that hangs
 WAITING = 1000
 
 Steps = Mapping[int, Mapping[str, Any]]
-#: hands one thing to a recorder
+#: hands something to a recorder
 Record = Callable[[Recorder], None]
 ErrorGuard = Callable[[str], AbstractContextManager[None]]
 _T = TypeVar("_T")
 
 
 class Recording:
-    """Hands samples to recorders: in a thread of its own, or in the caller's where a recorder asks for that."""
+    """Hands samples to recorders, in a thread of its own, or in the caller's thread if a recorder requires it."""
 
     def __init__(
         self, recorders: Iterable[Recorder], fingerprint: Mapping[str, Any], errors: ErrorGuard, waits: Waits
     ) -> None:
         """
         Args:
-            recorders: opened one by one as they come, so that an earlier one can refuse before a later one makes files.
-            errors: a context, named by what it guards, that keeps an error from the run.
-            waits: where those of the training thread are added up.
+            recorders: opened one by one, so that an earlier one can refuse before a later one makes files.
+            errors: a context that keeps errors from the run. Its argument names the guarded action.
+            waits: adds up the waits of the training thread.
 
         Raises:
-            ConfigError: a recorder cannot write where it should.
+            ConfigError: a recorder cannot write to its place.
         """
         self._errors, self._waits = errors, waits
         self.recorders: list[Recorder] = []
@@ -61,7 +61,7 @@ class Recording:
     def submit(self, measure: Callable[[], Sample | None]) -> None:
         """Measure and record a sample in the background, if there is one.
 
-        Waits for what is before it, which bounds the memory.
+        Waits for the previous sample, which bounds the memory.
         """
         self.deliver(wait=True)
         self._submitted += 1
@@ -80,7 +80,7 @@ class Recording:
         self._enqueue(lambda: self._record("while recording an evaluation", losses, hand))
 
     def submit_job(self, job: Callable[[], None]) -> None:
-        """Do something else in the background, after all that was submitted before."""
+        """Run another job in the background, after everything that was submitted before."""
 
         def guarded() -> None:
             with self._errors("in the background"):
@@ -89,11 +89,11 @@ class Recording:
         self._enqueue(guarded)
 
     def deliver(self, wait: bool) -> None:
-        """Pass what is ready to the recorders of the caller's thread; wait for what is under way, if asked.
+        """Hand ready samples to recorders of the caller's thread. If `wait` is set, wait for the current sample.
 
-        A wait ends after `STUCK` seconds; `stuck` then stays true until what it was for is done.
+        A wait ends after `STUCK` seconds. `stuck` then stays true until that job is done.
         """
-        only_first = self._submitted == 1  # which may have to compile, once a machine: no interval avoids that
+        only_first = self._submitted == 1  # the first sample may compile, which no interval avoids
         started = time.monotonic()
         while self._pending and (self._pending[0].done() or (wait and self._wait_for(self._pending[0], started))):
             self.stuck = False
@@ -106,13 +106,13 @@ class Recording:
             warn(f"training waited {waited:.1f} s for an earlier sample to be recorded; a longer interval avoids it")
 
     def close(self) -> None:
-        """Wait until all is recorded, and end."""
+        """Wait until everything is recorded, and end."""
         self._closing = True
         self._enqueue(lambda: self._here(lambda recorder: recorder.close()))
         self.deliver(wait=True)
         self.closed = True
         if self.stuck:
-            warn(f"{len(self._pending)} jobs of recording hang behind a write that does not end; what they hold is lost")
+            warn(f"{len(self._pending)} recording jobs wait for a write that does not end. Their data is lost")
         else:
             self._worker.close(PATIENCE)
         for recorder in self.recorders:
@@ -122,22 +122,22 @@ class Recording:
     def _enqueue(self, job: Callable[[], Record | None]) -> None:
         if self.stuck and len(self._pending) >= WAITING:
             return
-        self._pending.append(self._worker.submit(job))  # on_error="raise" hands faults to the training thread
+        self._pending.append(self._worker.submit(job))  # on_error="raise" passes errors to the training thread
 
     def _wait_for(self, future: Future[Any], started: float) -> bool:
-        """Whether `future` is done, soon enough.
+        """Return whether `future` is done in time.
 
         Args:
-            started: when the wait did, by the monotonic clock; at the end of a run each job has its own.
+            started: when the wait began, by the monotonic clock. At the end of a run each job has its own.
         """
-        if self.stuck and not self._closing:  # a hang that is over by then costs nothing
+        if self.stuck and not self._closing:  # a hang that is over costs nothing
             return False
         limit = STUCK if self._closing else max(0.0, started + STUCK - time.monotonic())
         with self._waits.waiting(RECORDING):
             wait([future], limit)
         if not future.done() and not self.stuck:
             self.stuck = True
-            warn(f"recording hangs for {STUCK:.0f} s; the run goes on, and steps are not sampled until it does no longer")
+            warn(f"recording has been blocked for {STUCK:.0f} s. The run goes on, and sampling is paused until it recovers")
         return future.done()
 
     def _record(self, doing: str, measure: Callable[[], _T | None], hand: Callable[[Recorder, _T], None]) -> Record | None:
@@ -147,7 +147,7 @@ class Recording:
         return None
 
     def _here(self, record: Record) -> Record:
-        """Serve the recorders of this thread; what is left to do in the caller's is returned."""
+        """Call the recorders of this thread. Return what is left to do in the caller's thread."""
         self._each(False, record)
         return record
 

@@ -1,4 +1,4 @@
-"""A line when a run starts, which says where its record goes, and a line when it ends, which says what the record has."""
+"""Print a line when a run starts, with the place of its record, and a line when it ends, with the record's content."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from ..record.writer import RunRecord
 
 
 class Summary:
-    """Prints where the tables of sampled steps are printed, and is turned off with them: by `table_rows=0`."""
+    """Prints a run's first and last line in the same place as the tables. `table_rows=0` turns both off."""
 
     def __init__(
         self, config: Config, recorders: Sequence[Recorder], gemms: int, coverage: Mapping[str, Any] | None = None
     ) -> None:
         """
         Args:
-            recorders: of this rank; without a run record among them, nothing is printed.
-            gemms: how many are sampled.
-            coverage: the fingerprint's section.
+            recorders: recorders of this rank. Without a run record among them, nothing is printed.
+            gemms: number of sampled GEMMs.
+            coverage: the fingerprint's section about coverage.
         """
         self._config, self._gemms, self._coverage = config, gemms, coverage
         self._record = next((r for r in recorders if isinstance(r, RunRecord)), None) if config.table_rows else None
@@ -55,7 +55,7 @@ class Summary:
         Args:
             over: whether sampling ended before the run, because ranks were out of sync.
             stuck: whether a write hangs.
-            waits: of the training thread.
+            waits: waits of the training thread.
         """
         if not (record := self._record):
             return
@@ -73,11 +73,11 @@ class Summary:
         self._show(f"{what}. {view}" if record.samples else f"{what}.")
 
     def _logdir(self) -> str:
-        """The folder above the record if that has the events, so that both are found."""
+        """Return the folder above the record if it holds the events, so that TensorBoard finds both."""
         assert self._record
         place = str(self._record.storage)
         return shlex.quote(self._events if self._events and PurePath(place).is_relative_to(self._events) else place)
 
     def _show(self, text: str) -> None:
-        with contextlib.suppress(Exception):  # standard output may be closed, which is no matter of the run's
+        with contextlib.suppress(Exception):  # standard output may be closed, which does not concern the run
             print_safely(f"nemo_fp8_debug: {text}")

@@ -1,4 +1,4 @@
-"""What is captured in one sampled step: which operands, by which hooks, and what was lost of them."""
+"""Capture one sampled step: which operands, by which hooks, and what was lost."""
 
 from __future__ import annotations
 
@@ -30,22 +30,22 @@ from .pipeline import Sampled, Steps
 from .schedule import Schedule
 
 _MULTIPLIER = "while measuring what dY is multiplied by"
-#: operands that a warning names, at the most
+#: most operands that a warning names
 _NAMED = 4
 
 
 class SampledStep:
-    """A step whose operands are looked at, from `open` to `detach`."""
+    """A step whose operands are measured, from `open` to `detach`."""
 
     def __init__(self, step: int, watched: Watched, schedule: Schedule) -> None:
         """
         Args:
-            schedule: whose options are in force, as ranks agree on them before it opens.
+            schedule: its options are in force, once all ranks agree on them.
         """
         self.step = step
         self._watched = watched
         self._schedule = schedule
-        #: what this rank is to see of the model
+        #: operands that this rank should see
         self._expected: set[Key] = set()
         self._operands: dict[Key, Operand] = {}
         self._observers: dict[str, StepObserver] = {}
@@ -54,7 +54,7 @@ class SampledStep:
         self._lost: dict[str, list[Key]] = {}
         self._known = watched.model.known
         self._compiled = watched.model.compiled
-        #: whether operands are looked at
+        #: whether operands are measured
         self.is_looked_at = False
 
     @property
@@ -63,13 +63,13 @@ class SampledStep:
 
     @property
     def _dumped(self) -> list[str]:
-        """Patterns of the layers whose tensors are kept."""
+        """Return patterns of the layers whose tensors are dumped."""
         return self._schedule.dumped(self.step) if self._watched.dump else []
 
     def open(self, heard: bool) -> None:
-        """Find what to look at, and look at it if the first rank has said so."""
+        """Choose operands, and measure them if the first rank has said so."""
         own, guard = self._watched.shard_group, self._watched.errors.guard
-        # Whatever fails from here on, the part of this rank is missed.
+        # If anything fails from here on, this rank's part is reported as missing.
         self._expected = counted_parts(self._known, self._config, self._dumped, own, self._watched.rank)
         scanned = scan_modules(self._watched.model.roots)
         compiled = self._leave_out_compiled(scanned)
@@ -93,7 +93,7 @@ class SampledStep:
             self._subscribe(step)
 
     def _leave_out_compiled(self, scanned: Sequence[ScannedModule]) -> Collection[int]:
-        """Layers that torch.compile has been called on since the monitor was attached; all modules that run inside of it."""
+        """Leave out layers compiled after the monitor was attached. Return the ids of all modules inside torch.compile."""
         ids = find_compiled_by_now(scanned)
         if self._config.eager:
             return ids
@@ -123,14 +123,14 @@ class SampledStep:
             self._multiplier.show(loss, tokens)
 
     def measured_multiplier(self) -> dict[str, Any]:
-        """What dY was multiplied by, as a scalar of the step, if that is known."""
+        """Return the measured factor of dY as a scalar of the step, if it is known."""
         with self._watched.errors.guard(_MULTIPLIER):
             if self._multiplier is not None and (found := self._multiplier.value()) is not None:
                 return {"grad_scale": found}
         return {}
 
     def detach(self) -> None:
-        """Remove the hooks, and warn of what was lost."""
+        """Remove the hooks, and warn about lost operands."""
         self._dispatcher.close()
         forget_empty_histograms()
         for observer in self._observers.values():
@@ -138,13 +138,13 @@ class SampledStep:
         self._multiplier, self.is_looked_at = None, False
         with self._watched.errors.guard("while looking for compiled layers"):
             self._leave_out_compiled(scan_modules(self._watched.model.roots))
-        if self._watched.world == 1:  # else another rank may see them
+        if self._watched.world == 1:  # on several ranks, another rank may see them
             self._expected -= {(gemm.name, role) for gemm in self._compiled for role in self._config.roles}
         lost, self._lost = self._lost, {}
         _warn_of_lost(self._watched.errors, self.step, lost)
 
     def _lose(self, layer: str, role: str, error: Exception, lost: bool) -> None:
-        """A hook has failed, which costs an operand, or what it is cast with."""
+        """Note a failed hook, which costs an operand or its cast."""
         errors = self._watched.errors
         if isinstance(error, UnknownCast):
             _warn_of_unknown_cast(errors, layer, role, error)
@@ -158,16 +158,16 @@ class SampledStep:
             counted = self._operands.pop((layer, role), None)
             if self._watched.world == 1:
                 self._expected.discard((layer, role))
-            elif counted and is_dtensor(read_raw_weight(counted.gemm.module)):  # a part that no other rank has
+            elif counted and is_dtensor(read_raw_weight(counted.gemm.module)):  # no other rank has this part
                 self._expected.add((layer, role))
             self._lost.setdefault(f"{type(error).__name__}: {error}", []).append((layer, role))
 
     def forget(self) -> None:
-        """Nothing of it is measured: it broke off, or was handed over."""
+        """Release everything, because the step broke off or was handed over."""
         self._operands, self._observers = {}, {}
 
     def captured(self, steps: Callable[[], Steps]) -> Sampled:
-        """What was seen of it.
+        """Return the captured step.
 
         Args:
             steps: reads the scalars of this and earlier steps.
@@ -183,10 +183,10 @@ class SampledStep:
 
 
 def _warn_of_lost(errors: ErrorGuard, step: int, lost: Mapping[str, Sequence[Key]]) -> None:
-    """Operands whose hooks failed.
+    """Warn about operands whose hooks failed.
 
     Args:
-        lost: by why.
+        lost: operands, by reason.
     """
     for why, keys in lost.items():
         named = ", ".join(f"{SHOWN_AS[role]} of {layer}" for layer, role in keys[:_NAMED])
@@ -198,7 +198,7 @@ def _warn_of_lost(errors: ErrorGuard, step: int, lost: Mapping[str, Sequence[Key
 
 
 def _warn_of_late_compiling(errors: ErrorGuard, names: Sequence[str]) -> None:
-    """Layers that torch.compile was called on since the monitor was attached."""
+    """Warn about layers that torch.compile was called on after the monitor was attached."""
     errors.warn(
         f"torch.compile was called after the monitor was attached: {len(names)} layers (first {names[0]}) "
         "run inside it, where a hook would change the graph, and are left out; to have them measured, run with "
@@ -208,7 +208,7 @@ def _warn_of_late_compiling(errors: ErrorGuard, names: Sequence[str]) -> None:
 
 
 def _warn_of_transformed(errors: ErrorGuard, layer: str) -> None:
-    """A layer that was called under a transform of torch.func."""
+    """Warn about a layer that was called under a transform of torch.func."""
     errors.warn(
         f"{layer} is called under a transform of torch.func (vmap, grad, jvp); its calls there are not measured, "
         "and the same holds for other layers",
@@ -217,13 +217,13 @@ def _warn_of_transformed(errors: ErrorGuard, layer: str) -> None:
 
 
 def _warn_of_unknown_cast(errors: ErrorGuard, layer: str, role: str, error: Exception) -> None:
-    """An operand that its engine casts in a way that is not known."""
+    """Warn about an operand whose cast by the engine is unknown."""
     reason = f"{error}. It is measured as if it were not quantized, with scale_source 'unknown'"
     what = f"{SHOWN_AS[role]} of {layer}"
     errors.warn(f"how the engine casts {what} is unknown: {reason}, and so are others like it", kind=str(error))
 
 
 def _warn_of_unread_cast(errors: ErrorGuard, layer: str, role: str, error: Exception) -> None:
-    """An operand whose cast could not be read."""
+    """Warn about an operand whose cast could not be read."""
     message = f"could not read how the engine casts {SHOWN_AS[role]} of {layer}; its scale_source is 'unknown'"
     errors.warn(f"{message}: {type(error).__name__}: {error}", kind=f"{layer} {role} {type(error)}")

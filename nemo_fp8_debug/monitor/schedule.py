@@ -1,4 +1,4 @@
-"""Which steps are sampled and dumped, and why, the same answer on all ranks: turns, control files, and triggers."""
+"""Decide which steps are sampled and dumped, and why, by interval, control file and triggers. All ranks decide alike."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from ..options.config import Config
 from ..options.control_file import Control
 from ..options.trigger_rules import EarlyWarning, LossSpike, NonFinite, Rule
 
-#: losses that a spike is judged by, and how many there must be
+#: losses that a spike is compared with, and the fewest that are needed
 _WINDOW, _FEWEST = 128, 16
-#: robust standard deviations above the median that make a spike
+#: a spike lies this many robust standard deviations above the median
 _SIGMAS = 6.0
-#: of the median, the least that a standard deviation is taken to be: a flat loss does not spike by a rounding
+#: least standard deviation as a fraction of the median, so that rounding of a flat loss is no spike
 _LEAST_DEVIATION = 0.01
 
 
 @dataclass(frozen=True)
 class Window:
-    """Steps that are sampled, every one of them, beside those whose turn it is."""
+    """Consecutive steps that are all sampled, in addition to the interval."""
 
     first: int
-    #: inclusive
+    #: the last step, itself included
     last: int
     why: str
     #: layers to dump, as patterns
@@ -38,35 +38,35 @@ class Window:
 
 
 class Schedule:
-    """Starts from the configuration; control files and triggers change it."""
+    """Starts from the configuration. Control files and triggers change it."""
 
     def __init__(self, config: Config) -> None:
         self._configured = config
-        #: what is in force
+        #: options in force
         self.config = config
         self._windows: list[Window] = []
 
     def samples(self, step: int) -> bool:
-        """Whether `step` is sampled."""
+        """Return whether `step` is sampled."""
         return self.config.samples(step) or any(w.first <= step <= w.last for w in self._windows)
 
     def why(self, step: int) -> str | None:
-        """Why `step` is sampled, where it is by more than its turn."""
+        """Return why `step` is sampled, if not by the interval alone."""
         return "; ".join(w.why for w in self._windows if w.first <= step <= w.last) or None
 
     def dumped(self, step: int) -> list[str]:
-        """Patterns of the layers that are dumped at `step`."""
+        """Return patterns of the layers that are dumped at `step`."""
         regular = list(self.config.dump) if self.config.samples(step) else []
         return regular + [p for w in self._windows if w.first <= step <= w.last for p in w.dump]
 
     def trigger(self, step: int, why: str) -> None:
-        """Sample `step` and those after it, because of `why`."""
+        """Sample `step` and the steps after it, because of `why`."""
         self._windows = [w for w in self._windows if w.last >= step]
         last = step + self._configured.trigger_steps - 1
         self._windows.append(Window(step, last, why, self._configured.trigger_dump))
 
     def obey(self, control: Control, step: int) -> Window | None:
-        """Do as a control file says, from `step` on; returns the steps that it has sampled, if it names a number."""
+        """Follow a control file from `step` on. Return the window that it samples, if it names a number of steps."""
         changes = dict(control.changes)
         self._windows = [w for w in self._windows if w.last >= step and not w.why.startswith("control")]
         if control.steps is None:
@@ -79,9 +79,9 @@ class Schedule:
 
 
 class Triggers:
-    """Watches losses and samples, and says on all ranks alike when the next steps are to be sampled.
+    """Watches losses and samples, and decides on all ranks alike when to sample the next steps.
 
-    A rule fires when what it is about begins; it fires again only after it has ended.
+    A rule fires when its condition begins, and can fire again after the condition has ended.
     """
 
     def __init__(self, rules: Sequence[Rule], ranks: Ranks) -> None:
@@ -90,13 +90,13 @@ class Triggers:
         self._holds = [False] * len(rules)
         self._samples = 0
         self._before: Sample | None = None
-        #: what which rule found in samples, not yet known to all ranks; filled in the background
+        #: what each rule found in samples and other ranks do not know yet, as (rule, reason); filled in the background
         self._found: deque[tuple[int, str]] = deque()
         self._pending: deque[tuple[int, torch.Tensor]] = deque()
         self._words: dict[int, str] = {}
 
     def see_sample(self, sample: Sample) -> None:
-        """Take a sample in; called in the background, on the rank that measures."""
+        """Check a sample against the rules, in the background, on the rank that measures."""
         self._samples += 1
         before, self._before = self._before, sample if self._samples > MADE_UP else None
         for i, rule in enumerate(self._rules):
@@ -108,15 +108,17 @@ class Triggers:
             self._holds[i] = found is not None
 
     def see_step(self, step: int, loss: Any, grad_norm: Any = None) -> None:
-        """Take the loss and the gradient norm of a step in, and let all ranks know them and what samples told; called on all
-        ranks at every step."""
+        """Check the loss and the gradient norm of a step. Send these and the results of samples to all ranks.
+
+        All ranks call this at every step.
+        """
         if not self._rules:
             return
         words = dict(self._found.popleft() for _ in range(len(self._found)))
         self._words |= words
         value = _scalar(loss).to(self._ranks.device) if self._ranks.world > 1 else _scalar(loss)
         finite = value.isfinite()
-        # Pipeline stages that have no loss report nothing, or 0.
+        # Pipeline stages without a loss report nothing, or 0.
         known = finite & (value != 0) if loss is not None else torch.zeros_like(finite)
         flags = [torch.tensor(float(i in words), device=value.device) for i in range(len(self._rules))]
         bad = ~finite if loss is not None else torch.zeros_like(finite)
@@ -124,9 +126,9 @@ class Triggers:
         self._pending.append((step, self._ranks.total([torch.where(finite, value, 0.0), known, bad, bad_norm, *flags])))
 
     def fired(self) -> str | None:
-        """Why the step that begins is to be sampled, in words, the same decision on all ranks; None: it is not.
+        """Return why the next step must be sampled, or None. All ranks return the same.
 
-        What a device has computed is looked at a step later, when waiting for it costs nothing.
+        Results of a device are read one step later, when nobody waits for them.
         """
         reasons = []
         while self._pending and (self._pending[0][1].device.type == "cpu" or len(self._pending) > 1):
@@ -140,7 +142,7 @@ class Triggers:
     def _of_step(self, step: int, loss: float | None, lost: str) -> list[str]:
         """
         Args:
-            lost: what of the step is NaN or infinite; empty: nothing.
+            lost: which values of the step are NaN or infinite, or an empty text.
         """
         reasons = []
         for i, rule in enumerate(self._rules):
@@ -164,7 +166,7 @@ class Triggers:
 
 
 def _scalar(loss: Any) -> torch.Tensor:
-    """A loss or a gradient norm as a float64 scalar tensor of its own; 0 where there is none."""
+    """Return a loss or a gradient norm as a new float64 scalar tensor, or 0 if there is none."""
     if torch.is_tensor(loss) and loss.numel() == 1:
         return loss.detach().reshape(()).double().clone()
     return torch.tensor(float(loss) if isinstance(loss, (int, float)) else 0.0, dtype=torch.float64)

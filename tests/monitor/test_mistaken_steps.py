@@ -32,7 +32,7 @@ class TestSteps:
 
     def test_a_step_that_goes_back_changes_nothing_that_is_recorded(self, tmp_path: Path) -> None:
         (message,) = warned(tmp_path, steps=[0, 5, 5, 3, 6])
-        assert message.startswith("step 5 is not sampled, since step 5 was before it: numbers of steps must grow")
+        assert message.startswith("step 5 is not sampled, because it follows step 5: step numbers must grow")
         assert sampled(tmp_path) == [0, 5, 6] == read_table(tmp_path, "steps")["step"].to_list()
 
     def test_triggers_go_on_after_an_invalid_number(self, tmp_path: Path) -> None:

@@ -143,7 +143,7 @@ class TestScalars:
                 monitor.end_step(train())
 
         (message,) = warned(tmp_path, loop)
-        assert message == "what end_step was given without a name is not recorded: use end_step(loss=...)"
+        assert message == "end_step does not record a value without a name: use end_step(loss=...)"
 
 
 class TestModels:

@@ -204,6 +204,6 @@ def test_a_module_that_is_not_known_is_named(tmp_path: Path) -> None:
     def step(number: int) -> None:
         model["known"](tokens(number).detach().float().requires_grad_()).sum().backward()
 
-    with pytest.warns(FP8DebugWarning, match="modules are not known here and left out, first fused, a transformer_engine"):
+    with pytest.warns(FP8DebugWarning, match="unsupported modules are left out, first fused, a transformer_engine"):
         run(tmp_path, model, step, dump=[])
     assert set(read_table(tmp_path, "metrics")["layer"]) == {"known"}
