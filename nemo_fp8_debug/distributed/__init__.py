@@ -1,4 +1,4 @@
-"""What the ranks of a run do together: agree, and add up what each of them holds of a tensor. Internal."""
+"""Let the ranks of a run agree, and add up their parts of tensors. Internal."""
 
 from .rank_store import Ranks
 from .reduction import Reduction

@@ -1,7 +1,8 @@
-"""Gloo among some of the ranks, apart from the process groups that torch.distributed knows of.
+"""Gloo groups of some ranks, separate from the process groups of torch.distributed.
 
-Those may be named by how many of them a rank has: one of ours on some ranks only would part the run's own, and ranks with
-different numbers of them, as stages of a pipeline are, would not meet in ours. A run that ends its own leaves this one.
+torch may name its groups by how many of them a rank has. A group of ours on some ranks only would shift these names, and
+separate the run's own groups. Ranks with different numbers of groups, such as pipeline stages, could not meet in ours. Our
+groups also survive if the run destroys its own.
 """
 
 from __future__ import annotations
@@ -20,39 +21,39 @@ from .networks import list_interfaces
 
 
 class Group:
-    """Between host memories. What takes longer than the timeout, or meets a rank that is gone, raises.
+    """A group between host memories. A call raises if it exceeds the timeout or a rank is gone.
 
-    Ranks connect with those that they talk to and no others, where torch can do so. Collectives go round a ring: a rank has
-    two neighbors however many ranks there are, and does not run out of file descriptors, which would hit the run.
+    Ranks connect only with ranks that they exchange data with, if torch can do so. Collectives go round a ring. So each rank
+    has two neighbors, and never runs out of file descriptors, which would also hit the run.
     """
 
     def __init__(self, store: Any, rank: int, ranks: Sequence[int], seconds: float) -> None:
-        """Get ready to meet the others; called on all `ranks`.
+        """Prepare to meet the other ranks. All `ranks` call this.
 
         Args:
-            store: what only these ranks use, and for this.
+            store: a store that only these ranks use, for this group only.
             ranks: global ranks, ascending.
-            seconds: that one rank waits for another.
+            seconds: how long one rank waits for another.
 
         Raises:
-            RuntimeError: gloo cannot be used here, or the others do not come.
+            RuntimeError: gloo cannot be used here, or other ranks do not arrive.
         """
         self._ranks, self._first = list(ranks), rank == ranks[0]
         self._seconds = seconds
-        #: gloo waits for other ranks, perhaps for longer than anybody here does, or has failed
+        #: whether gloo may still wait for other ranks, or has failed
         self._pending = False
         options = _options(timedelta(seconds=seconds))
         self._gloo: Any = dist.ProcessGroupGloo(store, self._ranks.index(rank), len(ranks), *options)
 
     def maximum(self, x: torch.Tensor) -> None:
-        """The largest of each element over all ranks, in place."""
+        """Compute the maximum of each element over all ranks, in place."""
         self._reduce(x, dist.ReduceOp.MAX)
 
     def add_up(self, x: torch.Tensor, seconds: float | None = None) -> None:
-        """The sum of each element over all ranks, in place.
+        """Compute the sum of each element over all ranks, in place.
 
         Args:
-            seconds: to wait at the most; those of the group unless told.
+            seconds: longest wait, or None for the group's own.
         """
         self._reduce(x, dist.ReduceOp.SUM, seconds)
 
@@ -62,9 +63,10 @@ class Group:
         self._do(lambda: self._gloo.allreduce([x], options), seconds)
 
     def _do(self, begin: Callable[[], Any], seconds: float | None = None) -> None:
-        """Wait in Python: a thread that comes back from C++ while the interpreter ends would end the process with an error.
+        """Run a collective and wait for it in Python.
 
-        Gloo's own timeout, which says more, does not hold while it looks for a rank in the store.
+        A thread that returns from C++ while the interpreter ends would end the process with an error. Gloo's own timeout,
+        which says more, does not apply while it looks for a rank in the store.
         """
         began, limit = time.monotonic(), self._seconds + 1.0 if seconds is None else seconds
         self._pending = True
@@ -77,7 +79,7 @@ class Group:
         self._pending = False
 
     def gather(self, value: Any) -> list[Any] | None:
-        """What each rank brings, on the first one; None on others."""
+        """Return the values of all ranks on the first rank, and None on others."""
         data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
         longest = torch.tensor([len(data)])
         self.maximum(longest)
@@ -90,36 +92,36 @@ class Group:
         return [pickle.loads(part.numpy().tobytes()) for part in parts[0]] if parts else None
 
     def close(self, in_sync: bool) -> None:
-        """Part.
+        """Leave the group.
 
         Args:
-            in_sync: all ranks have done the same. Otherwise gloo is left alone: to end it would wait for what is under way,
-                and after a failure the thread of its connections may never end.
+            in_sync: whether all ranks leave it. Otherwise we leave gloo alone: ending it would wait for running calls, and
+                after a failure its connection thread may never end.
         """
         if (self._pending or not in_sync) and self._gloo is not None:
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._gloo))  # not even the end of the interpreter ends it
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._gloo))  # keep it even when the interpreter ends
         self._gloo = None
 
 
 def pause_after(waited: float) -> float:
-    """Seconds until a rank looks again, so that it waits for a quarter longer than it has to at the most."""
+    """Return seconds until a rank looks again. A rank waits at most a quarter longer than necessary."""
     return min(max(waited / 4, 1e-5), 2e-3)
 
 
 def _options(timeout: timedelta) -> tuple[Any]:
-    """How a process group is told to connect when it must; its timeout alone, where torch knows no such thing."""
+    """Return options that make a process group connect on demand, or its timeout alone for older versions of torch."""
     try:
         options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._devices = _devices()
         options._threads = 2 * len(options._devices)
         options._timeout = timeout
-    except (AttributeError, TypeError):  # which torch then reads the names of interfaces with, too
+    except (AttributeError, TypeError):  # this torch then reads the names of interfaces itself
         return (timeout,)
     return (options,)
 
 
 def _devices() -> list[Any]:
-    """The network interfaces that torch would take by itself, which it does for groups with a timeout alone."""
+    """Return the network interfaces that torch would choose, because it chooses only if a timeout is the only option."""
     gloo: Any = dist.ProcessGroupGloo
     if named := list_interfaces():
         return [gloo.create_device(interface=name, lazy_init=True) for name in named]

@@ -1,4 +1,4 @@
-"""By which address other hosts reach this one: as gloo chooses it, and as the route to the run's store has it."""
+"""The address by which other hosts reach this one: chosen by gloo, and by the route to the run's store."""
 
 from __future__ import annotations
 
@@ -13,39 +13,39 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Network:
-    """Where a rank is; plain values, which ranks tell each other."""
+    """A rank's network addresses, as plain values that ranks exchange."""
 
-    #: the same for all processes that one loopback interface connects
+    #: the same for all processes that share a loopback interface
     loopback_of: str
     host: str
-    #: by which gloo connects, as far as that follows from the name of the host; None: an interface is named
+    #: the address that gloo derives from the host's name, or None if an interface is named
     gloo: str | None
-    #: on the way to the host of the store, and towards hosts at all; loopback on the host of the store, perhaps
+    #: the local address on the route to the store's host, or to any host; may be loopback on the store's host
     route: str
 
     @classmethod
     def here(cls, store: tuple[str, int] | None) -> Network:
-        """That of this process.
+        """Return the network of this process.
 
         Args:
-            store: address of the run's store; None: it is a file.
+            store: address of the run's store, or None if it is a file.
         """
         gloo = None if list_interfaces() else address_of_name()
         return cls(_loopback(), socket.gethostname(), gloo, _route(store) or gloo or "127.0.0.1")
 
     def plain(self) -> dict[str, Any]:
-        """As JSON has it."""
+        """Return the fields for JSON."""
         return asdict(self)
 
 
 def list_interfaces() -> list[str]:
-    """Those that `GLOO_SOCKET_IFNAME` names, read as torch reads it; none: the name of the host decides."""
+    """Return the interfaces in `GLOO_SOCKET_IFNAME`, read like torch does. If there are none, the host's name decides."""
     named = os.environ.get("GLOO_SOCKET_IFNAME", "")
     return [name for name in named.split(",") if name] if len(named) > 1 else []
 
 
 def address_of_name() -> str:
-    """The first address of the host's name that can be bound to, else loopback: what gloo takes."""
+    """Return the first address of the host's name that can be bound to, else loopback. Gloo does the same."""
     try:
         found = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)
     except OSError:
@@ -61,7 +61,7 @@ def address_of_name() -> str:
 
 
 def explain_unreachable(networks: Sequence[Network]) -> str | None:
-    """What to set where ranks on several hosts cannot be connected, in a line; None: they can be, as far as is known."""
+    """Return what to set so that ranks on several hosts can connect, or None if they can as far as we know."""
     if len({network.loopback_of for network in networks}) == 1:
         return None
     for rank, network in enumerate(networks):
@@ -75,21 +75,21 @@ def explain_unreachable(networks: Sequence[Network]) -> str | None:
 
 
 def is_loopback(address: str) -> bool:
-    """Whether it leads to the host itself."""
+    """Return whether an address leads to the host itself."""
     return ipaddress.ip_address(address.split("%")[0]).is_loopback
 
 
 def _loopback() -> str:
-    """Containers of one host have the same boot, and hosts the same number of a namespace."""
+    """Return an id of the loopback interface. Containers of a host share the boot id, so it needs the namespace too."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot}/{Path('/proc/self/ns/net').stat().st_ino}"
-    except OSError:  # not Linux
+    except OSError:  # this is not Linux
         return socket.gethostname()
 
 
 def _route(store: tuple[str, int] | None) -> str | None:
-    """The address that packets to the store's host leave with; nothing is sent."""
+    """Return the source address of packets to the store's host. Nothing is sent."""
     if store is None:
         return None
     try:

@@ -1,4 +1,4 @@
-"""How long training waits for other ranks: once, and no longer than promised."""
+"""Limit how long training waits for other ranks."""
 
 from __future__ import annotations
 
@@ -8,43 +8,43 @@ from collections.abc import Iterator
 
 from ..core.waits import Waits
 
-#: seconds that training waits in all for ranks, or a host, that do not answer
+#: seconds that training waits in all for ranks or hosts that do not answer
 LONGEST = 60.0
-#: the part of it that is kept for short questions after a long wait: is it over on all ranks, and which one says so
+#: fraction reserved for short questions after a long wait: whether all ranks have ended, and which one warns
 RESERVE = 1 / 4
 
 
 def compute_grace() -> float:
-    """Seconds that a store has to say that it waited in vain: one that does not is gone, and no rank is late."""
+    """Return seconds for a store to report a wait in vain. If it stays silent, the store is gone and no rank is late."""
     return RESERVE * LONGEST / 2
 
 
 def compute_short_wait() -> float:
-    """Seconds for an answer in the background, of which the reserve of a run that ends has room for two."""
+    """Return seconds for an answer in the background. The reserve at the end of a run has room for two."""
     return RESERVE * LONGEST / 3
 
 
 class Patience:
-    """Seconds that training still waits, whatever it waits for; all of them again once every rank has taken part."""
+    """The seconds that training may still wait. They are full again once every rank has taken part."""
 
     def __init__(self, waits: Waits) -> None:
         """
         Args:
-            waits: where they are added up.
+            waits: adds up the waits.
         """
         self._waits, self._left = waits, LONGEST
 
     def renew(self) -> None:
-        """All ranks are there: the next wait has all seconds again."""
+        """Refill the budget, because all ranks are there."""
         self._left = LONGEST
 
     @contextlib.contextmanager
     def spending(self, what: str, reserve: bool = False) -> Iterator[float]:
-        """A wait of the training thread; yields how many seconds it may take.
+        """Wait in the training thread. Yield how many seconds the wait may take.
 
         Args:
-            what: it is for, as `core.waits` names it.
-            reserve: it is a short question, and may use what long waits leave.
+            what: the purpose, one of the names in `core.waits`.
+            reserve: whether this is a short question, which may use the reserve.
         """
         began = time.monotonic()
         try:

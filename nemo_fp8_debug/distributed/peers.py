@@ -1,7 +1,7 @@
-"""Which rank says that ranks are out of sync: the lowest one that is alive.
+"""Choose the rank that warns if ranks are out of sync: the lowest one that is alive.
 
-It is found without the store, whose host may be gone. Each rank has a UDP port. A rank that finds others missing tells them,
-and waits a moment: a lower one that is alive answers, and will say it for all.
+This works without the store, whose host may be gone. Each rank has a UDP port. A rank that misses others sends them a
+message, and waits a moment. A lower rank that is alive answers, and will warn for all.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from typing import Any
 from . import patience
 from .networks import Network, is_loopback
 
-#: how often a lower rank is asked: a packet may be lost
+#: messages to each lower rank, because a packet may be lost
 TIMES = 4
-#: ranks that are asked: the lowest ones, and the lowest of as many hosts
+#: number of ranks that are asked: the lowest ones, and the lowest ones of as many hosts
 LOWEST = 8
 
 
 class Peers:
-    """The ports of this rank and of those that may speak before it."""
+    """The ports of this rank and of ranks that may warn before it."""
 
     def __init__(self, rank: int, network: Network) -> None:
         """
         Raises:
-            OSError: there is no such port here.
+            OSError: a port cannot be opened here.
         """
         family = socket.AF_INET6 if ":" in network.route else socket.AF_INET
         self._rank, self._network = rank, network
@@ -44,17 +44,17 @@ class Peers:
 
     @staticmethod
     def chosen(networks: Sequence[Network]) -> list[int]:
-        """Ranks that others ask."""
+        """Return the ranks that others ask."""
         first = {network.loopback_of: rank for rank, network in reversed(list(enumerate(networks)))}
         return sorted({*range(min(LOWEST, len(networks))), *sorted(first.values())[:LOWEST]})
 
     def exchange_addresses(self, token: str, peers: Mapping[int, tuple[Network, int]], store_host: str | None) -> None:
-        """Know the others.
+        """Store the addresses of other ranks.
 
         Args:
-            token: by which ranks of one run know each other.
+            token: identifies messages of this run.
             peers: network and port of each rank that is asked.
-            store_host: a rank beside the store may know its own host by a loopback address alone; this one leads there.
+            store_host: address of the store's host. A rank on that host may know itself only by a loopback address.
         """
         self._token = token
         for rank, (network, port) in peers.items():
@@ -65,16 +65,16 @@ class Peers:
                 self._addresses[rank] = there, port
 
     def listen(self, told: Callable[[int, str], None]) -> None:
-        """Begin to answer.
+        """Start to answer.
 
         Args:
             told: a method, called with a step and a reason when another rank finds that ranks are out of sync.
         """
-        weak = weakref.WeakMethod(told)  # whoever has it ends this by `close`, or never did, and is forgotten
+        weak = weakref.WeakMethod(told)  # do not keep its owner alive: it calls `close`, or was dropped without doing so
         threading.Thread(target=self._answer, args=(weak,), name="nemo_fp8_debug peers", daemon=True).start()
 
     def warns_first(self, step: int, why: str) -> bool:
-        """Tell the others, and wait whether a lower rank is there; whether this one is to say it."""
+        """Tell other ranks, and wait for an answer of a lower rank. Return whether this rank must warn."""
         for _ in range(TIMES):
             self._send("out of sync", self._addresses, step=step, why=why)
             with self._changed:
@@ -83,12 +83,12 @@ class Peers:
         return True
 
     def has_warned(self) -> None:
-        """Let ranks that wake up later keep silent."""
+        """Note that a warning was printed, so that ranks that wake up later stay silent."""
         self._said = True
         self._send("said", self._addresses)
 
     def close(self) -> None:
-        """Answer no longer."""
+        """Stop answering."""
         with contextlib.suppress(OSError):
             own = "::1" if self._socket.family == socket.AF_INET6 else "127.0.0.1"
             self._socket.sendto(self._message("close"), (own, self.port))

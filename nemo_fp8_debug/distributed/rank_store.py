@@ -1,4 +1,4 @@
-"""What the ranks of a run tell each other: through the store that they met at, which no GPU has to wait for."""
+"""Exchange values between ranks through the store of torch.distributed, without making a GPU wait."""
 
 from __future__ import annotations
 
@@ -23,27 +23,27 @@ from .peers import Peers
 from .run_store import RunStore
 
 T = TypeVar("T")
-#: seconds that a rank waits for the others to start their monitors
+#: seconds that a rank waits for monitors to start on other ranks
 START = 120.0
 
 _instances = itertools.count()
 
 
 class Ranks:
-    """The ranks of a run that carry a monitor each; the first of them writes."""
+    """The ranks of a run that have a monitor. The first of them writes the record."""
 
     def __init__(self, waits: Waits | None = None) -> None:
         """
         Args:
-            waits: where those of the training thread are added up.
+            waits: adds up the waits of the training thread.
         """
         there = dist.is_available() and dist.is_initialized()
         self.rank = dist.get_rank() if there else 0
         self.world = dist.get_world_size() if there else 1
-        # The same on all ranks, which start their monitors in the same order.
+        # The prefix is the same on all ranks, because they start their monitors in the same order.
         self._prefix = f"nemo_fp8_debug/{next(_instances) if self.world > 1 else 'alone'}"
         self._run_store = RunStore()
-        #: of the training thread, with other ranks
+        #: limits waits of the training thread for other ranks
         self.patience = Patience(waits or Waits())
         self._peers: Peers | None = None
         self._words = 0
@@ -51,17 +51,17 @@ class Ranks:
 
     @property
     def writes(self) -> bool:
-        """Whether this rank keeps the record."""
+        """True on the rank that writes the record."""
         return self.rank == 0
 
     def agree(self, name: str, value: Any) -> None:
-        """Make sure that all ranks have the same.
+        """Check that all ranks have the same value.
 
         Args:
-            value: plain.
+            value: a plain value.
 
         Raises:
-            ConfigError: another rank has something else.
+            ConfigError: another rank has a different value.
         """
         if self.world == 1:
             return
@@ -74,15 +74,15 @@ class Ranks:
             raise ConfigError(f"ranks differ in their {name}: rank {self.rank} has {value}, another one {other}")
 
     def start(self, word: dict[str, Any] | None, fault: Exception | None = None) -> dict[str, Any]:
-        """Every rank's monitor has started, or failed to; returns the word of the first rank.
+        """Wait until every rank's monitor has started or failed. Return the first rank's word.
 
         Args:
-            word: what the first rank has to say; plain values.
-            fault: what keeps this rank from starting.
+            word: a plain value from the first rank.
+            fault: the error that keeps this rank from starting.
 
         Raises:
-            ConfigError: that is the fault on another rank.
-            RuntimeError: another rank has another fault.
+            ConfigError: another rank failed with this error.
+            RuntimeError: another rank failed with another error.
         """
         if self.world > 1:
             try:
@@ -92,7 +92,7 @@ class Ranks:
         return word or {}
 
     def go_alone(self, error: Exception) -> None:
-        """Before training: other ranks cannot be reached. The first rank is looked at alone, and any other not at all."""
+        """Continue without other ranks, because they cannot be reached before training. Only the first rank is monitored."""
         self.world = 1
         warn(f"ranks cannot reach each other, so only the first rank is monitored: {error}")
 
@@ -105,7 +105,7 @@ class Ranks:
             self.set_if_absent("together", True)
         if fault is not None:
             return {}
-        # Said once and for all: a rank that comes later must not take those who went alone for companions.
+        # Decide once: a rank that comes later must not wait for ranks that went on alone.
         all_there = self._ask(lambda store: self._waits_for(store, "together", START), START + patience.compute_grace())
         if not all_there and self.set_if_absent("together", False):
             warn(f"not all ranks have started a monitor within {START:.0f} s, so only the first rank is monitored")
@@ -119,14 +119,14 @@ class Ranks:
         return result
 
     def publish(self, name: str, value: Any) -> None:
-        """Let other ranks read a plain value."""
+        """Publish a plain value for other ranks."""
         self._ask(lambda store: store.set(self._key(name), json.dumps(value)))
 
     def read(self, name: str, seconds: float | None = None) -> Any:
-        """What was published; waits for it.
+        """Wait for a published value, and return it.
 
         Raises:
-            TimeoutError: nobody publishes it.
+            TimeoutError: no rank publishes it in time.
         """
         limit = patience.LONGEST if seconds is None else seconds
 
@@ -134,23 +134,23 @@ class Ranks:
             return store.get(self._key(name)) if self._waits_for(store, name, limit) else None
 
         if (found := self._ask(published, limit + patience.compute_grace())) is None:
-            raise TimeoutError(f"no rank said within {limit:.0f} s what {name} is")
+            raise TimeoutError(f"no rank published {name} within {limit:.0f} s")
         return json.loads(found)
 
     def read_of_all(self, name: str) -> list[Any]:
-        """What each rank published under `NAME/RANK`, before all had started."""
+        """Return what each rank published under `NAME/RANK` before all had started."""
         keys = [self._key(f"{name}/{rank}") for rank in range(self.world)]
         return [json.loads(value) for value in self._ask(lambda store: store.multi_get(keys))]
 
     def group(self, name: str, members: Sequence[int], seconds: float, limit: float | None = None) -> Group:
-        """Gloo among some ranks, this one too; called on all of them.
+        """Make a gloo group of some ranks, including this one. All of them call this.
 
         Args:
-            seconds: that one rank waits for another.
-            limit: seconds that making it may take.
+            seconds: how long one rank waits for another.
+            limit: seconds for making the group.
 
         Raises:
-            RuntimeError: gloo cannot be used here, or the others do not come.
+            RuntimeError: gloo cannot be used here, or other ranks do not arrive.
         """
 
         def made(store: Any) -> Group:
@@ -159,7 +159,7 @@ class Ranks:
         return self._ask(made, limit)
 
     def set_if_absent(self, name: str, value: Any, seconds: float | None = None) -> bool:
-        """Publish a plain value, unless another rank has; whether this one did."""
+        """Publish a plain value unless another rank has. Return whether this rank did."""
 
         def said(store: Any) -> bool:
             if store.add(self._key(f"{name}/by"), 1) > 1:
@@ -170,17 +170,17 @@ class Ranks:
         return self._ask(said, seconds)
 
     def is_set(self, name: str) -> bool:
-        """Whether any rank has published this."""
+        """Return whether any rank has published this name."""
         return self.world > 1 and self._ask(lambda store: bool(store.check([self._key(name)])))
 
     def share(self, value: Any) -> Any:
-        """What the first rank says; called on all ranks, at the same steps.
+        """Return the first rank's value. All ranks call this at the same steps.
 
         Args:
-            value: on the first rank, plain.
+            value: a plain value on the first rank.
 
         Raises:
-            TimeoutError: it does not say it.
+            TimeoutError: the first rank does not send it in time.
         """
         if self.world == 1:
             return value
@@ -196,14 +196,14 @@ class Ranks:
 
     def _tell(self, store: Any, word: str) -> None:
         store.set(self._key(self._word), word)
-        # Training itself has kept the ranks together since the sample before the last.
+        # Training has synchronized the ranks since the sample before the last one, so its word is no longer needed.
         store.delete_key(self._key(f"word-{self._words - 2}"))
 
     def shared_late(self) -> Any:
-        """What the first rank had not said in time.
+        """Return a value of the first rank that was late.
 
         Raises:
-            TimeoutError: it still has not.
+            TimeoutError: it still has not arrived.
         """
 
         def published(store: Any) -> str | None:
@@ -211,12 +211,12 @@ class Ranks:
 
         with self.patience.spending(WORD, reserve=True) as seconds:
             if (found := self._ask(published, seconds)) is None:
-                raise TimeoutError("the first rank has said nothing")
+                raise TimeoutError("the first rank has not answered")
         self.patience.renew()
         return json.loads(found)
 
     def silence(self) -> str | None:
-        """In words, that the store does not answer; None: it does, as far as is known."""
+        """Return a text if the store does not answer, or None if it does as far as we know."""
         return self._run_store.silence()
 
     @property
@@ -233,13 +233,13 @@ class Ranks:
 
     @property
     def device(self) -> torch.device:
-        """Where the ranks can add up tensors."""
+        """The device on which ranks can add up tensors."""
         if self.world > 1 and "nccl" in dist.get_backend():
             return torch.device("cuda", torch.cuda.current_device())
         return torch.device("cpu")
 
     def introduce(self) -> None:
-        """Let other ranks know where this one is; called before all have started."""
+        """Publish this rank's address, before all ranks have started."""
         network, port = Network.here(self._run_store.address()), None
         with contextlib.suppress(OSError):
             self._peers = Peers(self.rank, network)
@@ -247,10 +247,10 @@ class Ranks:
         self.publish(f"network/{self.rank}", {"network": network.plain(), "port": port})
 
     def exchange_addresses(self) -> None:
-        """Know where others are; called on all ranks, which have introduced themselves.
+        """Read the addresses of other ranks. All ranks call this after `introduce`.
 
         Raises:
-            RuntimeError: gloo cannot connect their hosts; says what to set.
+            RuntimeError: gloo cannot connect their hosts. The message says what to set.
         """
         if self.writes:
             found = self.read_of_all("network")
@@ -267,7 +267,7 @@ class Ranks:
             raise RuntimeError(met["fault"])
 
     def listen(self, told: Callable[[int, str], None]) -> None:
-        """Hear when another rank finds that ranks are out of sync.
+        """Call `told` when another rank finds that ranks are out of sync.
 
         Args:
             told: a method, called in the background with a step and a reason.
@@ -276,10 +276,10 @@ class Ranks:
             self._peers.listen(told)
 
     def warns_first(self, step: int, why: str) -> bool:
-        """Tell all ranks that they are out of sync since a step; whether this rank is to warn of it.
+        """Tell all ranks that they are out of sync since a step. Return whether this rank must warn.
 
-        That is the lowest rank that is alive. If ranks cannot be asked directly, the store tells who was first; if that
-        does not answer either, this rank is cut off, and on its own. Takes some seconds; called in the background.
+        The lowest rank that is alive warns. If ranks cannot be reached directly, the store decides who was first. If the
+        store does not answer either, this rank is cut off and warns itself. This takes some seconds, in the background.
         """
         first = self._peers is None or self._peers.warns_first(step, why)
         with contextlib.suppress(Exception):  # the run may have ended the store with its process group
@@ -289,10 +289,10 @@ class Ranks:
         return first
 
     def close(self, in_sync: bool = True) -> None:
-        """Part.
+        """Leave the run's store and groups.
 
         Args:
-            in_sync: all ranks have done the same.
+            in_sync: whether all ranks do the same.
         """
         if self._peers:
             self._peers.close()
@@ -314,33 +314,33 @@ class Ranks:
 
 
 class Totals:
-    """Adds up scalars at each step: over the run's own group on GPUs, and over one of the monitor's on CPUs."""
+    """Adds up scalars at each step: over the run's own group on GPUs, and over a group of ours on CPUs."""
 
     def __init__(self, waits: Patience) -> None:
         """
         Args:
-            waits: of the training thread.
+            waits: limits waits of the training thread.
         """
         self._patience = waits
         self._everyone: Group | None = None
         self._apart = False
 
     def of(self, values: Sequence[torch.Tensor], world: int, connect: Callable[[float], Group]) -> torch.Tensor:
-        """Return sums over all ranks, float64 on the device of the run; called on all ranks, at the same steps.
+        """Return sums over all ranks, float64, on the run's device. All ranks call this at the same steps.
 
-        On a GPU they are not yet waited for.
+        On a GPU, the result may still be under way.
 
         Args:
             values: scalar tensors.
-            world: ranks that take part.
-            connect: makes a group of them, within so many seconds.
+            world: number of ranks that take part.
+            connect: makes a group of them within so many seconds.
 
         Raises:
             TimeoutError: a rank does not take part in time.
         """
         sums = torch.stack([value.double() for value in values])
         if world > 1 and sums.device.type != "cpu":
-            # The run's own: all ranks take part in each, or the next one of the run would meet another.
+            # Use the run's own group. All ranks take part in each call, or it would meet the run's next collective.
             dist.all_reduce(sums)
         elif world > 1 and not self._apart:
             try:
@@ -359,10 +359,10 @@ class Totals:
         self._patience.renew()
 
     def close(self, in_sync: bool) -> None:
-        """Part.
+        """Leave the group.
 
         Args:
-            in_sync: all ranks have done the same.
+            in_sync: whether all ranks do the same.
         """
         if self._everyone:
             self._everyone.close(in_sync)

@@ -1,10 +1,10 @@
-"""The one packed reduction of a sampled step: what a shard group's ranks observed -> what all of them have together.
+"""The one reduction of a sampled step: from what each rank of a shard group observed to what all of them have together.
 
-Two collectives, however much is observed. The first, a maximum, finds what no rank knows alone: extremes, and which binades
-of each histogram are occupied by anyone. The second adds up those binades and all sums, in float64, which holds every count
-below 2^53: integers come out exactly, whatever the order of the ranks.
+It takes two collectives, however much is observed. The first, a maximum, finds extremes and the occupied binades of each
+histogram. The second adds up those binades and all sums in float64, which holds every count below 2^53. So integers are
+exact in any order of the ranks.
 
-Both go through gloo between host memories: no GPU waits for them, and a rank that is gone costs a timeout, not the run.
+Both go through gloo between host memories. No GPU waits for them, and a rank that is gone costs a timeout, not the run.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from ..core.plain_arrays import decode_arrays, encode_arrays
 from .rank_store import Ranks
 from .shard_group import ShardGroup
 
-#: between the name of an observation and that of an array
+#: separates the names of an observation and an array
 _MARK = "/"
 
 
 class Mismatch(RuntimeError):
-    """Ranks are not at the same step, or do not look at the same: they are out of sync."""
+    """Ranks are out of sync: they are at different steps, or observe different things."""
 
 
 class Reduction:
@@ -39,21 +39,21 @@ class Reduction:
         self._ranks, self._shard_group, self._observations = ranks, shard_group, list(observations)
 
     def pack(self, plan: SamplePlan, found: Mapping[str, Any], expected: Collection[Key]) -> bytes:
-        """Return what this rank has to add as plain bytes; keeps nothing of what it found.
+        """Pack what this rank found as plain bytes, without references to it.
 
         Args:
-            found: by observation.
-            expected: operands that it should have.
+            found: results by observation.
+            expected: operands that this rank should have.
         """
         packed = {one.name: one.pack(plan, found.get(one.name), expected) for one in self._observations}
         return encode_arrays({f"{name}{_MARK}{key}": x for name, arrays in packed.items() for key, x in arrays.items()})
 
     def alone(self, found: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what is known of each observation where no other rank has parts of it."""
+        """Return the results of each observation if no other rank has parts of it."""
         return {one.name: one.alone(found[one.name]) for one in self._observations if one.name in found}
 
     def reduce(self, plan: SamplePlan, packed: bytes) -> dict[str, Any] | None:
-        """Return what all ranks have together, by observation; None on all ranks but the first of the group.
+        """Return the results of all ranks together, by observation, on the first rank of the group. Others get None.
 
         Raises:
             Mismatch: another rank is at another step.

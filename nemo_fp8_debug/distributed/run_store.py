@@ -1,7 +1,7 @@
-"""The store that the ranks of a run met at, asked such that nobody waits longer than agreed.
+"""Ask the store of torch.distributed without waiting longer than agreed.
 
-Most calls of a TCPStore have no timeout: they wait for ever if its host is frozen or cut off, and keep the lock of their
-connection meanwhile. So every question is asked in a thread of its own, and on a connection of its own if torch can make it.
+Most calls of a TCPStore have no timeout. They wait forever if its host is frozen or cut off, and keep the lock of their
+connection. So each question has its own thread, and its own connection if torch can make one.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from ..core.threads import Worker
 
 T = TypeVar("T")
 _TCPStore: Any = getattr(dist, "TCPStore", None)
-#: file descriptors that the process that hosts the store needs beside two connections a rank
+#: file descriptors that the store's host needs in addition to two connections for each rank
 DESCRIPTORS = 256
 
 
 class RunStore:
-    """Asks the default store of torch.distributed, as long as the process group that it belongs to is there."""
+    """Asks the default store of torch.distributed while its process group exists."""
 
     def __init__(self) -> None:
-        # Kept alive by us, the run's store would keep its port and its connections from the run's next one.
+        # If we kept the run's store alive, it would keep its port and connections from the run's next store.
         there = dist.is_available() and dist.is_initialized()
         self._met = weakref.ref(dist.group.WORLD) if there else lambda: None
         self._worker: Worker | None = None
@@ -39,9 +39,9 @@ class RunStore:
         self._unanswered: Future[Any] | None = None
 
     def ask(self, question: Callable[[Any], T], seconds: float) -> T:
-        """What `question(store)` returns or raises.
+        """Return the result of `question(store)`, or raise its error.
 
-        Once the store has not answered in time, further questions fail at once until it does.
+        If the store did not answer in time, further questions fail at once until it does.
 
         Raises:
             TimeoutError: the store does not answer.
@@ -60,15 +60,15 @@ class RunStore:
         return answer.result()
 
     def silence(self) -> str | None:
-        """In words, that the store has not answered an earlier question, and still does not; None: it has answered all."""
+        """Return a text if the store still has not answered an earlier question, or None."""
         if self._unanswered is None or self._unanswered.done():
             return None
         return f"the store that the ranks met at{_address()} does not answer"
 
     def close(self) -> None:
-        """Ask no longer, and end the call that waits for an answer, if there is one.
+        """Stop asking, and end a call that waits for an answer.
 
-        A thread that came back from it while the interpreter ends would end the process with an error.
+        A thread that returns from it while the interpreter ends would end the process with an error.
         """
         if self._socket and self.silence():
             with contextlib.suppress(OSError):
@@ -88,13 +88,13 @@ class RunStore:
         return store if self._clone is None else self._clone
 
     def address(self) -> tuple[str, int] | None:
-        """Host and port, as this rank has them; None: it is no TCPStore."""
+        """Host and port as seen by this rank, or None if the store is not a TCPStore."""
         inner = _inner(dist.distributed_c10d._get_default_store())
         return (inner.host, inner.port) if isinstance(inner, _TCPStore) else None
 
 
 def _sockets_to(port: int) -> Iterator[int]:
-    """File descriptors of this process that are connected to a port of another one, or its own."""
+    """Yield file descriptors of this process that are connected to a port, here or on another host."""
     for fd in map(int, os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else []):
         with contextlib.suppress(OSError):
             if not stat.S_ISSOCK(os.fstat(fd).st_mode):
@@ -109,7 +109,7 @@ def _inner(store: Any) -> Any:
 
 
 def _can_be_cloned(store: Any) -> bool:
-    """A connection more from each rank must not keep the host of the store from opening files."""
+    """Return whether one more connection from each rank leaves the store's host enough file descriptors."""
     room = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     fits = room == resource.RLIM_INFINITY or 2 * dist.get_world_size() + DESCRIPTORS <= room
     return fits and hasattr(store, "clone") and isinstance(_inner(store), _TCPStore)

@@ -1,7 +1,7 @@
-"""Which ranks hold parts of the same tensors, found from the names of their GEMMs: a stage of a pipeline, as a rule.
+"""Find ranks that hold parts of the same tensors, by the names of their GEMMs. Usually this is a pipeline stage.
 
-Nothing is asked of the host: ranks that share a name belong together, whatever it was that split the model. Experts are on
-some ranks of a shard group only.
+The framework is not asked: ranks that share a name belong together, whatever split the model. Experts may be on some ranks
+of a shard group only.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from . import patience
 from .gloo import Group
 from .rank_store import Ranks
 
-#: between the name of a module and a role; no name of a module has it, since none of its parts is empty or has a dot
+#: separates a module's name and a role; no module has it in its name, because parts of names are not empty and have no dots
 _MARK = ".."
 
 
@@ -27,32 +27,32 @@ class ShardGroup:
 
     #: global ranks, ascending; the first one measures for all
     ranks: Sequence[int]
-    #: names of all GEMMs and attentions of these ranks, sorted, and the kind of each
+    #: kind of each GEMM and attention of these ranks, by name, sorted
     kinds: Mapping[str, str]
     #: the first rank that has each GEMM
     first: Mapping[str, int]
-    #: tensors beside operands that are looked at, and the kind of the module of each
+    #: other tensors that are observed, and the kind of each one's module
     tensors: Mapping[Key, str] = field(default_factory=dict)
-    #: None where there is nobody to reduce with
+    #: None if no other rank takes part
     group: Group | None = None
     #: the first ranks of all shard groups, and the rank that writes
     leaders: Sequence[int] = (0,)
     leaders_group: Group | None = None
 
     def keys(self, roles: Collection[str] | None = None) -> list[Key]:
-        """All operands of these ranks, or those of some roles."""
+        """Return all operands of these ranks, or those of some roles."""
         every = [(name, role) for name, kind in self.kinds.items() for role in list_roles(kind)]
         return [key for key in every if roles is None or key[1] in roles]
 
     @classmethod
     def alone(cls, rank: int, kinds: Mapping[str, str]) -> ShardGroup:
-        """One rank that shares nothing."""
+        """Return the shard group of one rank that shares nothing."""
         gemms, tensors = _parted(dict(sorted(kinds.items())))
         return cls([rank], gemms, dict.fromkeys(gemms, rank), tensors)
 
     @staticmethod
     def publish(ranks: Ranks, kinds: Mapping[str, str]) -> None:
-        """Let other ranks know the names of this one's GEMMs; called before all have started."""
+        """Publish the names of this rank's GEMMs, before all ranks have started."""
         if ranks.world > 1:
             try:
                 ranks.publish(f"digest/{ranks.rank}", digest_of(kinds))
@@ -63,7 +63,7 @@ class ShardGroup:
 
     @classmethod
     def discover(cls, ranks: Ranks, kinds: Mapping[str, str]) -> ShardGroup:
-        """The shard group of this rank; called on all ranks, which have told their names.
+        """Return the shard group of this rank. All ranks call this after `publish`.
 
         Raises:
             RuntimeError: the ranks cannot be connected.
@@ -76,7 +76,7 @@ class ShardGroup:
         told = ranks.read(f"shard-group-of/{digest_of(kinds)}")
         leaders = ranks.read("leaders")
         mine = ranks.read(f"shard-group/{told}") if told is not None else None
-        if mine is None:  # no GEMM here
+        if mine is None:  # no GEMM on this rank
             mine = {"ranks": [ranks.rank], "kinds": {}, "first": {}}
         gemms, tensors = _parted(mine["kinds"])
         return cls(
@@ -91,24 +91,24 @@ class ShardGroup:
 
 
 def name_tensor_part(key: Key) -> str:
-    """Return what a tensor is called among the names that ranks exchange."""
+    """Return a tensor's name among the names that ranks exchange."""
     return _MARK.join(key)
 
 
 def _parted(kinds: Mapping[str, str]) -> tuple[dict[str, str], dict[Key, str]]:
-    """GEMMs and attentions, and other tensors."""
+    """Split into GEMMs and attentions, and other tensors."""
     gemms = {name: kind for name, kind in kinds.items() if _MARK not in name}
     apart = {tuple(name.split(_MARK, 1)): kind for name, kind in kinds.items() if _MARK in name}
     return gemms, {(layer, role): kind for (layer, role), kind in apart.items()}
 
 
 def digest_of(kinds: Mapping[str, str]) -> str:
-    """A short name for a set of GEMMs; ranks that have the same ones publish them once."""
+    """Return a short name for a set of GEMMs. Ranks with the same set publish it once."""
     return hashlib.sha256(json.dumps(sorted(kinds.items())).encode()).hexdigest()[:16]
 
 
 def _publish(ranks: Ranks) -> None:
-    """On the first rank: put ranks that share names into shard groups, and let each know of its own."""
+    """Group ranks that share names, and publish each group. The first rank calls this."""
     digests = ranks.read_of_all("digest")
     owners: dict[str, list[int]] = defaultdict(list)
     for rank, digest in enumerate(digests):
@@ -130,7 +130,7 @@ def _publish(ranks: Ranks) -> None:
 
 
 def _shard_groups(kinds: Mapping[str, Iterable[str]]) -> list[list[str]]:
-    """Digests whose names overlap, directly or through others."""
+    """Return groups of digests whose names overlap, directly or through others."""
     group_of: dict[str, set[str]] = {}
     holder: dict[str, str] = {}
     for digest, names in kinds.items():

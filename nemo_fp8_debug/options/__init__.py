@@ -1,1 +1,1 @@
-"""What a user asks of a monitor: options, trigger rules, the control file. Internal."""
+"""Options of a monitor: configuration, trigger rules, the control file. Internal."""

@@ -1,4 +1,4 @@
-"""What to sample, when, and where to write it: plain values, checked before the run's first step."""
+"""The options of a run: plain values that are checked before the first step."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..numerics.recipe import Recipe, parse_recipe
 from .loggers import LoggerChoice, parse_loggers
 from .trigger_rules import parse_rule
 
-#: options that are whole numbers, and the least that each may be
+#: options that are whole numbers, and their least values
 _NUMBERS = {
     "interval": 1,
     "first_step": -(1 << 62),
@@ -30,9 +30,9 @@ _NUMBERS = {
     "verify_rows": 0,
     "histogram_interval": 1,
 }
-#: recipes that each sample is measured under beside the run's own, at the most
+#: most what-if recipes
 MOST_WHAT_IF = 16
-#: options by which ranks come to meet at a step
+#: options that must be the same on all ranks, because they decide what ranks do together
 SAME_ON_ALL_RANKS = (
     *("interval", "first_step", "last_step", "triggers", "trigger_steps"),
     *("output_rows", "verify_rows", "replicas", "states", "gradients", "activations"),
@@ -43,71 +43,71 @@ SAME_ON_ALL_RANKS = (
 @check_arguments()
 @dataclass(frozen=True)
 class Config:
-    """What to sample, when, and where to write it: the options of `Monitor` and all callbacks. Checked when made.
+    """The options of `Monitor` and all callbacks: what to sample, when, and where to write it. Checked when made.
 
     Args:
-        interval: steps from one sampled step to the next: those that it divides are sampled. An int, at least 1.
+        interval: steps between two sampled steps. A step is sampled if its number is divisible by this. An int, at least 1.
             Default: `100`.
         first_step: the first step that may be sampled. An int. Default: `0`.
-        last_step: the last step that may be sampled, itself included. An int, not less than `first_step`; None: no
+        last_step: the last step that may be sampled, itself included. An int, not less than `first_step`, or None for no
             limit. Default: `None`.
-        layers: GEMMs to look at. A list of patterns for their global names, each a glob (`decoder.layers.3.*`,
-            `linear_fc2`) or `re:` and a regular expression; None: all GEMMs. Default: `None`.
-        roles: operands to look at. A list of `input` (X), `weight` (W) and `grad_output` (dY).
-            Default: `("input", "weight", "grad_output")`.
-        recipe: the FP8 recipe to measure under. "auto": the one that the run itself uses; otherwise a name, perhaps with
-            options (`current-e4m3`, `delayed(margin=1)`, `mxfp8`), or a dict (`{"name": "delayed", "margin": 1}`).
-            Default: `"auto"`.
-        what_if: what-if recipes: each sample is measured under these too, although the run does not use them. A list,
-            at most 16, each a name or a dict as in `recipe`. Default: `()`.
+        layers: GEMMs to measure. A list of patterns for their global names, each a glob (`decoder.layers.3.*`, `linear_fc2`)
+            or `re:` and a regular expression. None: all GEMMs. Default: `None`.
+        roles: operands to measure. A list of `input` (X), `weight` (W) and `grad_output` (dY). Default: `("input", "weight",
+            "grad_output")`.
+        recipe: the FP8 recipe to measure under. "auto": the run's own recipe. Otherwise a name, perhaps with options
+            (`current-e4m3`, `delayed(margin=1)`, `mxfp8`), or a dict (`{"name": "delayed", "margin": 1}`). Default:
+            `"auto"`.
+        what_if: what-if recipes. Each sample is measured under these too, although the run does not use them. A list, at
+            most 16, each a name or a dict as in `recipe`. Default: `()`.
         dump: layers whose tensors are dumped at each sampled step. A list of patterns as in `layers`. Default: `()`.
-        dump_max_bytes: bytes that all dumps of a rank may take, those of earlier starts of the run included. An int, at
-            least 0. Default: `10 << 30` (10 GiB).
-        dump_min_free_bytes: bytes that a dump leaves free on the disk. An int, at least 0. Default: `20 << 30` (20 GiB).
-        triggers: conditions under which the next steps are sampled. A list of `loss_spike`, `nonfinite`,
-            `early_warning`, and limits of metrics (`underflow_pct/input > 20`). Default: `()`.
+        dump_max_bytes: limit for all dumps of a rank, including dumps of earlier starts of the run. An int, at least 0.
+            Default: `10 << 30` (10 GiB).
+        dump_min_free_bytes: bytes that stay free on the disk. An int, at least 0. Default: `20 << 30` (20 GiB).
+        triggers: conditions that have the next steps sampled. A list of `loss_spike`, `nonfinite`, `early_warning`, and
+            limits of metrics (`underflow_pct/input > 20`). Default: `()`.
         trigger_steps: steps that are sampled after a trigger. An int, at least 1. Default: `5`.
         trigger_dump: layers whose tensors are dumped at those steps. A list of patterns as in `layers`. Default: `()`.
-        output: folder of the run record, a path or any fsspec address; None, which callbacks and adapters take:
-            `fp8_debug` beside the run's TensorBoard events, or in its output folder. Default: `None`.
-        on_error: what an error of the monitor does. "warn": it costs a sample and one warning; "raise": it stops the
-            run, which is for tests. Default: `"warn"`.
-        max_tags: scalar tags of single tensors in TensorBoard, at most; if more are needed, only the worst tensors of
-            each role get one. An int, at least 0. Default: `5000`.
-        table_rows: rows of the table that is printed at each sampled step, worst first. An int, at least 0, which prints
+        output: folder of the run record, a path or any fsspec address. None, for callbacks and adapters only: `fp8_debug`
+            next to the run's TensorBoard events, or in its output folder. Default: `None`.
+        on_error: what an error of the monitor does. "warn": it costs a sample and one warning. "raise": it stops the run,
+            for tests. Default: `"warn"`.
+        max_tags: most scalar tags of single tensors in TensorBoard. If more are needed, only the worst tensors of each role
+            get one. An int, at least 0. Default: `5000`.
+        table_rows: rows of the table that is printed at each sampled step, worst first. An int, at least 0. 0 prints
             nothing. Default: `12`.
-        output_rows: rows, and as many columns, of each GEMM's outputs whose error is measured too. An int, at least 0,
-            which measures none. Default: `0`.
-        verify_rows: rows, and as many columns, of what each GEMM returns (Y, dX, dW) that are compared with the exact
-            product of its operands. An int, at least 0, which verifies nothing; with `output_rows`, the greater serves
-            both. Default: `0`.
-        replicas: whether copies that ranks hold of W, of its gradient and, under tensor parallelism, of X are compared, bit
-            by bit. A sampled step reads those tensors once more. Default: `False`.
-        states: tensors of the optimizer's to look at too, of the weights of all GEMMs. A list of `weight_gradient`,
-            `first_moment`, `second_moment`, `master_weight` and `update`. Default: `()`.
-        gradients: whether the norm of each weight's gradient, and how many of its values are zero or not finite, are
-            recorded. A sampled step reads each gradient once more. Default: `True`.
-        activations: what to look at between GEMMs. A list of `norm` (inputs, before a pre-norm the residual stream, and
-            outputs), `router` (logits of a mixture of experts) and `attention` (logits of some rows). Default: `()`.
-        copies: whether the copies that dgrad and wgrad multiply are measured too, where a block recipe makes them differ. A
+        output_rows: number of rows, and of columns, of each GEMM's outputs whose error is measured. An int, at least 0. 0
+            measures none. Default: `0`.
+        verify_rows: number of rows, and of columns, of what each GEMM returns (Y, dX, dW) that are compared with the exact
+            product of its operands. An int, at least 0. 0 verifies nothing. If `output_rows` is set too, the greater number
+            serves both. Default: `0`.
+        replicas: whether to compare, bit by bit, the copies that ranks hold of W, of its gradient and, under tensor
+            parallelism, of X. A sampled step reads these tensors once more. Default: `False`.
+        states: optimizer tensors to measure, for the weights of all GEMMs. A list of `weight_gradient`, `first_moment`,
+            `second_moment`, `master_weight` and `update`. Default: `()`.
+        gradients: whether to record the norm of each weight's gradient, and how many of its values are zero or not finite. A
+            sampled step reads each gradient once more. Default: `True`.
+        activations: what to measure between GEMMs. A list of `norm` (inputs and outputs, which before a pre-norm are the
+            residual stream), `router` (logits of a mixture of experts) and `attention` (logits of some rows). Default: `()`.
+        copies: whether to measure the copies that dgrad and wgrad multiply too, if a block recipe makes them differ. A
             sampled step reads such operands once more, and holds one of them transposed. Default: `False`.
-        block_scales: whether the distribution of the scales of blocks is recorded, where operands are cast in blocks. A
-            sampled step reads such operands twice more. Default: `False`.
-        histogram_interval: steps from one recorded histogram of a tensor to the next, among sampled steps. An int, at
-            least 1. What is sampled out of turn, or has NaN or infinity, keeps its histograms, and each sample its
-            metrics. Default: `1`.
-        eager: whether layers inside torch.compile are looked at: the sampled steps run in eager mode then, whose results
-            may differ from those of the compiled graphs in their last bits. Default: `False`.
-        loggers: experiment trackers that get a summary too, besides the loggers of a Lightning trainer. A list of `wandb`,
-            `mlflow` and `comet`, of mappings with settings of a run to start (`{"wandb": {"project": "fp8"}}`), or of runs
-            and loggers that you made. Default: `()`.
-        log_every_tensor: whether loggers get the metrics of single tensors too, up to `max_tags` scalars, and not only the
-            summary of at most 60. Default: `False`.
-        report_baseline: record of a baseline run. At the end, loggers get the HTML page that compares the run with it.
-            A path; None: no page. Default: `None`.
+        block_scales: whether to record the distribution of block scales, for operands that are cast in blocks. A sampled
+            step reads such operands twice more. Default: `False`.
+        histogram_interval: steps between two recorded histograms of a tensor, among sampled steps. An int, at least 1.
+            Samples out of turn or with NaN or infinity always keep their histograms, and each sample keeps its metrics.
+            Default: `1`.
+        eager: whether to measure layers inside torch.compile. Sampled steps then run in eager mode, so their results may
+            differ from the compiled graphs' in the last bits. Default: `False`.
+        loggers: experiment trackers that also get a summary, in addition to the loggers of a Lightning trainer. A list of
+            `wandb`, `mlflow` and `comet`, of mappings with settings of a run to start (`{"wandb": {"project": "fp8"}}`), or
+            of your own runs and loggers. Default: `()`.
+        log_every_tensor: whether loggers get the metrics of single tensors too, up to `max_tags` scalars. Otherwise they get
+            a summary of at most 60. Default: `False`.
+        report_baseline: record of a baseline run. At the end, loggers get the HTML page that compares the run with it. A
+            path, or None for no page. Default: `None`.
 
     Raises:
-        ConfigError: a value cannot be used; says which and why.
+        ConfigError: a value cannot be used. The message says which and why.
 
     Example:
         >>> config = Config(interval=100, first_step=1000, layers=["layers.*.fc2"])
@@ -157,7 +157,7 @@ class Config:
         if not isinstance(self.what_if, Sequence) or isinstance(self.what_if, str):
             raise ConfigError(f"what_if is {show_value(self.what_if)}; it takes a list of recipes")
         if len(self.what_if) > MOST_WHAT_IF:
-            raise ConfigError(f"what_if has {len(self.what_if)} recipes; it takes {MOST_WHAT_IF} at the most")
+            raise ConfigError(f"what_if has {len(self.what_if)} recipes; it takes at most {MOST_WHAT_IF}")
         for name in ("output", "report_baseline"):
             value = getattr(self, name)
             if not isinstance(value, (str, os.PathLike, type(None))) or value == "":
@@ -169,7 +169,7 @@ class Config:
                 check_choices(name, getattr(self, name), known)
         for name in ("replicas", "gradients", "copies", "block_scales", "eager", "log_every_tensor"):
             if not isinstance(getattr(self, name), bool):
-                raise ConfigError(f"{name} is {show_value(getattr(self, name))}; it is True or False")
+                raise ConfigError(f"{name} is {show_value(getattr(self, name))}; it must be True or False")
         if self.on_error not in ("warn", "raise"):
             raise ConfigError(f"on_error is {self.on_error!r}; use 'warn' or 'raise'")
         for patterns in (self.layers, self.dump, self.trigger_dump):
@@ -180,21 +180,21 @@ class Config:
 
     @cached_property
     def what_if_recipes(self) -> tuple[Recipe, ...]:
-        """`what_if`, parsed: once, and not by those who use it."""
+        """The recipes of `what_if`, parsed once for everyone."""
         return tuple(map(parse_recipe, self.what_if))
 
     @cached_property
     def measured_recipe(self) -> Recipe | None:
-        """`recipe`, parsed; None: "auto"."""
+        """The parsed `recipe`, or None for "auto"."""
         return None if self.recipe == "auto" else parse_recipe(self.recipe)
 
     @cached_property
     def logger_choices(self) -> tuple[LoggerChoice, ...]:
-        """`loggers`, parsed."""
+        """The parsed `loggers`."""
         return parse_loggers(self.loggers)
 
     def samples(self, step: int) -> bool:
-        """Whether `step` is sampled: a pure function of the step, so that all ranks agree.
+        """Return whether `step` is sampled by its number. This depends on nothing else, so all ranks agree.
 
         Args:
             step: number of a training step.
@@ -203,11 +203,11 @@ class Config:
         return in_window and step % self.interval == 0
 
     def samples_any(self, first: int, last: int) -> bool:
-        """Whether any of some steps is sampled.
+        """Return whether any of some steps is sampled.
 
         Args:
             first: the first of these steps.
-            last: the last one, itself included.
+            last: the last of these steps, itself included.
 
         Example:
             >>> Config(interval=100).samples_any(101, 199)
@@ -218,7 +218,7 @@ class Config:
         return next_one <= (last if self.last_step is None else min(last, self.last_step))
 
     def turns(self) -> str:
-        """Which steps are sampled, in words: `every 100 steps from step 500 on`."""
+        """Return which steps are sampled, in words: `every 100 steps from step 500 on`."""
         every = "every step" if self.interval == 1 else f"every {self.interval} steps"
         first = f" from step {self.first_step}{' on' if self.last_step is None else ''}" if self.first_step > 0 else ""
         return every + first + ("" if self.last_step is None else f" up to step {self.last_step}")

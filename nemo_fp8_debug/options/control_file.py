@@ -1,4 +1,4 @@
-"""The control file: what to sample and dump, changed while the run goes on.
+"""The control file, which changes what a running job samples and dumps.
 
     RUN/control.yaml
 
@@ -9,9 +9,9 @@
         dump: [mlp.linear_fc2]
         steps: 5
 
-Every key may be left out, and then is as the run was started with. `steps` samples each of that many steps from the next
-sampled one on, and dumps in those only. The file is read before a sampled step, on the rank that writes; one that cannot be
-used changes nothing.
+Every key may be left out, and then keeps its value from the start of the run. `steps` samples every one of that many steps
+from the next sampled step on, and dumps in those only. The writing rank reads the file before a sampled step. An invalid
+file changes nothing.
 """
 
 from __future__ import annotations
@@ -29,26 +29,26 @@ from .config import Config
 NAME = "control.yaml"
 #: fields of Config that the file may change
 FIELDS = ("interval", "layers", "roles", "what_if", "dump")
-#: bytes of the file, at the most
+#: most bytes of the file
 LONGEST = 1 << 16
-#: lists in lists, values, and characters of one value, at the most
+#: most levels of nested lists, values, and characters of one value
 _DEEPEST, _MOST, _LONGEST_VALUE = 8, 4096, 1000
 _SEXAGESIMAL = re.compile(r"[-+]?[0-9][0-9_]*(:[0-5]?[0-9])+(\.[0-9_]*)?")
 
 
 @dataclass(frozen=True)
 class Control:
-    """What a control file asks for."""
+    """The content of a control file."""
 
     changes: Mapping[str, Any] = field(default_factory=dict)
     steps: int | None = None
 
     @classmethod
     def parse(cls, text: str) -> Control:
-        """Read the text of a control file; an empty one asks for nothing.
+        """Parse the text of a control file. An empty one changes nothing.
 
         Raises:
-            ConfigError: says what cannot be used.
+            ConfigError: names what is invalid.
         """
         content = _load(text)
         if content is None:
@@ -62,14 +62,14 @@ class Control:
             raise ConfigError(f"steps in {NAME} is {steps!r}; it must be a whole number of steps, at least 1")
         lists = [content[key] for key in ("layers", "dump") if isinstance(content.get(key), list)]
         if any(str(pattern).startswith("re:") for patterns in lists for pattern in patterns):
-            raise ConfigError(f"{NAME} takes globs only: a regular expression can be such that it never ends")
+            raise ConfigError(f"{NAME} takes globs only, because a regular expression may never end")
         control = cls.of_plain({"changes": content, "steps": steps})
         replace(Config(), **control.changes)
         return control
 
     @property
     def plain(self) -> dict[str, Any]:
-        """Values that JSON has; for `of_plain`."""
+        """Return values that JSON can hold, for `of_plain`."""
         return {
             "changes": {key: list(v) if isinstance(v, tuple) else v for key, v in self.changes.items()},
             "steps": self.steps,
@@ -77,11 +77,11 @@ class Control:
 
     @classmethod
     def of_plain(cls, content: Mapping[str, Any]) -> Control:
-        """What another rank has parsed and checked."""
+        """Return the content that another rank has parsed and checked."""
         return cls({key: tuple(v) if isinstance(v, list) else v for key, v in content["changes"].items()}, content["steps"])
 
     def in_words(self) -> str:
-        """One line; what is not named is as the run was started with."""
+        """Describe the content in one line. Options that are not named keep their values from the start of the run."""
         content = {**self.changes} | ({} if self.steps is None else {"steps": self.steps})
         shown = (f"{key} {', '.join(map(str, v)) if isinstance(v, tuple) else v}" for key, v in content.items())
         return "; ".join(shown) or "all is as the run was started with"
@@ -104,21 +104,21 @@ def _load(text: str) -> Any:
 
 
 def _check(text: str) -> None:
-    """Refuse what a parser would take long for, or much memory, before it is read.
+    """Refuse text that would cost a parser much time or memory, before parsing it.
 
     Raises:
-        ConfigError: says why.
+        ConfigError: names the reason.
     """
     depth = 0
     for number, event in enumerate(yaml.parse(text, yaml.SafeLoader)):
         depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-        if isinstance(event, yaml.AliasEvent):  # they can make a short text stand for more than memory holds
-            raise ConfigError(f"{NAME} uses aliases (*name), which are not taken; quote patterns that begin with *")
+        if isinstance(event, yaml.AliasEvent):  # with aliases, a short text can stand for more than memory holds
+            raise ConfigError(f"{NAME} uses aliases (*name), which are not supported; quote patterns that begin with *")
         if depth > _DEEPEST:
             raise ConfigError(f"{NAME} has lists in lists, more than {_DEEPEST} deep")
         if number > _MOST:
             raise ConfigError(f"{NAME} has more than {_MOST} values")
         if isinstance(event, yaml.ScalarEvent) and event.implicit[0] and _SEXAGESIMAL.fullmatch(event.value):
-            raise ConfigError(f"{NAME} has {event.value[:20]}, which YAML takes for a number to base 60; write it in digits")
+            raise ConfigError(f"{NAME} has {event.value[:20]}, which YAML reads as a number in base 60; write it in digits")
         if isinstance(event, yaml.ScalarEvent) and len(event.value) > _LONGEST_VALUE:
             raise ConfigError(f"{NAME} has a value of more than {_LONGEST_VALUE} characters")

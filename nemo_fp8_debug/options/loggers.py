@@ -1,4 +1,4 @@
-"""What the option `loggers` takes, as values: a name, a name with settings, or a logger that the user made."""
+"""The values of the option `loggers`: a name, a name with settings, or a logger that the user made."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import Any
 from ..core.arguments import show_value, suggest_name
 from ..errors import ConfigError
 
-#: names of loggers, and the packages that they are from
+#: package of each logger, by name
 PACKAGES = {"wandb": "wandb", "mlflow": "mlflow", "comet": "comet_ml"}
-#: what MLflow calls the databases that it reaches through SQLAlchemy, which mlflow-skinny does not bring
+#: databases that MLflow reaches through SQLAlchemy, which mlflow-skinny does not install
 _DATABASES = ("sqlite", "postgresql", "mysql", "mssql")
 
 
@@ -22,8 +22,8 @@ class LoggerChoice:
     """One logger of the option.
 
     Attributes:
-        name: of the logger; None: it follows from `given`.
-        settings: of the run that is started; None: a run that is open is joined.
+        name: the logger's name, or None if it follows from `given`.
+        settings: settings of the run to start, or None to join an open run.
         given: a run or logger that the user made.
     """
 
@@ -32,10 +32,10 @@ class LoggerChoice:
     given: Any = field(default=None, repr=False)
 
     def check_installed(self) -> None:
-        """See that its package is there, without importing it; and for MLflow what its tracking URI needs.
+        """Check that the logger's package is installed, without importing it. For MLflow, also check what its URI needs.
 
         Raises:
-            ConfigError: it is not; says how to install it.
+            ConfigError: a package is missing. The message says how to install it.
         """
         if self.name and importlib.util.find_spec(PACKAGES[self.name]) is None:
             install = f"pip install 'nemo-fp8-debug[{self.name}]'"
@@ -59,17 +59,17 @@ def has_sqlalchemy() -> bool:
 
 
 def parse_loggers(value: Any) -> tuple[LoggerChoice, ...]:
-    """Read the option.
+    """Parse the option.
 
     Raises:
-        ConfigError: it is not a list, or one of it is neither a known name, nor a mapping of one, nor a logger.
+        ConfigError: the value is not a list, or an item is not a known name, a mapping of one, or a logger.
 
     Example:
         >>> [str(choice) for choice in parse_loggers(["wandb", {"mlflow": {"experiment_name": "fp8"}}])]
         ['wandb', 'mlflow']
     """
     if isinstance(value, (str, Mapping)) or not isinstance(value, Sequence):
-        raise ConfigError(f"loggers is {show_value(value)}; it takes a list, as ['wandb']")
+        raise ConfigError(f"loggers is {show_value(value)}; it takes a list, such as ['wandb']")
     return tuple(choice for item in value for choice in _choices(item))
 
 

@@ -1,4 +1,4 @@
-"""The rules of triggers, as values: a loss that spikes, a value that is not finite, a metric past a limit."""
+"""Trigger rules as values: a loss spike, a value that is not finite, a metric beyond a limit."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _RULE = re.compile(r"(?P<metric>\w+)(/(?P<role>\w+))?\s*(?P<sign>[<>])\s*(?P<lim
 
 @dataclass(frozen=True)
 class Threshold:
-    """A metric of any tensor, or of those of one role, above or below a limit."""
+    """A metric of any tensor, or of tensors of one role, above or below a limit."""
 
     metric: str
     role: str | None
@@ -27,8 +27,10 @@ class Threshold:
     limit: float
 
     def passed_by(self, sample: Sample) -> str | None:
-        """The first tensor of the sample that is past the limit, in words; experts are tensors each, their aggregate is
-        none."""
+        """Describe the first tensor of the sample beyond the limit.
+
+        Each expert counts as a tensor. The aggregate of a layer's experts does not.
+        """
         columns = sample.columns
         rows = zip(columns["layer"], columns["role"], columns[self.metric], strict=True)
         past = [row for row in rows if not is_aggregate(row[0]) and self._is_past(*row[1:])]
@@ -48,36 +50,38 @@ class Threshold:
 
 @dataclass(frozen=True)
 class NonFinite:
-    """NaN or infinity in an operand; the loss and the gradient norm are looked at by `Triggers`."""
+    """NaN or infinity in an operand. `Triggers` checks the loss and the gradient norm."""
 
     def passed_by(self, sample: Sample) -> str | None:
-        """The first operand that held one, in the order of execution, in words."""
+        """Describe the first operand with NaN or infinity, in the order of execution."""
         return sample.describe_first_nonfinite()
 
 
 @dataclass(frozen=True)
 class LossSpike:
-    """The loss, reduced over all ranks; looked at by `Triggers`."""
+    """A spike of the loss, reduced over all ranks. `Triggers` checks it."""
 
     def passed_by(self, sample: Sample) -> str | None:
-        """No sample tells."""
+        """Return None: a sample alone does not show a spike."""
         return None
 
 
 @dataclass(frozen=True)
 class EarlyWarning:
-    """An operand beyond what any healthy one does, in two samples in a row or far beyond in one; looked at by `Triggers`,
-    which knows the sample before."""
+    """An operand beyond what any healthy one does, in two samples in a row, or far beyond in one.
+
+    `Triggers` checks it, because it has the previous sample.
+    """
 
     def passed_by(self, sample: Sample) -> str | None:
-        """One sample does not tell."""
+        """Return None: one sample does not show it."""
         return None
 
     def warned_by(self, sample: Sample, before: Sample | None) -> str | None:
-        """The operand that is farthest beyond, in words; experts are tensors each, their aggregate is none.
+        """Describe the operand that is farthest beyond its limits. Each expert counts as a tensor, their aggregate does not.
 
         Args:
-            before: the sample before; None: there is none that counts.
+            before: the previous sample, or None if there is none that counts.
         """
         strength, key = farthest_beyond(sample, before)
         if strength <= 1 or key is None:
@@ -89,13 +93,15 @@ class EarlyWarning:
 
 
 def farthest_beyond(sample: Sample, before: Sample | None) -> tuple[float, tuple[str, str] | None]:
-    """The score of the early warning: how many times its limit an operand shows in two samples, or a third of that in one.
+    """Return the score of the early warning: the multiple of its limit that an operand reaches in two samples.
+
+    A third of the multiple in one sample counts too.
 
     Args:
-        before: the sample before; None: there is none that counts.
+        before: the previous sample, or None if there is none that counts.
 
     Returns:
-        The score, above 1 a warning, and layer and role of the operand that it is of; None if no operand has limits.
+        The score, which is a warning above 1, and the operand's layer and role. None if no operand has limits.
     """
     earlier, strongest, found = _times(before), 0.0, None
     for key, (times, *_) in _times(sample).items():
@@ -106,7 +112,7 @@ def farthest_beyond(sample: Sample, before: Sample | None) -> tuple[float, tuple
 
 
 def _times(sample: Sample | None) -> dict[tuple[str, str], tuple[float, str, float]]:
-    """By layer and role: how many times its limit the worst metric shows, its name and value."""
+    """Return, by layer and role, how many times its limit the worst metric is, with the metric's name and value."""
     if sample is None:
         return {}
     columns, found = sample.columns, dict[tuple[str, str], tuple[float, str, float]]()
@@ -117,17 +123,19 @@ def _times(sample: Sample | None) -> dict[tuple[str, str], tuple[float, str, flo
     return found
 
 
-#: what a result ought to be that is no product
+#: correct values of results that are not products
 _OUGHT = {"reduction": "the sum of what ranks and micro-batches computed"}
 
 
 @dataclass(frozen=True)
 class WrongProduct:
-    """A GEMM that returned what is not the product of its operands, or a gradient that is not the sum of what ranks have
-    computed; needs `verify_rows`."""
+    """A GEMM that returns something other than the product of its operands, or a wrong sum of gradients.
+
+    This rule needs `verify_rows`.
+    """
 
     def passed_by(self, sample: Sample) -> str | None:
-        """The one whose result is farthest off, in words."""
+        """Describe the result that is farthest off."""
         columns = sample.table("verification")
         wrong = [i for i, outcome in enumerate(columns.get("outcome", ())) if outcome == "beyond"]
         if not wrong:
@@ -141,7 +149,7 @@ class WrongProduct:
 
 
 Rule = Threshold | NonFinite | LossSpike | EarlyWarning | WrongProduct
-#: rules that have a name alone
+#: rules without parameters
 _NAMED: Mapping[str, Callable[[], Rule]] = {
     "loss_spike": LossSpike,
     "nonfinite": NonFinite,
@@ -151,11 +159,12 @@ _NAMED: Mapping[str, Callable[[], Rule]] = {
 
 
 def parse_rule(text: Any) -> Rule:
-    """Read a rule: `loss_spike`, `nonfinite`, `early_warning`, `wrong_product`, or a metric past a limit as
-    `underflow_pct > 20` or `sqnr_db/input < 15`.
+    """Parse a rule: `loss_spike`, `nonfinite`, `early_warning`, `wrong_product`, or a metric with a limit.
+
+    Limits look like `underflow_pct > 20` or `sqnr_db/input < 15`.
 
     Raises:
-        ConfigError: it is none.
+        ConfigError: the text is not a rule.
     """
     if isinstance(text, str) and text in _NAMED:
         return _NAMED[text]()

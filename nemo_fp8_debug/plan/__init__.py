@@ -1,1 +1,1 @@
-"""Changes of single layers' recipes, and the environment that hands them to a run. Internal."""
+"""Changes of single layers' recipes, and the environment variables that pass them to a run. Internal."""

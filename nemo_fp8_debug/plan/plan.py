@@ -1,4 +1,4 @@
-"""What is to be changed in how a run quantizes: made by `recommend`, applied by the interventions, kept as JSON."""
+"""Plans: changes of how a run quantizes. `recommend` makes them, interventions apply them, and files hold them as JSON."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ VERSION = 1
 
 @dataclass(frozen=True)
 class Change(NamesRecipe):
-    """Operands that are cast otherwise than the run's recipe says.
+    """A different cast of some operands.
 
     Args:
         layer: global name of a GEMM, or a pattern as in `Config.layers`.
-        recipe: name of the recipe that its operands are cast by, perhaps with options (`current-e5m2`, `delayed(margin=1)`);
+        recipe: name of the recipe that casts the operands, perhaps with options (`current-e5m2`, `delayed(margin=1)`).
             `bf16` leaves them as they are.
-        roles: operands that it holds for, a list of `input`, `weight` and `grad_output`. A GEMM runs in FP8 only if both of
-            its operands do.
-        multiply_in_bf16: whether to multiply in BF16 what was quantized, which tells the numbers of FP8 from its kernels.
-        why: evidence, for people.
+        roles: operands to change, a list of `input`, `weight` and `grad_output`. A GEMM runs in FP8 only if both of its
+            operands do.
+        multiply_in_bf16: whether to multiply quantized values in BF16, which separates FP8 rounding from FP8 kernels.
+        why: the evidence, for readers.
 
     Raises:
-        ConfigError: a value cannot be used; says which.
+        ConfigError: a value cannot be used. The message says which.
 
     Example:
         >>> Change("layers.3.fc2", "current", roles=["grad_output"]).recipe
@@ -42,13 +42,13 @@ class Change(NamesRecipe):
 
     #: global name of a GEMM, or a pattern as in `Config.layers`
     layer: str
-    #: as in `parse_recipe`; `bf16` leaves the operands as they are
+    #: a recipe as in `parse_recipe`; `bf16` leaves the operands as they are
     recipe: str
-    #: operands that it holds for; a GEMM runs in FP8 only if both of its operands do
+    #: operands to change; a GEMM runs in FP8 only if both of its operands do
     roles: Sequence[str] = ROLES
-    #: multiply what was quantized in BF16, which tells the numbers of FP8 from the kernels of FP8
+    #: whether to multiply quantized values in BF16, which separates FP8 rounding from FP8 kernels
     multiply_in_bf16: bool = False
-    #: evidence, for people
+    #: the evidence, for readers
     why: str = ""
 
     def __post_init__(self) -> None:
@@ -67,7 +67,7 @@ class Change(NamesRecipe):
 
 @dataclass(frozen=True)
 class Plan:
-    """Changes of how a run quantizes; if several name an operand, the last one holds.
+    """Changes of how a run quantizes. If several name an operand, the last one counts.
 
     Args:
         changes: a list of `Change`, in order.
@@ -81,7 +81,7 @@ class Plan:
     changes: Sequence[Change] = ()
 
     def change_of(self, layer: str, role: str) -> Change | None:
-        """What changes for an operand; None if nothing does.
+        """Return the change of an operand, or None.
 
         Args:
             layer: global name of a GEMM.
@@ -93,18 +93,18 @@ class Plan:
         return None
 
     def recipe_of(self, layer: str, role: str, otherwise: Recipe) -> Recipe:
-        """The recipe of an operand. Internal: recipes are not public.
+        """Return the recipe of an operand. Internal: recipes are not public.
 
         Args:
             layer: global name of a GEMM.
             role: `input`, `weight` or `grad_output`.
-            otherwise: its recipe if the plan does not change it.
+            otherwise: the operand's recipe if the plan does not change it.
         """
         change = self.change_of(layer, role)
         return change.parsed if change else otherwise
 
     def text(self) -> str:
-        """The plan as its file has it: JSON."""
+        """Return the plan as JSON, as its file holds it."""
         content = {"version": VERSION, "changes": [asdict(change) for change in self.changes]}
         return json.dumps(content, indent=2) + "\n"
 
@@ -112,7 +112,7 @@ class Plan:
         """Write the plan as JSON.
 
         Args:
-            path: of a file that does not exist yet.
+            path: a file that does not exist yet.
 
         Raises:
             ConfigError: the file exists, or cannot be written.
@@ -135,10 +135,10 @@ class Plan:
         """Read a plan.
 
         Args:
-            path: of a file that `save` or `nemo-fp8-debug recommend --output` wrote.
+            path: a file written by `save` or `nemo-fp8-debug recommend --output`.
 
         Raises:
-            ConfigError: it cannot be read, or is not a plan; says why.
+            ConfigError: the file cannot be read, or is not a plan. The message says why.
         """
         try:
             content = json.loads(Path(path).read_text())
@@ -165,39 +165,39 @@ def _change(path: Any, given: Any) -> Change:
         raise ConfigError(f"{path}: {error}") from None
 
 
-#: absolute path of the plan
+#: environment variable with the absolute path of the plan
 PLAN = "NEMO_FP8_DEBUG_PLAN"
-#: a file that the run makes once it has read the plan
+#: environment variable with a file that the run creates once it has read the plan
 TAKEN = "NEMO_FP8_DEBUG_PLAN_TAKEN"
 
 AnyPlan = Plan | str | os.PathLike[str]
 
 
 def is_rescue() -> bool:
-    """Whether this process belongs to a run that `rescue` has started."""
+    """Return whether `rescue` started this process."""
     return bool(os.environ.get(PLAN))
 
 
 def read_plan_in_force(own: AnyPlan | None = None) -> Plan | None:
-    """The plan of `rescue`, which goes before `own`: it was given later.
+    """Return the plan of `rescue`, or else `own`.
 
     Raises:
-        ConfigError: it cannot be read.
+        ConfigError: the plan cannot be read.
     """
     if is_rescue():
         plan = Plan.load(os.environ[PLAN])
         if taken := os.environ.get(TAKEN):
-            with contextlib.suppress(OSError):  # on another host, perhaps
+            with contextlib.suppress(OSError):  # perhaps this is another host
                 Path(taken).touch()
         return plan
     return read_plan(own)
 
 
 def read_plan(plan: AnyPlan | None) -> Plan | None:
-    """A plan that may be given as a file.
+    """Return a plan that may be given as a file.
 
     Raises:
-        ConfigError: it cannot be read, or is neither a plan nor a path.
+        ConfigError: the plan cannot be read, or is neither a plan nor a path.
     """
     if plan is not None and not isinstance(plan, (Plan, str, os.PathLike)):
         raise ConfigError(f"plan is {show_value(plan)}; it takes the path of a plan, or a Plan")
