@@ -1,1 +1,1 @@
-"""What a model multiplies, and how much of it is looked at: from its modules, and counted in one step. Internal."""
+"""Report what a model multiplies and how much of it is observed, from its modules alone. Internal."""

@@ -1,4 +1,4 @@
-"""What modules that no backend owns multiply, and the sizes of what any module multiplies."""
+"""Find what modules without a backend multiply, and the sizes of what any module multiplies."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ..capture.backends.in_forward import NO_MATRIX, is_conv1d
 from ..capture.scan import ScannedModule, find_inside
 from .ledger import HIGH_PRECISION, POSITION, UNKNOWN, Entry
 
-#: modules whose matrices are looked up and not multiplied, and the output projection that MultiheadAttention multiplies
+#: modules whose matrices are looked up but not multiplied, and MultiheadAttention's output projection
 _ELSEWHERE = (nn.Embedding, nn.EmbeddingBag, NonDynamicallyQuantizableLinear)
 
 SCORES = "attention scores, which grow with the sequence length"
@@ -37,10 +37,10 @@ _CONV1D = "linear layers of transformers' class Conv1D"
 
 
 def list_entries(name: str, module: nn.Module, around: Sequence[nn.Module]) -> Iterator[Entry]:
-    """What a module that no backend owns multiplies itself, without its children.
+    """Yield what a module without a backend multiplies itself, without its children.
 
     Args:
-        around: the modules that it is in, innermost first.
+        around: the modules that contain it, innermost first.
     """
     trained = needs_gradient(module)
     if isinstance(module, nn.MultiheadAttention):
@@ -48,7 +48,7 @@ def list_entries(name: str, module: nn.Module, around: Sequence[nn.Module]) -> I
     elif isinstance(module, _ConvNd):
         weight = module._parameters.get("weight")
         shape = (_shape_of_convolution(module) if weight is None else shape_of(weight)) or ()
-        # Of a transposed one, how many products a position of the output has depends on where it is.
+        # For a transposed convolution, the number of products depends on the position in the output.
         size = (math.prod(shape) or None) if shape and not isinstance(module, _ConvTransposeNd) else None
         status = _precision(module, weight)
         yield Entry(name, "convolution", status, _CONVOLUTION, 1, shape, size, POSITION, trained, name)
@@ -68,7 +68,7 @@ def _is_of_megatron(module: nn.Module, name: str) -> bool:
 
 
 def _precision(module: nn.Module, parameter: torch.Tensor | None) -> str:
-    """Torch's own modules multiply in the type of their tensors; others may quantize."""
+    """Return the status of a module. Torch's own modules multiply in their tensors' dtype, and others are unknown."""
     return _of_plain(parameter) if type(module).__module__.startswith("torch.nn.modules.") else UNKNOWN
 
 
@@ -77,7 +77,7 @@ def _of_plain(parameter: torch.Tensor | None) -> str:
 
 
 def _shape_of_convolution(module: _ConvNd) -> tuple[int, ...] | None:
-    """Return the shape of a weight that is computed in each call, as under weight norm; None: sizes are not known yet."""
+    """Return the shape of a weight that is computed in each call, as under weight norm, or None if sizes are unknown."""
     channels = module.out_channels, module.in_channels
     first, second = reversed(channels) if module.transposed else channels
     shape = (first, second // module.groups, *module.kernel_size)
@@ -85,7 +85,7 @@ def _shape_of_convolution(module: _ConvNd) -> tuple[int, ...] | None:
 
 
 def _of_multihead(name: str, module: nn.MultiheadAttention) -> Iterator[Entry]:
-    """Its projections of queries, keys and values, and that of the output, which is a Linear that is never called."""
+    """Yield the projections of queries, keys and values, and the output projection, whose Linear is never called."""
     matrices = {n: p for n, p in module._parameters.items() if p is not None and n.endswith("proj_weight")} | {
         "out_proj": module.out_proj.weight
     }
@@ -101,7 +101,7 @@ def _of_matrix(name: str, kind: str, status: str, reason: str, parameter: Any, t
 
 
 def _of_grouped_mlp(name: str, module: nn.Module, around: Sequence[nn.Module]) -> Iterator[Entry]:
-    """All experts of a rank side by side in two matrices."""
+    """Yield entries of all experts of a rank, side by side in two matrices."""
     here = getattr(module, "num_local_experts", 0)
     met = experts_of_a_token(around)
     for key, parameter in module._parameters.items():
@@ -129,7 +129,7 @@ def _of_parameters(name: str, module: nn.Module, around: Sequence[nn.Module]) ->
 
 
 def _may_be_codes(x: torch.Tensor) -> bool:
-    """Whether it is a matrix of 8-bit numbers."""
+    """Return whether a tensor is a matrix of 8-bit numbers."""
     return x.dim() == 2 and min(x.shape) > 1 and x.element_size() == 1 and x.dtype != torch.bool
 
 
@@ -143,9 +143,9 @@ def _of_whole_experts(name: str, module: nn.Module, shape: tuple[int, ...], arou
 
 
 def find_scores(scanned: Iterable[ScannedModule]) -> set[int]:
-    """Return the ids of modules that compute attention scores: the innermost ones that call themselves attention.
+    """Return the ids of modules that compute attention scores: the innermost ones with "attention" in their class name.
 
-    Transformer Engine's `DotProductAttention` counts as that: the modules in it are ways to compute the same.
+    Transformer Engine's `DotProductAttention` counts as innermost, because its modules are ways to compute the same.
     """
     modules = [one.module for one in scanned if "attention" in type(one.module).__name__.lower()]
     found = {id(module): module for module in modules if not _is_choice(module)}
@@ -153,7 +153,7 @@ def find_scores(scanned: Iterable[ScannedModule]) -> set[int]:
 
 
 def _is_choice(module: nn.Module) -> bool:
-    """Whether it is one of several ways to compute attention, inside Transformer Engine's."""
+    """Return whether a module is one of several ways to compute attention inside Transformer Engine's."""
     names = ("FlashAttention", "FusedAttention", "UnfusedDotProductAttention")
     return type(module).__module__.startswith("transformer_engine.") and type(module).__name__ in names
 
@@ -162,14 +162,17 @@ def _is_choice(module: nn.Module) -> bool:
 
 
 def shape_of(parameter: Any) -> tuple[int, ...] | None:
-    """None: not known before the first call. DeepSpeed keeps parameters empty and their shapes beside them."""
+    """Return the shape of a parameter, or None if it is unknown before the first call.
+
+    DeepSpeed empties parameters and keeps their shapes in an attribute.
+    """
     if parameter is None or is_lazy(parameter):
         return None
     return tuple(getattr(parameter, "ds_shape", parameter.shape))
 
 
 def read_linear_shape(module: nn.Module, part: str = "") -> tuple[int, ...] | None:
-    """Outputs and inputs of a linear module, or of one part of it; None: not known."""
+    """Return outputs and inputs of a linear module or of one part of it. Return None if they are unknown."""
     own = module._parameters
     found = shape_of(own.get(_weight_name(part))) if part or not isinstance(module, nn.Linear) else None
     if found is not None and len(found) == 2 and min(found) > 0:
@@ -187,16 +190,16 @@ def read_linear_shape(module: nn.Module, part: str = "") -> tuple[int, ...] | No
 
 
 def parts_of_ranks(module: nn.Module, around: Sequence[nn.Module]) -> int | None:
-    """Into how many parts ranks split what a module multiplies; None: not known.
+    """Return into how many parts ranks split what a module multiplies. Return None if that is unknown.
 
-    A DTensor is split by tensor parallelism, and once more by FSDP2, which gathers it before it is multiplied.
+    Tensor parallelism splits a DTensor, and FSDP2 splits it once more but gathers it before the product.
 
     Args:
-        around: the modules that it is in.
+        around: the modules that contain it.
     """
     weight: Any = module._parameters.get("weight")
     if not hasattr(weight, "placements") or not isinstance(module, nn.Linear):
-        return 1  # of other layers the parameter is the rank's own
+        return 1  # in other layers the parameter is the rank's own
     gathered = _dimensions_gathered((module, *around))
     if gathered is None:
         return None
@@ -206,7 +209,7 @@ def parts_of_ranks(module: nn.Module, around: Sequence[nn.Module]) -> int | None
 
 
 def _dimensions_gathered(modules: Sequence[nn.Module]) -> int | None:
-    """How many dimensions of a mesh the innermost FSDP2 around a parameter gathers over, which are the first."""
+    """Return over how many leading dimensions of a mesh the innermost FSDP2 around a parameter gathers."""
     for module in modules:
         if hasattr(module, "_get_fsdp_state"):
             state = getattr(module, "_get_fsdp_state")()  # noqa: B009 - torch types what nn.Module has as tensors
@@ -222,21 +225,21 @@ def _weight_name(part: str) -> str:
 
 
 def needs_gradient(module: nn.Module) -> bool:
-    """Whether a matrix of the module itself does; a module that is given its weight is taken for one that does."""
+    """Return whether a matrix of the module needs a gradient. Assume so if the module has no matrix of its own."""
     matrices = [p for name, p in module._parameters.items() if p is not None and not name.endswith("bias")]
     return not matrices or any(p.requires_grad for p in matrices)
 
 
-# --- how many experts a token meets, as far as classes and options say ----------------------------------------------------
+# --- how many experts each token uses, by classes and options -------------------------------------------------------------
 
-#: where a router or its layer keeps how many experts a token is given to,
+#: attributes of a router or its layer with the number of experts for each token
 _OF_MODULES = ("top_k", "topk", "num_experts_per_tok")
-#: and a configuration; the `top_k` of transformers' is how many tokens text is sampled from
+#: options of a configuration with that number; transformers' `top_k` is for sampling text
 _OF_OPTIONS = ("num_experts_per_tok", "moe_router_topk")
-#: options under which experts multiply something else than the tokens given to them
+#: options that make experts multiply padding too, or drop tokens
 _CAPACITY = ("moe_expert_capacity_factor", "expert_capacity", "capacity_factor")
 
-#: classes that hold all experts in parameters of three dimensions, experts first: whether a token meets all of them
+#: classes that hold all experts in 3D parameters, experts first, and whether every expert multiplies each token
 WHOLE_EXPERTS = {
     ("transformers", "GptOssExperts"): False,  # in training; in eval mode on a GPU all experts multiply
     ("transformers", "Llama4TextExperts"): True,  # given every token once for each expert
@@ -245,7 +248,7 @@ WHOLE_EXPERTS = {
 
 
 def experts_of_a_token(path: Sequence[nn.Module]) -> int | None:
-    """How many experts a token is given to; None: nothing that is known says so.
+    """Return how many experts each token uses. Return None if no known option says so.
 
     Args:
         path: the modules around an expert, innermost first.
@@ -267,6 +270,6 @@ def _is_count(value: Any) -> bool:
 
 
 def meets_all(module: nn.Module) -> bool | None:
-    """Whether a token meets all experts of a module that is known to hold them in parameters of three dimensions."""
+    """Return whether every expert multiplies each token, for a module of `WHOLE_EXPERTS`. Return None for others."""
     kind = type(module)
     return WHOLE_EXPERTS.get((kind.__module__.partition(".")[0], kind.__name__))

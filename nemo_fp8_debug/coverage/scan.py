@@ -1,4 +1,4 @@
-"""Makes the ledger of a model: a scan of its modules before the first step, which runs and changes nothing."""
+"""Make the ledger of a model by scanning its modules before the first step, without running or changing anything."""
 
 from __future__ import annotations
 
@@ -35,18 +35,18 @@ _EXPERT_LISTS = ("experts", "local_experts")
 
 
 def ledger_of(roots: Sequence[nn.Module], gemms: Sequence[Gemm] | None = None, roles: Collection[str] = ROLES) -> Ledger:
-    """Return what a model multiplies, and what of it is observed.
+    """Return what a model multiplies, and which part of it is observed.
 
     Args:
         roots: the model, or its chunks.
-        gemms: those that are looked at; None: all that hooks can see.
-        roles: operands that are looked at.
+        gemms: GEMMs that are observed, or None for all that hooks can see.
+        roles: operands that are observed.
     """
     return build_ledger(scan_modules(roots), gemms, roles)
 
 
 def build_ledger(scanned: Sequence[ScannedModule], gemms: Sequence[Gemm] | None, roles: Collection[str]) -> Ledger:
-    """Return what `ledger_of` does, of a model that is scanned already."""
+    """Return the ledger of a model that is already scanned."""
     every = list_gemms(scanned, in_forward=True)
     found = [g for g in every if not g.backend.in_forward]
     inside = {g.name: g for g in every if g.backend.in_forward}
@@ -66,7 +66,7 @@ def build_ledger(scanned: Sequence[ScannedModule], gemms: Sequence[Gemm] | None,
 
 
 def _of_scores(name: str, module: nn.Module, roles: Collection[str]) -> Entry:
-    """Products of activations with each other; Transformer Engine's may run in FP8."""
+    """Return the entry of products of activations with each other. Transformer Engine's may run in FP8."""
     quantized = is_in_fp8(module) if is_attention(module) else None
     seen = is_emulated() and {"input", "grad_output"} <= {*roles}
     status = (QUANTIZED_OBSERVED if seen else QUANTIZED_UNOBSERVED) if quantized else UNKNOWN
@@ -98,7 +98,7 @@ def _of_gemm(gemm: Gemm, around: Sequence[nn.Module], parts: int, observed: bool
 
 
 def _of_product(entry: Entry, gemm: Gemm, observed: bool, roles: Collection[str]) -> Entry:
-    """What a forward multiplies inside; in a class that is not known, only a step tells whether it does."""
+    """Complete the entry of a product inside a forward. In an unknown class, only a step shows if the forward multiplies."""
     reason = _reason(gemm, observed, roles)
     if not observed:
         return replace(entry, reason=reason)
@@ -108,7 +108,7 @@ def _of_product(entry: Entry, gemm: Gemm, observed: bool, roles: Collection[str]
 
 
 def _experts(gemm: Gemm, around: Sequence[nn.Module], parts: int) -> int | None:
-    """How many experts of a kind this rank has; None: it is none; 0: they are padded to a capacity."""
+    """Return how many experts of a kind this rank has. Return None for no expert, and 0 if a capacity pads them."""
     if gemm.part.isdigit():
         return parts
     found = re.search(r"(?:^|\.)(\w+)\.\d+\.", gemm.name + ".")
@@ -143,7 +143,7 @@ def _reason(gemm: Gemm, observed: bool, roles: Collection[str]) -> str:
 
 
 def _is_idle_adapter(gemm: Gemm, around: Sequence[nn.Module]) -> bool:
-    """Whether it is an adapter of PEFT that is not multiplied at present."""
+    """Return whether a module is a PEFT adapter that is currently not multiplied."""
     found = re.search(r"\.lora_[AB]\.([^.]+)$", gemm.name)
     owner = next((m for m in around if hasattr(m, "lora_A")), None)
     if not found or owner is None:
@@ -154,7 +154,7 @@ def _is_idle_adapter(gemm: Gemm, around: Sequence[nn.Module]) -> bool:
 
 
 def _grouped(entries: Sequence[Entry]) -> list[Entry]:
-    """Entries that differ in the numbers of their names alone, as one."""
+    """Join entries that differ only in the numbers in their names."""
     groups: dict[Entry, list[Entry]] = {}
     for entry in entries:
         pattern = re.sub(r"(^|\.)\d+(?=\.|$| )", r"\1*", entry.name)

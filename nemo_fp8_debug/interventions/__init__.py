@@ -1,1 +1,1 @@
-"""Changes to how a run computes, attached from outside: unlike the monitor, meant to alter the result. Internal."""
+"""Change how a run computes, from outside. Unlike the monitor, interventions are meant to alter the result. Internal."""

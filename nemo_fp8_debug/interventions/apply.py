@@ -1,4 +1,4 @@
-"""A plan applied to a model, for callbacks and plain loops."""
+"""Apply a plan to a model, for callbacks and plain loops."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from .transformer_engine import EngineChanges
 
 
 def name_modules(model: nn.Module | Sequence[nn.Module]) -> int:
-    """Name a model's modules of Transformer Engine as records name them; called once, before the first step.
+    """Name a model's Transformer Engine modules as records name them. Call this once, before the first step.
 
-    Transformer Engine hands its `CustomRecipe` the name of the module that asks for a quantizer, which is empty unless the
-    module was built with one. The file `te_quantizers.py` that `recommend` writes goes by these names.
+    Transformer Engine passes its `CustomRecipe` the name of the module that requests a quantizer. The name is empty unless
+    the module was built with one. `te_quantizers.py`, which `recommend` writes, needs these names.
 
     Args:
         model: the model, or a list of its chunks if a virtual pipeline splits it.
 
     Returns:
-        How many were named; a name that one had before is replaced.
+        The number of named modules. Earlier names are replaced.
 
     Raises:
-        ConfigError: a module has asked a custom recipe for its quantizers already.
+        ConfigError: a module has already requested its quantizers from a custom recipe.
 
     Example:
         >>> import torch
@@ -50,20 +50,20 @@ def name_modules(model: nn.Module | Sequence[nn.Module]) -> int:
 
 
 def apply_plan(model: nn.Module | Sequence[nn.Module], plan: AnyPlan | None = None) -> EngineChanges:
-    """Change how Transformer Engine quantizes a model, from here on; on several ranks, called on all.
+    """Change how Transformer Engine quantizes a model, from now on. Call this on all ranks.
 
     Args:
         model: the model, or a list of its chunks if a virtual pipeline splits it.
-        plan: a `Plan` or the path of its file; None: no changes. In a run that `nemo-fp8-debug rescue` has started, the plan
-            of `rescue` holds instead.
+        plan: a `Plan` or the path of its file. None: no changes. In a run started by `nemo-fp8-debug rescue`, the plan of
+            `rescue` replaces it.
 
     Returns:
-        The changes in force. `.end_step()` after each step's backward moves delayed scales on that are not Transformer
-        Engine's own; `.detach()` leaves the model as it was.
+        The changes in force. Call `.end_step()` after each step's backward, to update delayed scales that are not
+        Transformer Engine's own. `.detach()` restores the model.
 
     Raises:
-        ConfigError: the plan cannot be read, names no GEMM that Transformer Engine runs on any rank, or asks for what
-            Transformer Engine cannot do.
+        ConfigError: the plan cannot be read, names no GEMM that Transformer Engine runs on any rank, or contains a change
+            that Transformer Engine cannot make.
 
     Example:
         >>> import torch
@@ -80,14 +80,14 @@ def apply_plan(model: nn.Module | Sequence[nn.Module], plan: AnyPlan | None = No
 
 
 def check_named(plan: Plan, gemms: Sequence[Gemm], which: str) -> None:
-    """Make sure that each change is for a GEMM of some rank.
+    """Check that each change names a GEMM of some rank.
 
     Args:
-        gemms: of this rank, that can be changed.
-        which: in words.
+        gemms: GEMMs of this rank that can be changed.
+        which: describes them.
 
     Raises:
-        ConfigError: a change is for none.
+        ConfigError: a change names none.
     """
     if not plan.changes:
         return

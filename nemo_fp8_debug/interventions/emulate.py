@@ -1,7 +1,7 @@
-"""FP8 where there is no FP8 engine: operands quantized as a recipe says, the GEMM itself in high precision.
+"""Emulate FP8 without an FP8 engine: quantize operands by a recipe, and run the GEMM itself in high precision.
 
-On a GPU it answers "is it the quantization or the software?"; on a CPU it makes FP8 training real. Scales move once a step
-(Transformer Engine: once a micro-batch), so that recompute casts with the scale of the first pass by construction.
+On a GPU this separates quantization from software as a cause. On a CPU it makes FP8 training possible. Scales move once per
+step (in Transformer Engine once per micro-batch), so recompute casts with the scale of the first pass.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from ..plan.plan import NO_CHANGES, Plan
 
 
 class _StraightThrough(torch.autograd.Function):
-    """Forward: the quantized values; backward: the gradient as it comes."""
+    """Forward returns the quantized values, and backward passes the gradient through."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, quantized: torch.Tensor) -> torch.Tensor:
@@ -46,13 +46,13 @@ def _straight_through(x: torch.Tensor, quantized: torch.Tensor) -> torch.Tensor:
 
 
 class EmulatedGemm:
-    """One GEMM module whose X, W and dY are quantized on their way in, each by a recipe of its own."""
+    """One GEMM module whose X, W and dY are quantized on their way in, each by its own recipe."""
 
     def __init__(self, gemm: Gemm, recipes: Mapping[str, Recipe], states: Mapping[Recipe, DelayedState]) -> None:
         """
         Args:
-            recipes: by role; an operand under `bf16` stays as it is.
-            states: the histories of delayed recipes.
+            recipes: recipe of each role. An operand under `bf16` stays as it is.
+            states: histories of delayed recipes.
         """
         self.gemm = gemm
         self.recipes = recipes
@@ -61,7 +61,7 @@ class EmulatedGemm:
         self._swapped = False
 
     def quantizes(self, role: str) -> bool:
-        """Whether `role` is cast at all."""
+        """Return whether `role` is cast."""
         return not isinstance(self.recipes[role].scaling, Unscaled)
 
     def _history(self, role: str) -> tuple[DelayedState, int]:
@@ -69,7 +69,7 @@ class EmulatedGemm:
         return state, state.index[self.gemm.name, role]
 
     def scale(self, role: str) -> torch.Tensor | CurrentScaling | BlockRule:
-        """What `role` is cast with in the present step: a float32 scalar, or the rule that finds it from each tensor."""
+        """Return how `role` is cast in the current step: a float32 scale, or the rule that finds one for each tensor."""
         scaling = self.recipes[role].scaling
         if isinstance(scaling, (CurrentScaling, BlockRule)):
             return scaling
@@ -85,7 +85,7 @@ class EmulatedGemm:
         ]
 
     def quantize(self, role: str, x: torch.Tensor) -> torch.Tensor:
-        """The values that the GEMM multiplies instead of `x`."""
+        """Return the values that the GEMM multiplies instead of `x`."""
         scaling, fmt = self.recipes[role].scaling, self.recipes[role].format_of(role)
         if not x.numel():
             return x
@@ -96,12 +96,12 @@ class EmulatedGemm:
         if isinstance(scaling, CurrentScaling):
             return quantize_dequantize(x, scaling.scale(largest, fmt.max), fmt)
         state, slot = self._history(role)
-        if role == "grad_output" or torch.is_grad_enabled():  # evaluation leaves no trace in the history
+        if role == "grad_output" or torch.is_grad_enabled():  # evaluation does not change the history
             state.amax[slot] = torch.maximum(state.amax[slot], largest)
         return quantize_dequantize(x, state.scale[slot], fmt)
 
     def restore(self) -> None:
-        """Give the module its own weight back; torch skips hooks when a forward is interrupted from the keyboard."""
+        """Restore the module's own weight, because torch skips hooks when a keyboard interrupt ends a forward."""
         if self._swapped:
             self.gemm.module._parameters["weight"] = self._own_weight  # type: ignore[assignment]
             self._own_weight, self._swapped = None, False
@@ -110,7 +110,7 @@ class EmulatedGemm:
         backend = self.gemm.backend
         if self.quantizes("input"):
             x = backend.input(module, args, kwargs, "")
-            assert x is not None  # only backends with an FP8 of their own make it inside, and those are refused
+            assert x is not None  # only backends with their own FP8 make it inside, and those are refused
             quantized_x = _straight_through(x, self.quantize("input", x))
             args = tuple(quantized_x if a is x else a for a in args)
             kwargs = {k: quantized_x if v is x else v for k, v in kwargs.items()}
@@ -120,7 +120,7 @@ class EmulatedGemm:
             args = tuple(quantized_weight if a is weight else a for a in args)
             kwargs = {k: quantized_weight if v is weight else v for k, v in kwargs.items()}
             if weight is module._parameters.get("weight"):
-                # The module reads its weight itself; it finds the quantized one there for the length of this call.
+                # The module reads its weight itself, so we put the quantized weight there for this call.
                 self._own_weight, self._swapped = module._parameters["weight"], True
                 module._parameters["weight"] = quantized_weight  # type: ignore[assignment]
         return args, kwargs
@@ -135,9 +135,9 @@ class EmulatedGemm:
 
 
 class Emulation:
-    """FP8 on any hardware: a model's GEMM operands are cast to FP8 and back, between `attach` and `detach`.
+    """FP8 on any hardware: between `attach` and `detach`, a model's GEMM operands are cast to FP8 and back.
 
-    GEMMs multiply what was cast in the run's own precision, and gradients pass through the casts.
+    GEMMs multiply the cast values in the run's own precision, and gradients pass through the casts.
 
     Example:
         >>> import torch
@@ -159,29 +159,29 @@ class Emulation:
         """
         Args:
             model: the model, or a list of its chunks if a virtual pipeline splits it.
-            recipe: the FP8 recipe, a name, perhaps with options (`delayed(amax_history_len=16)`, `current-e5m2`, `mxfp8`),
+            recipe: the FP8 recipe: a name, perhaps with options (`delayed(amax_history_len=16)`, `current-e5m2`, `mxfp8`),
                 or a dict (`{"name": "delayed", "margin": 1}`).
-            layers: GEMMs that are quantized, a list of patterns as in `Config.layers`; None: all.
-            plan: operands that are cast otherwise; its `multiply_in_bf16` changes nothing: no GEMM multiplies FP8 here.
+            layers: GEMMs to quantize, a list of patterns as in `Config.layers`, or None for all.
+            plan: operands with another cast. Its `multiply_in_bf16` has no effect, because no GEMM multiplies FP8 here.
 
         Raises:
-            ConfigError: the recipe cannot be used or emulated, no GEMM matches, a GEMM has an FP8 of its own, or fuses
-                gradient accumulation.
+            ConfigError: the recipe cannot be used or emulated, no GEMM matches, or a GEMM has its own FP8 or fuses gradient
+                accumulation.
         """
         found = find_gemms([model] if isinstance(model, nn.Module) else model)
         self._prepare(select_gemms(found, layers), parse_recipe(recipe), plan)
 
     @classmethod
     def of_gemms(cls, gemms: Iterable[Gemm], recipe: Recipe, plan: Plan = NO_CHANGES) -> Emulation:
-        """Emulation of GEMMs that were found before. Internal.
+        """Emulate FP8 for GEMMs that were found before. Internal.
 
         Args:
-            gemms: to quantize.
-            recipe: of all operands that the plan does not change.
-            plan: operands that are cast otherwise.
+            gemms: GEMMs to quantize.
+            recipe: recipe of all operands that the plan does not change.
+            plan: operands with another cast.
 
         Raises:
-            ConfigError: a recipe cannot be emulated, a GEMM has an FP8 of its own, or fuses gradient accumulation.
+            ConfigError: a recipe cannot be emulated, or a GEMM has its own FP8 or fuses gradient accumulation.
         """
         emulation = cls.__new__(cls)
         emulation._prepare(gemms, recipe, plan)
@@ -205,12 +205,12 @@ class Emulation:
         self._handles: list[RemovableHandle] = []
 
     def attach(self) -> None:
-        """Quantize from here on."""
+        """Start quantizing."""
         for gemm in self._gemms:
             self._handles += gemm.attach()
 
     def detach(self) -> None:
-        """Leave the model as it was."""
+        """Restore the model."""
         for handle in self._handles:
             handle.remove()
         for gemm in self._gemms:
@@ -219,19 +219,19 @@ class Emulation:
         self._handles = []
 
     def end_step(self) -> None:
-        """Move delayed scales on; call once after each step's backward."""
+        """Update delayed scales. Call this once after each step's backward."""
         for state in self.states.values():
             state.update()
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs to go on with the same scales."""
+        """Return the state that a resumed run needs to continue with the same scales."""
         return {"states": [state.state_dict() for state in self.states.values()]}
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Take over the histories of operands that are still scaled by history, whatever recipes they were saved under.
+        """Load the histories of operands that still have one, whatever recipes they were saved under.
 
         Args:
-            saved: what `state_dict` returned.
+            saved: the result of `state_dict`.
 
         Example:
             >>> import torch
@@ -240,7 +240,7 @@ class Emulation:
             >>> resumed = Emulation(model, "delayed(amax_history_len=16)")
             >>> resumed.load_state_dict(saved)
         """
-        for part in saved.get("states", [saved]):  # before plans there was one state, saved as it is
+        for part in saved.get("states", [saved]):  # earlier releases had one state, saved directly
             for state in self.states.values():
                 state.load_state_dict(part)
 
@@ -263,7 +263,7 @@ def _check(emulated: EmulatedGemm) -> None:
 
 
 def _check_nvfp4(recipe: Recipe, scaling: NVFP4Scaling) -> None:
-    """Refuse what is done by chance, or to column-wise copies: emulation multiplies the nearest codes of row-wise ones."""
+    """Refuse random rounding and options of column-wise copies. Emulation multiplies the nearest row-wise codes."""
     carried_out = replace(scaling, stochastic=False, hadamard="")
     ignored = [name for name in ("hadamard", "stochastic") if getattr(scaling, name) != getattr(carried_out, name)]
     if ignored:

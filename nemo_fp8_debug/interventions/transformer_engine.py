@@ -1,4 +1,4 @@
-"""A plan in a run that Transformer Engine quantizes: its own contexts, entered around single modules.
+"""Apply a plan in a run that Transformer Engine quantizes: enter its own contexts around single modules.
 
 | part of a plan | what is done |
 |---|---|
@@ -6,8 +6,8 @@
 | another recipe | in `autocast(enabled=True, recipe=...)` |
 | `multiply_in_bf16` | as `bf16`, and its operands are quantized by emulation |
 
-Only calls that the run itself makes in FP8 are changed, so that the contexts entered here are nested ones: amaxes of delayed
-scaling are reduced, and its scales moved, where the run's own context ends, each by the recipe of its module.
+We change only calls that the run itself makes in FP8, so our contexts are nested. Amaxes of delayed scaling are reduced, and
+scales moved, at the end of the run's own context, each by the recipe of its module.
 """
 
 from __future__ import annotations
@@ -46,16 +46,16 @@ _CLASSES = {
     "mxfp8": "MXFP8BlockScaling",
     "nvfp4": "NVFP4BlockScaling",
 }
-#: options of rules for which it has none, or none that holds of all operands
+#: options of rules that Transformer Engine's recipes lack, or cannot set for all operands
 _NOT_THERE = ("by_logarithm", "stochastic", "hadamard", "row_scaled", "four_over_six")
 _OPERANDS = ("fp8_quant_fwd_inp", "fp8_quant_fwd_weight", "fp8_quant_bwd_grad")
 
 
 def te_recipe(recipe: Recipe) -> Any:
-    """The recipe of Transformer Engine that casts as `recipe` says, as far as a recipe of its has a say in it.
+    """Return the Transformer Engine recipe that casts like `recipe`, as far as its recipes decide that.
 
     Raises:
-        ConfigError: this version has none, or the device cannot run it; says which and why.
+        ConfigError: this version has none, or the device cannot run it. The message says which and why.
     """
     known = sys.modules["transformer_engine.common.recipe"]
     kind = _CLASSES.get(recipe.name.partition("-")[0].partition("(")[0])
@@ -68,7 +68,7 @@ def te_recipe(recipe: Recipe) -> Any:
     try:
         made = getattr(known, kind)(**_options(recipe, known))
         _set_operands(made, recipe, known)
-        with torch.no_grad(), autocast(made):  # which asks the device
+        with torch.no_grad(), autocast(made):  # this checks the device
             pass
     except (AssertionError, RuntimeError, TypeError, ValueError) as error:
         reason = " ".join(str(error).split())
@@ -93,7 +93,7 @@ def _options(recipe: Recipe, known: Any) -> dict[str, Any]:
 
 
 def _set_operands(made: Any, recipe: Recipe, known: Any) -> None:
-    """Options that Transformer Engine keeps an operand each, and sets from the environment."""
+    """Set options that Transformer Engine keeps for each operand, and sets from the environment."""
     rule = recipe.scaling
     if isinstance(rule, (CurrentScaling, Float8BlockScaling)):
         for name in _OPERANDS:
@@ -101,7 +101,7 @@ def _set_operands(made: Any, recipe: Recipe, known: Any) -> None:
 
 
 def autocast(recipe: Any) -> Any:
-    """Transformer Engine's context for `recipe`, None for high precision, within the run's own where there is one."""
+    """Return Transformer Engine's context for `recipe`, nested in the run's own. None means high precision."""
     te = sys.modules["transformer_engine.pytorch"]
     manager = find_state_manager()
     group, graph = manager.get_fp8_group(), manager.fp8_graph_capturing()
@@ -110,7 +110,7 @@ def autocast(recipe: Any) -> Any:
     return te.fp8_autocast(enabled=recipe is not None, fp8_recipe=recipe, fp8_group=group, _graph=graph)
 
 
-#: a module of Transformer Engine without FP8: any GEMM
+#: any GEMM of a Transformer Engine module without FP8
 _PLAIN = replace(
     LINEAR,
     input=lambda module, args, kwargs, part: first_argument(args, kwargs),
@@ -120,15 +120,15 @@ _PLAIN = replace(
 
 
 class EngineChanges:
-    """A plan acting on modules of Transformer Engine between `attach` and `detach`."""
+    """A plan that changes Transformer Engine modules between `attach` and `detach`."""
 
     def __init__(self, gemms: Iterable[Gemm], plan: Plan) -> None:
         """
         Args:
-            gemms: those of other hosts are passed over.
+            gemms: GEMMs. Those of other frameworks are ignored.
 
         Raises:
-            ConfigError: Transformer Engine cannot do what the plan says, in this version, on this device, or with a weight
+            ConfigError: Transformer Engine cannot do what the plan says in this version, on this device, or with a weight
                 that is stored in FP8.
         """
         by_module: dict[nn.Module, list[Gemm]] = defaultdict(list)
@@ -142,36 +142,36 @@ class EngineChanges:
         self._switches = [_Switch(module, change) for module, change in chosen.items()]
         multiplied = [by_module[m][0] for m, c in chosen.items() if c.multiply_in_bf16 and not _is_bf16(c)]
         self._emulation = _emulation(multiplied, [chosen[g.module] for g in multiplied])
-        #: how many modules are changed
+        #: number of changed modules
         self.count = len(chosen)
 
     def attach(self) -> None:
-        """Change calls from here on."""
+        """Start changing calls."""
         for switch in self._switches:
             switch.attach()
         self._emulation.attach()
 
     def detach(self) -> None:
-        """Leave the model as it was."""
+        """Restore the model."""
         self._emulation.detach()
         for switch in self._switches:
             switch.detach()
 
     def end_step(self) -> None:
-        """Move the delayed scales of emulated operands on; call once after each step's backward."""
+        """Update the delayed scales of emulated operands. Call this once after each step's backward."""
         self._emulation.end_step()
 
     def state_dict(self) -> dict[str, Any]:
-        """Scales of emulated operands; Transformer Engine saves its own with the model."""
+        """Return the scales of emulated operands. Transformer Engine saves its own with the model."""
         return self._emulation.state_dict()
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Go on with those of a checkpoint."""
+        """Load the scales of a checkpoint."""
         self._emulation.load_state_dict(saved)
 
 
 class _Switch:
-    """Puts another recipe in force for the calls of one module."""
+    """Switches the recipe for the calls of one module."""
 
     def __init__(self, module: nn.Module, change: Change) -> None:
         self._module = module
@@ -206,7 +206,7 @@ class _Switch:
 
 
 def _whole(gemms: Sequence[Gemm], plan: Plan) -> Change | None:
-    """The change of a module; of those for some of its operands, the one in BF16, or the last."""
+    """Return the change of a module. If its operands have several, return the one in BF16, or the last."""
     found = [change for gemm in gemms for role in ROLES if (change := plan.change_of(gemm.name, role))]
     if not found:
         return None
@@ -221,8 +221,8 @@ def _say_what_is_widened(modules: dict[nn.Module, list[Gemm]], plan: Plan) -> No
     wide = [g.name for own in modules.values() for g in own if _differs(own, plan)]
     if wide:
         warn(
-            f"Transformer Engine casts all operands of a module or none; what the plan says of some operands of "
-            f"{len(wide)} GEMMs (first {wide[0]}) is done to all of them"
+            f"Transformer Engine casts all operands of a module or none; changes of some operands of "
+            f"{len(wide)} GEMMs (first {wide[0]}) apply to all of them"
         )
 
 
@@ -255,7 +255,7 @@ def _check(gemms: Sequence[Gemm], change: Change) -> None:
 
 
 def _emulation(gemms: Sequence[Gemm], changes: Sequence[Change]) -> Emulation:
-    """What quantizes the operands of modules whose own FP8 is switched off."""
+    """Return the emulation that quantizes operands of modules without their own FP8."""
     normalize = [g for g in gemms if hasattr(g.module, "layer_norm_weight")]
     if normalize:
         warn(
