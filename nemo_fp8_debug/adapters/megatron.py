@@ -1,10 +1,10 @@
-"""Events of Megatron-Bridge, and calls of the `forward_step` of a Megatron-LM script -> Monitor; nothing else.
+"""Turn events of Megatron-Bridge, and calls of a Megatron-LM script's `forward_step`, into calls of a Monitor.
 
-Bridge logs the losses of a step under the number of steps that are then complete, which is one more than are when it starts.
+Bridge logs a step's losses under the number of complete steps, which is one more than at the step's start.
 
-Megatron-LM's `pretrain()` tells no one when a step begins or ends, but calls the script's own function for every
-micro-batch, and keeps the number of complete steps in `args.curr_iteration`. A step begins with the first call under a new
-number, and ends when the next one or an evaluation begins.
+Megatron-LM's `pretrain()` does not signal when a step begins or ends. It calls the script's function for every micro-batch,
+and keeps the number of complete steps in `args.curr_iteration`. A step begins with the first call under a new number, and
+ends when the next step or an evaluation begins.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from .session import HostRun
 if TYPE_CHECKING:
     from megatron.bridge.training.callbacks import Callback, CallbackContext
 else:
-    # Bridge calls any object that has methods of these names, and to import it takes Transformer Engine.
+    # Bridge accepts any object with methods of these names. Importing its class would require Transformer Engine.
     Callback = object
 
 
 @check_arguments(options_of=Config)
 class FP8DebugBridgeCallback(Callback):  # type: ignore[misc]
-    """Looks at the operands of linear layers every `interval` steps; takes the fields of `Config` as arguments.
+    """Measures the operands of linear layers every `interval` steps. Arguments are the fields of `Config`.
 
-    The record goes to `fp8_debug` beside the TensorBoard events, or the checkpoints if there are none.
+    The record goes to `fp8_debug` next to the TensorBoard events, or next to the checkpoints if there are no events.
 
     Args:
-        options: fields of `Config`, as `interval=100`.
+        options: fields of `Config`, such as `interval=100`.
 
     Raises:
-        ConfigError: when constructed, or before the first step: a value cannot be used, no GEMM matches, or the output
+        ConfigError: on construction or before the first step, if a value cannot be used, no GEMM matches, or the output
             folder cannot be written. Nothing after the first step stops the run.
 
     Example:
@@ -58,18 +58,18 @@ class FP8DebugBridgeCallback(Callback):  # type: ignore[misc]
         with self._run.errors.guard("while looking for the output folder"):
             config = context.state.cfg
             folder = config.logger.tensorboard_dir or config.checkpoint.save
-        with contextlib.suppress(Exception):  # it is only known so that a warning can come early
+        with contextlib.suppress(Exception):  # only needed for an early warning
             steps = context.state.train_state.step + 1, int(context.state.cfg.train.train_iters)
         self._run.start(context.model, folder, steps)
 
     def on_train_step_start(self, context: CallbackContext) -> None:
-        """Open a sample where one is due."""
+        """Open a sample if one is due."""
         with self._run.errors.guard("while looking for the learning rate"):
             self._lr = context.optimizer.param_groups[0]["lr"]
         self._run.begin_step(context.state.train_state.step + 1)
 
     def on_train_step_end(self, context: CallbackContext) -> None:
-        """Close the sample; where there is a pipeline, its last stage alone has the loss."""
+        """Close the sample. In a pipeline, only the last stage has the loss."""
         loss = next(iter((context.loss_dict or {}).values()), None)
         self._run.end_step(loss=loss, grad_norm=context.grad_norm, skipped=context.skipped_iter, lr=self._lr)
 
@@ -79,23 +79,23 @@ class FP8DebugBridgeCallback(Callback):  # type: ignore[misc]
             self._run.report_validation(context.state.train_state.step, context.total_loss_dict or {})
 
     def on_train_end(self, context: CallbackContext) -> None:
-        """Record what is left."""
+        """Record everything that is left."""
         self._run.close()
 
 
 @check_arguments(options_of=Config)
 class FP8DebugForwardStep:
-    """A script's `forward_step` that is watched; takes the fields of `Config` as arguments.
+    """Wraps a script's `forward_step` to watch it. Arguments are the fields of `Config`.
 
-    The record goes to `fp8_debug` beside the TensorBoard events, or the checkpoints where there are none. Steps are numbered
-    as Megatron-LM logs them, from 1. Without `close`, as when the run fails, the last step may be missing.
+    The record goes to `fp8_debug` next to the TensorBoard events, or next to the checkpoints if there are no events. Steps
+    are numbered from 1, as Megatron-LM logs them. If you do not call `close`, the last step may be missing.
 
     Args:
-        forward_step: the script's function of that name.
-        options: fields of `Config`, as `interval=100`.
+        forward_step: the script's function of this name.
+        options: fields of `Config`, such as `interval=100`.
 
     Raises:
-        ConfigError: when constructed, or before the first forward pass: a value cannot be used, no GEMM matches, the output
+        ConfigError: on construction or before the first forward pass, if a value cannot be used, no GEMM matches, the output
             folder cannot be written, or a virtual pipeline splits the model. Nothing stops the run after that.
 
     Example:
@@ -117,7 +117,7 @@ class FP8DebugForwardStep:
         self._losses: list[tuple[torch.Tensor, Any]] = []
 
     def __call__(self, data_iterator: Any, model: torch.nn.Module, *rest: Any, **options: Any) -> Any:
-        """A micro-batch."""
+        """Run a micro-batch."""
         if not torch.is_grad_enabled():
             self._end_step()
             return self._forward_step(data_iterator, model, *rest, **options)
@@ -137,19 +137,19 @@ class FP8DebugForwardStep:
     def _start(self, args: Any, model: torch.nn.Module) -> None:
         if getattr(args, "virtual_pipeline_model_parallel_size", None):
             raise ConfigError(
-                "a virtual pipeline splits the model, and forward_step is shown one part of it at a time; "
+                "a virtual pipeline splits the model, and forward_step receives one part at a time; "
                 "use a Monitor with all parts in a loop of your own, or train without a virtual pipeline"
             )
         first, last = args.curr_iteration + 1, getattr(args, "train_iters", None)
         self._run.start(model, args.tensorboard_dir or args.save, (first, last) if last else None)
 
     def _watched(self, loss_function: Callable[..., Any]) -> Callable[..., Any]:
-        """The loss of a micro-batch is computed on the last stage of the pipeline, after `forward_step` is over."""
+        """Wrap the loss function, which the last pipeline stage calls after `forward_step`."""
 
         def watched(*arguments: Any, **options: Any) -> Any:
             result = loss_function(*arguments, **options)
             with self._run.errors.guard("while looking for the loss"):
-                # Megatron goes on to divide the loss in place.
+                # Megatron later divides the loss in place.
                 loss, tokens = result[0].detach().clone(), result[1] if len(result) == 3 else 1
                 self._losses.append((loss, tokens))
                 self._run.watch_loss(*read_loss_and_tokens(result))
@@ -165,6 +165,6 @@ class FP8DebugForwardStep:
             self._run.end_step(loss=loss)
 
     def close(self) -> None:
-        """Training is over: record what is left."""
+        """End training, and record everything that is left."""
         self._end_step()
         self._run.close()

@@ -1,4 +1,4 @@
-"""What the adapters have in common: a monitor that starts with a run of the host, and ends with it or with the process."""
+"""The common part of the adapters: a monitor that starts with a run, and ends with the run or the process."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from ..options.config import Config
 
 
 def start_monitor(make: Callable[[], Monitor], raises: bool) -> Monitor | None:
-    """Return what `make` does; warn and return None if it fails.
+    """Return the result of `make`. If it fails, warn and return None.
 
     Args:
-        raises: an error ends the run.
+        raises: whether an error ends the run.
 
     Raises:
-        ConfigError: as for `Monitor`; on all ranks, or none: one that went on alone would wait for the others for ever.
+        ConfigError: as for `Monitor`, on all ranks or none. A rank that went on alone would wait for the others forever.
     """
     try:
         return make()
@@ -37,7 +37,7 @@ def start_monitor(make: Callable[[], Monitor], raises: bool) -> Monitor | None:
 
 
 class HostRun:
-    """A run of the host. Until it starts it holds plain values only, so that launchers can copy and pickle it."""
+    """A run of a framework. Before it starts it holds plain values only, so launchers can copy and pickle it."""
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         """
@@ -45,7 +45,7 @@ class HostRun:
             options: fields of `Config`.
 
         Raises:
-            ConfigError: one cannot be used.
+            ConfigError: an option cannot be used.
         """
         self.errors = ErrorGuard(Config(**options).on_error)
         self._options = dict(options)
@@ -54,15 +54,15 @@ class HostRun:
     def start(
         self, model: nn.Module | Sequence[nn.Module], folder: str | None, steps: tuple[int, int] | None = None
     ) -> bool:
-        """Before the first step: find the GEMMs and open the record; a run before this one that broke off is closed.
+        """Find the GEMMs and open the record before the first step. Close an earlier run that broke off.
 
         Args:
             model: as for `Monitor`.
-            folder: where the host writes; the record goes to `fp8_debug` in it, unless `output` says otherwise.
-            steps: the first and the last one that the run will take, if the host knows them.
+            folder: the framework's output folder. The record goes to `fp8_debug` in it, unless `output` is set.
+            steps: the first and the last step of the run, if the framework has them.
 
         Returns:
-            Whether the run is monitored.
+            True if the run is monitored.
 
         Raises:
             ConfigError: as for `Monitor`.
@@ -74,33 +74,33 @@ class HostRun:
             return False
         if steps:
             self._monitor.expect_steps(*steps)
-        # These hosts tell no one of an exception that ends the run.
+        # These frameworks do not report an exception that ends the run.
         atexit.register(self.close)
         return True
 
     def begin_step(self, step: int) -> None:
-        """Before the forward pass."""
-        self.errors.step = partial(int, step)  # which can be pickled
+        """Call before the forward pass."""
+        self.errors.step = partial(int, step)  # a partial can be pickled
         if self._monitor:
             self._monitor.begin_step(step)
 
     def watch_loss(self, loss: Any, tokens: Any = 1) -> None:
-        """As `Monitor.watch_loss`."""
+        """Call `Monitor.watch_loss`."""
         if self._monitor:
             self._monitor.watch_loss(loss, tokens)
 
     def end_step(self, **scalars: Any) -> None:
-        """After the backward pass; scalars as for `Monitor.end_step`."""
+        """Call after the backward pass, with scalars as for `Monitor.end_step`."""
         if self._monitor:
             self._monitor.end_step(**scalars)
 
     def report_validation(self, step: int | None, losses: Mapping[str, Any]) -> None:
-        """As `Monitor.report_validation`."""
+        """Call `Monitor.report_validation`."""
         if self._monitor:
             self._monitor.report_validation(step, **losses)
 
     def close(self) -> None:
-        """The run is over: record what is left."""
+        """End the run, and record everything that is left."""
         atexit.unregister(self.close)
         if self._monitor:
             self._monitor.close()

@@ -1,8 +1,8 @@
-"""Events of Hugging Face's Trainer -> Monitor; nothing else.
+"""Turn events of Hugging Face's Trainer into calls of a Monitor.
 
-A sample opens in `on_step_begin` and takes the step number under which the Trainer will log the loss, `global_step + 1`.
-It closes in `on_step_end`, or in the `on_log` that comes right after it and brings the gradient norm: both are once an
-optimizer step, so that accumulated batches are one sample.
+A sample opens in `on_step_begin`, with the step number under which the Trainer logs the loss, `global_step + 1`. It closes
+in `on_step_end`, or in the `on_log` right after it, which has the gradient norm. Both occur once for each optimizer step, so
+accumulated batches are one sample.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from .session import HostRun
 
 @check_arguments(options_of=Config)
 class FP8DebugTrainerCallback(TrainerCallback):
-    """Looks at the operands of linear layers every `interval` steps; takes the fields of `Config` as arguments.
+    """Measures the operands of linear layers every `interval` steps. Arguments are the fields of `Config`.
 
-    The record goes to `fp8_debug` in `args.output_dir`, and a resumed run goes on in it.
+    The record goes to `fp8_debug` in `args.output_dir`. A resumed run continues it.
 
     Args:
-        options: fields of `Config`, as `interval=100`.
+        options: fields of `Config`, such as `interval=100`.
 
     Raises:
-        ConfigError: when constructed, or before the first step: a value cannot be used, no GEMM matches, or the output
+        ConfigError: on construction or before the first step, if a value cannot be used, no GEMM matches, or the output
             folder cannot be written. Nothing after the first step stops the run.
 
     Example:
@@ -50,7 +50,7 @@ class FP8DebugTrainerCallback(TrainerCallback):
         self._summed = False
         self._lr: Any = None
         self._scale: Any = None
-        #: of a step that is over but whose log is still to come
+        #: scalars of a step that has ended but is not logged yet
         self._scalars: dict[str, Any] | None = None
 
     def on_train_begin(
@@ -58,7 +58,7 @@ class FP8DebugTrainerCallback(TrainerCallback):
     ) -> None:
         """Find the GEMMs and open the record."""
         self._close()
-        # Set by torch_compile=True and by `accelerate launch`; the model that callbacks get does not show it.
+        # Set by torch_compile=True and by `accelerate launch`. The model that callbacks receive does not show it.
         if os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no").lower() != "no":
             raise ConfigError(
                 "the Trainer compiles the whole model (torch_compile, or dynamo_backend of accelerate), where a hook would "
@@ -68,19 +68,19 @@ class FP8DebugTrainerCallback(TrainerCallback):
             self._hook = model.register_forward_hook(Hook(self._see_loss, model), with_kwargs=True)
 
     def _see_loss(self, model: nn.Module, args: Any, kwargs: Mapping[str, Any], output: Any) -> None:
-        """Keep the loss of a batch: callbacks only get averages of it, which the Trainer waits for the device to log."""
+        """Keep the loss of a batch. Callbacks only get averages, and the Trainer waits for the device to log them."""
         with self._run.errors.guard("while looking for the loss"):
             first = output[0] if isinstance(output, tuple) else None
             loss = output.get("loss") if isinstance(output, Mapping) else first
             if torch.is_tensor(loss) and loss.requires_grad and loss.numel() == 1:
-                # A copy: the Trainer goes on to change it in place.
+                # Copy it, because the Trainer changes it in place.
                 self._losses.append(loss.detach().clone().reshape(()))
                 self._summed = kwargs.get("num_items_in_batch") is not None
 
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, optimizer: Any = None, **rest: Any
     ) -> None:
-        """Open a sample where one is due."""
+        """Open a sample if one is due."""
         self._end_step()
         self._losses = []
         with self._run.errors.guard("while looking for the learning rate and the loss scale"):
@@ -91,12 +91,13 @@ class FP8DebugTrainerCallback(TrainerCallback):
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, optimizer: Any = None, **rest: Any
     ) -> None:
-        """Close the sample, unless the step is to be logged."""
+        """Close the sample, unless the step will be logged."""
         self._scalars = {"lr": self._lr, "loss_scale": self._scale}
         if self._scale is not None:
             self._scalars["skipped"] = was_skipped(self._scale, _scaler(optimizer))
         if self._losses:
-            # The model divides by the tokens of the step, perhaps of all processes; otherwise the Trainer by its batches.
+            # The model divides by the tokens of the step, perhaps of all processes. Otherwise the Trainer divides by its
+            # batches.
             shared = self._summed and getattr(args, "average_tokens_across_devices", False)
             losses = torch.stack(self._losses) * (args.world_size if shared else 1)
             self._scalars["loss"] = losses.sum() if self._summed else losses.mean()
@@ -108,14 +109,14 @@ class FP8DebugTrainerCallback(TrainerCallback):
     ) -> None:
         """Close the sample of the step that is logged."""
         logged = {"grad_norm": (logs or {}).get("grad_norm")}
-        if args.logging_steps == 1:  # a model that returns no loss leaves that to the Trainer, which logs an average
+        if args.logging_steps == 1:  # if a model returns no loss, the Trainer logs an average
             logged["loss"] = (logs or {}).get("loss")
         self._end_step(**logged)
 
     def on_evaluate(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, metrics: Any = None, **rest: Any
     ) -> None:
-        """Record the losses of an evaluation: `eval_loss`, or `eval_NAME_loss` where there are several sets."""
+        """Record the losses of an evaluation: `eval_loss`, or `eval_NAME_loss` if there are several sets."""
         losses = {name: value for name, value in (metrics or {}).items() if name.endswith("_loss")}
         self._run.report_validation(state.global_step, losses)
 
@@ -125,7 +126,7 @@ class FP8DebugTrainerCallback(TrainerCallback):
             self._scalars = None
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **rest: Any) -> None:
-        """Record what is left."""
+        """Record everything that is left."""
         self._close()
 
     def _close(self) -> None:
@@ -137,5 +138,5 @@ class FP8DebugTrainerCallback(TrainerCallback):
 
 
 def _scaler(optimizer: Any) -> Any:
-    """Accelerate's, where it scales losses itself."""
+    """Return Accelerate's GradScaler if it scales losses itself."""
     return getattr(optimizer, "scaler", None)

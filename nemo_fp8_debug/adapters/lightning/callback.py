@@ -1,8 +1,8 @@
-"""Lightning events -> Monitor; nothing else.
+"""Turn Lightning events into calls of a Monitor.
 
-A sample opens in `on_train_batch_start` and takes the step number under which Lightning will log this batch's loss
-(`_batches_that_stepped`, which unlike `global_step` does not move before the batch ends). It closes in
-`on_train_batch_end` of the batch that the next one does not accumulate onto, so that accumulated batches are one sample.
+A sample opens in `on_train_batch_start`, with the step number under which Lightning logs this batch's loss
+(`_batches_that_stepped`, which unlike `global_step` does not move before the batch ends). It closes in `on_train_batch_end`
+of the last accumulated batch, so accumulated batches are one sample.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ from ...record.writer import RunRecord
 from ..session import start_monitor
 from .interventions import FP8EmulationCallback, FP8PlanCallback, accumulates, roots
 
-#: classes whose run, or file beside theirs, can be written from another thread, and the plain names that mean them
+#: option value for each logger class that can be written to from another thread, directly or in a file next to its own
 _KNOWN = {"WandbLogger": "wandb", "MLFlowLogger": "mlflow", "CometLogger": "comet", "CSVLogger": None}
 
 
 def with_loggers_of(trainer: pl.Trainer, asked: Sequence[Any]) -> list[Any]:
-    """What is asked for, and the loggers of the trainer that are known; a plain name means the trainer's, if it has one.
+    """Return requested loggers and the trainer's supported ones. A plain name means the trainer's logger, if it has one.
 
-    TensorBoard's have a recorder of their own. Others may not be made for calls from two threads, which a warning says.
+    TensorBoard's loggers have a recorder of their own. Others may not allow calls from two threads: a warning says so.
     """
     own = [logger for logger in trainer.loggers if not isinstance(logger, TensorBoardLogger)]
     known = [logger for logger in own if _class_of(logger) and not any(logger is given for given in asked)]
     for logger in own:
         if trainer.is_global_zero and _class_of(logger) is None and not any(logger is given for given in asked):
             warn(
-                f"{type(logger).__name__} gets nothing: it may not be made for calls from two threads. If it is, give it to "
-                "the callback: loggers=[logger]"
+                f"{type(logger).__name__} gets nothing, because it may not allow calls from two threads. If it does, "
+                "pass it to the callback: loggers=[logger]"
             )
     names = {_KNOWN[_class_of(logger) or ""] for logger in known}
     return [*(item for item in asked if not (isinstance(item, str) and item in names)), *known]
@@ -56,24 +56,24 @@ def _class_of(logger: Logger) -> str | None:
     return next((kind.__name__ for kind in type(logger).__mro__ if kind.__name__ in _KNOWN), None)
 
 
-#: names that modules log the losses of an evaluation under, as val_loss or eval/loss
+#: names under which modules log losses of an evaluation, such as val_loss or eval/loss
 _OF_VALIDATION = re.compile(r"(reduced_)?(val|valid|validation|eval|dev|test)[_/.].*loss", re.IGNORECASE)
-#: learning rate, gradient norm and consumed samples as the host logs them
+#: learning rate, gradient norm and consumed samples, by the names that the framework logs
 _SCALARS = ("lr", "grad_norm", "consumed_samples")
 
 
 @check_arguments(options_of=Config)
 class FP8DebugCallback(pl.Callback):
-    """Looks at the operands of linear layers every `interval` steps of a Lightning or NeMo run, without disturbing it.
+    """Measures the operands of linear layers every `interval` steps of a Lightning or NeMo run, without disturbing it.
 
-    It takes the fields of `Config` as arguments. It writes the run record, scalars `fp8/METRIC/ROLE` into the run's
-    TensorBoard events, and a table.
+    Arguments are the fields of `Config`. The callback writes the run record, prints a table, and adds scalars
+    `fp8/METRIC/ROLE` to the run's TensorBoard events.
 
     Args:
-        options: fields of `Config`, as `interval=100`.
+        options: fields of `Config`, such as `interval=100`.
 
     Raises:
-        ConfigError: when constructed, or before the first step: a value cannot be used, no GEMM matches, or the output
+        ConfigError: on construction or before the first step, if a value cannot be used, no GEMM matches, or the output
             folder cannot be written. Nothing after the first step stops the run.
 
     Example:
@@ -91,7 +91,7 @@ class FP8DebugCallback(pl.Callback):
         self._scale: Any = None
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """In a run that `nemo-fp8-debug rescue` has started, see to it that the plan is applied."""
+        """Apply the plan if `nemo-fp8-debug rescue` started the run."""
         callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
         if is_rescue() and not any(isinstance(c, (FP8EmulationCallback, FP8PlanCallback)) for c in callbacks):
             callbacks.insert(callbacks.index(self) + 1, FP8PlanCallback())
@@ -101,7 +101,7 @@ class FP8DebugCallback(pl.Callback):
         self._monitor = None
         self._stop_watching()
         self._monitor = start_monitor(lambda: self._make_monitor(trainer, pl_module), self._config.on_error == "raise")
-        if self._monitor and trainer.max_steps > 0:  # a fault here costs a warning, and not the monitor
+        if self._monitor and trainer.max_steps > 0:  # an error here costs a warning, and not the monitor
             self._monitor.expect_steps(_logged_step(trainer), trainer.max_steps - 1)
 
     def _make_monitor(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> Monitor:
@@ -111,20 +111,20 @@ class FP8DebugCallback(pl.Callback):
         return Monitor(roots(trainer, pl_module), recorders=_recorders(trainer, config), **options)
 
     def _default_output(self, trainer: pl.Trainer) -> str:
-        """`fp8_debug` beside the TensorBoard events; a second callback of the same trainer gets a folder of its own."""
+        """Return `fp8_debug` next to the TensorBoard events. A second callback of the trainer gets its own folder."""
         own = [c for c in trainer.callbacks if isinstance(c, FP8DebugCallback)].index(self)  # type: ignore[attr-defined]
         beside = (logger.log_dir for logger in trainer.loggers if isinstance(logger, TensorBoardLogger))
         return str(Path(next(beside, trainer.default_root_dir)) / ("fp8_debug" + (f"_{own + 1}" if own else "")))
 
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int) -> None:
-        """Open a sample where one is due."""
+        """Open a sample if one is due."""
         if self._monitor and self._leave is None:
             self._monitor.begin_step(_logged_step(trainer))
             self._scale = read_scale(_scaler(trainer))
             self._leave = self._watch(trainer) if self._monitor.sampling else _nothing
 
     def _watch(self, trainer: pl.Trainer) -> Callable[[], None]:
-        """See the losses of the step's batches: no event hands them over before Lightning divides and scales them."""
+        """Watch the losses of the step's batches. No event has them before Lightning divides and scales them."""
         assert self._monitor
         return watch_calls(trainer.strategy, "training_step", _training_step, self._monitor.watch_loss)
 
@@ -152,11 +152,11 @@ class FP8DebugCallback(pl.Callback):
             self._monitor.report_validation(None, **losses)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Record what is left."""
+        """Record everything that is left."""
         self._close()
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        """The run failed: record what is left."""
+        """Record everything that is left, because the run failed."""
         self._close()
 
     def _close(self) -> None:
@@ -166,7 +166,7 @@ class FP8DebugCallback(pl.Callback):
 
 
 def _logged_step(trainer: pl.Trainer) -> int:
-    """The step number that Lightning logs this batch's loss under."""
+    """Return the step number under which Lightning logs this batch's loss."""
     step: int = trainer.fit_loop.epoch_loop._batches_that_stepped
     return step
 
@@ -182,24 +182,24 @@ def _recorders(trainer: pl.Trainer, config: Config) -> Iterator[Recorder]:
 
 
 def _loss(trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any) -> Any:
-    """The loss of a batch as the model computed it: Lightning hands it over divided by the accumulated batches."""
+    """Return the loss of a batch as the model computed it. Lightning divides it by the number of accumulated batches."""
     loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
     divided = pl_module.automatic_optimization and trainer.accumulate_grad_batches > 1
     return loss * trainer.accumulate_grad_batches if divided and loss is not None else loss
 
 
 def _training_step(original: Callable[..., Any], tell: Watcher, *arguments: Any, **options: Any) -> Any:
-    """Of a strategy: what it returns is the loss, or has it."""
+    """Call a strategy's training step, which returns the loss or an object with it."""
     output = original(*arguments, **options)
     tell(output.get("loss") if isinstance(output, Mapping) else output)
     return output
 
 
 def _scaler(trainer: pl.Trainer) -> Any:
-    """The GradScaler of mixed precision in FP16."""
+    """Return the GradScaler of FP16 mixed precision."""
     scaler = getattr(trainer.precision_plugin, "scaler", None)
     return scaler if isinstance(scaler, torch.amp.GradScaler) else None
 
 
 def _nothing() -> None:
-    """Nothing was begun that has to end."""
+    """Do nothing, because nothing has to end."""

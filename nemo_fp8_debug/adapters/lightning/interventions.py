@@ -1,4 +1,4 @@
-"""Lightning events -> interventions; nothing else."""
+"""Turn Lightning events into calls of interventions."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ...plan.plan import NO_CHANGES, AnyPlan, read_plan, read_plan_in_force
 
 
 def roots(trainer: pl.Trainer, pl_module: pl.LightningModule) -> list[nn.Module]:
-    """The model; under NeMo's MegatronStrategy the chunks of the pipeline."""
+    """Return the model, or under NeMo's MegatronStrategy the chunks of the pipeline."""
     chunks = getattr(trainer.strategy, "megatron_parallel", None)
     return list(chunks) if chunks is not None else [pl_module]
 
@@ -31,10 +31,10 @@ def accumulates(trainer: pl.Trainer) -> bool:
 
 
 class _Intervention(pl.Callback):
-    """Attached for the length of a fit; its scales are part of checkpoints, and a second fit goes on with the first's.
+    """Attached during a fit. Its scales are part of checkpoints, and a second fit continues with them.
 
     Raises:
-        ConfigError: when constructed or before the first step.
+        ConfigError: on construction or before the first step.
     """
 
     def __init__(self) -> None:
@@ -56,7 +56,7 @@ class _Intervention(pl.Callback):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Move delayed scales on, once a step."""
+        """Update delayed scales once per step."""
         if self._acting and not accumulates(trainer):
             self._acting.end_step()
 
@@ -66,7 +66,7 @@ class _Intervention(pl.Callback):
             self._acting.detach()
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        """The run failed: leave the model as it was."""
+        """Restore the model, because the run failed."""
         if self._acting:
             self._acting.detach()
 
@@ -75,7 +75,7 @@ class _Intervention(pl.Callback):
         return self._acting.state_dict() if self._acting else {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on with the scales of a checkpoint."""
+        """Load the scales of a checkpoint."""
         self._resumed = state_dict
         if self._acting and state_dict:
             self._acting.load_state_dict(state_dict)
@@ -83,7 +83,7 @@ class _Intervention(pl.Callback):
 
 @check_arguments()
 class FP8EmulationCallback(_Intervention):
-    """Trains with FP8-quantized GEMM operands and high-precision GEMMs, without editing the model.
+    """Trains with FP8-quantized operands in high-precision GEMMs, without editing the model.
 
     Example:
         >>> from nemo_fp8_debug import FP8EmulationCallback
@@ -100,18 +100,18 @@ class FP8EmulationCallback(_Intervention):
     ) -> None:
         """
         Args:
-            recipe: the FP8 recipe, a name, perhaps with options (`delayed(amax_history_len=16)`, `current-e5m2`, `mxfp8`),
+            recipe: the FP8 recipe: a name, perhaps with options (`delayed(amax_history_len=16)`, `current-e5m2`, `mxfp8`),
                 or a dict (`{"name": "delayed", "margin": 1}`).
-            layers: GEMMs that are quantized, a list of patterns as in `Config.layers`. By default those of the transformer
-                layers and not the output layer, as in Megatron's FP8.
-            first_layers_bf16: transformer layers at the start of the model that are not quantized. An int, at least 0.
-            last_layers_bf16: transformer layers at its end that are not quantized. An int, at least 0.
-            plan: operands that are cast otherwise, a `Plan` or the path of its file; None: none. In a run that
-                `nemo-fp8-debug rescue` has started, the plan of `rescue` holds instead.
+            layers: GEMMs to quantize, a list of patterns as in `Config.layers`. By default all GEMMs of transformer layers
+                without the output layer, as in Megatron's FP8.
+            first_layers_bf16: number of first transformer layers that stay in BF16. An int, at least 0.
+            last_layers_bf16: number of last transformer layers that stay in BF16. An int, at least 0.
+            plan: operands with another cast: a `Plan` or the path of its file, or None. In a run started by `nemo-fp8-debug
+                rescue`, the plan of `rescue` replaces it.
 
         Raises:
-            ConfigError: now, or before the first step: a value cannot be used, no GEMM matches, the plan names no GEMM that
-                is quantized, or a GEMM has an FP8 of its own.
+            ConfigError: on construction or before the first step, if a value cannot be used, no GEMM matches, the plan names
+                no quantized GEMM, or a GEMM has its own FP8.
         """
         super().__init__()
         self._recipe = parse_recipe(recipe)
@@ -133,9 +133,9 @@ class FP8EmulationCallback(_Intervention):
 
 @check_arguments()
 class FP8PlanCallback(_Intervention):
-    """Changes how a run quantizes, as a plan says: what Transformer Engine casts, or what `FP8EmulationCallback` does.
+    """Changes how a run quantizes by a plan: casts of Transformer Engine, or of `FP8EmulationCallback`.
 
-    Without a plan it does nothing, unless `nemo-fp8-debug rescue` has started the run.
+    Without a plan it does nothing, unless `nemo-fp8-debug rescue` started the run.
 
     Example:
         >>> from nemo_fp8_debug import Change, FP8PlanCallback, Plan
@@ -145,12 +145,12 @@ class FP8PlanCallback(_Intervention):
     def __init__(self, plan: AnyPlan | None = None) -> None:
         """
         Args:
-            plan: a `Plan` or the path of its file; None: no changes. In a run that `nemo-fp8-debug rescue` has started, the
-                plan of `rescue` holds instead.
+            plan: a `Plan` or the path of its file. None: no changes. In a run started by `nemo-fp8-debug rescue`, the plan
+                of `rescue` replaces it.
 
         Raises:
-            ConfigError: now, or before the first step: the plan cannot be read, names no GEMM that Transformer Engine runs,
-                or asks for what Transformer Engine cannot do.
+            ConfigError: on construction or before the first step, if the plan cannot be read, names no GEMM that Transformer
+                Engine runs, or contains a change that Transformer Engine cannot make.
         """
         super().__init__()
         self._plan = read_plan(plan)
@@ -161,7 +161,7 @@ class FP8PlanCallback(_Intervention):
         return apply_plan(roots(trainer, pl_module), self._plan)
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Hand the plan to what quantizes the run by emulation, if anything does."""
+        """Pass the plan to the callback that emulates FP8, if there is one."""
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
             if isinstance(callback, FP8EmulationCallback) and self._plan:
                 callback.plan = self._plan

@@ -70,7 +70,7 @@ class TwoThreads(DummyLogger):
 
 def test_another_logger_of_the_trainer_gets_nothing_unless_it_is_named(tmp_path: Path) -> None:
     unnamed, named = TwoThreads(), TwoThreads()
-    with pytest.warns(FP8DebugWarning, match="TwoThreads gets nothing: it may not be made for calls from two threads"):
+    with pytest.warns(FP8DebugWarning, match="TwoThreads gets nothing, because it may not allow calls from two threads"):
         fit(tmp_path, [FP8DebugCallback(interval=2, output=str(tmp_path / "a"))], logger=unnamed)
     fit(tmp_path, [FP8DebugCallback(interval=2, output=str(tmp_path / "b"), loggers=[named])], logger=named)
     assert not any(ours for *_, ours in unnamed.called)
