@@ -1,6 +1,6 @@
 """A loop with Accelerate and accumulated gradients: `accelerate launch recipes/accelerate_loop.py`, or `python`.
 
-With `--float8 rowwise`, or another recipe of torchao, its linear layers multiply in FP8, emulated on a CPU.
+With `--float8 rowwise`, or another torchao recipe, its linear layers multiply in FP8. A CPU emulates that.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from nemo_fp8_debug import Monitor
 
 
 def accelerator_with(float8: str | None) -> Accelerator:
-    """Accelerate's torchao backend, if a recipe is given. It leaves the first and the last linear layer as they are."""
+    """Return an Accelerator, with its torchao backend if a recipe is given. It keeps the first and last linear layers."""
     if float8 is None:
         return Accelerator(gradient_accumulation_steps=2, cpu=True)
     from accelerate.utils import AORecipeKwargs
     from torchao.float8 import Float8LinearConfig
 
-    config = replace(Float8LinearConfig.from_recipe_name(float8), emulate=True)  # on a GPU: without emulate
+    config = replace(Float8LinearConfig.from_recipe_name(float8), emulate=True)  # on a GPU, leave out emulate
     handlers = [AORecipeKwargs(config=config)]
     return Accelerator(gradient_accumulation_steps=2, cpu=True, mixed_precision="fp8", kwargs_handlers=handlers)
 
@@ -38,7 +38,7 @@ def train(output: str, steps: int, interval: int, float8: str | None = None) -> 
     data = DataLoader(TextWindows(4 * 2 * steps * accelerator.num_processes, 64), batch_size=4)
     gpt, optimizer, data = accelerator.prepare(gpt, optimizer, data)
 
-    # After prepare, and on every rank; the names of layers do without what it wraps them in.
+    # After prepare, and on every rank. Layer names leave out the wrappers.
     with closing(Monitor(gpt, output, interval=interval)) as monitor:
         step, losses = 0, []
         for batch in data:
@@ -47,7 +47,7 @@ def train(output: str, steps: int, interval: int, float8: str | None = None) -> 
             with accelerator.accumulate(gpt):
                 loss = nn.functional.cross_entropy(gpt(batch["tokens"]).flatten(0, 1), batch["labels"].flatten())
                 losses.append(loss.detach())
-                monitor.watch_loss(loss)  # before Accelerate divides it, so that dY is recorded in its units too
+                monitor.watch_loss(loss)  # before Accelerate divides it, so that dY is also recorded in its units
                 accelerator.backward(loss)
                 if accelerator.sync_gradients:
                     accelerator.clip_grad_norm_(gpt.parameters(), 1.0)

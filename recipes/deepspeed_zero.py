@@ -1,6 +1,6 @@
-"""ZeRO on any number of processes: `torchrun --nproc-per-node 2 recipes/deepspeed_zero.py`, or `deepspeed`.
+"""Train with ZeRO on any number of processes: `torchrun --nproc-per-node 2 recipes/deepspeed_zero.py`, or `deepspeed`.
 
-Without a GPU it runs over gloo, in BF16; set DS_ACCELERATOR=cpu there.
+Without a GPU it runs over gloo in BF16. Set DS_ACCELERATOR=cpu for that.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ def configuration(stage: int) -> dict[str, Any]:
 
 def train(output: str, steps: int, interval: int, stage: int) -> None:
     if not torch.cuda.is_available():
-        # DeepSpeed would compile collectives in shared memory first, which takes longer than this run.
+        # DeepSpeed would first compile shared-memory collectives, which takes longer than this run.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed(verbose=False)
     gpt = model()
-    # A torch optimizer: DeepSpeed compiles its own at first use.
+    # Use torch's optimizer, because DeepSpeed compiles its own at first use.
     optimizer = torch.optim.AdamW(gpt.parameters(), lr=2e-3)
     engine, optimizer, *_ = deepspeed.initialize(model=gpt, optimizer=optimizer, config=configuration(stage))
     text = TextWindows(MICRO_BATCH * MICRO_BATCHES * steps * torch.distributed.get_world_size(), SEQUENCE)
     data = DataLoader(text, batch_size=MICRO_BATCH, sampler=DistributedSampler(text, shuffle=False))
 
-    # On every rank; before deepspeed.initialize, with `gpt` or with `engine.module` would be the same.
+    # On every rank. Making it before deepspeed.initialize, from `gpt` or from `engine.module`, gives the same.
     with closing(Monitor(engine, output, interval=interval)) as monitor:
         losses: list[torch.Tensor] = []
         for batch in data:
@@ -53,10 +53,10 @@ def train(output: str, steps: int, interval: int, stage: int) -> None:
             logits = engine(batch["tokens"].to(engine.device))
             loss = nn.functional.cross_entropy(logits.float().flatten(0, 1), batch["labels"].to(engine.device).flatten())
             losses.append(loss.detach())
-            monitor.watch_loss(loss)  # measures what DeepSpeed multiplies gradients by, whatever loss scale it reports
+            monitor.watch_loss(loss)  # measures DeepSpeed's factor of the gradients, whatever loss scale it reports
             engine.backward(loss)
             last, loss_scale = engine.is_gradient_accumulation_boundary(), getattr(optimizer, "loss_scale", None)
-            engine.step()  # which moves the loss scale on
+            engine.step()  # this moves the loss scale
             if last:
                 monitor.end_step(
                     loss=torch.stack(losses).mean(),
@@ -77,6 +77,6 @@ if __name__ == "__main__":
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--interval", type=int, default=10)
     parser.add_argument("--stage", type=int, default=3, choices=range(4), help="of ZeRO")
-    parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # given by the deepspeed launcher
+    parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # the deepspeed launcher passes this
     options = parser.parse_args()
     train(options.output, options.steps, options.interval, options.stage)

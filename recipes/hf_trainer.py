@@ -1,4 +1,4 @@
-"""A small Llama trained by Hugging Face's Trainer: `python recipes/hf_trainer.py`."""
+"""Train a small Llama with Hugging Face's Trainer: `python recipes/hf_trainer.py`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def model() -> LlamaForCausalLM:
 
 def collate(windows: list[dict[str, torch.Tensor]]) -> dict[str, Any]:
     tokens = torch.stack([window["tokens"] for window in windows])
-    return {"input_ids": tokens, "labels": tokens}  # the model shifts them
+    return {"input_ids": tokens, "labels": tokens}  # the model shifts the labels
 
 
 def train(output: str, steps: int, interval: int) -> None:

@@ -1,8 +1,8 @@
-"""A small GPT trained in FP8 by Megatron-Bridge 0.4 or later, on a GPU; the data are mock data.
+"""Train a small GPT in FP8 with Megatron-Bridge 0.4 or later, on a GPU and with mock data.
 
     torchrun --nproc-per-node=1 recipes/megatron_bridge.py
 
-Bridge needs Transformer Engine, which needs a GPU; scripts/validation/compat/te_bridge.sh runs the same on a CPU, over
+Bridge needs Transformer Engine, which needs a GPU. scripts/validation/compat/te_bridge.sh runs the same on a CPU, over
 emulated kernels.
 """
 
@@ -20,7 +20,7 @@ from nemo_fp8_debug import FP8DebugBridgeCallback
 
 
 def configured(output: str, steps: int) -> Any:
-    """A GPT of two layers, its TensorBoard events going to `output`."""
+    """Return the configuration of a GPT with two layers, whose TensorBoard events go to `output`."""
     config = vanilla_gpt_pretrain_config()
     config.model.num_layers, config.model.hidden_size, config.model.num_attention_heads = 2, 256, 4
     config.train.train_iters, config.train.global_batch_size = steps, 8
@@ -28,7 +28,7 @@ def configured(output: str, steps: int) -> Any:
     config.logger.tensorboard_dir = output
     config.checkpoint.save = None
     config.mixed_precision = get_mixed_precision_config("bf16_with_fp8_delayed_scaling_mixed")
-    # Bridge's FP8 presets store the weights in FP8, in which case a plan could not change how they are cast.
+    # Bridge's FP8 presets store weights in FP8. Then a plan could not change how they are cast.
     config.mixed_precision.fp8_param_gather = False
     return config
 

@@ -1,4 +1,4 @@
-"""A small GPT in a loop of one's own over Megatron-core, as in Megatron-LM's run_simple_mcore_train_loop.py.
+"""Train a small GPT in a loop over Megatron-core, like Megatron-LM's run_simple_mcore_train_loop.py.
 
 `python recipes/megatron_lm_loop.py`, on one process. Without a GPU, stand-ins for CUDA let Megatron train on the CPU.
 """
@@ -35,7 +35,7 @@ SEQUENCE, MICRO_BATCH, MICRO_BATCHES = 64, 2, 2
 
 @contextlib.contextmanager
 def one_process() -> Iterator[None]:
-    """Megatron's groups for a single process."""
+    """Make Megatron's groups for a single process."""
     backend = "nccl" if torch.cuda.is_available() else "gloo"
     torch.distributed.init_process_group(backend, store=torch.distributed.HashStore(), rank=0, world_size=1)
     with contextlib.nullcontext() if torch.cuda.is_available() else megatron_on_cpu():
@@ -67,7 +67,7 @@ def model() -> DistributedDataParallel:
 
 def mean_loss(mask: torch.Tensor, output: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     loss = (output.float() * mask).sum() / mask.sum()
-    return loss, {"lm loss": loss.detach().clone()}  # Megatron divides `loss` in place by the number of micro-batches
+    return loss, {"lm loss": loss.detach().clone()}  # Megatron later divides `loss` in place by the number of micro-batches
 
 
 def forward_step(data: Iterator[dict[str, torch.Tensor]], gpt: torch.nn.Module) -> tuple[torch.Tensor, Any]:

@@ -1,7 +1,7 @@
-"""Lets Megatron-core and NeMo, which assume CUDA, train on a CPU. For demos and tests only.
+"""Let Megatron-core and NeMo, which assume CUDA, train on a CPU. For demos and tests only.
 
-It stands in for torch's CUDA device plumbing while its context is open; no file of a framework is touched. Enter it after
-all imports.
+While its context is open, it replaces torch's CUDA device functions. It changes no file of a framework. Enter it after all
+imports.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ FACTORIES = (
 
 
 class _Stream:
-    """Stands in for a CUDA stream or event: everything on a CPU is in order already."""
+    """Replaces a CUDA stream or event. On a CPU everything is in order already."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
     def __enter__(self) -> _Stream:
@@ -39,7 +39,7 @@ def _is_cuda(device: Any) -> bool:
 
 
 def _on_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The same function, sent to the CPU where it asked for CUDA, and without pinned memory."""
+    """Return the same function on the CPU instead of CUDA, and without pinned memory."""
 
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -54,7 +54,7 @@ def _on_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _split_by_numbers(all_to_all: Callable[..., Any]) -> Callable[..., Any]:
-    """Splits of experts' tokens are numbers by the time a GPU is asked, and tensors where they never left the host."""
+    """Convert the split sizes of experts' tokens to numbers. On a GPU, Megatron has converted them already."""
 
     @functools.wraps(all_to_all)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -65,14 +65,14 @@ def _split_by_numbers(all_to_all: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _type_name(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-    """Megatron's optimizers compare with the names of CUDA's tensor types."""
+    """Return the CUDA name of a tensor's type, which Megatron's optimizers compare with."""
     found = torch._C.TensorBase.type(tensor, *args, **kwargs)
     return found.replace("torch.", "torch.cuda.") if isinstance(found, str) else found
 
 
 @contextlib.contextmanager
 def megatron_on_cpu() -> Iterator[None]:
-    """Within it `cuda` means `cpu`."""
+    """Let `cuda` mean `cpu` inside the context."""
     from megatron.core.tensor_parallel import random as megatron_random
 
     def same(tensor: Any, *args: Any, **kwargs: Any) -> Any:
@@ -115,7 +115,7 @@ def megatron_on_cpu() -> Iterator[None]:
 
 
 def _do_without_cuda_rng(megatron_random: Any, stack: contextlib.ExitStack) -> None:
-    """Megatron's own tracker for inference does without CUDA's random state, from 0.13 on; in 0.11 it cannot be made."""
+    """Avoid CUDA's random state. Megatron's inference tracker does so from 0.13 on, but cannot be made in 0.11."""
     initialize = megatron_random.initialize_rng_tracker
     if "force_reset" in inspect.signature(initialize).parameters:
         initialize(inference_rng_tracker=True, force_reset=True)

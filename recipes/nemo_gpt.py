@@ -1,8 +1,8 @@
-"""A small GPT trained by real NeMo in FP8: `python recipes/nemo_gpt.py baseline` (or `bad`, or `reference`).
+"""Train a small GPT with real NeMo in FP8: `python recipes/nemo_gpt.py baseline` (or `bad`, or `reference`).
 
-The three runs differ in one thing each: `bad` doubles `baseline`'s learning rate every 20 steps from the first third of
-the run on, until it diverges; `reference` is `bad` without FP8. On a CPU the operands of each GEMM are quantized as the
-recipe says and multiplied in BF16; with `--engine te` the same recipe runs on GPUs with Transformer Engine.
+The runs differ in one thing each. From the first third on, `bad` doubles the learning rate of `baseline` every 20 steps,
+until it diverges. `reference` is `bad` without FP8. On a CPU, operands are quantized by the recipe and multiplied in BF16.
+With `--engine te`, Transformer Engine runs the recipe on GPUs.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-# Before Megatron, whose small fusions take longer to compile than this run. On a CPU they do not compile: torch.compile
-# refuses the stand-ins for CUDA. For a long run on a GPU set it to 0.
+# Set this before importing Megatron, whose small fusions take longer to compile than this run. On a CPU they cannot compile,
+# because torch.compile refuses the stand-ins for CUDA. For a long run on a GPU set it to 0.
 os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 
 import lightning.pytorch as pl
@@ -47,7 +47,7 @@ VARIANTS = {
 
 
 class LearningRate(nl.LRSchedulerModule):
-    """Warms up over 20 steps, then stays; or from a given step on doubles every 20 steps."""
+    """Warms up over 20 steps and then stays, or doubles every 20 steps from a given step on."""
 
     def __init__(self, rises_from: int | None) -> None:
         super().__init__()
@@ -109,13 +109,13 @@ def train(
     save_interval: int = 0,
     resume: str | None = None,
 ) -> None:
-    """Run one variant; its TensorBoard events, its record and its checkpoints go to OUTPUT/NAME.
+    """Run one variant. TensorBoard events, record and checkpoints go to OUTPUT/NAME.
 
     Args:
-        recipe: of emulated FP8.
-        plan: file of a plan of changes to it.
-        save_interval: steps between checkpoints; 0: none.
-        resume: a checkpoint to go on from.
+        recipe: recipe of emulated FP8.
+        plan: file with a plan that changes the recipe.
+        save_interval: steps between checkpoints, or 0 for none.
+        resume: a checkpoint to continue from.
     """
     variant, te = VARIANTS[name], engine == "te"
     torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""A loop in plain PyTorch: `python recipes/plain_loop.py`."""
+"""Train in a plain PyTorch loop: `python recipes/plain_loop.py`."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def train(output: str, steps: int, interval: int) -> None:
     optimizer = torch.optim.AdamW(gpt.parameters(), lr=2e-3)
     data = DataLoader(TextWindows(4 * steps, 64), batch_size=4)
 
-    # Closed when the loop fails as well, so that what was seen until then is recorded.
+    # Close it even if the loop fails, so that everything seen until then is recorded.
     with closing(Monitor(gpt, output, interval=interval)) as monitor:
         for step, batch in enumerate(data):
             with monitor.step(step) as report:

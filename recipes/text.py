@@ -11,7 +11,7 @@ __all__ = ["VOCABULARY", "Text"]
 
 
 class Text(pl.LightningDataModule):
-    """The data module; NeMo's sampler cuts a global batch into micro-batches."""
+    """The data module. NeMo's sampler splits a global batch into micro-batches."""
 
     def __init__(self, sequence: int = 128, micro_batch_size: int = 4, global_batch_size: int = 8) -> None:
         super().__init__()
@@ -30,5 +30,5 @@ class Text(pl.LightningDataModule):
         return {"consumed_samples": self.trainer.global_step * self.data_sampler.global_batch_size}
 
     def load_state_dict(self, state_dict: dict[str, int]) -> None:
-        """The sampler goes on behind what the checkpoint's run has seen."""
+        """The sampler continues after the samples that the checkpoint's run has seen."""
         self.data_sampler.init_consumed_samples = self.data_sampler.prev_consumed_samples = state_dict["consumed_samples"]

@@ -1,4 +1,4 @@
-"""Real English text that every Python carries (the topics of its `help()`), as bytes."""
+"""Real English text that every Python installation has (the topics of its `help()`), as bytes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class TextWindows(Dataset):
         text = "\n".join(pydoc_data.topics.topics[topic] for topic in sorted(pydoc_data.topics.topics))
         self.bytes = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).long()
         self.windows, self.sequence = windows, sequence
-        # Megatron's convention: True hides.
+        # In Megatron's convention, True masks.
         self.mask = torch.ones(1, sequence, sequence).triu(1) > 0
 
     def __len__(self) -> int:

@@ -18,14 +18,14 @@ INTERVAL = 100
 
 
 class MonitoredTrainer(Trainer):
-    """Samples on every rank; a step is one of the optimizer, with all of its accumulated batches."""
+    """Samples on every rank. A step is an optimizer step, with all of its accumulated batches."""
 
     def __init__(self, config: Trainer.Config, interval: int = INTERVAL, **options: Any) -> None:
         """
         Args:
-            config: torchtitan's. A replay of a CUDA graph runs no hook, so that its graphs have to be off.
+            config: torchtitan's configuration. CUDA graphs must be off, because replaying one runs no hook.
             interval: sampling interval in steps.
-            options: further ones of Monitor.
+            options: further options of Monitor.
         """
         if not config.training.disable_cuda_graphs:
             raise ValueError("no layer can be seen in a CUDA graph; add --training.disable_cuda_graphs")
@@ -43,7 +43,7 @@ class MonitoredTrainer(Trainer):
         self._losses = []
         with self.monitor.step(self.step) as report:
             super().train_step(data_iterator)
-            # Each is a sum over this rank's tokens, divided by the tokens of all ranks that share the loss.
+            # Each loss is a sum over this rank's tokens, divided by the tokens of all ranks that share it.
             ranks = self.parallel_dims.get_optional_mesh("loss")
             report(loss=torch.stack(self._losses).sum() * (ranks.size() if ranks else 1))
 
