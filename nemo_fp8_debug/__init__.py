@@ -1,7 +1,7 @@
 """See what FP8 does to a training run, tensor by tensor.
 
-Everything that users import is a name of this module: `from nemo_fp8_debug import Monitor`. `__all__` lists these names, and
-`help` of each says what it takes. The packages below are marked "Internal." and may change without notice.
+All public names are in this module: `from nemo_fp8_debug import Monitor`. `__all__` lists them, and `help` of each explains
+it. The packages below are marked "Internal." and may change without notice.
 
 - Watch a run: `FP8DebugCallback` (Lightning, NeMo), `FP8DebugTrainerCallback` (Hugging Face), `FP8DebugBridgeCallback`
   (Megatron-Bridge), `FP8DebugForwardStep` (Megatron-LM), `Monitor` (any loop), and their options in `Config`.
@@ -9,7 +9,7 @@ Everything that users import is a name of this module: `from nemo_fp8_debug impo
 - Explain it: `compare`, `diagnose` and its `story`, `recommend` with a `Budget`, `replay`; `audit` for a checkpoint;
   `on_cluster` for long records.
 - Change it: `Plan` and `Change`, `apply_plan`, `name_modules`, `FP8PlanCallback`, `Emulation`, `FP8EmulationCallback`.
-- What goes wrong: `ConfigError`, `RecordError`, `FP8DebugWarning`.
+- Errors and warnings: `ConfigError`, `RecordError`, `FP8DebugWarning`.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from .record.reader import read_record
     from .record.views import sql_views
 
-#: where names are from: Lightning is only imported by those who use its callbacks, torch by those who look at a run
+#: module of each name; only callbacks import Lightning, and only names that need torch import it
 _FROM = {
     "Budget": "analysis.recommendation.options",
     "Change": "plan.plan",

@@ -1,4 +1,4 @@
-"""The one place that knows the version."""
+"""The package's version, defined only here."""
 
 __version__ = "0.1.0"
 """Version of the package."""

@@ -1,4 +1,4 @@
-"""How this package speaks up."""
+"""Exceptions and warnings of this package."""
 
 import contextlib
 import logging
@@ -10,12 +10,12 @@ from contextvars import ContextVar
 _heard: ContextVar[list[str] | None] = ContextVar("heard", default=None)
 
 
-#: characters of a message at its beginning and its end, if it is longer than both
+#: characters that we keep at the beginning and the end of a message that is longer than both
 _FIRST, _LAST = 1200, 400
 
 
 def one_line(text: str) -> str:
-    """A message as one line that a terminal can show, shortened in the middle if a name in it is very long.
+    """Return a message as one line that a terminal can show. Shorten it in the middle if it is very long.
 
     Example:
         >>> one_line("no layer\\x1b[2J of\\nthis name")
@@ -29,16 +29,16 @@ def one_line(text: str) -> str:
 
 
 class _SaidInOneLine(ValueError):
-    """An error for people; names in its message may come from anybody."""
+    """An error for users, shown in one line, because names in its message may come from anywhere."""
 
     def __init__(self, message: object = "") -> None:
         super().__init__(one_line(str(message)))
 
 
 class ConfigError(_SaidInOneLine):
-    """The user asked for something that cannot be done; says what was wrong and what to do.
+    """The user's configuration cannot be used. The message says what is wrong and what to do.
 
-    Raised when the configuration is read or the run starts, never after the first training step. A `ValueError`.
+    It is raised when the configuration is read or the run starts, never after the first training step. It is a `ValueError`.
 
     Example:
         >>> from nemo_fp8_debug import Config, ConfigError
@@ -51,7 +51,7 @@ class ConfigError(_SaidInOneLine):
 
 
 class RecordError(_SaidInOneLine):
-    """A recorded run cannot be read; names the file and says what is wrong with it. A `ValueError`.
+    """A recorded run cannot be read. The message names the file and the problem. It is a `ValueError`.
 
     Example:
         >>> from nemo_fp8_debug import RecordError, read_record
@@ -64,7 +64,7 @@ class RecordError(_SaidInOneLine):
 
 
 class FP8DebugWarning(UserWarning):
-    """An error of the monitor, or something it cannot see; the run goes on.
+    """The monitor had an error, or cannot see something. The run goes on.
 
     Example:
         >>> import warnings
@@ -74,7 +74,7 @@ class FP8DebugWarning(UserWarning):
 
 
 def warn(message: str) -> None:
-    """Warn; where warnings are turned into errors, log instead: a warning of ours never stops a run."""
+    """Warn. If warnings are turned into errors, log instead, because our warnings must never stop a run."""
     message, heard = one_line(message), _heard.get()
     if heard is not None:
         heard.append(message)
@@ -87,7 +87,7 @@ def warn(message: str) -> None:
 
 @contextlib.contextmanager
 def capture_warnings() -> Iterator[list[str]]:
-    """What is warned of inside, in this thread, as a list and not as warnings: for those who show it themselves."""
+    """Collect this thread's warnings in a list instead of showing them, for callers that show them themselves."""
     heard: list[str] = []
     token = _heard.set(heard)
     try:
@@ -97,5 +97,5 @@ def capture_warnings() -> Iterator[list[str]]:
 
 
 def is_exception_underway() -> bool:
-    """Whether an exception is on its way through the caller, or has ended the program."""
+    """Return whether an exception is passing through the caller, or has ended the program."""
     return sys.exc_info()[0] is not None or getattr(sys, "last_value", None) is not None
