@@ -1,4 +1,4 @@
-"""A loop with Accelerate and accumulated gradients: `accelerate launch recipes/accelerate_loop.py`, or `python`.
+"""Train with Accelerate and accumulated gradients: `accelerate launch recipes/accelerate_loop.py`, or `python`.
 
 With `--float8 rowwise`, or another torchao recipe, its linear layers multiply in FP8. A CPU emulates that.
 """

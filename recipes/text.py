@@ -1,4 +1,4 @@
-"""The text of text_windows.py for NeMo's MegatronStrategy."""
+"""The data of text_windows.py, for NeMo's MegatronStrategy."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""torchtitan's trainer with a monitor: `torchrun --nproc-per-node 8 recipes/torchtitan_trainer.py --module llama3 --config
-llama3_debugmodel_float8 --training.disable_cuda_graphs`; every option is torchtitan's own. The record is in its dump folder.
+"""Train with torchtitan's trainer and a monitor. Every option is torchtitan's own, and the record is in its dump folder.
+
+torchrun --nproc-per-node 8 recipes/torchtitan_trainer.py --module llama3
+    --config llama3_debugmodel_float8 --training.disable_cuda_graphs
 """
 
 from __future__ import annotations

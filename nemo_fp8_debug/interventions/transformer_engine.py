@@ -105,7 +105,7 @@ def autocast(recipe: Any) -> Any:
     te = sys.modules["transformer_engine.pytorch"]
     manager = find_state_manager()
     group, graph = manager.get_fp8_group(), manager.fp8_graph_capturing()
-    if hasattr(te, "autocast"):  # since 2.9
+    if hasattr(te, "autocast"):  # version 2.9 and later
         return te.autocast(enabled=recipe is not None, recipe=recipe, amax_reduction_group=group, _graph=graph)
     return te.fp8_autocast(enabled=recipe is not None, fp8_recipe=recipe, fp8_group=group, _graph=graph)
 
@@ -125,7 +125,7 @@ class EngineChanges:
     def __init__(self, gemms: Iterable[Gemm], plan: Plan) -> None:
         """
         Args:
-            gemms: GEMMs. Those of other frameworks are ignored.
+            gemms: GEMMs. We ignore GEMMs of other frameworks.
 
         Raises:
             ConfigError: Transformer Engine cannot do what the plan says in this version, on this device, or with a weight

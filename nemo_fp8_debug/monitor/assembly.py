@@ -92,7 +92,7 @@ def assemble(
     """Make the parts of a monitor.
 
     Args:
-        place: the places of this rank. Those of the first rank count.
+        place: the places of this rank. Only the first rank's count.
         waits: adds up the waits of the training thread.
 
     Raises:

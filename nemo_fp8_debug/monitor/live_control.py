@@ -38,7 +38,7 @@ class LiveControl:
         Args:
             storage: folder of the run record. None: no control file.
             check: raises ConfigError if this run cannot follow a control file.
-            say: prints a line.
+            say: a function that prints a line.
             waits: adds up the waits of the training thread.
         """
         self._schedule, self._triggers, self._ranks = schedule, triggers, ranks

@@ -45,7 +45,7 @@ class Summary:
                 self._show(text)
 
     def say(self, text: str) -> None:
-        """Print a line in between."""
+        """Print a line during the run."""
         if self._record:
             self._show(text)
 

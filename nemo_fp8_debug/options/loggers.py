@@ -19,7 +19,7 @@ _DATABASES = ("sqlite", "postgresql", "mysql", "mssql")
 
 @dataclass(frozen=True)
 class LoggerChoice:
-    """One logger of the option.
+    """One item of the option `loggers`.
 
     Attributes:
         name: the logger's name, or None if it follows from `given`.

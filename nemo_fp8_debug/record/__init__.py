@@ -1,1 +1,1 @@
-"""Where samples go: the run record, TensorBoard, the terminal. Internal."""
+"""Write samples to the run record, TensorBoard and the terminal, and read them. Internal."""

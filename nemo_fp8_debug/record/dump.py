@@ -2,9 +2,9 @@
 
     RUN/tensors/attempt-0-step-00000120/rank-00000.call-000.input.decoder.layers.3.mlp.linear_fc2.9f3c02d1.safetensors
 
-A file holds one operand of one call on one rank: `value` as the GEMM was to multiply it, `codes` in the format in use, and
-the float32 `scale` that multiplies values before the cast. Its metadata names the operand. Its name ends in the CRC-32 of
-its content.
+A file holds one operand of one call on one rank. `value` is the operand as the GEMM was to multiply it, and `codes` are its
+values in the format in use. The float32 `scale` multiplies values before the cast. Metadata names the operand. The file's
+name ends in the CRC-32 of its content.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class TensorDump:
         """Copy `x` in a hook, and write it in the background.
 
         Args:
-            x: the operand. Of a DTensor we take this rank's shard.
+            x: the operand. We take this rank's shard of a DTensor.
             scale: the float32 scale that it is cast with, or the rule that finds it.
         """
         if hasattr(x, "to_local"):

@@ -110,7 +110,7 @@ class Merger:
         there = self._storage.names()
         for table in (table for table in _MERGED_TABLES if table in there):
             for earlier in {part.attempt for part in parts_in(self._storage, table) if part.attempt < attempt}:
-                with contextlib.suppress(Exception):  # as above
+                with contextlib.suppress(Exception):  # every driver has its own errors
                     _merge_attempt(self._storage, table, earlier)
 
 

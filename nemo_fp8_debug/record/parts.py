@@ -144,7 +144,7 @@ def order_widest_first(parts: Iterable[Part]) -> list[Part]:
 
 
 def order_newest_first(parts: Iterable[Part]) -> list[Part]:
-    """Order parts by attempt, then by steps, latest first. Of equal parts, merged ones come first."""
+    """Order parts by attempt, then by steps, latest first. Merged ones come first among equals."""
     return sorted(parts, key=lambda part: (part.attempt, part.last, part.merged), reverse=True)
 
 

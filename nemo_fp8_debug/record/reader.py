@@ -129,8 +129,8 @@ def read_record(
     Args:
         run: the record, or a folder above it. A path or any fsspec address.
         table: `metrics`, `what_if`, `replayed`, `outputs`, `copies`, `block_scales`, `verification`, `replicas`, `states`,
-            `state_histograms`, `activations`, `activation_histograms`, `histograms`, `steps` or `validation`. docs/record.md
-            lists their columns.
+            `state_histograms`, `gradients`, `activations`, `activation_histograms`, `histograms`, `steps` or `validation`.
+            docs/record.md lists their columns.
         columns: names of the columns to read, or None for all.
         where: values that columns must have, such as `{"role": "weight"}`, or None for any.
         steps: numbers of the steps to read, or None for all.
@@ -169,7 +169,7 @@ def read_table(
 
     Args:
         table: `metrics`, `what_if`, `replayed`, `outputs`, `copies`, `block_scales`, `verification`, `replicas`,
-            `states`, `state_histograms`, `activations`, `activation_histograms`, `histograms`, `steps` or
+            `states`, `state_histograms`, `gradients`, `activations`, `activation_histograms`, `histograms`, `steps` or
             `validation`.
         columns: names of the columns to read, or None for all.
         where: values that columns must have, such as `{"step": 120}` or `{"layer": "decoder.layers.3.mlp.linear_fc2"}`.

@@ -1,4 +1,4 @@
-"""Reads a table column by column and a few steps at a time, so that a record of any length can be read.
+"""Read a table column by column and a few steps at a time, so that a record of any length can be read.
 
 An index says which part has the rows of each step, and outlines in the parts' footers say which operands they belong to.
 Earlier releases wrote parts without an outline: their names are read instead.
@@ -102,7 +102,7 @@ class TableIndex:
         return self.newest_first[0] if self.newest_first else None
 
     def nearest(self, step: int) -> int:
-        """Return the sampled step closest to `step`. Of two equally close steps, return the earlier."""
+        """Return the sampled step closest to `step`, the earlier one of two equally close steps."""
         after = min(int(np.searchsorted(self.steps, step)), len(self.steps) - 1)
         before = max(after - 1, 0)
         return int(min(self.steps[before], self.steps[after], key=lambda s: abs(int(s) - step)))
@@ -435,7 +435,7 @@ def _texts_of(parts: Sequence[tuple[Outline, Sequence[int]]]) -> dict[str, list[
         parts: outlines, and the steps that count.
     """
     if any(len(outline.steps) != len(steps) for outline, steps in parts):
-        return {}  # some rows were trained again
+        return {}  # some rows were trained twice
     columns = set.intersection(*(set(outline.texts) for outline, _ in parts)) if parts else ()
     return {name: list(dict.fromkeys(value for outline, _ in parts for value in outline.texts[name])) for name in columns}
 

@@ -1,4 +1,4 @@
-"""A folder, local or at any fsspec address: the only code that knows the difference.
+"""A folder, local or at any fsspec address. Only this module knows the difference.
 
 A run limits the cost of a remote place: each request has a time limit, and after a failure we pause requests. Drivers retry
 in layers: s3fs retries 5 times what botocore retries 5 times. Without a limit, a silent place would block a write, and all
@@ -41,7 +41,7 @@ class RequestLimits:
     """Limits the requests of one run to one place."""
 
     def __init__(self) -> None:
-        self._asked_again = 0.0  # when, by the monotonic clock
+        self._asked_again = 0.0  # earliest time of the next request, by the monotonic clock
         self._why = ""
 
     def end_rest(self) -> None:

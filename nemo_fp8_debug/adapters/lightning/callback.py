@@ -86,7 +86,7 @@ class FP8DebugCallback(pl.Callback):
     def __init__(self, **options: Any) -> None:
         self._config = Config(**options)
         self._monitor: Monitor | None = None
-        #: ends what a step began; None between steps
+        #: ends what the current step began, or None between steps
         self._leave: Callable[[], None] | None = None
         self._scale: Any = None
 

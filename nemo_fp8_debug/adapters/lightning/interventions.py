@@ -45,7 +45,7 @@ class _Intervention(pl.Callback):
         raise NotImplementedError
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Attach."""
+        """Attach to the model."""
         if self._acting:
             self._resumed = self._acting.state_dict()
             self._acting.detach()
@@ -61,7 +61,7 @@ class _Intervention(pl.Callback):
             self._acting.end_step()
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Detach."""
+        """Detach from the model."""
         if self._acting:
             self._acting.detach()
 
@@ -71,7 +71,7 @@ class _Intervention(pl.Callback):
             self._acting.detach()
 
     def state_dict(self) -> dict[str, Any]:
-        """Scales and amax histories."""
+        """Return scales and amax histories."""
         return self._acting.state_dict() if self._acting else {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -114,7 +114,7 @@ class Scalar(NamedTuple):
 
 
 class Statistic(NamedTuple):
-    """What a number describes."""
+    """The statistic that a number belongs to."""
 
     layer: str
     role: str

@@ -1,1 +1,1 @@
-"""Experiment trackers, each in a thread of its own. Internal."""
+"""Send samples to experiment trackers, each in a thread of its own. Internal."""

@@ -36,7 +36,7 @@ _OFF = dict.fromkeys(
 
 
 class Sink:
-    """One run in one logger. The base class keeps scalars only."""
+    """One run in one logger. The base class requires scalars only, and ignores everything else."""
 
     #: for messages and for the thread's name
     name: str
@@ -47,7 +47,7 @@ class Sink:
         """Start or join the run, and store its settings."""
 
     def log(self, rows: Mapping[int, Mapping[str, float]]) -> None:
-        """Keep finite scalars by step."""
+        """Log finite scalars by step."""
         raise NotImplementedError
 
     def tell(self, texts: Mapping[str, str]) -> None:

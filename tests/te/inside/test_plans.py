@@ -188,7 +188,7 @@ def test_what_a_fused_norm_makes_stays_and_is_said() -> None:
 
 def test_some_operands_of_a_module_are_widened_to_all_and_said() -> None:
     model = Model()
-    with pytest.warns(FP8DebugWarning, match="of 1 GEMMs .first first.proj. is done to all of them"):
+    with pytest.warns(FP8DebugWarning, match="of 1 GEMMs .first first.proj. apply to all of them"):
         changed(model, Change("first.proj", "bf16", ("grad_output",)), Change("second.proj", "bf16"))
     assert log(model, stepper(model, DELAYED))[1].keys() == {"first.qkv", "second.qkv"}
 
