@@ -81,7 +81,7 @@ class Ranks:
             fault: the error that keeps this rank from starting.
 
         Raises:
-            ConfigError: another rank failed with this error.
+            ConfigError: another rank failed with a ConfigError.
             RuntimeError: another rank failed with another error.
         """
         if self.world > 1:

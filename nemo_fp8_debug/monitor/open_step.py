@@ -36,7 +36,7 @@ class RunSetup:
     ranks: Ranks
     shard_group: ShardGroup
     scales: Scales
-    #: most parts that ranks may split a tensor into, by kind of tensor
+    #: number of parts that ranks may split a tensor into, by kind of tensor
     parts: Mapping[str, int]
 
     @property
@@ -105,7 +105,7 @@ class OpenStep:
     sinks: dict[Key, OperandSink] = field(default_factory=dict)
     #: operands of GEMMs, by name and role; other ranks may count some of them
     seen: dict[str, dict[str, Operand]] = field(default_factory=dict)
-    #: receivers of products by GEMM, and of copies of all GEMMs
+    #: other receivers of operands: one for each GEMM, and one for all
     products: dict[str, ProductSink] = field(default_factory=dict)
     copies: CopySink | None = None
     #: observers by feature
