@@ -54,7 +54,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 #: Python that needs another process, and the file that runs it there
 IN_NEMO, IN_TE = "tests/adapters/lightning/nemo_runs.py", "tests/te/inside/test_page_blocks_of_te.py"
 ELSEWHERE = {
-    "README.md#use-it": IN_NEMO,
+    "README.md": IN_NEMO,
     "attach.md#nemo-2x-and-any-lightning-trainer": IN_NEMO,
     "attach.md#nemo-2x-and-any-lightning-trainer, 2": IN_NEMO,
     "index.md": IN_NEMO,

@@ -62,7 +62,7 @@ def round_trip(folder: Path) -> dict[str, Any]:
 
 
 #: blocks of pages in which NeMo trains; the first one does
-PAGES = ("README.md#use-it", "attach.md#nemo-2x-and-any-lightning-trainer", "index.md")
+PAGES = ("README.md", "attach.md#nemo-2x-and-any-lightning-trainer", "index.md")
 
 
 def trainer_options(folder: Path) -> dict[str, Any]:
