@@ -40,48 +40,105 @@ COLUMNS: dict[str, tuple[str, str, bool]] = {
 }
 
 
+#: measures that the page shows, and their names there; `tables_of` has all of them
+SHOWN = {
+    "tensors in which it finds what a CPU does (equal, count by count)": "tensors counted exactly as on a CPU",
+    "tensors in which it finds what a CPU does (counts and extremes equal, sums within 1e-12)": "tensors found as on a CPU",
+    "tensors in which it finds what a CPU does (counts equal, sums within 1e-12)": "tensors found as on a CPU",
+    "lines in which all is the device's, bit by bit": "transfers identical to the device's histograms",
+    "amax that is theirs": "amax equal to theirs",
+    "scale and theirs, relative": "relative difference of scales",
+    "losses with the monitor that are those without, bit by bit": "losses identical with and without the monitor",
+    "scales of X and W that Transformer Engine's own tensors carry": "scales equal to Transformer Engine's",
+    "histograms that are the CPU's, count by count": "histograms equal to a CPU's",
+    "metrics from histograms that are the CPU's, bit by bit": "metrics of histograms equal to a CPU's",
+    "metrics from sums over float32 or blocks that are the CPU's, bit by bit: the others, relative": (
+        "relative difference of the other metrics"
+    ),
+    "products that are within their bounds": "products within their bounds",
+    "fprop that is wrong by a factor is named, and no other": "smallest wrong factor found in an fprop",
+    "dgrad that is wrong by a factor is named, and no other": "smallest wrong factor found in a dgrad",
+    "wgrad that is wrong by a factor is named, and no other": "smallest wrong factor found in a wgrad",
+    "sampled step, until the next can start": "a sampled step, until the next can start",
+    "sampled step, with all that it costs the next four": "the same, with what it costs the next four",
+    "average at interval 100": "added to all steps at interval 100",
+    "an unsampled step": "an unsampled step",
+    "unsampled step, attached": "an unsampled step with the monitor",
+    "hooks in unsampled steps": "hooks in an unsampled step",
+    "peak of device memory in sampled steps: more than in unsampled ones": "extra device memory of a sampled step",
+}
+
+
 def rewrite(page: Path = PAGE, folder: Path = FOLDER) -> None:
-    """Put what the JSON files of a folder say between the markers of a page."""
-    found = [read(path) for path in sorted(folder.glob("*.json"))]
-    write(page, _between(_between(page.read_text(), "state", state(found)), "tables", body(found)))
+    """Write the results of a folder's JSON files between the markers of a page.
 
-
-def _between(page: str, name: str, text: str) -> str:
-    begin, end = f"<!-- {name}: from scripts/validation/gpu/results -->\n", f"<!-- end of {name} -->"
-    head, found, rest = page.partition(begin)
+    Raises:
+        Refused: the page has no markers.
+    """
+    begin, end = "<!-- tables: from scripts/validation/gpu/results -->\n", "<!-- end of tables -->"
+    head, found, rest = page.read_text().partition(begin)
     _, closed, tail = rest.partition(end)
     if not (found and closed):
-        raise Refused(f"{PAGE.name} has no {begin.strip()} ... {end}; put both where the {name} is to stand")
-    return f"{head}{begin}\n{text}\n\n{end}{tail}"
+        raise Refused(f"{PAGE.name} has no {begin.strip()} ... {end}; put both where the tables are to stand")
+    write(page, f"{head}{begin}\n{summarize([read(path) for path in sorted(folder.glob('*.json'))])}\n\n{end}{tail}")
 
 
-def on_devices(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The results of GPUs."""
-    return [data for data in found if not data["emulated"]]
+def summarize(found: list[dict[str, Any]]) -> str:
+    """Return a summary of each GPU: the newest attempt of each part; of emulated kernels if no GPU ran anything."""
+    devices: dict[str, list[dict[str, Any]]] = {}
+    for data in found:
+        if not data["emulated"]:
+            devices.setdefault(data["device"]["name"], []).append(data)
+    if devices:
+        return "\n\n".join(_summary(files) for files in devices.values())
+    return "\n\n".join(["**None of this was run on a GPU yet.**", *(_summary([data]) for data in found)])
 
 
-def state(found: list[dict[str, Any]]) -> str:
-    """What was run on GPUs so far, in a sentence each."""
-    lines = [_run_on(data) for data in on_devices(found)]
-    if lines:
-        return "\n\n".join([*lines, "See [what was measured](#what-was-measured). The models below came before."])
-    return "**None of this was run on a GPU yet.**"
+def _summary(files: list[dict[str, Any]]) -> str:
+    """Summarize all files of a device."""
+    newest: dict[str, dict[str, Any]] = {}
+    for data in files:
+        for name, attempt in last_attempts(data):
+            if name not in newest or newest[name]["date"] < attempt["date"]:
+                newest[name] = attempt
+    emulated = files[-1]["emulated"]
+    done = {part.name: newest[part.name] for part in PARTS if newest.get(part.name, {}).get("status") == "done"}
+    rows = [[f"`{name}`", *row] for name, attempt in done.items() for row in _rows_of(attempt["results"], emulated)]
+    not_kept = [f"`{name}`" for name, attempt in done.items() if broken(attempt, emulated)]
+    said = f"All limits are kept except in {', '.join(not_kept)}." if not_kept else "All limits are kept."
+    about = f"**Emulated kernels on a CPU**: {len(done)} of {len(PARTS)} parts finished. No time here means anything."
+    if not emulated:
+        about = f"**Run on {_device(files[-1])}: {len(done)} of {len(PARTS)} parts finished. {said}"
+    return f"{_wrapped(about)}\n\n{_table(['part', 'result', 'measured', 'limit', 'kept'], rows)}"
 
 
-def _run_on(data: dict[str, Any]) -> str:
-    attempts = dict(last_attempts(data))
-    done = {name: broken(attempt, False) for name, attempt in attempts.items() if attempt["status"] == "done"}
-    kept = [f"`{name}`" for name, promises in done.items() if not promises]
-    not_kept = [f"`{name}`" for name, promises in done.items() if promises]
-    told = [f"{len(done)} of {len(PARTS)} parts are finished"]
-    told += [f"all that is promised holds in {', '.join(kept)}"] if kept else []
-    told += [f"not in {', '.join(not_kept)}"] if not_kept else []
-    return _wrapped(f"**Run on {data['device']['name']}** (sources {data['sources'][:8]}): {'; '.join(told)}.")
+def _device(data: dict[str, Any]) -> str:
+    """Name a device, and the releases that its times depend on."""
+    names = ("transformer-engine", "megatron-core", "torch", "numpy", "numba-cuda")
+    versions = ", ".join(f"{name} {data['versions'][name]}" for name in names if name in data["versions"])
+    return f"{data['device']['name']}**, {versions}"
 
 
-def body(found: list[dict[str, Any]]) -> str:
-    """The tables of all GPUs, or, as long as there are none, those of emulated kernels."""
-    return "\n\n".join(tables_of(data) for data in on_devices(found) or found)
+def _rows_of(results: dict[str, Any], emulated: bool) -> list[list[str]]:
+    """Return the rows of a part: what `SHOWN` names, and everything else that has a limit."""
+    rows, before = [], ""
+    for m in results["measures"]:
+        relative = m["what"].startswith(("the others", "the same", "more than"))  # to the row before
+        before = f"{before}: {m['what']}" if relative else m["what"]
+        limited = m["kept"] is not None and (m["kept"] is False or not isinstance(m["value"], str))
+        if before in SHOWN or limited:
+            meaningless = emulated and m["of_time"]
+            kept = "" if m["kept"] is None or meaningless else "yes" if m["kept"] else "**no**"
+            rows.append([SHOWN.get(before, before), EMULATED if meaningless else _measured(m), m["limit"], kept])
+    lines = results.get("lines", [])
+    for key, name, unit in (("ratio", "rate, compared with a copy", ""), ("host_us", "host time of a call", " us")):
+        if values := [line[key] for line in lines if line.get(key) is not None]:
+            low, high = (_cell(value, COLUMNS[key][1]) for value in (min(values), max(values)))
+            rows.append([name, EMULATED if emulated else f"{low} to {high}{unit}", "", ""])
+    for line in (line for line in lines if "tool" in line):
+        cost = EMULATED if emulated else f"{_cell(line['sampled'], COLUMNS['sampled'][1])} unsampled steps"
+        rows.append([f"a sampled step with {line['tool']}", cost, "", ""])
+    return rows
 
 
 def tables_of(data: dict[str, Any]) -> str:
@@ -128,9 +185,13 @@ def _measures(measures: list[dict[str, Any]], emulated: bool) -> str:
 def _row(m: dict[str, Any], meaningless: bool) -> list[str]:
     if meaningless:
         return [m["what"], EMULATED, m["limit"]]
-    shown = f"{m['value']} of {m['of']}" if "of" in m else _number(m, _format_of(m["value"]))
     verdict = "" if m["kept"] is None else ": kept" if m["kept"] else ": BROKEN"
-    return [m["what"], f"{shown} {m['unit']}".rstrip(), f"{m['limit']}{verdict}"]
+    return [m["what"], _measured(m), f"{m['limit']}{verdict}"]
+
+
+def _measured(m: dict[str, Any]) -> str:
+    shown = f"{m['value']} of {m['of']}" if "of" in m else _number(m, _format_of(m["value"]))
+    return f"{shown} {m['unit']}".rstrip()
 
 
 def _lines(lines: list[dict[str, Any]], emulated: bool) -> str:
