@@ -103,13 +103,14 @@ def _summary(files: list[dict[str, Any]]) -> str:
                 newest[name] = attempt
     emulated = files[-1]["emulated"]
     done = {part.name: newest[part.name] for part in PARTS if newest.get(part.name, {}).get("status") == "done"}
-    rows = [[f"`{name}`", *row] for name, attempt in done.items() for row in _rows_of(attempt["results"], emulated)]
+    tables = {name: _rows_of(attempt["results"], emulated) for name, attempt in done.items()}
+    rows = [[f"`{name}`" if row is table[0] else "", *row] for name, table in tables.items() for row in table]
     not_kept = [f"`{name}`" for name, attempt in done.items() if broken(attempt, emulated)]
     said = f"All limits are kept except in {', '.join(not_kept)}." if not_kept else "All limits are kept."
     about = f"**Emulated kernels on a CPU**: {len(done)} of {len(PARTS)} parts finished. No time here means anything."
     if not emulated:
         about = f"**Run on {_device(files[-1])}: {len(done)} of {len(PARTS)} parts finished. {said}"
-    return f"{_wrapped(about)}\n\n{_table(['part', 'result', 'measured', 'limit', 'kept'], rows)}"
+    return f"{_wrapped(about)}\n\n{_table(['part', 'result', 'measured', 'limit'], rows)}"
 
 
 def _device(data: dict[str, Any]) -> str:
@@ -128,16 +129,16 @@ def _rows_of(results: dict[str, Any], emulated: bool) -> list[list[str]]:
         limited = m["kept"] is not None and (m["kept"] is False or not isinstance(m["value"], str))
         if before in SHOWN or limited:
             meaningless = emulated and m["of_time"]
-            kept = "" if m["kept"] is None or meaningless else "yes" if m["kept"] else "**no**"
-            rows.append([SHOWN.get(before, before), EMULATED if meaningless else _measured(m), m["limit"], kept])
+            limit = m["limit"] + (": **not kept**" if m["kept"] is False and not meaningless else "")
+            rows.append([SHOWN.get(before, before), EMULATED if meaningless else _measured(m), limit])
     lines = results.get("lines", [])
     for key, name, unit in (("ratio", "rate, compared with a copy", ""), ("host_us", "host time of a call", " us")):
         if values := [line[key] for line in lines if line.get(key) is not None]:
             low, high = (_cell(value, COLUMNS[key][1]) for value in (min(values), max(values)))
-            rows.append([name, EMULATED if emulated else f"{low} to {high}{unit}", "", ""])
+            rows.append([name, EMULATED if emulated else f"{low} to {high}{unit}", ""])
     for line in (line for line in lines if "tool" in line):
         cost = EMULATED if emulated else f"{_cell(line['sampled'], COLUMNS['sampled'][1])} unsampled steps"
-        rows.append([f"a sampled step with {line['tool']}", cost, "", ""])
+        rows.append([f"a sampled step with {line['tool']}", cost, ""])
     return rows
 
 
