@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -15,10 +14,15 @@ PAGE = (ROOT / "docs" / "compare.md").read_text()
 TASKS = ("compare", "diagnose", "diagnose alone")
 
 
-@pytest.mark.parametrize("found", MEASURED, ids=lambda found: f"{found['rows'] / 1e6:.0f} million rows")
-def test_a_row_of_the_table_is_what_was_measured(found: dict[str, object]) -> None:
-    cells = [f"{found[task]['seconds']:.0f} s, {found[task]['gb']:.1f} GB" for task in TASKS]  # type: ignore[index]
-    assert f"| {found['samples']} | {found['rows'] / 1e6:.0f} million | {' | '.join(cells)} |" in PAGE  # type: ignore[operator]
+def test_rows_of_the_table_are_what_was_measured() -> None:
+    rows = {
+        f"| {found['samples']} | {found['rows'] / 1e6:.0f} million | "
+        + " | ".join(f"{found[task]['seconds']:.0f} s, {found[task]['gb']:.1f} GB" for task in TASKS)
+        + " |"
+        for found in MEASURED
+    }
+    shown = [line for line in PAGE.splitlines() if " million | " in line]
+    assert len(shown) == 3 and {*shown} < rows
 
 
 def test_the_longest_record_takes_no_more_than_is_promised() -> None:
@@ -40,14 +44,12 @@ def test_the_tab_takes_what_the_page_says() -> None:
     assert f"the map of layers by steps {tab['layers by steps']:.1f} s, and {tab['gb']:.1f} GB" in text
 
 
-@pytest.mark.parametrize("found", CLUSTERS, ids=lambda found: f"{found['rows'] / 1e6:.0f} million rows")
-def test_clusters_take_what_the_page_says(found: dict[str, Any]) -> None:
-    two = found["processes"]
-    cells = [f"{two['one']:.0f} and {two['two_at_once']:.0f} s, {two['times_faster']}"]
-    cells += [
-        f"{of['workers_1']:.0f} and {of['workers_2']:.0f} s, {of['times_faster']}" for of in (found["ray"], found["dask"])
-    ]
-    assert f"| {found['rows'] / 1e6:.0f} million | {' | '.join(cells)} |" in PAGE
+def test_clusters_take_what_the_page_says() -> None:
+    longest = max(CLUSTERS, key=lambda found: found["rows"])
+    ray, dask = (longest[engine]["times_faster"] for engine in ("ray", "dask"))
+    text = " ".join(PAGE.split())
+    assert f"On {longest['rows'] / 1e6:.0f} million rows" in text
+    assert f"two workers are {ray} times as fast as one with Ray and {dask} times with Dask" in text
 
 
 @pytest.mark.parametrize("engine", ["ray", "dask"])

@@ -43,7 +43,8 @@ from tensorboard import default, program
 from typer.main import get_command
 from typer.testing import CliRunner
 
-from nemo_fp8_debug import Monitor, diagnose
+from nemo_fp8_debug import Monitor, compare, diagnose
+from nemo_fp8_debug.analysis.story.summary import summarize
 from nemo_fp8_debug.cli import app
 from nemo_fp8_debug.options.control_file import Control
 from nemo_fp8_debug.plan.plan import Plan
@@ -251,6 +252,10 @@ class TestOutput:
         told = TestCommands().run(words).splitlines()
         shown = {"gate.md": slice(0, 2), "learn.md": slice(0, 1)}[section]
         check_text(find_block("text", section), "\n".join(told[shown]))
+
+    def test_of_a_comparison(self) -> None:
+        found = compare(*(RECORDS / name for name in ("bad", "baseline", "reference")))
+        check_text(find_block("text", "compare.md"), wrapped(summarize(found)))
 
     def test_of_dumps(self, place: Path) -> None:
         record_run(Path("dumped"), range(120, 121), dump=["layers.3.*"])
