@@ -132,11 +132,12 @@ class TestCommands:
             shutil.rmtree("runs/bad")
             shutil.copytree(LOGS, "runs/bad/tensor_inspect/nvdlfw_inspect_statistics_logs")
         if section == "gate.md":
+            write_benchmark_runs(Path("runs"), GATED)
+        if section == "gate.md#judge-a-recipe":
             for name in "abc":
                 shutil.copytree(f"runs/seed_{'abc'.index(name) + 1}", f"bf16_{name}")
                 record_run(Path(f"fp8_{name}"), seed=10 + "abc".index(name))
-            write_benchmark_runs(Path("runs"), GATED)
-        if section == "learn.md":
+        if section == LEARN:
             write_benchmark_runs(Path("runs"), LEARNED)
 
     def run(self, words: list[str]) -> str:
@@ -215,6 +216,7 @@ class TestCommands:
             assert all((ROOT / word).exists() for word in arguments if "/" in word)
 
 
+LEARN = "gate.md#runs-without-a-baseline"
 #: clean runs of the benchmark: an FP8 run beside one with the same batches, and healthy runs of a class
 GATED = {"fp8": ("gpt-000", "deep"), "bf16": ("gpt-000", "deep-near")}
 LEARNED = {
@@ -245,12 +247,12 @@ class TestOutput:
         rest = [cut(line) for line in "\n".join(rest).splitlines()]
         check_text(find_block("text", "start.md#the-demo"), "\n".join([wrapped(verdict), *rest]))
 
-    @pytest.mark.parametrize(("section", "made"), [("gate.md", GATED), ("learn.md", LEARNED)])
+    @pytest.mark.parametrize(("section", "made"), [("gate.md", GATED), (LEARN, LEARNED)])
     def test_of_benchmark_runs(self, section: str, made: dict[str, Any], place: Path) -> None:
         write_benchmark_runs(Path("runs"), made)
         words = commands(SH[section])[0]
         told = TestCommands().run(words).splitlines()
-        shown = {"gate.md": slice(0, 2), "learn.md": slice(0, 1)}[section]
+        shown = {"gate.md": slice(0, 2), LEARN: slice(0, 1)}[section]
         check_text(find_block("text", section), "\n".join(told[shown]))
 
     def test_of_a_comparison(self) -> None:
