@@ -45,7 +45,7 @@ from typer.testing import CliRunner
 
 from nemo_fp8_debug import Monitor, compare, diagnose
 from nemo_fp8_debug.analysis.story.summary import summarize
-from nemo_fp8_debug.cli import app
+from nemo_fp8_debug.cli import COMMANDS, app
 from nemo_fp8_debug.options.control_file import Control
 from nemo_fp8_debug.plan.plan import Plan
 from nemo_fp8_debug.record.schema import SCHEMAS
@@ -66,6 +66,7 @@ ALONE = {"attach.md#deepspeed": {"DS_ACCELERATOR": "cpu", "LOCAL_RANK": "0"}}
 PYTHON = {block.name: block for block in BLOCKS if block.language in ("python", "pycon")}
 HERE = [name for name in PYTHON if name not in (*ELSEWHERE, *ALONE)]
 SH = {block.name: block for block in BLOCKS if block.language == "sh"}
+CONTROL, LEARN = "commands.md#change-a-run-while-it-goes-on", "gate.md#runs-without-a-baseline"
 RECORDS = ROOT / "scripts/validation/main_job/records"
 LOGS = ROOT / "tests/record/logs/transformer_engine/nvdlfw_inspect_statistics_logs"
 
@@ -123,12 +124,12 @@ class TestCommands:
 
     def prepare(self, section: str) -> None:
         """Make what commands of a section name beside the runs of all."""
-        if section == "audit.md":
+        if section == "commands.md#audit-a-checkpoint":
             Path("CHECKPOINT").mkdir()
             save_file({"model.layers.0.mlp.down_proj.weight": torch.randn(64, 64)}, "CHECKPOINT/model.safetensors")
-        if section == "dump.md#while-the-run-goes-on":
+        if section == CONTROL:
             go_on(Path("runs/a/fp8_debug"))
-        if section == "import.md":
+        if section == "commands.md#import-logs-of-other-tools":
             shutil.rmtree("runs/bad")
             shutil.copytree(LOGS, "runs/bad/tensor_inspect/nvdlfw_inspect_statistics_logs")
         if section == "gate.md":
@@ -216,7 +217,6 @@ class TestCommands:
             assert all((ROOT / word).exists() for word in arguments if "/" in word)
 
 
-LEARN = "gate.md#runs-without-a-baseline"
 #: clean runs of the benchmark: an FP8 run beside one with the same batches, and healthy runs of a class
 GATED = {"fp8": ("gpt-000", "deep"), "bf16": ("gpt-000", "deep-near")}
 LEARNED = {
@@ -263,7 +263,9 @@ class TestOutput:
         record_run(Path("dumped"), range(120, 121), dump=["layers.3.*"])
         found = min(Path("dumped/fp8_debug/tensors").rglob("*.input.*"))
         check_text(
-            find_block("text", "dump.md#dump-tensors"), str(found.relative_to("dumped/fp8_debug")), r"[0-9a-f]{8}(?=\.safe)"
+            find_block("text", "commands.md#dump-tensors"),
+            str(found.relative_to("dumped/fp8_debug")),
+            r"[0-9a-f]{8}(?=\.safe)",
         )
 
     def test_of_a_control_file(self, place: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -276,7 +278,7 @@ class TestOutput:
                 Path("runs/controlled/control.yaml").write_text("interval: 50\nlayers: [layers.3.*]\n")
         monitor.close()
         told = [line for line in capsys.readouterr().out.splitlines() if "control.yaml" in line]
-        check_text(find_block("text", "dump.md#while-the-run-goes-on"), "\n".join(told))
+        check_text(find_block("text", CONTROL), "\n".join(told))
 
     def test_of_a_wrong_kernel(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.syspath_prepend(ROOT / "tests/analysis")
@@ -303,6 +305,10 @@ def shape(path: str) -> str:
 class TestFiles:
     """Files that a page describes are as the product writes or reads them."""
 
+    def test_all_commands_are_listed(self) -> None:
+        listed = (ROOT / "docs/commands.md").read_text().partition("\n## ")[0]
+        assert {*re.findall(r"`(\w+)`", " ".join(re.findall(r"(?m)^\| ([^|]*) \|", listed)))} == {*COMMANDS}
+
     def test_names_of_a_record(self, place: Path) -> None:
         record = Path("runs/a/fp8_debug")
         (record / "control.yaml").write_text("")
@@ -325,7 +331,7 @@ class TestFiles:
 
     def test_control_file_and_plan_can_be_read(self, tmp_path: Path) -> None:
         for block in [block for block in BLOCKS if block.language in ("yaml", "json")]:
-            if block.section == "dump.md#while-the-run-goes-on":
+            if block.section == CONTROL:
                 assert Control.parse(block.text).steps
             elif block.section == "rescue.md":
                 (tmp_path / "plan.json").write_text(block.text)
