@@ -22,7 +22,7 @@ def test_rows_of_the_table_are_what_was_measured() -> None:
         for found in MEASURED
     }
     shown = [line for line in PAGE.splitlines() if " million | " in line]
-    assert len(shown) == 3 and {*shown} < rows
+    assert len(shown) == 2 and {*shown} < rows
 
 
 def test_the_longest_record_takes_no_more_than_is_promised() -> None:
@@ -42,14 +42,6 @@ def test_the_tab_takes_what_the_page_says() -> None:
     text, course = " ".join(PAGE.split()), tab["a tensor's course"]
     assert f"the course of one tensor {course:.2f} s" in text
     assert f"the map of layers by steps {tab['layers by steps']:.1f} s, and {tab['gb']:.1f} GB" in text
-
-
-def test_clusters_take_what_the_page_says() -> None:
-    longest = max(CLUSTERS, key=lambda found: found["rows"])
-    ray, dask = (longest[engine]["times_faster"] for engine in ("ray", "dask"))
-    text = " ".join(PAGE.split())
-    assert f"On {longest['rows'] / 1e6:.0f} million rows" in text
-    assert f"two workers are {ray} times as fast as one with Ray and {dask} times with Dask" in text
 
 
 @pytest.mark.parametrize("engine", ["ray", "dask"])
