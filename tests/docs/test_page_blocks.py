@@ -315,7 +315,7 @@ class TestFiles:
         apart = {shape(str(path.relative_to(record))) for path in record.rglob("*.*")}
         CliRunner().invoke(app, ["compact", "runs/a"])
         there = apart | {shape(str(path.relative_to(record))) for path in record.rglob("*.*")}
-        block = find_block("text", "record.md")
+        block = find_block("text", "record.md#files")
         described = {name for line in block.text.splitlines() for name in re.split(", ", re.split("  +", line)[0])}
         tables = {name.rstrip("/").partition("/")[0] for name in described}
         assert tables == {*SCHEMAS, "tensors", "attempt-0.json", "control.yaml", "status.json"}
