@@ -8,21 +8,21 @@ from typing import Any
 
 from .fault_cases import FAULTS
 from .faults import longest
-from .simulation import PARTS, WHOLE
+from .simulation import WHOLE
 
 #: what follows from each fault, if all is as promised
 FOLLOWS = {
     "killed": "the lowest other rank warned, sampling ended",
-    "stopped": "as killed; the rank stayed silent when it went on after 9 s",
-    "delayed": "nothing: every sample is there, of all ranks (1.5 s)",
+    "stopped": "as killed. The rank stayed silent when it went on after 9 s",
+    "delayed": "no sample is missing (delay 1.5 s)",
     "cut off": "one rank on each side warned, sampling ended",
-    "disk full": "the first rank warned; every sample is there once there was room again",
-    "restarted": "as killed; the new process trained on, unmonitored and silent",
-    "other batch": "nothing: its rows count too",
-    "other shapes": "nothing: histograms of its layers count too",
-    "other GEMMs": "nothing: rows say of how many ranks they are",
-    "other dtype": "a warning names the operands, which are left out",
-    "other steps": "the first rank warned, sampling ended",
+    "disk full": "rank 0 warned. No sample is missing once there was room",
+    "restarted": "as killed. The new process trained unmonitored",
+    "other batch": "its rows count too",
+    "other shapes": "its histograms count too",
+    "other GEMMs": "rows give their number of ranks",
+    "other dtype": "a warning names the operands that are left out",
+    "other steps": "rank 0 warned, sampling ended",
 }
 
 
@@ -33,10 +33,7 @@ def read(name: str) -> dict[str, Any]:
 
 def waits() -> list[str]:
     worlds = read("waits.json")["worlds"]
-    return [
-        row(world, of["waited_ms"]["median"], of["net_ms"]["median"], of["net_ms"]["p95"], of["net_ms"]["most"])
-        for world, of in worlds.items()
-    ]
+    return [row(world, of["net_ms"]["median"], of["net_ms"]["p95"], of["net_ms"]["most"]) for world, of in worlds.items()]
 
 
 def faults() -> list[str]:
@@ -48,7 +45,7 @@ def compared() -> list[str]:
     rows = []
     for world, of in read("simulation.json")["worlds"].items():
         both = [sum(of[kind][part] for part in ("packing", "reducing")) for kind in ("predicted", "measured")]
-        pairs = [(of["predicted"][part], of["measured"][part], of["off_by"][part]) for part in PARTS]
+        pairs = [(of["predicted"][part], of["measured"][part], of["off_by"][part]) for part in ("message", "gathering")]
         cells = [f"{p:.2g} ({m:.2g}), {off:+.0%}" for p, m, off in [(*both, of["off_by"][WHOLE]), *pairs]]
         rows.append(row(world, *cells))
     return rows
@@ -56,10 +53,7 @@ def compared() -> list[str]:
 
 def predicted() -> list[str]:
     names = ("packing", "reducing", "gathering", "message")
-    return [
-        row(f"{of['ranks']:,}", of["stages"], f"{of['of_a_stage']:,}", *(of[name] for name in names))
-        for of in read("simulation.json")["table"]
-    ]
+    return [row(f"{of['ranks']:,}", of["stages"], *(of[name] for name in names)) for of in read("simulation.json")["table"]]
 
 
 def row(*cells: object) -> str:
