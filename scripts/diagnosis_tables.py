@@ -1,9 +1,10 @@
-"""Writes tables about `diagnose` into its pages of the documentation: `scripts/diagnosis_tables.py [--check]`."""
+"""Write the tables of rules, thresholds and measured accuracy into the pages: `scripts/diagnosis_tables.py [--check]`."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,74 +18,103 @@ from nemo_fp8_debug.analysis.diagnosis.finding import CAUSES
 from nemo_fp8_debug.analysis.diagnosis.rule import load_rules
 
 ROOT = Path(__file__).parents[1]
-PAGES = tuple(ROOT / "docs" / name for name in ("diagnose.md", "bug_reports.md"))
+PAGES = tuple(ROOT / "docs" / name for name in ("diagnose.md", "accuracy.md", "bug_reports.md"))
 _VALIDATION = ROOT / "scripts" / "validation"
 COUNTS = _VALIDATION / "fault_injection" / "verdicts.json"
 HELD_OUT = _VALIDATION / "held_out" / "counts.json"
 REPORTS = _VALIDATION / "bug_reports" / "said.json"
-_MARKS = {"right": "✔", "cannot tell": "?", "wrong": "✖", "-": "-"}
+GATE = _VALIDATION / "gate_coverage.json"
+PRODUCTS = _VALIDATION / "product_faults" / "results.json"
+_MARKS = {"right": "✔", "cannot tell": "?", "wrong": "✖"}
 _WAYS = ("same batches", "other seed", "alone")
-_QUESTIONS = (
-    "culprit first",
-    "cause",
-    "harm right, cannot tell left out",
-    "harmed, and cannot tell",
-    "software blamed on an operand",
-    "clean, accused",
-    "a sentence is false",
-)
+#: questions of the benchmark's counts, and how the page puts them
+_QUESTIONS = {
+    "culprit first": "first tensor right",
+    "cause": "cause right",
+    "harm right, cannot tell left out": "harm right, if stated",
+    "harmed, and cannot tell": "harm unknown, though harmed",
+    "software blamed on an operand": "other fault blamed on FP8",
+    "clean, accused": "healthy run accused",
+    "a sentence is false": "verdict with a false sentence",
+}
+#: the same of the held-out set
+_HELD_OUT_QUESTIONS = {
+    "tensor right, faults of an operand": "first tensor right",
+    "cause right": "cause right",
+    "cause right, and harmed": "cause right, harmed runs",
+    "cause wrong": "cause wrong",
+    "cause cannot be told": "cause unknown",
+    "harm right where stated": "harm right, if stated",
+    "harm cannot be told, harmed": "harm unknown, though harmed",
+    "harm cannot be told, not harmed": "harm unknown, not harmed",
+    "says nothing is wrong, high confidence, falsely": "called healthy with high confidence, falsely",
+    "clean, accused": "healthy run accused",
+    "clean, called harmed": "healthy run called harmed",
+    "a sentence is false": "verdict with a false sentence",
+}
+#: faults of one product, by the name of their kernel
+_PRODUCT_FAULTS = {
+    "power_of_two": "scale wrong by a power of two",
+    "factor": "factor of 1 + 2^-6",
+    "dropped_block": "a sixteenth of the sum is left out",
+    "stale_operand": "operand off by a thousandth, as before an update",
+    "transposed": "operand read transposed",
+    "wrong_rows": "a quarter of the rows are their neighbors",
+    "one_value": "highest exponent bit flipped in half of the values",
+    "rounded_sums": "sums kept in BF16",
+}
+_DTYPES = {"bfloat16": "BF16", "float16": "FP16", "float32": "float32"}
+#: share of flipped bits that counts as found, and the least chance that the page shows
+_FOUND, _LEAST_CHANCE = 0.95, 0.05
 
 
 def list_rules() -> Iterator[tuple[str, ...]]:
-    """Yield each rule, what it names, and an example: its docstring."""
-    yield "rule", "names", "example"
+    """Yield each rule and what it names: the first sentence of its docstring."""
+    yield "rule", "names"
     for rule in load_rules():
-        text = " ".join(rule.description.split())
-        what, _, example = text.partition("Example: ")
-        yield f"**{rule.name}**", re.split(r"(?<=\.) ", what)[0].strip(), example
+        sentence = re.split(r"(?<=\.) ", " ".join(rule.description.split()))[0]
+        yield f"**{rule.name}**", sentence.removeprefix("Name ").removesuffix(".")
 
 
 def list_causes() -> Iterator[tuple[str, ...]]:
-    """Yield each cause, what it means, and what to do."""
-    yield "cause", "means", "do"
+    """Yield each cause and what it means."""
+    yield "cause", "means"
     for name, cause in CAUSES.items():
         if cause.kind != "nothing":
-            yield (
-                f"`{name}`",
-                cause.means.replace("{tensor}", "a tensor"),
-                cause.advice or "look at what computes the tensor",
-            )
+            yield f"`{name}`", cause.means.replace("{tensor}", "a tensor")
 
 
 def list_thresholds() -> Iterator[tuple[str, ...]]:
     """Yield each threshold, its value, and its reason."""
     yield "threshold", "value", "reason"
     for each in thresholds.TABLE:
-        yield f"`{each.name}`", f"{each.value:g} {each.unit}".strip(), each.reason
+        yield f"`{each.name}`", _show_threshold(each), each.reason
 
 
 def list_answers() -> Iterator[tuple[str, ...]]:
     """Yield how often verdicts on the benchmark are right, with 95% intervals (Wilson)."""
     counts = json.loads(COUNTS.read_text(encoding="utf-8"))
-    yield "question", "same batches", "another seed", "no baseline"
-    for interval in (name for name in counts if name.isdigit()):
-        for title, by_baseline in counts[interval].items():
-            if title in _QUESTIONS:
-                shares = [_show_share(*by_baseline[kind]) for kind in ("near", "other", "none")]
-                yield f"{title}, every {interval}th step", *shares
+    yield "question", "sampled every", "same batches", "another seed", "no baseline"
+    for title, shown in _QUESTIONS.items():
+        by_shares: dict[tuple[str, ...], list[str]] = {}
+        for interval in (name for name in counts if name.isdigit()):
+            shares = (_show_share(*counts[interval][title][kind]) for kind in ("near", "other", "none"))
+            by_shares.setdefault(tuple(shares), []).append(interval)
+        for shares_of, intervals in by_shares.items():
+            yield shown, f"{' or '.join(intervals)} steps", *shares_of
 
 
 def list_held_out() -> Iterator[tuple[str, ...]]:
     """Yield how often verdicts on the held-out set are right."""
-    counts = json.loads(HELD_OUT.read_text(encoding="utf-8"))
+    goals = json.loads(HELD_OUT.read_text(encoding="utf-8"))["goals"]
     yield "question", "same batches", "another seed", "no baseline"
-    for title, by_baseline in counts["goals"].items():
-        yield title, *(_show_share(*by_baseline.get(kind, (0, 0))) for kind in ("near", "other", "alone"))
+    for title, shown in _HELD_OUT_QUESTIONS.items():
+        yield shown, *(_show_share(*goals[title].get(kind, (0, 0))) for kind in ("near", "other", "alone"))
 
 
 def list_reliability() -> Iterator[tuple[str, ...]]:
     """Yield how often verdicts of each confidence are right, on each benchmark."""
-    yield "confidence", "promised", "the benchmark", "held out", "bug reports"
+    yield "confidence", "promised", "benchmark", "held-out set", "bug reports"
     counts = [json.loads(path.read_text(encoding="utf-8"))["confidence"] for path in (COUNTS, HELD_OUT)]
     counts.append(count_confidence(json.loads(REPORTS.read_text(encoding="utf-8"))))
     for level, promised in (("high", "95%"), ("medium", "80%")):
@@ -97,43 +127,129 @@ def count_confidence(reports: Sequence[Mapping[str, Any]]) -> dict[str, tuple[in
     found = {}
     for level in ("high", "medium"):
         here = [said["scores"] for said in verdicts if said["confidence"] == level]
-        found[level] = sum("wrong" not in (each["tensor"], each["cause"]) for each in here), len(here)
+        found[level] = sum(_mark(each) != "wrong" for each in here), len(here)
     return found
 
 
 def list_report_counts() -> Iterator[tuple[str, ...]]:
     """Yield how often tensor and cause are right on bug reports: all, and those that nobody had looked at."""
     reports = json.loads(REPORTS.read_text(encoding="utf-8"))
-    yield "reports", "compared with", "right", "cannot tell", "wrong"
+    yield "reports", "count", *_WAYS
     groups = {
-        "handed over": [each for each in reports if not each["new"] and not each["variant"]],
+        "given to us": [each for each in reports if not each["new"] and not each["variant"]],
         "found by us, seen": [each for each in reports if each["new"] and not each["drawn"]],
         "found by us, drawn": [each for each in reports if each["drawn"]],
     }
     for group, chosen in groups.items():
-        for way in _WAYS:
-            scores = [each["said"][way]["scores"] for each in chosen]
-            pairs = [(each["tensor"], each["cause"]) for each in scores]
-            worst = [next((mark for mark in ("wrong", "cannot tell") if mark in pair), "right") for pair in pairs]
-            yield group, way, *(f"{worst.count(s)} of {len(chosen)}" for s in ("right", "cannot tell", "wrong"))
+        marks = [[_mark(each["said"][way]["scores"]) for each in chosen] for way in _WAYS]
+        shown = (", ".join(f"{of_way.count(mark)} {_MARKS[mark]}" for mark in _MARKS) for of_way in marks)
+        yield group, str(len(chosen)), *shown
 
 
 def list_reports() -> Iterator[tuple[str, ...]]:
-    """Yield each bug report, what is right to say of it, and what `diagnose` and a monitor say."""
-    yield "report", "what it was", "right", "`diagnose` says, compared with the same batches", *_WAYS[1:], "norms and NaN"
+    """Yield each bug report: what `diagnose` and a monitor say, and whether `diagnose` is right."""
+    yield "report", "what it was", "`diagnose` says", "right", "norms and NaN"
     for each in json.loads(REPORTS.read_text(encoding="utf-8")):
-        link = f"[{each['link'].removeprefix('https://github.com/').split('/blob/')[0]}]({each['link']}), {each['date']}"
-        marks = [" ".join(_MARKS[mark] for mark in each["said"][way]["scores"].values()) for way in _WAYS]
-        says = each["said"][_WAYS[0]]["headline"].replace("|", "\\|")
-        link += ", drawn" if each["drawn"] else ""
-        yield link, each["what"], each["answer"], f"{marks[0]} {says}", *marks[1:], each["monitor"]
+        owner, repository, *place = each["link"].removeprefix("https://github.com/").split("/")
+        title = f"{owner}/{repository}" + (f"#{place[1]}" if place[0] in ("issues", "pull") else "")
+        link = f"[{title}]({each['link']}){', drawn' if each['drawn'] else ''}"
+        marks = "".join(_MARKS[_mark(each["said"][way]["scores"])] for way in _WAYS)
+        yield link, each["what"], _shorten(each["said"][_WAYS[0]]["headline"]).replace("|", "\\|"), marks, each["monitor"]
+
+
+def list_gates() -> Iterator[tuple[str, ...]]:
+    """Yield how often `gate` is right, and how far from the limit a gap must be for it to decide."""
+    results = json.loads(GATE.read_text(encoding="utf-8"))
+    groups = ("the same batches", "other batches")
+    lengths = list(results[groups[0]]["by steps"])
+    yield ("batches", "interval holds the gap", "bad run passes", "good run fails", *(f"{int(n):,} steps" for n in lengths))
+    for group in groups:
+        found = results[group]
+        names = ("interval holds the gap, %", "pass at or above the limit, %", "fail at or below the limit, %")
+        decided = (found["by steps"][n]["points from the limit that are decided in 90 of 100"] for n in lengths)
+        yield group, *(f"{found[name]:g}%" for name in names), *(f"{points:.2g}" for points in decided)
+
+
+def list_clean_products() -> Iterator[tuple[str, ...]]:
+    """Yield how many products of healthy models were checked, and how near the farthest came to its bound."""
+    yield "CPU", "blocks", "values", "called wrong", "largest error over its bound"
+    for cpu, found in json.loads(PRODUCTS.read_text(encoding="utf-8")).items():
+        clean = found["clean"]
+        yield (
+            cpu,
+            f"{clean['blocks']:,}",
+            f"{clean['values'] / 1e6:.0f} million",
+            str(len(clean["wrong"])),
+            f"{clean['largest']:.3f}",
+        )
+
+
+def list_product_faults() -> Iterator[tuple[str, ...]]:
+    """Yield how often a faulty product was named."""
+    yield "fault", "BF16", "float32"
+    for name, by_dtype in _of_products("recall").items():
+        yield (
+            _PRODUCT_FAULTS[name],
+            *(f"{100 * by_dtype[dtype]['named'] / by_dtype[dtype]['runs']:g}%" for dtype in ("bfloat16", "float32")),
+        )
+
+
+def list_flips() -> Iterator[tuple[str, ...]]:
+    """Yield the lowest bit from which on nearly every flip in a checked value is found."""
+    yield "dtype", "bits", "Y", "dX", "dW"
+    for dtype, by_product in _of_products("flips").items():
+        first = {}
+        for product, shares in by_product.items():
+            missed = [bit for bit, share in enumerate(shares) if share < _FOUND]
+            first[product] = f"bit {max(missed) + 1 if missed else 0}"
+        width = str(len(by_product["fprop"]))
+        yield _DTYPES[dtype], width, *(first[product] for product in ("fprop", "dgrad", "wgrad"))
+
+
+def list_touched() -> Iterator[tuple[str, ...]]:
+    """Yield the chance that a sample checks a value that is wrong."""
+    yield "wrong", "chance"
+    for name, share in _of_products("touched").items():
+        what, amount = name.split()
+        if share >= _LEAST_CHANCE:
+            shown = f"{100 * float(amount):g}% of values" if what == "values" else f"{amount} of 4,096 rows"
+            yield shown, f"{100 * share:.1f}%"
+
+
+def _of_products(part: str) -> Any:
+    return json.loads(PRODUCTS.read_text(encoding="utf-8"))["AVX-512"][part]
+
+
+def _mark(scores: Mapping[str, str]) -> str:
+    """Return the worse mark of tensor and cause."""
+    pair = scores["tensor"], scores["cause"]
+    return next((mark for mark in ("wrong", "cannot tell") if mark in pair), "right")
+
+
+def _shorten(headline: str) -> str:
+    """Return the first sentence of a headline, and the second if only that one names a step."""
+    first, *others = re.split(r"(?<=\.) (?=[A-Z])", headline)
+    has_step = re.search(r"\bstep \d|first (sample|step)|nothing wrong", first)
+    return first if has_step or not others else f"{first} {others[0]}"
+
+
+def _show_threshold(each: thresholds.RuleThreshold) -> str:
+    """Return value and unit of a threshold: shares in percent, or as a power of two if they are tiny."""
+    value, unit = each.value, each.unit
+    if unit == "confidence" or unit.startswith("of "):
+        shown = f"{100 * value:g}%" if value >= 1e-3 else f"2^{round(math.log2(value))}"
+        return f"{shown} {unit}"
+    if unit.startswith("%"):
+        return f"{value:g}{unit}"
+    return f"{value:g} {unit.removesuffix('s') if value == 1 else unit}".strip()
 
 
 def _show_share(right: int, count: int) -> str:
     if not count:
         return "-"
     low, high = binomtest(right, count).proportion_ci(0.95, method="wilson")
-    return f"{right} of {count}: {100 * right / count:.1f}% [{100 * low:.1f}, {100 * high:.1f}]"
+    percent, low, high = (f"{round(100 * share, 1):g}" for share in (right / count, low, high))
+    return f"{percent}% ({right}/{count}) [{low}, {high}]"
 
 
 TABLES: dict[str, Callable[[], Iterator[tuple[str, ...]]]] = {
@@ -145,6 +261,11 @@ TABLES: dict[str, Callable[[], Iterator[tuple[str, ...]]]] = {
     "held out": list_held_out,
     "report counts": list_report_counts,
     "reports": list_reports,
+    "gates": list_gates,
+    "clean products": list_clean_products,
+    "product faults": list_product_faults,
+    "flips": list_flips,
+    "touched": list_touched,
 }
 
 

@@ -159,3 +159,4 @@ class TestData:
         assert len({each.name for each in thresholds.TABLE}) == len(thresholds.TABLE)
         for each in thresholds.TABLE:
             assert getattr(thresholds, each.name) == each.value and each.reason.endswith(".")
+            assert len(each.reason.split()) <= 15

@@ -166,6 +166,6 @@ def test_a_rescue_resumes_from_the_last_checkpoint_before_the_onset(since: int, 
 def test_what_pages_say_of_rescues_is_what_came_of_them() -> None:
     rescued, of = rescue.told(FOLDER.parent / "rescues").split(" rescued")[0].split(" of ")
     assert (
-        f"{rescued} of {of} come within 2%" in " ".join((Path(__file__).parents[2] / "docs/diagnose.md").read_text().split())
+        f"{rescued} of {of} come within 2%" in " ".join((Path(__file__).parents[2] / "docs/accuracy.md").read_text().split())
         and int(of) >= 18
     )

@@ -283,7 +283,7 @@ def main() -> int:
     parser.add_argument("--baselines", nargs="+", choices=BASELINES, default=BASELINES)
     parser.add_argument("--intervals", nargs="+", type=int, default=INTERVALS, help="multiples of 5")
     parser.add_argument("--share", type=float, default=1.0, help="of the benchmark's runs, drawn by a fixed seed")
-    parser.add_argument("--output", type=Path, help="file for the counts, which docs/diagnose.md shows")
+    parser.add_argument("--output", type=Path, help="file for the counts, which docs/accuracy.md shows")
     parser.add_argument("--failures", action="store_true", help="list each verdict that is wrong")
     parser.add_argument("--sentences", action="store_true", help="check the sentences of verdicts against raw losses")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
