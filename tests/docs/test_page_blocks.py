@@ -140,6 +140,8 @@ class TestCommands:
                 record_run(Path(f"fp8_{name}"), seed=10 + "abc".index(name))
         if section == LEARN:
             write_benchmark_runs(Path("runs"), LEARNED)
+        if section in ("diagnose.md", "fix.md"):
+            replace_runs(Path("runs"), DIAGNOSED)
 
     def run(self, words: list[str]) -> str:
         for between in ("&&", "|", ">"):
@@ -225,6 +227,15 @@ LEARNED = {
     for name in ("a", "b", "deep", "a-near", "b-near", "deep-near")
 }
 LEARNED |= {"new": ("gpt-100", "a")}
+#: a run that a stale scale of one operand harmed, and the same run without the fault
+DIAGNOSED = {"bad": ("gpt-302", "0-stale"), "baseline": ("gpt-302", "a-near")}
+
+
+def replace_runs(folder: Path, made: dict[str, tuple[str, str]]) -> None:
+    """Write runs of the benchmark in the place of those that are there."""
+    for name in made:
+        shutil.rmtree(folder / name)
+    write_benchmark_runs(folder, made)
 
 
 class TestOutput:
@@ -258,6 +269,10 @@ class TestOutput:
     def test_of_a_comparison(self) -> None:
         found = compare(*(RECORDS / name for name in ("bad", "baseline", "reference")))
         check_text(find_block("text", "compare.md"), wrapped(summarize(found)))
+
+    def test_of_a_stale_scale(self, place: Path) -> None:
+        replace_runs(Path("runs"), DIAGNOSED)
+        check_text(find_block("text", "diagnose.md"), wrapped(diagnose("runs/bad", "runs/baseline").verdict()))
 
     def test_of_dumps(self, place: Path) -> None:
         record_run(Path("dumped"), range(120, 121), dump=["layers.3.*"])
