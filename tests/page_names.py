@@ -269,8 +269,8 @@ NAMES: dict[str, Callable[[], Names]] = {
     "attach.md#torchao": plain_loop,
     "attach.md#torchtitan": torchtitan,
     "commands.md#emulate-fp8, 2": lambda: plain_loop() | {"checkpoint": {}},
-    "fix.md#what-is-written": megatron_modules,
-    "fix.md#what-is-written, 3": torchao_file,
+    "fix.md#megatron-bridge": megatron_modules,
+    "fix.md#torchao": torchao_file,
     "loggers.md": plain_loop,
 }
 
@@ -282,8 +282,8 @@ CHECKS: dict[str, Callable[[Names], None]] = {
     "attach.md#torchtitan": lambda names: train_titan(names),
     "commands.md#dump-tensors, 2": lambda names: require(set(names["tensors"]) == {"value", "codes", "scale"}),
     "commands.md#emulate-fp8, 2": lambda names: require(bool(names["checkpoint"]["fp8"])),
-    "fix.md#what-is-written": lambda names: require(bool(names["config"].model.quant_recipe.matchers)),
-    "fix.md#what-is-written, 3": lambda names: require("Float8Linear" in str(names["model"])),
+    "fix.md#megatron-bridge": lambda names: require(bool(names["config"].model.quant_recipe.matchers)),
+    "fix.md#torchao": lambda names: require("Float8Linear" in str(names["model"])),
 }
 
 

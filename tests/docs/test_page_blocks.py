@@ -59,7 +59,7 @@ ELSEWHERE = {
     "attach.md#nemo-2x-and-any-lightning-trainer": IN_NEMO,
     "attach.md#nemo-2x-and-any-lightning-trainer, 2": IN_NEMO,
     "index.md": IN_NEMO,
-    "fix.md#what-is-written, 2": IN_TE,
+    "fix.md#transformer-engine": IN_TE,
 }
 #: Python that any process of its own can run, and its environment
 ALONE = {"attach.md#deepspeed": {"DS_ACCELERATOR": "cpu", "LOCAL_RANK": "0"}}
@@ -273,6 +273,11 @@ class TestOutput:
     def test_of_a_stale_scale(self, place: Path) -> None:
         replace_runs(Path("runs"), DIAGNOSED)
         check_text(find_block("text", "diagnose.md"), wrapped(diagnose("runs/bad", "runs/baseline").verdict()))
+        TestCommands().run(["nemo-fp8-debug", "recommend", "runs/bad", "--baseline", "runs/baseline", "--output", "fix"])
+        (shown,), (made,) = (
+            json.loads(text)["changes"] for text in (find_block("json", "fix.md").text, Path("fix/plan.json").read_text())
+        )
+        assert shown == {name: made[name] for name in shown}
 
     def test_of_dumps(self, place: Path) -> None:
         record_run(Path("dumped"), range(120, 121), dump=["layers.3.*"])
@@ -340,7 +345,7 @@ class TestFiles:
 
     def test_options_of_megatron(self) -> None:
         """Megatron-LM's own parser needs Transformer Engine: tests/te/test_recommended_recipes.py asks it."""
-        option, file = find_block("text", "fix.md#what-is-written").text.split()
+        option, file = find_block("text", "fix.md#megatron-lm").text.split()
         arguments = Path(sys.prefix) / "bridge/megatron/training/arguments.py"
         assert f"'{option}'" in arguments.read_text() and file.startswith("fix/")
 
@@ -348,7 +353,7 @@ class TestFiles:
         for block in [block for block in BLOCKS if block.language in ("yaml", "json")]:
             if block.section == CONTROL:
                 assert Control.parse(block.text).steps
-            elif block.section == "rescue.md":
+            elif block.page.name == "fix.md":
                 (tmp_path / "plan.json").write_text(block.text)
                 assert Plan.load(tmp_path / "plan.json").changes
             else:

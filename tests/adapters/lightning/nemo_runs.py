@@ -96,7 +96,7 @@ def blocks_of_pages(folder: Path) -> dict[str, Any]:
     given = {"recipe": recipe, "run": nemo_run, "FP8DebugCallback": FP8DebugCallback}
     execute(find_block("python", "attach.md#nemo-2x-and-any-lightning-trainer, 2"), given)
     results = {"printed": printed.getvalue(), "interval": recipe.trainer.callbacks[-1].interval, "options": []}
-    for words in commands(find_block("sh", "rescue.md#seen")):
+    for words in commands(find_block("sh", "fix.md#example-of-a-rescue")):
         recipe_of = words[words.index("python") + 1 :]
         results["options"].append(parse_options(*recipe_of).run)
     return results

@@ -46,7 +46,7 @@ def cast_inputs(model: nn.Module) -> set[str]:
 @pytest.mark.usefixtures("fix")
 def test_quantizers_of_single_operands() -> None:
     names: dict[str, Any] = {"model": gpt(fp8=None)}
-    execute(find_block("python", "fix.md#what-is-written, 2"), names)
+    execute(find_block("python", "fix.md#transformer-engine"), names)
     with te.autocast(enabled=True, recipe=names["recipe"]):
         train(names["model"], steps=1)
     assert cast_inputs(names["model"]) == LAYERS - {FC2}
