@@ -37,6 +37,8 @@ _QUESTIONS = {
     "clean, accused": "healthy run accused",
     "a sentence is false": "verdict with a false sentence",
 }
+#: those that the page also answers for runs that were sampled more often
+_BY_INTERVAL = ("culprit first", "cause")
 #: the same of the held-out set
 _HELD_OUT_QUESTIONS = {
     "tensor right, faults of an operand": "first tensor right",
@@ -96,12 +98,9 @@ def list_answers() -> Iterator[tuple[str, ...]]:
     counts = json.loads(COUNTS.read_text(encoding="utf-8"))
     yield "question", "sampled every", "same batches", "another seed", "no baseline"
     for title, shown in _QUESTIONS.items():
-        by_shares: dict[tuple[str, ...], list[str]] = {}
-        for interval in (name for name in counts if name.isdigit()):
+        for interval in ("5", "20") if title in _BY_INTERVAL else ("20",):
             shares = (_show_share(*counts[interval][title][kind]) for kind in ("near", "other", "none"))
-            by_shares.setdefault(tuple(shares), []).append(interval)
-        for shares_of, intervals in by_shares.items():
-            yield shown, f"{' or '.join(intervals)} steps", *shares_of
+            yield shown, f"{interval} steps", *shares
 
 
 def list_held_out() -> Iterator[tuple[str, ...]]:
@@ -147,14 +146,15 @@ def list_report_counts() -> Iterator[tuple[str, ...]]:
 
 
 def list_reports() -> Iterator[tuple[str, ...]]:
-    """Yield each bug report: what `diagnose` and a monitor say, and whether `diagnose` is right."""
-    yield "report", "what it was", "`diagnose` says", "right", "norms and NaN"
+    """Yield each bug report: what `diagnose` says, whether it is right, and the alarm of a monitor, if any."""
+    yield "report", "what it was", "`diagnose` says", "norms and NaN"
     for each in json.loads(REPORTS.read_text(encoding="utf-8")):
         owner, repository, *place = each["link"].removeprefix("https://github.com/").split("/")
         title = f"{owner}/{repository}" + (f"#{place[1]}" if place[0] in ("issues", "pull") else "")
         link = f"[{title}]({each['link']}){', drawn' if each['drawn'] else ''}"
         marks = "".join(_MARKS[_mark(each["said"][way]["scores"])] for way in _WAYS)
-        yield link, each["what"], _shorten(each["said"][_WAYS[0]]["headline"]).replace("|", "\\|"), marks, each["monitor"]
+        says = _shorten(each["said"][_WAYS[0]]["headline"]).replace("|", "\\|")
+        yield link, each["what"], f"{marks} {says}", each["monitor"].replace("silent", "")
 
 
 def list_gates() -> Iterator[tuple[str, ...]]:
@@ -249,7 +249,7 @@ def _show_share(right: int, count: int) -> str:
         return "-"
     low, high = binomtest(right, count).proportion_ci(0.95, method="wilson")
     percent, low, high = (f"{round(100 * share, 1):g}" for share in (right / count, low, high))
-    return f"{percent}% ({right}/{count}) [{low}, {high}]"
+    return f"{percent}% ({right}/{count}) [{low}-{high}]"
 
 
 TABLES: dict[str, Callable[[], Iterator[tuple[str, ...]]]] = {

@@ -52,7 +52,9 @@ RATE_DIFFERS = _threshold("RATE_DIFFERS", 1.05, "times", "Rounding alone makes l
 FACTOR = _threshold("FACTOR", 1.5, "times", "Mistakes multiply gradients by two or more.")
 NORM_MOVES = _threshold("NORM_MOVES", 0.85, "bits", "A factor of two is one bit, and noise takes a part of it.")
 NORM_SIGMAS = _threshold("NORM_SIGMAS", 6.0, "standard deviations", "Gaussian noise gets this far with a chance below 1e-8.")
-NORM_APART = _threshold("NORM_APART", 1.0, "bits", "First gradient norms of clean pairs differ by at most 0.46 bits.")
+NORM_APART = _threshold(
+    "NORM_APART", 1.0, "bits", "First gradient norms of clean pairs with other seeds differ by at most 0.46 bits."
+)
 SIZE_OFF = _threshold("SIZE_OFF", 3.0, "bits", "dY of one kind of GEMM differs by at most 1.44 bits in clean pairs.")
 OTHER_BATCHES = _threshold(
     "OTHER_BATCHES", 2.0, "times a limit", "Two of 128 clean pairs with other batches reach 1.6 times."
