@@ -83,7 +83,7 @@ def list_causes() -> Iterator[tuple[str, ...]]:
     yield "cause", "means"
     for name, cause in CAUSES.items():
         if cause.kind != "nothing":
-            yield f"`{name}`", cause.means.replace("{tensor}", "a tensor")
+            yield f"`{name}`", re.sub("^its ", "a tensor's ", cause.means.replace("{tensor}", "a tensor"))
 
 
 def list_thresholds() -> Iterator[tuple[str, ...]]:
