@@ -1,1 +1,1 @@
-"""What all layers above share: keys of operands, names of layers, samples, a worker thread, an error guard. Internal."""
+"""Shared by all layers above: keys of operands, names of layers, samples, a worker thread, an error guard. Internal."""

@@ -1,4 +1,4 @@
-"""Arguments of what users call: one place that says what is valid, where Python or a library would raise a TypeError."""
+"""Check the arguments of public functions in one place, so that users get a `ConfigError` and not a TypeError."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from typing import Any, TypeVar, get_type_hints
 from ..errors import ConfigError
 
 C = TypeVar("C", bound=type)
-#: names in a message that lists what there is
+#: how many names a message lists
 _FIRST = 6
 _OF_SIGNATURE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 def check_arguments(options_of: Callable[..., Any] | None = None) -> Callable[[C], C]:
-    """A class decorator: arguments that the constructor does not take raise `ConfigError`, which lists those that it takes.
+    """Return a class decorator: if the constructor gets an unknown argument, raise `ConfigError` and list the valid ones.
 
         @check_arguments()
         class Callback:
@@ -26,8 +26,8 @@ def check_arguments(options_of: Callable[..., Any] | None = None) -> Callable[[C
         Callback(intervall=5)  # ConfigError: there is no option 'intervall' (did you mean 'interval'?); ...
 
     Args:
-        options_of: the class that the constructor's `**options` go to. Its options then show in the constructor's signature,
-            with their types, so that launchers and command lines (NeMo-Run, LightningCLI) can offer them.
+        options_of: the class that receives the constructor's `**options`. Its options then show in the constructor's
+            signature, with their types, so that launchers and command lines (NeMo-Run, LightningCLI) can offer them.
     """
 
     def decorated(cls: C) -> C:
@@ -67,17 +67,17 @@ def _signature(original: Callable[..., None], options_of: Callable[..., Any] | N
 def _explained(error: TypeError, unknown: Sequence[str], known: Sequence[str]) -> str:
     if unknown:
         return f"there is no option {unknown[0]!r}{suggest_name(unknown[0], known)}; the options are {', '.join(known)}"
-    return f"{error}; the arguments are {', '.join(known)}, and options are given by name, as interval=100"
+    return f"{error}; the arguments are {', '.join(known)}, and options must be passed by name, such as interval=100"
 
 
 def show_value(value: Any) -> str:
-    """A value in a message: one line, not too long."""
+    """Return a value for a message, on one line and shortened if it is long."""
     text = " ".join(repr(value).split())
     return text if len(text) <= 80 else f"{text[:60]} ... ({type(value).__name__})"
 
 
 def quote_names(names: Sequence[str]) -> str:
-    """Return the first names for a message, in quotes: a layer may be called 0.
+    """Return the first names for a message, in quotes because a layer may be called 0.
 
     Example:
         >>> quote_names(["0", "2"]), quote_names("abcdefgh")
@@ -88,13 +88,13 @@ def quote_names(names: Sequence[str]) -> str:
 
 
 def suggest_name(name: str, known: Iterable[str]) -> str:
-    """A question that names what was probably meant, to be put behind a name that is not known; or nothing."""
+    """Return a question with the closest known name, to append to an unknown name, or "" if no known name is close."""
     found = difflib.get_close_matches(name, list(known), 1, cutoff=0.75)
     return f" (did you mean {found[0]!r}?)" if found else ""
 
 
 def check_whole_number(value: Any) -> int | None:
-    """A Python, NumPy or torch number as an int; None if it is not whole, not one number, a bool, or not a number."""
+    """Return a Python, NumPy or torch number as an int, or None if it is not one whole number. A bool is not one."""
     try:
         number = value.item() if hasattr(value, "item") else value
     except Exception:  # more than one element, or none that can be read
@@ -105,10 +105,10 @@ def check_whole_number(value: Any) -> int | None:
 
 
 def check_number(name: str, value: Any, least: int) -> int:
-    """A whole number of an option.
+    """Return the whole number that an option was given.
 
     Raises:
-        ConfigError: it is not one, or less than `least`.
+        ConfigError: the value is not a whole number, or is less than `least`.
     """
     number = check_whole_number(value)
     if number is None or number < least:
@@ -117,10 +117,10 @@ def check_number(name: str, value: Any, least: int) -> int:
 
 
 def check_strings(name: str, value: Any) -> None:
-    """Refuse what is not a list of strings.
+    """Raise an error unless the value is a list of strings.
 
     Raises:
-        ConfigError: it is not.
+        ConfigError: the value is something else.
     """
     if not isinstance(value, Sequence) or isinstance(value, str) or any(not isinstance(v, str) for v in value):
         meant = f", as [{show_value(value)}]" if isinstance(value, str) else ""
@@ -128,10 +128,10 @@ def check_strings(name: str, value: Any) -> None:
 
 
 def check_choices(name: str, values: Collection[str], known: Collection[str]) -> None:
-    """Refuse values that are not among the known ones, and an empty list.
+    """Raise an error if the list is empty or has an unknown value.
 
     Raises:
-        ConfigError: one is not.
+        ConfigError: the list is empty, or a value is unknown.
     """
     unknown = [value for value in values if value not in known]
     if unknown or not values:

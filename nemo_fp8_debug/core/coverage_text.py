@@ -1,25 +1,25 @@
-"""What of a model is not observed, in a sentence, from the section `coverage` of a fingerprint."""
+"""Describe in a sentence which part of a model is not observed, from the section `coverage` of a fingerprint."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-#: reasons that are told
+#: how many reasons the sentence lists
 _SHOWN = 3
-#: stands for products of functions, which every model may have
+#: name of products that functions compute; any model may have them, so they are not listed
 _FUNCTIONS = "*"
 
 
 def describe_unobserved(coverage: object, above: float = -1.0) -> str:
-    """Which share of the multiply-adds is not observed and why, and what has a size that is not known.
+    """Return a sentence with the share of multiply-adds that is not observed, and the main reasons.
 
     Args:
-        coverage: as `Ledger.compact` makes it; anything else, as of an older record, tells nothing.
-        above: the share from which on it is told; it is always told if layers of unknown size are not observed.
+        coverage: the mapping that `Ledger.compact` makes. Older records have others, which give "".
+        above: report only a larger share, unless layers of unknown size are not observed.
 
     Returns:
-        "" if there is nothing to tell.
+        The sentence, or "" if there is nothing to report.
     """
     if not isinstance(coverage, Mapping):
         return ""
@@ -37,7 +37,7 @@ def describe_unobserved(coverage: object, above: float = -1.0) -> str:
 
 
 def _reasons(reasons: Mapping[str, Any]) -> Iterator[str]:
-    """The largest first; those of unknown size after them."""
+    """Yield the reasons, largest first. Reasons of unknown size come last."""
 
     def size(item: tuple[str, Any]) -> float:
         value = item[1].get("multiply_adds_per_token") if isinstance(item[1], Mapping) else None

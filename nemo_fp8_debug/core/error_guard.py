@@ -1,4 +1,4 @@
-"""Keeps the monitor's exceptions out of the training loop: one costs a sample or an operand, and a warning of its kind."""
+"""Keep the monitor's exceptions out of training: each costs a sample or an operand, and one warning of its kind."""
 
 from __future__ import annotations
 
@@ -13,37 +13,37 @@ from torch.utils import _python_dispatch
 from ..errors import warn
 
 F = TypeVar("F", bound=Callable[..., None])
-#: told of (GEMM name, role, error, whether the operand is lost)
+#: called with (GEMM name, role, error, whether the operand is lost)
 Fault = Callable[[str, str, Exception, bool], None]
 _NONE: Sequence[Any] = ()
 
 
 class ErrorGuard:
-    """Warns, or raises where tests ask for it."""
+    """Turns exceptions into warnings, or raises them if tests ask for that."""
 
     def __init__(self, on_error: str) -> None:
         self.raises = on_error == "raise"
-        #: tells the step that messages name
+        #: returns the step that messages name
         self.step: Callable[[], int] = partial(int, -1)
         self._warned: set[str] = set()
 
     @contextlib.contextmanager
     def guard(self, when: str) -> Iterator[None]:
-        """A context that keeps an exception out of the training loop."""
+        """Turn an exception inside this context into a warning."""
         try:
             yield
         except Exception as error:
             if self.raises:
                 raise
-            with contextlib.suppress(Exception):  # to say so may take memory or a stack that is not there
+            with contextlib.suppress(Exception):  # the warning may need memory or stack that is not left
                 message = f"error {when} near step {self.step()}; that sample was dropped"
                 self.warn(f"{message}: {type(error).__name__}: {error}", kind=f"{when} {type(error)}")
 
     def warn(self, message: str, kind: str | Collection[str] | None = None) -> None:
-        """Warn once of each kind.
+        """Warn once for each kind.
 
         Args:
-            kind: if there are several, not all of them must have been warned of before; None: the message itself.
+            kind: by default the message itself. If there are several, warn unless all of them are known.
         """
         kinds = {kind or message} if kind is None or isinstance(kind, str) else set(kind)
         if new := kinds - self._warned:
@@ -52,7 +52,7 @@ class ErrorGuard:
 
 
 class Guarded(Protocol):
-    """What has such methods."""
+    """A class whose methods `guard_entry` can decorate."""
 
     _errors: ErrorGuard
 
@@ -60,13 +60,13 @@ class Guarded(Protocol):
 
 
 def guard_entry(when: str) -> Callable[[F], F]:
-    """A decorator of a method that a run calls.
+    """Return a decorator for a method that the run calls.
 
-    An exception inside it gives up the sample and is warned of. KeyboardInterrupt and SystemExit give it up too, which
-    removes all hooks, and go on to the run.
+    An exception in the method drops the sample and gives a warning. KeyboardInterrupt and SystemExit also drop the sample,
+    which removes all hooks, and are raised again.
 
     Args:
-        when: what the method was doing, in words.
+        when: what the method does, in words.
     """
 
     def decorated(method: F) -> F:
@@ -86,11 +86,11 @@ def guard_entry(when: str) -> Callable[[F], F]:
 
 
 def all_of(guard: Callable[[str], Any], steps: dict[str, Callable[[], object]]) -> None:
-    """Do all steps in order, whatever one of them raises. An exception is warned of; an interrupt goes on when all are done.
+    """Run all steps in order, whatever one of them raises. Exceptions give warnings. An interrupt is raised at the end.
 
     Args:
-        guard: a context that keeps an exception from the run.
-        steps: by what they do, in words.
+        guard: returns a context that keeps an exception from the run.
+        steps: functions by what they do, in words.
     """
     interrupt: BaseException | None = None
     for when, step in steps.items():
@@ -104,9 +104,9 @@ def all_of(guard: Callable[[str], Any], steps: dict[str, Callable[[], object]]) 
 
 
 class OperandGuard:
-    """A fault within costs an operand, or what it was cast with. No generator: hooks enter hundreds of these.
+    """A context in which an exception costs an operand, or the record of its cast. Dispatch modes do not see its operators.
 
-    Its operators are not seen by the dispatch modes of the run.
+    It is a class and no generator because hooks enter hundreds of these.
     """
 
     __slots__ = ("_lost", "_modes", "_name", "_on_fault", "_role")
@@ -126,7 +126,7 @@ class OperandGuard:
 
 
 def leave_modes() -> Sequence[Any]:
-    """Leave the modes that are entered, in this thread; for `enter_again`. Those of tracing remain, and with them others."""
+    """Leave this thread's dispatch modes and return them for `enter_again`. If one of them traces, leave none."""
     modes: Sequence[Any] = _python_dispatch._get_current_dispatch_mode_stack()
     if not modes or any(getattr(mode, "_mode_key", None) is not None for mode in modes):
         return _NONE
@@ -134,6 +134,6 @@ def leave_modes() -> Sequence[Any]:
 
 
 def enter_again(modes: Sequence[Any]) -> None:
-    """Enter them as they were."""
+    """Enter the modes that `leave_modes` returned."""
     for mode in reversed(modes):
         _python_dispatch._push_mode(mode)

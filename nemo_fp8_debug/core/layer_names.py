@@ -1,4 +1,4 @@
-"""Layer names as text: what wrappers put into them, which are experts, and patterns that choose them."""
+"""Read layer names: strip wrappers, recognize experts, and match patterns."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from ..errors import ConfigError
 
 #: path components that wrappers put between a model and its layers
 WRAPPERS = {"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_forward_module"}
-#: an expert has its number behind `experts`, or the GEMM of a group behind its own name
+#: an expert's name has its number after `experts`, and one of a grouped GEMM has it after the GEMM's name
 _EXPERT = re.compile(r"((?:.*\.)?(?!shared_)(?:\w+_)?experts\.(?:[^.\d][^.]*\.(?=\d+$))?)\d+(\..+)?")
 
 T = TypeVar("T")
 
 
 def strip_wrappers(name: str) -> str:
-    """A dotted name without what wrappers put into it."""
+    """Return a dotted name without the components that wrappers add."""
     return ".".join(part for part in name.split(".") if part not in WRAPPERS)
 
 
 @functools.lru_cache(maxsize=1 << 16)
 def name_aggregate(name: str) -> str | None:
-    """The name that all experts' GEMMs like this one share, `*` for the number; None where it is no expert's.
+    """Return the name that this expert's GEMM shares with all experts, with `*` for the number. None if it is no expert's.
 
     `decoder.layers.3.mlp.experts.local_experts.17.linear_fc1` -> `decoder.layers.3.mlp.experts.local_experts.*.linear_fc1`
     """
@@ -35,22 +35,22 @@ def name_aggregate(name: str) -> str | None:
 
 
 def aggregate_key(layer: str, role: str) -> tuple[str, str] | None:
-    """(aggregate, role) of an expert's operand; None where it is no expert's."""
+    """Return (aggregate, role) of an expert's operand, or None if the layer is no expert's."""
     aggregate = name_aggregate(layer)
     return (aggregate, role) if aggregate else None
 
 
 @functools.lru_cache(maxsize=1 << 16)
 def is_aggregate(name: str) -> bool:
-    """Whether it stands for all experts of a layer."""
+    """Return True if the name stands for all experts of a layer."""
     return "*" in name.split(".")
 
 
 def few_experts(items: Iterable[T], aggregate: Callable[[T], Hashable | None], most: int) -> list[T]:
-    """The items in their order, of those that share an aggregate the first few.
+    """Return the items in order, at most `most` of those that share an aggregate.
 
     Args:
-        aggregate: of an item; None where it is no expert's.
+        aggregate: returns the aggregate of an item, or None if it is no expert's.
     """
     taken: Counter[Hashable] = Counter()
     kept = []
@@ -63,7 +63,7 @@ def few_experts(items: Iterable[T], aggregate: Callable[[T], Hashable | None], m
 
 
 def compile_patterns(patterns: Sequence[str] | None) -> Callable[[str], bool]:
-    """A test of layer names: whether any pattern matches.
+    """Return a test of layer names that is true if any pattern matches.
 
     A glob matches a whole name, its end (`linear_fc2`), or a part of the tree (`decoder.layers.3`); `re:` starts a regular
     expression, searched for anywhere in the name.

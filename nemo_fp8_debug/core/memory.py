@@ -1,6 +1,6 @@
-"""Memory of work on large arrays: little of it is asked of the system again and again, and what was freed goes back to it.
+"""Reuse the memory of large arrays, and return freed memory to the system.
 
-What is said of freed memory is about glibc; other C libraries do as they do.
+`keep_freed` and `free_unused` work with glibc only. Other C libraries ignore them.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ import sys
 import numpy as np
 import numpy.typing as npt
 
-#: options of `mallopt`: the size from which memory is mapped for one array alone, and unmapped when that is freed; how much
-#: that is free may be kept at the end, and how much more is taken at a time than is needed
+#: options of `mallopt`: the size from which an array gets a mapping of its own, which is unmapped when the array is freed;
+#: how much free memory stays at the end; how much more than needed is requested at a time
 _MMAP_THRESHOLD, _TRIM_THRESHOLD, _TOP_PAD = -3, -1, -2
 
 
 def keep_freed() -> None:
-    """Freed memory is used again, until `free_unused`.
+    """Make glibc reuse freed memory until `free_unused`.
 
-    By default arrays of megabytes are mapped anew each time, which clears them page by page.
+    By default each array of megabytes gets a new mapping, which the system clears page by page.
     """
     with contextlib.suppress(Exception):
         libc = ctypes.CDLL(None)
@@ -30,19 +30,19 @@ def keep_freed() -> None:
 
 
 def free_unused() -> None:
-    """What glibc keeps of freed memory, in an arena for each of many threads."""
+    """Return the freed memory that glibc keeps, in an arena for each of many threads, to the system."""
     with contextlib.suppress(Exception):
         ctypes.CDLL(None).malloc_trim(0)
 
 
 class Buffers:
-    """Large arrays whose memory is used again as soon as nobody has them: the system clears what it hands out anew."""
+    """Large arrays whose memory is reused once nobody refers to them, because the system clears memory that it hands out."""
 
     def __init__(self) -> None:
         self._all: list[npt.NDArray[np.float64]] = []
 
     def array(self, *shape: int) -> npt.NDArray[np.float64]:
-        """float64 of that shape, with any values.
+        """Return an uninitialized float64 array of this shape.
 
         Example:
             >>> buffers = Buffers()
@@ -54,7 +54,7 @@ class Buffers:
         """
         size = math.prod(shape)
         for i in range(len(self._all)):
-            # The list has it, and the call; an array over it would have it too.
+            # These two references are the list's and the call's. A view of the array would be a third.
             if self._all[i].size == size and sys.getrefcount(self._all[i]) == 2:
                 return self._all[i].reshape(shape)
         self._all = [each for each in self._all if each.size == size]

@@ -1,7 +1,7 @@
-"""What one feature observes, for the length of a run: how ranks add it up, and the rows of its tables.
+"""Observe one feature for the length of a run: combine it over ranks, and make the rows of its tables.
 
-Ranks that hold parts of the same tensors add up all that they have observed in two collectives: a maximum of integers and,
-knowing that, a sum of float64. Each feature has a part in both.
+Ranks that hold parts of the same tensors combine a sample in two collectives: a maximum of integers, and then a sum of
+float64. Each feature has a part in both.
 """
 
 from __future__ import annotations
@@ -19,62 +19,62 @@ from .plain_arrays import Array
 from .table import Columns
 
 Arrays = Mapping[str, Array]
-#: parts of the sum by lane: lower lanes lie first in it, and in a lane earlier features do. On more than two ranks, rounding
-#: depends on that place. So lanes keep their numbers, and records stay equal to the last bit
+#: parts of the sum by lane: lower lanes come first, and in a lane earlier features do. On more than two ranks, rounding
+#: depends on that order. So lanes keep their numbers, and records stay equal to the last bit
 Lanes = Mapping[int, torch.Tensor]
 
 
 @dataclass(frozen=True)
 class SamplePlan:
-    """What all ranks have to agree on before they add up a sample."""
+    """The settings that all ranks must agree on before they combine a sample."""
 
     step: int
-    #: names of recipes that are tried
+    #: names of the recipes to try
     what_if: Sequence[str] = ()
-    #: whether copies that another product multiplies are measured too
+    #: whether to measure copies that another product multiplies
     copies: bool = False
-    #: whether scales of blocks are counted
+    #: whether to count scales of blocks
     block_scales: bool = False
 
     def checksum(self) -> int:
-        """Return 31 bits."""
+        """Return a checksum of 31 bits."""
         return zlib.crc32(json.dumps([self.step, *self.what_if, self.copies, self.block_scales]).encode()) >> 1
 
 
 class Observation:
-    """One feature on this rank. What it finds and what ranks have together is its own matter."""
+    """One feature on this rank. It chooses the types of its results itself."""
 
-    #: of its folder
+    #: name of its folder
     name = ""
 
     def observe(self, step: Any) -> Any:
-        """Return what looks at a sampled step that opens, as `monitor.open_step` has both."""
+        """Return an observer of a sampled step that opens, as in `monitor.open_step`."""
         raise NotImplementedError
 
     def collect(self, mine: Any, operands: Sequence[Any]) -> Any:
-        """Return what this rank found in a sampled step, once that is in host memory.
+        """Return what this rank found in a sampled step, after the data reached host memory.
 
         Args:
-            mine: what looked at the step, as `observe` returned it; None: that broke off.
-            operands: tensors of all features that were counted.
+            mine: the observer that `observe` returned, or None if it broke off.
+            operands: counted tensors of all features.
         """
         raise NotImplementedError
 
     def pack(self, plan: SamplePlan, found: Any, expected: Collection[Key]) -> Arrays:
-        """Return what this rank found as plain arrays; of one that found nothing too.
+        """Return what this rank found as plain arrays, also if it found nothing.
 
         Args:
-            found: in a sampled step; None: nothing could be collected.
-            expected: operands that this rank was to see.
+            found: what `collect` returned, or None if nothing could be collected.
+            expected: operands that this rank should have seen.
         """
         raise NotImplementedError
 
     def extremes(self, packed: Arrays) -> torch.Tensor:
-        """Return int32 [n], whose maximum over ranks is taken; n is the same on all. By default there are none."""
+        """Return int32 [n], of which ranks take the maximum. n is the same on all ranks, and 0 by default."""
         return torch.zeros(0, dtype=torch.int32)
 
     def sums(self, plan: SamplePlan, packed: Arrays, extremes: torch.Tensor) -> Lanes:
-        """Return what is added up over ranks, float64 [m] by lane; each m follows from the extremes.
+        """Return float64 [m] by lane, which ranks add up. Each m follows from the extremes.
 
         Args:
             extremes: their maximum over all ranks.
@@ -82,35 +82,35 @@ class Observation:
         raise NotImplementedError
 
     def whole(self, plan: SamplePlan, sums: Lanes, extremes: torch.Tensor) -> Any:
-        """Return what all ranks have found together; asked on the first of them."""
+        """Return what all ranks found together. Only the first rank calls this."""
         raise NotImplementedError
 
     def alone(self, found: Any) -> Any:
-        """Return the same where no other rank has parts. By default that is what this rank found."""
+        """Return the same if no other rank has parts: by default, what this rank found."""
         return found
 
     def rows(self, sampled: SampledTables) -> Mapping[str, Columns]:
-        """Return the rows of its tables."""
+        """Return the rows of this feature's tables."""
         raise NotImplementedError
 
     def finish(self, tables: Mapping[str, Columns], scalars: Mapping[str, float]) -> Mapping[str, Columns]:
-        """Return tables that need all rows of a model, or scalars of the step; asked on the rank that writes."""
+        """Return tables that need all rows of a model, or scalars of the step. Only the rank that writes calls this."""
         return {}
 
 
 @dataclass(frozen=True)
 class SampledTables:
-    """What rows are made of: all that was observed in one step, on all ranks that hold parts of it."""
+    """Everything that rows are made of: the observations of one step, on all ranks that hold parts of it."""
 
     step: int
-    #: by feature
+    #: what all ranks found, by feature
     whole: Mapping[str, Any]
-    #: kinds of GEMMs and attentions, by name
+    #: kinds of GEMMs and attentions by the name of their module
     kinds: Mapping[str, str]
-    #: names of those that were looked at, on whichever rank
+    #: names of the modules that any rank observed
     chosen: Collection[str]
-    #: recipes that are tried, with their histories
+    #: recipes to try, with their histories
     what_if: Sequence[Any] = ()
-    #: norms of operands, and how they were cast, by (layer, role): left by operands for features that come later
+    #: norms and casts of operands, by (layer, role); operands fill them in for later features
     norms: dict[Key, float] = field(default_factory=dict)
     casts: dict[Key, Any] = field(default_factory=dict)

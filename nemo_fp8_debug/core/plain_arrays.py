@@ -1,4 +1,4 @@
-"""Arrays as plain bytes, which any process can read: a header in JSON, and the arrays behind it."""
+"""Encode arrays as bytes that any process can read: a header in JSON, followed by the arrays."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 Array = npt.NDArray[Any]
-#: arrays begin at multiples of so many bytes
+#: alignment of each array in bytes
 _ALIGNED = 16
 
 
@@ -19,7 +19,7 @@ def encode_arrays(arrays: Mapping[str, Array]) -> bytes:
     """Return arrays as bytes.
 
     Args:
-        arrays: by name, of numbers and booleans.
+        arrays: arrays of numbers or booleans, by name.
 
     Example:
         >>> decode_arrays(encode_arrays({"counts": np.arange(3), "none": np.zeros((0, 2))}))["counts"]
@@ -32,7 +32,7 @@ def encode_arrays(arrays: Mapping[str, Array]) -> bytes:
 
 
 def decode_arrays(data: bytes) -> dict[str, Array]:
-    """Return the arrays that `encode_arrays` made bytes of; they cannot be written to."""
+    """Return the arrays that `encode_arrays` encoded. They are read-only."""
     length = int.from_bytes(data[:8], "little")
     found, at = dict[str, Array](), _aligned(8 + length)
     for name, (kind, *shape) in json.loads(data[8 : 8 + length]).items():

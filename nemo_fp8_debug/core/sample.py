@@ -1,4 +1,4 @@
-"""One sampled step as the recorders get it."""
+"""A sampled step, and the recorders that receive it."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from .table import Columns
 
 @dataclass(frozen=True)
 class Sample:
-    """The tables of one step."""
+    """The tables and scalars of one sampled step."""
 
     step: int
-    #: columns by table, as the record names it; the first table is that of operands
+    #: columns by name of the table; the first table is that of operands
     tables: Mapping[str, Columns]
-    #: of the step as a whole: loss, learning rate, gradient norm, as far as they are known
+    #: loss, learning rate and gradient norm of the step, as far as they are known
     scalars: Mapping[str, float]
-    #: why the step was sampled, where it was not its turn
+    #: why the step was sampled outside its schedule, if it was
     trigger: str | None = None
 
     @property
     def columns(self) -> Columns:
-        """The metrics of operands: KEYS, how each was cast, then its metrics; None where one cannot be had."""
+        """Return the metrics of operands: KEYS, how each was cast, then its metrics. None: not available."""
         return next(iter(self.tables.values()), {})
 
     def table(self, name: str) -> Columns:
@@ -35,7 +35,7 @@ class Sample:
         return len(self.columns.get("layer", ()))
 
     def describe_first_nonfinite(self) -> str | None:
-        """The operand that was the first in the order of execution to hold NaN or infinity, in words."""
+        """Describe the operand that was first, in the order of execution, to hold NaN or infinity. None: all are finite."""
         orders = self.columns.get("nonfinite_order", ())
         first = min((i for i, order in enumerate(orders) if order is not None), key=lambda i: orders[i], default=None)
         if first is None:
@@ -45,23 +45,23 @@ class Sample:
 
     @property
     def remarks(self) -> str:
-        """What is out of the ordinary about the step, in words; empty where nothing is."""
+        """Describe what is unusual about the step, or return ""."""
         skipped = "the optimizer skipped this step" if self.scalars.get("skipped") else None
         why = self.trigger and f"sampled because of: {self.trigger}"
         return "; ".join(filter(None, (why, skipped, self.describe_first_nonfinite())))
 
 
 class Recorder:
-    """Takes samples somewhere. A fault in one costs that recorder's sample, not the run. By itself it keeps nothing."""
+    """Keeps samples somewhere. A fault in one costs that recorder's sample, not the run. The base class keeps nothing."""
 
-    #: whether it must be called in the thread of the training loop; others work in the background
+    #: whether the thread of the training loop must call it; other recorders work in the background
     in_callers_thread = False
 
     def open(self, fingerprint: Mapping[str, Any]) -> None:
-        """The run is about to start.
+        """Prepare for a run that is about to start.
 
         Raises:
-            ConfigError: the place cannot be written.
+        ConfigError: the destination cannot be written.
         """
 
     def record(self, sample: Sample) -> None:
@@ -74,4 +74,4 @@ class Recorder:
         """Keep the losses of an evaluation, by name."""
 
     def close(self) -> None:
-        """The run is over."""
+        """Finish after the run."""

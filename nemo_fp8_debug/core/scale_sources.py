@@ -1,4 +1,4 @@
-"""Where the scales of a record are known from, and whether that says that anything is quantized."""
+"""Name the sources of scales in a record, and conclude from them whether the run quantizes."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from .keys import MIXED
 
 #: see `ScaleInUse.source`
 ENGINE, UNKNOWN = "engine", "unknown"
-#: of operands that were not seen to be quantized: what a recipe would make of them
+#: sources of operands that were not seen to be quantized: the metrics show what a recipe would do to them
 _AS_IF = frozenset({"current", "emulated", "not quantized", UNKNOWN, None})
 
-#: what is known of a run: something is quantized; nothing is; it was not read
+#: what is known about a run: it quantizes something, it quantizes nothing, or its casts were not read
 QUANTIZED, HIGH_PRECISION, NOT_READ = "quantized", "high precision", "not read"
 
 
 def classify_sources(sources: Iterable[str | None], fingerprint: Mapping[str, Any] | None = None) -> str:
-    """Whether anything is quantized, as far as a record's column `scale_source` tells.
+    """Return whether the run quantizes anything, as far as a record's column `scale_source` shows.
 
     Args:
-        sources: the column, or its distinct values. Experts as one may be mixed, and are in the column one by one too.
-        fingerprint: of the run. If it asks for a recipe by name, what the run casts with is not read.
+        sources: the column, or its distinct values. Rows of an aggregate may be mixed, but single experts have rows too.
+        fingerprint: fingerprint of the run. If it asks for a recipe by name, the casts of the run are not read.
 
     Returns:
-        QUANTIZED, HIGH_PRECISION or NOT_READ. An imported log, whose sources are other tools, counts as quantized.
+        QUANTIZED, HIGH_PRECISION or NOT_READ. An imported log names other tools as sources, and counts as quantized.
     """
     found = set(sources) - {MIXED}
     if not found <= _AS_IF:
@@ -35,11 +35,11 @@ def classify_sources(sources: Iterable[str | None], fingerprint: Mapping[str, An
 
 
 def describe_quantization(known: str, name: str = "the run") -> str | None:
-    """What to bear in mind of a run's metrics, a sentence; None if it is quantized.
+    """Return a sentence on how to read a run's metrics, or None if the run is quantized.
 
     Args:
-        known: as `classify_sources` returns it.
-        name: what the run is called.
+        known: what `classify_sources` returned.
+        name: name of the run in the sentence.
     """
     if known == HIGH_PRECISION:
         return f"Nothing in {name} is quantized: its metrics say what FP8 would do to it."

@@ -1,9 +1,9 @@
 """Tables of the record as objects, and the features that bring them.
 
-Writer, readers, SQL, TensorBoard and the tab work on any table and name none. A folder of `observations` is a feature. It
-says in which `PLACE` of a record its tables come. Its modules are found by name: `table`, `observer` (what subscribes to
-events and how it adds up over ranks), `scalars` (its tags in TensorBoard), `two_runs` (what sets two records apart) and
-`rule` (what a diagnosis makes of its tables). Those that read a record import no observer.
+Writer, readers, SQL, TensorBoard and the tab work on any table and name none. Each folder of `observations` is a feature.
+Its `PLACE` gives the position of its tables in a record. Its modules are found by name: `table`, `observer` (subscribes to
+events and adds up over ranks), `scalars` (tags in TensorBoard), `two_runs` (compares two records) and `rule` (rules of
+diagnosis). Modules that read a record import no observer.
 """
 
 from __future__ import annotations
@@ -42,19 +42,19 @@ def _load_modules(part: str) -> Iterator[ModuleType]:
 
 #: columns of equal length, by name
 Columns = Mapping[str, Sequence[Any]]
-#: columns that say which sample a row is of
+#: columns that identify the sample of a row
 SAMPLE: dict[str, str] = {"attempt": "int32", "step": "int64"}
 
 
 @dataclass(frozen=True)
 class Metric:
-    """What people call a column, and how a chart shows it."""
+    """The label of a column, and how a chart shows it."""
 
     label: str
     unit: str = ""
     #: 1 if more is worse, -1 if less is
     worse: int = 1
-    #: of a chart's axis: "linear", "log" or "diverging"
+    #: scale of a chart's axis: "linear", "log" or "diverging"
     scale: str = "linear"
 
 
@@ -63,16 +63,16 @@ class Table:
     """A table of the record.
 
     Attributes:
-        name: of its folder in the record.
-        columns: type of each column, by name and in order: a name of `COLUMN_TYPES`.
+        name: name of its folder in the record.
+        columns: type of each column, by name and in order. Types are names of `COLUMN_TYPES`.
         metrics: columns that no other table has and the tab offers, by name.
-        roles: tensors that it has rows of, if the tab maps it; empty: it does not.
-        histograms: name of the table that has histograms of the same tensors; empty: there is none.
-        by_step: whether the parts keep the rows of a step together, as those with lists in each row do.
-        is_added_later: whether rows are added to a record whose run is over, by several writers.
-        has_what_if: whether rows of recipes that were tried are in it too; their `scale_source` is `what-if`.
-        checks: what a verdict asks for if a record lacks it, as people call it; empty: it asks for nothing.
-        option: which a run has to set for these rows, if a verdict asks for them.
+        roles: roles of the tensors in its rows, if the tab maps it. Otherwise empty.
+        histograms: name of the table with histograms of the same tensors, or "".
+        by_step: whether parts keep the rows of a step together, as tables with lists in each row do.
+        is_added_later: whether several writers add rows to a record after its run.
+        has_what_if: whether it also has rows of recipes that were tried, whose `scale_source` is `what-if`.
+        checks: what a verdict recommends to record if a record lacks this table, in words, or "".
+        option: the option that records these rows, if a verdict recommends them.
     """
 
     name: str
@@ -87,12 +87,12 @@ class Table:
     option: str = ""
 
     def count_rows(self, columns: Columns) -> int:
-        """Return how many rows columns have."""
+        """Return the number of rows."""
         return len(next(iter(columns.values()), ()))
 
 
 def cast_columns(kind: str, *names: str) -> dict[str, str]:
-    """Return columns of one type.
+    """Return columns that all have one type.
 
     Example:
         >>> cast_columns("float64", "mean", "largest")
@@ -102,7 +102,7 @@ def cast_columns(kind: str, *names: str) -> dict[str, str]:
 
 
 def concat_columns(parts: Sequence[Columns]) -> dict[str, list[Any]]:
-    """Return the rows of several tables that have the same columns, one after the other; empty ones are left out.
+    """Return the rows of several tables with the same columns, one after the other. Empty tables are left out.
 
     Example:
         >>> concat_columns([{"layer": ["a"]}, {}, {"layer": ["b", "c"]}])

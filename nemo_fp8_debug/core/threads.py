@@ -1,4 +1,4 @@
-"""Work off the training thread in order, and on several cores at once with no more than a few results waiting."""
+"""Run work off the training thread in order, or on several cores at once with few results waiting."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 
-#: cores that were asked for, where the process may use more
+#: limits on the number of cores, the innermost last
 _asked: list[int] = []
 
 
 def cores() -> int:
-    """How many this process uses."""
+    """Return the number of cores that this process uses."""
     there = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return min([there, *_asked[-1:]])
 
 
 @contextlib.contextmanager
 def at_most(some: int) -> Iterator[None]:
-    """Use no more cores than that meanwhile."""
+    """Use at most this many cores inside the context."""
     _asked.append(some)
     try:
         yield
@@ -36,7 +36,7 @@ def at_most(some: int) -> Iterator[None]:
 
 
 def run_ahead(do: Callable[[Item], Result], items: Sequence[Item]) -> Iterator[Result]:
-    """`do` of each item, in order: as many at once as there are cores, and no more than that done and not yet taken.
+    """Yield `do` of each item in order. As many run at once as there are cores, and no more results than that wait.
 
     Example:
         >>> list(run_ahead(abs, [-2, 3, -1]))
@@ -60,9 +60,9 @@ def run_ahead(do: Callable[[Item], Result], items: Sequence[Item]) -> Iterator[R
 
 
 class Worker:
-    """A thread that does jobs one after the other.
+    """A thread that runs jobs one after the other.
 
-    A daemon: a job that hangs for ever must not keep the process from ending.
+    It is a daemon, because a job that hangs forever must not keep the process from ending.
     """
 
     def __init__(self, name: str) -> None:
@@ -71,13 +71,13 @@ class Worker:
         self._thread.start()
 
     def submit(self, job: Callable[[], Any]) -> Future[Any]:
-        """Do `job` after all that was submitted before."""
+        """Run `job` after all jobs that were submitted before."""
         future: Future[Any] = Future()
         self._jobs.put((job, future))
         return future
 
     def close(self, seconds: float) -> None:
-        """End when all is done; wait for that so long at the most."""
+        """End the thread when its jobs are done, and wait for that at most this many seconds."""
         self._jobs.put(None)
         self._thread.join(seconds)
 
@@ -86,12 +86,12 @@ class Worker:
             job, future = entry
             try:
                 future.set_result(job())
-            except BaseException as error:  # whoever asks for the result gets it
+            except BaseException as error:  # the caller of `result` gets it
                 future.set_exception(error)
 
 
 def run_in_background(name: str, job: Callable[[], Any]) -> Future[Any]:
-    """Do one job in a thread of that name, which ends with it."""
+    """Run one job in a thread of this name, which ends with the job."""
     worker = Worker(name)
     future = worker.submit(job)
     worker.close(0.0)

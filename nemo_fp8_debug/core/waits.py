@@ -1,4 +1,4 @@
-"""How long the training thread waits in the monitor, and what for."""
+"""Measure how long the training thread waits in the monitor, and for what."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ RECORDING = "recording"
 LOGGERS = "loggers"
 DUMPS = "room for dumps"
 
-#: seconds in all, and a sample, below which the last line of a run says nothing
+#: total seconds, and seconds per sample, below which the last line of a run does not mention waits
 LEAST, LEAST_A_SAMPLE = 1.0, 0.01
 
 
 class Waits:
-    """Added up by the training thread; any thread may read.
+    """Times that the training thread waited. Any thread may read them.
 
     Example:
         >>> waits = Waits()
@@ -32,28 +32,28 @@ class Waits:
     """
 
     def __init__(self) -> None:
-        #: by what was waited for
+        #: seconds by reason
         self.seconds: dict[str, float] = {}
-        #: seconds at the step with the longest waits, and its number
+        #: seconds that the step with the longest waits waited, and its number
         self.most, self.most_at = 0.0, -1
         self._step, self._at_step, self._ended = -1, 0.0, False
 
     @property
     def total(self) -> float:
-        """Seconds in all."""
+        """Return the total seconds."""
         return sum(dict(self.seconds).values())
 
     def start_step(self, step: int) -> None:
-        """Waits from now on belong to this step."""
+        """Count waits from now on for this step."""
         self._step, self._at_step = step, 0.0
 
     def end(self) -> None:
-        """The run is over: what is waited for from now on holds up no step."""
+        """Stop counting: after the run, waits hold up no step."""
         self._ended = True
 
     @contextlib.contextmanager
     def waiting(self, what: str) -> Iterator[None]:
-        """A wait of the training thread; not to be nested."""
+        """Measure a wait of the training thread. Do not nest."""
         began = time.monotonic()
         try:
             yield
@@ -69,15 +69,15 @@ class Waits:
             self.most, self.most_at = self._at_step, self._step
 
     def plain(self) -> dict[str, Any]:
-        """As `status.json` has it."""
+        """Return the figures of `status.json`."""
         by = {what: round(seconds, 3) for what, seconds in dict(self.seconds).items()}
         return {"seconds": round(self.total, 3), "for": by, "longest": round(self.most, 3), "longest_at_step": self.most_at}
 
     def in_words(self, samples: int) -> str:
-        """What the last line of a run says; empty if it was not much.
+        """Return the clause for the last line of a run, or "" if training waited little.
 
         Args:
-            samples: how many there were.
+            samples: number of samples in the run.
         """
         if self.total < max(LEAST, LEAST_A_SAMPLE * samples):
             return ""
