@@ -1,5 +1,5 @@
-"""What makes a step of Adam or AdamW differ from the exact one, in parts: errors of the gradient, of the moments as they are
-stored, and of adding the step to the weight. All in float64, of some values of a weight."""
+"""Split the error of an Adam or AdamW step into parts: the gradient's error, the errors of the moments as stored, and the
+error of adding the step to the weight. Everything is float64, for some values of a weight."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-#: what is known of a step, in the order of `update_sums`
+#: sums of a step, in the order of `update_sums`
 UPDATE_SUMS = (
     "n",
     "error2",
@@ -19,15 +19,15 @@ UPDATE_SUMS = (
     "parts",
     "parts_with_gradient",
 )
-#: part of a gradient by which it may differ from a product, to be its sum and nothing else: rounding to BF16, and more
+#: by what share of itself a gradient may differ from a multiple of a product, to count as one: BF16 rounding, and more
 _FITS = 2.0**-6
-#: part of a moment, or of a step that is added to float32, by which it may differ from Adam's, to be Adam's
+#: by what share a moment, or a step added to float32, may differ from Adam's formula to count as Adam's
 _IS_ADAM = 0.5
 
 
 @dataclass(frozen=True)
 class Adam:
-    """The rule of a step; numbers are Python's, or tensors of no dimension on any device.
+    """The rule of a step. Numbers are Python's, or scalar tensors on any device.
 
     Example:
         >>> adam = Adam(rate=0.1, betas=(0.9, 0.99), eps=0.0, decay=0.0, decoupled=True, step=1)
@@ -40,21 +40,21 @@ class Adam:
     betas: tuple[float, float]
     eps: float
     decay: float
-    #: whether weight decay is apart from the gradient, as in AdamW
+    #: whether weight decay is separate from the gradient, as in AdamW
     decoupled: bool
-    #: counted from 1; None: moments are not corrected for their beginning at zero
+    #: counted from 1; None if moments are not corrected for starting at zero
     step: float | torch.Tensor | None
 
     def moments(
         self, first: torch.Tensor, second: torch.Tensor, gradient: torch.Tensor, weight: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Both moments after a step, from those before it. All float64, of one shape."""
+        """Return both moments after a step, from the moments before it. All are float64 of one shape."""
         gradient = gradient if self.decoupled else gradient + self.decay * weight
         one, two = self.betas
         return one * first + (1 - one) * gradient, two * second + (1 - two) * gradient.square()
 
     def change(self, first: torch.Tensor, second: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """What a step adds to the weight, from the moments after it."""
+        """Return what a step adds to the weight, from the moments after the step."""
         corrections = (1.0, 1.0) if self.step is None else tuple(1 - beta**self.step for beta in self.betas)
         of_moments = first / corrections[0] / ((second / corrections[1]).sqrt() + self.eps)
         return -self.rate * (of_moments + self.decay * weight if self.decoupled else of_moments)
@@ -62,7 +62,7 @@ class Adam:
 
 @dataclass(frozen=True)
 class AdamValues:
-    """Some values of a weight, of its gradient and moments, float64 of one shape."""
+    """Some values of a weight and of its moments, float64 of one shape."""
 
     weight: torch.Tensor
     first: torch.Tensor
@@ -77,17 +77,17 @@ def update_sums(
     products: tuple[torch.Tensor, torch.Tensor] | None,
     adds_exactly: bool,
 ) -> torch.Tensor:
-    """Sums over values, float64 as `UPDATE_SUMS`, that add up over parts of a weight; zeros if the step is not Adam's.
+    """Return sums over values, float64 as `UPDATE_SUMS`, which add up over parts of a weight. Zeros: the step is not Adam's.
 
-    The step is the one that the stored moments stand for; what is wrong with it is the sum of four errors and what they do
-    jointly. What storing them in earlier steps has lost is not in it.
+    The step is the one of the stored moments. Its error is the sum of four errors and of what they do jointly. Losses from
+    storing moments in earlier steps are not included.
 
     Args:
-        before: the weight and its moments before the step, as they are stored.
-        after: likewise after it.
-        gradient: that the optimizer stepped by.
-        products: dW of one call, exact and as its operands were quantized; None: not known.
-        adds_exactly: whether the weight is stored in float32, so that what was added tells whether the step is Adam's.
+        before: the weight and its moments before the step, as stored.
+        after: the same after the step.
+        gradient: gradient of the optimizer's step.
+        products: dW of one call, exact and from operands as quantized, or None if unknown.
+        adds_exactly: whether the weight is stored in float32, so that its change shows whether the step is Adam's.
     """
     exact = gradient
     known = torch.zeros((), dtype=torch.float64, device=gradient.device)
@@ -99,7 +99,7 @@ def update_sums(
     of_first, of_second = adam.change(after.first, second, before.weight), adam.change(first, after.second, before.weight)
     stored = adam.change(after.first, after.second, before.weight)
     added = after.weight - before.weight
-    # Some optimizers step by the moments before they round them, others by what is left of them.
+    # Some optimizers step by the moments before rounding, others by the rounded moments.
     meant = torch.where(_norm2(added - of_gradient) < _norm2(added - stored), of_gradient, stored)
     errors = [of_gradient - right, of_first - of_gradient, of_second - of_gradient, added - meant]
     total = stored - right + errors[3]
@@ -113,9 +113,10 @@ def update_sums(
 def _exact_gradient(
     gradient: torch.Tensor, exact: torch.Tensor, quantized: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The gradient without the errors of its product, and 1.0; or as it is, and 0.0, if it is not a multiple of that.
+    """Return the gradient without the errors of its product, and 1.0. If it is no multiple of one, return it and 0.0.
 
-    A gradient that is summed over other calls or ranks too is none. Where nothing quantizes it is one of the exact product.
+    A gradient that is also summed over other calls or ranks is no multiple. Without quantization, it is one of the exact
+    product.
     """
     fits = []
     for product in (quantized, exact):

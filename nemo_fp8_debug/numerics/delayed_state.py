@@ -1,4 +1,4 @@
-"""Scales that follow the steps of a run: the state behind delayed scaling."""
+"""Scales that follow the steps of a run: the state of delayed scaling."""
 
 from __future__ import annotations
 
@@ -14,31 +14,31 @@ from .formats import FloatFormat
 from .recipe import Recipe
 from .tensor_scaling import CurrentScaling, DelayedScaling, Unscaled, scales_of
 
-#: bytes that histories of recipes may take
+#: most bytes that the histories of recipes may take
 MOST_BYTES = 256 << 20
 
 
 def check_histories(recipes: Iterable[Recipe], operands: int) -> None:
-    """Refuse recipes whose histories would take too much memory.
+    """Raise an error if the histories of these recipes would take too much memory.
 
     Raises:
-        ConfigError: they would.
+        ConfigError: the histories exceed `MOST_BYTES`.
     """
     entries = sum(r.scaling.amax_history_len for r in recipes if isinstance(r.scaling, DelayedScaling))
     if (needed := 4 * entries * operands) > MOST_BYTES:
         raise ConfigError(
-            f"histories of {entries:,} steps of {operands:,} operands take {needed >> 20:,} MiB of memory, and may take "
-            f"{MOST_BYTES >> 20}; use fewer recipes with delayed scaling, or a smaller amax_history_len"
+            f"histories of {entries:,} steps of {operands:,} operands take {needed >> 20:,} MiB of memory, more than the "
+            f"limit of {MOST_BYTES >> 20} MiB; use fewer recipes with delayed scaling, or a smaller amax_history_len"
         )
 
 
 class DelayedState:
-    """Histories and scales of many operands under one delayed scaling, a column an operand."""
+    """Histories and scales of many operands under one delayed scaling, one column for each operand."""
 
     def __init__(self, recipe: Recipe, columns: Sequence[tuple[str, str]], device: torch.device | None = None) -> None:
         """
         Args:
-            recipe: one with delayed scaling keeps a history; with another the state stays empty.
+            recipe: a recipe with delayed scaling keeps a history. With another, the state stays empty.
             columns: (layer, role) of each operand.
         """
         self.columns = list(columns)
@@ -53,19 +53,19 @@ class DelayedState:
         self.history = torch.zeros(length, n, **kind)
 
     def update(self) -> None:
-        """End a step: move the scales by the amax gathered in it, and start the next."""
+        """End a step: update the scales with the amax gathered in it, and start the next step."""
         if isinstance(self._scaling, DelayedScaling):
             self.history, self.scale = self._scaling.update(self.history, self.scale, self.amax, self.limit)
             self.amax = torch.zeros_like(self.amax)
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs to go on with the same scales."""
+        """Return the state that a resumed run needs to continue with the same scales."""
         return {"recipe": self._recipe.name, "columns": self.columns, "scale": self.scale, "history": self.history}
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Take over the operands that the saved state knows; others start anew.
+        """Restore the operands that are in the saved state. Others start anew.
 
-        Of a state saved under another recipe the newest amaxes are taken, and the scales that this recipe makes of them.
+        If the state was saved under another recipe, take its newest amaxes, and compute this recipe's scales from them.
         """
         if not isinstance(self._scaling, DelayedScaling):
             return
@@ -85,7 +85,7 @@ class DelayedState:
 
 
 class EmulatedScales:
-    """The scales that a recipe would give operands from sample to sample, from their amax alone."""
+    """The scales that a recipe would give operands from sample to sample, computed from their amax alone."""
 
     def __init__(self, recipe: Recipe, keys: Sequence[Key]) -> None:
         self.recipe = recipe
@@ -93,15 +93,15 @@ class EmulatedScales:
         self._seen: set[Key] = set()
 
     def serves(self, role: str) -> bool:
-        """Return True if tensors of a role are measured under this recipe: none but operands of GEMMs have histories."""
+        """Return True if tensors of this role are measured under the recipe. Only operands of GEMMs have histories."""
         if role in (*ATTENTION_FORWARD, *ATTENTION_BACKWARD):
             return False
         return role in ROLES or not isinstance(self.recipe.scaling, DelayedScaling)
 
     def next_scale(self, key: Key) -> torch.Tensor | CurrentScaling | BlockRule:
-        """What casts an operand next: a float32 scalar tensor, or the rule that finds scales from the tensor itself.
+        """Return the next scale of an operand: a float32 scalar tensor, or the rule that chooses scales from the tensor.
 
-        Delayed scaling takes the tensor's own amax where it has no history yet.
+        Under delayed scaling, an operand without history uses its own amax.
         """
         rule = self.recipe.scaling
         if isinstance(rule, (CurrentScaling, BlockRule)):
@@ -113,16 +113,16 @@ class EmulatedScales:
         return self._state.scale[self._state.index[key]]
 
     def scales_for(self, keys: Sequence[Key], amax: torch.Tensor) -> torch.Tensor:
-        """The scales, float32 [B], that operands of the given amax, float32 [B], are cast with; NaN under a block rule."""
+        """Return the scales, float32 [B], of casts of operands with this amax, float32 [B]. NaN under a block rule."""
         held = [by if isinstance(by := self.next_scale(key), (torch.Tensor, CurrentScaling)) else None for key in keys]
         return scales_of(held, self.formats(keys), amax)
 
     def formats(self, keys: Sequence[Key]) -> list[FloatFormat]:
-        """The format that each operand is cast to."""
+        """Return the format that each operand is cast to."""
         return [self.recipe.format_of(role) for _, role in keys]
 
     def observe(self, keys: Sequence[Key], amax: torch.Tensor) -> None:
-        """End of a sample: histories take the amax, float32 [B], of each operand."""
+        """End a sample: add the amax, float32 [B], of each operand to its history."""
         if isinstance(self.recipe.scaling, DelayedScaling):
             self._state.amax[torch.tensor([self._state.index[key] for key in keys], dtype=torch.int64)] = amax
             self._seen.update(key for key, top in zip(keys, amax.tolist(), strict=True) if top > 0)

@@ -1,7 +1,7 @@
-"""Experts of a layer as one: the same GEMM and role of all of them, added up.
+"""Combine the experts of a layer: add up the sums of the same GEMM and role of all of them.
 
-What is added are sums that each expert has under its own scale, so that metrics of an aggregate are those of all its
-tensors laid end to end, each cast as it was.
+Each expert's sums are under its own scale. So the metrics of an aggregate equal those of all its tensors laid end to end,
+each cast as it was.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from .metrics import QuantizationSums
 
 
 class ExpertAggregates:
-    """Rows of experts that belong together, among those of all operands; rows of aggregates come behind them, in order."""
+    """Rows of experts that belong together, among the rows of all operands. Rows of aggregates follow these, in order."""
 
     def __init__(self, members: Mapping[Key, Sequence[int]], n: int) -> None:
         """
         Args:
-            members: rows of the experts of each aggregate, by (aggregate, role).
-            n: how many operands there are.
+            members: rows of each aggregate's experts, by (aggregate, role).
+            n: number of operands.
         """
         self.members, self._n = dict(members), n
 
     @classmethod
     def of(cls, keys: Sequence[Key], kinds: Sequence[Hashable]) -> ExpertAggregates:
-        """The aggregates of experts that are all of one kind; sums of different formats tell nothing."""
+        """Return the aggregates whose experts are all of one kind. Sums over different formats would mean nothing."""
         members: dict[Key, list[int]] = defaultdict(list)
         for i, (layer, role) in enumerate(keys):
             if aggregate := aggregate_key(layer, role):
@@ -39,15 +39,15 @@ class ExpertAggregates:
     def append_to(
         self, chosen: Iterable[int], sums: QuantizationSums, scale: torch.Tensor, amax: torch.Tensor
     ) -> tuple[list[int], QuantizationSums, torch.Tensor]:
-        """Rows of operands, and behind them those of the aggregates whose experts are all among them.
+        """Return rows of operands, followed by rows of the aggregates whose experts are all among them.
 
-        An aggregate's scale is the smallest of its experts that have something to scale.
+        An aggregate's scale is the smallest of its experts' scales, ignoring experts of zeros.
 
         Args:
             chosen: rows of operands.
-            sums: of each of them, under its own scale.
+            sums: sums of each of these rows, under its own scale.
             scale: float32 [C].
-            amax: of all operands, [B].
+            amax: float32 [B], of all operands.
         """
         rows = list(chosen)
         place = {row: i for i, row in enumerate(rows)}

@@ -1,4 +1,4 @@
-"""Number formats as data, the one saturating cast that every metric and every emulation uses, and codes that others made."""
+"""Number formats, the saturating cast that every metric and emulation uses, and codes that an engine made."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import torch
 
-#: how far a scale may be rounded, as a share of a value: between two codes either may be meant
+#: rounding error of a scale, as a share of a value: a value halfway between two codes may become either
 _SLACK = 2.0**-20
-#: values handled at once; bounds the float64 temporaries to some tens of MiB
+#: how many values are processed at once; bounds the float64 temporaries to some tens of MiB
 _CHUNK = 1 << 20
 
 
@@ -18,13 +18,13 @@ class FloatFormat:
     """A binary floating-point format and the torch dtype that holds its values."""
 
     name: str
-    #: the format's own, whose cast rounds to nearest, ties to even; a wider one for E2M1, to which torch does not cast
+    #: torch's dtype of the format, whose cast rounds to nearest, ties to even; a wider one for E2M1, which torch lacks
     dtype: torch.dtype
     #: largest finite magnitude; a saturating cast clamps to it
     max: float
     #: smallest normal magnitude
     min_normal: float
-    #: smallest non-zero magnitude; half of it and below rounds to zero
+    #: smallest non-zero magnitude; at most half of it rounds to zero
     min_subnormal: float
     #: width of one value
     bits: int
@@ -45,9 +45,8 @@ FORMATS = {fmt.name: fmt for fmt in (E4M3, E5M2, E2M1, BF16, FP16)}
 def saturating_cast(x: torch.Tensor, fmt: FloatFormat) -> torch.Tensor:
     """Round `x` to `fmt`: nearest, ties to even, overflow and infinities to the largest finite value, NaN kept.
 
-    The rule of NVIDIA's conversion with `__NV_SATFINITE`, which Transformer Engine uses; E2M1 has no NaN but 6.
-    The clamp comes first because torch's own casts disagree between versions on what lies beyond the range (NaN, infinity or
-    saturation).
+    This is the rule of NVIDIA's conversion with `__NV_SATFINITE`, which Transformer Engine uses. E2M1 has no NaN, which
+    becomes 6. We clamp first because torch's casts beyond the range differ between versions (NaN, infinity or saturation).
 
     Args:
         x: any shape, float32.
@@ -60,7 +59,7 @@ def saturating_cast(x: torch.Tensor, fmt: FloatFormat) -> torch.Tensor:
 
 
 def decode_codes(codes: torch.Tensor, fmt: FloatFormat) -> torch.Tensor:
-    """What the codes of a format stand for.
+    """Return the values of a format's codes.
 
     Args:
         codes: any shape, as `saturating_cast` makes them.
@@ -70,59 +69,59 @@ def decode_codes(codes: torch.Tensor, fmt: FloatFormat) -> torch.Tensor:
     """
     if fmt.bits != 8 or not codes.is_cpu or not codes.is_contiguous():
         return codes.float()
-    # Looked up: torch converts E4M3 value by value on a CPU, which takes seven times as long.
+    # We look values up because torch converts E4M3 one by one on a CPU, which takes seven times as long.
     table = torch.arange(256, dtype=torch.uint8).view(fmt.dtype).float()
     return table.index_select(0, codes.view(torch.uint8).flatten().int()).view(codes.shape)
 
 
 def _nearest_e2m1(x: torch.Tensor) -> torch.Tensor:
-    """The E2M1 value next to each of x, which lies within [-6, 6]; `round` takes ties to even multiples of the spacing."""
+    """Return the nearest E2M1 value of each x in [-6, 6]. `round` takes ties to even multiples of the spacing."""
     magnitude = x.abs()
     spacing = torch.where(magnitude < 2, 0.5, torch.where(magnitude < 4, 1.0, 2.0))
     return torch.where(x.isnan(), E2M1.max, (x / spacing).round() * spacing)
 
 
 def round_up_to_e8m0(x: torch.Tensor) -> torch.Tensor:
-    """The E8M0 code of the smallest power of two that is not below `x`: 2^(code - 127), code 255 for NaN.
+    """Return the E8M0 code of the smallest power of two that is at least `x`: 2^(code - 127), code 255 for NaN.
 
-    PTX's `cvt.rp.satfinite.ue8m0x2.f32`, which Transformer Engine uses. OCP MX itself rounds down (Microscaling Formats
-    Specification 1.0, section 6.3), which lets the largest value of a block overflow.
+    This is PTX's `cvt.rp.satfinite.ue8m0x2.f32`, which Transformer Engine uses. OCP MX itself rounds down (Microscaling
+    Formats Specification 1.0, section 6.3), which lets the largest value of a block overflow.
 
     Args:
         x: any shape, float32, not negative.
 
     Returns:
-        uint8 of the same shape; 2^127 stands in for what is above it, infinity included.
+        uint8 of the same shape. Larger values, infinity included, become 2^127.
     """
     bits = x.view(torch.int32)
     exponent, mantissa = bits >> 23, bits & 0x7FFFFF
-    # Of the subnormals, those up to 2^-127 have a code of their own.
+    # Subnormals up to 2^-127 have a code of their own.
     above = torch.where(exponent == 0, mantissa > 1 << 22, mantissa > 0)
     code = (exponent + above).clamp_max(254)
     return torch.where(x.isnan(), 255, code).to(torch.uint8)
 
 
 def decode_e8m0(code: torch.Tensor) -> torch.Tensor:
-    """What an E8M0 code stands for, float64: 2^(code - 127), NaN for 255."""
+    """Return the value of an E8M0 code, float64: 2^(code - 127), NaN for 255."""
     value = (code.to(torch.int64) + (1023 - 127) << 52).view(torch.float64)
     return torch.where(code == 255, torch.nan, value)
 
 
 @dataclass(frozen=True)
 class Decoded:
-    """What codes stand for that something else has made."""
+    """The values of codes that an engine has made."""
 
-    #: float32
+    #: values, float32
     values: torch.Tensor
     #: bool, whether a code is the format's largest
     at_limit: torch.Tensor
-    #: of the codes; None: they are values themselves
+    #: format of the codes; None if they are stored as values
     format: FloatFormat | None = None
-    #: makes what codes are multiplied by: a scalar, or as `values`
+    #: returns the factor of the codes, a scalar or in the shape of `values`
     scale_inv: Callable[[], torch.Tensor] | None = None
 
     def part(self, start: int, n: int) -> Decoded:
-        """`n` values of it, flat."""
+        """Return `n` values from `start` on, flat."""
         made, values, at_limit = self.scale_inv, self.values.reshape(-1), self.at_limit.reshape(-1)
 
         def scale_inv() -> torch.Tensor:
@@ -135,13 +134,13 @@ class Decoded:
 
 
 def is_representable(stored: Decoded, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Whether each code is a nearest one to its value under the scale that is stored; bool scalar, on x's device.
+    """Return True, as a bool scalar on the device of `x`, if each code is a nearest one to its value under the stored scale.
 
-    A cast may round a value to the dtype that the weight would have without codes before it rounds it to a code.
+    Before it rounds to a code, a cast may round a value to the dtype that the weight would have without codes.
 
     Args:
-        x: float32, of as many values as there are codes.
-        dtype: of the weight without codes.
+        x: float32, with as many values as there are codes.
+        dtype: dtype of the weight without codes.
 
     Example:
         >>> from nemo_fp8_debug.numerics.formats import E4M3

@@ -1,7 +1,7 @@
-"""What the three products of a GEMM lose where both of their operands are quantized, from a part of each output.
+"""Compute what the three products of a GEMM lose if both operands are quantized, from a part of each output.
 
-Every product is A B^T along a dimension of operands that it sums over, so that a few rows of A and a few of B, each of them
-whole, give a block of the output exactly:
+Each product is A B^T along a dimension of the operands that it sums over. So a few whole rows of A and of B give a block of
+the output exactly:
 
 | product | A | B | summed over |
 |---|---|---|---|
@@ -9,7 +9,7 @@ whole, give a block of the output exactly:
 | dgrad, dX = dY W | rows of dY | columns of W | output features |
 | wgrad, dW = dY^T X | columns of dY | columns of X | tokens |
 
-Blocks of a block recipe run along what is summed over, as Transformer Engine quantizes each operand for each product.
+Blocks of a block recipe run along the summed dimension, as Transformer Engine quantizes each operand for each product.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .formats import FloatFormat, saturating_cast
 from .metrics import compute_amax
 from .tensor_scaling import CurrentScaling
 
-#: an operand by its role, and whether its columns are taken instead of its rows
+#: an operand's role, and whether to take its columns instead of its rows
 Side = tuple[str, bool]
 #: the two operands of each product
 PRODUCTS: dict[str, tuple[Side, Side]] = {
@@ -32,40 +32,40 @@ PRODUCTS: dict[str, tuple[Side, Side]] = {
     "dgrad": (("grad_output", False), ("weight", True)),
     "wgrad": (("grad_output", True), ("input", True)),
 }
-#: what is known of a product, in the order of `Terms.sums`
+#: sums of a product, in the order of `Terms.sums`
 SUMS = ("n", "error2", "first_error2", "second_error2", "output2")
 
 _GOLDEN = (5**0.5 - 1) / 2
 #: for rows and for columns: a prime, and a multiplier near its golden section. As many samples as the prime, d steps apart,
-#: reach all places of a part that has at most half as many, unless the prime divides d. Two primes let each row meet each
-#: column.
+#: reach all places of a part with at most half as many places, unless the prime divides d. With two primes, each row meets
+#: each column
 _DIGITS = ((59, 36), (53, 33))
 
 
 @dataclass(frozen=True)
 class RowSample:
-    """Some rows of a matrix, [k, c], each."""
+    """Some rows of a matrix, [k, c], each in two forms."""
 
     #: in the matrix's dtype
     values: torch.Tensor
-    #: what a low-precision GEMM sees in their place, float32
+    #: what a low-precision GEMM multiplies instead, float32
     quantized: torch.Tensor
 
 
 @functools.lru_cache(1024)
 def spread_places(n: int, k: int, device: torch.device, step: int, columns: bool) -> torch.Tensor:
-    """k of n places, int64, ascending and distinct: one in each of k equal parts, or all where there are no more than k.
+    """Return k of n places, int64, ascending and distinct: one in each of k equal parts, or all if n is at most k.
 
-    To be read only: the same tensor is given again.
+    Do not write to the result, which is cached.
 
-    Where in its part a place lies moves by the golden ratio from part to part, so that what repeats in a model (heads,
-    sequences, batches) is not always met at the same point. From step to step all move alike, the same on all ranks, and
-    reach each place. No random number, no host synchronization.
+    The place within its part moves by the golden ratio from part to part, so that periods of a model (heads, sequences,
+    batches) are not always sampled at the same point. From step to step all places move alike, and reach each place in turn.
+    All ranks get the same places, without random numbers or host synchronization.
 
     Args:
         n: rows or columns of a result.
-        step: of the run.
-        columns: whether the places are columns, which move otherwise than rows.
+        step: step of the run.
+        columns: whether the places are columns, which move in another sequence than rows.
     """
     parts = min(n, k)
     part = torch.arange(parts, device=device)
@@ -74,7 +74,7 @@ def spread_places(n: int, k: int, device: torch.device, step: int, columns: bool
 
 
 def _phase(step: int, columns: bool) -> float:
-    """Return the digits of a step behind the point, in reverse and scattered: van der Corput's sequence, in [0, 1)."""
+    """Return the digits of a step reversed behind the point and scattered: van der Corput's sequence, in [0, 1)."""
     prime, multiplier = _DIGITS[columns]
     phase, unit = 0.0, 1.0
     while step:
@@ -85,13 +85,13 @@ def _phase(step: int, columns: bool) -> float:
 
 
 def take_rows(m: torch.Tensor, at: torch.Tensor, scale: torch.Tensor | BlockRule, role: str, fmt: FloatFormat) -> RowSample:
-    """RowSample of a matrix as copies, quantized as the whole of it is; without host synchronization.
+    """Copy some rows of a matrix and quantize them as the whole matrix is, without host synchronization.
 
     Args:
         m: [n, c], not empty, any floating dtype.
         at: int64 [k], which rows.
-        scale: float32 scalar, or the rule that finds those of blocks.
-        role: of the operand, which blocks depend on.
+        scale: float32 scalar, or the rule that chooses the scales of blocks.
+        role: role of the operand, which blocks depend on.
         fmt: format of the codes.
     """
     kept = m.index_select(0, at)
@@ -102,7 +102,7 @@ def take_rows(m: torch.Tensor, at: torch.Tensor, scale: torch.Tensor | BlockRule
 
 
 def compute_product_scale(m: torch.Tensor, rule: CurrentScaling, fmt: FloatFormat) -> torch.Tensor:
-    """The scale of a matrix that is not empty, float32 scalar; NaN where it holds one, since a part may not show that."""
+    """Return the scale of a non-empty matrix, float32 scalar. NaN if the matrix has NaN, because a part may not show it."""
     low, high = torch.aminmax(m)
     amax = torch.maximum(-low, high).float()
     return torch.where(amax.isnan(), amax, rule.scale(amax, fmt.max))
@@ -113,7 +113,7 @@ def _in_blocks(
 ) -> torch.Tensor:
     block = high, wide = rule.block_in(m, role)
     whole = compute_amax(m) if rule.two_level else torch.zeros((), device=m.device)
-    # A block of one row is all there; of others the rows beside it decide too.
+    # A block of one row is complete. For taller blocks, other rows decide too.
     scales = rule.scales_in(kept if high == 1 else m, block, whole, fmt)
     if high > 1:
         scales = BlockScales(*(column.index_select(0, at // high) for column in scales))
@@ -129,16 +129,16 @@ def _in_blocks(
 class Terms:
     """A B^T in the values and in the codes of both operands, float64 [k, l] each."""
 
-    #: of the values
+    #: the product of the values
     values: torch.Tensor
-    #: what quantization of A adds, what that of B adds, and what both together add to that
+    #: what quantization of A adds, what quantization of B adds, and what both together add beyond that
     first: torch.Tensor
     second: torch.Tensor
     joint: torch.Tensor
 
     @classmethod
     def product(cls, a: RowSample, b: RowSample) -> Terms:
-        """Of rows of both, in float64, which neither TF32 nor autocast touches.
+        """Compute the terms from rows of both operands, in float64, which neither TF32 nor autocast affects.
 
         Args:
             a: [k, c].
@@ -154,14 +154,14 @@ class Terms:
 
     @property
     def error(self) -> torch.Tensor:
-        """Aq Bq^T - A B^T, term by term: the difference of the two products would round what is small."""
+        """Return Aq Bq^T - A B^T, term by term. The difference of the two products would round small errors away."""
         return self.first + self.second + self.joint
 
     def sums(self) -> torch.Tensor:
-        """What quantization does to A B^T, float64 [5] as `SUMS`: sums over parts of a product, or over several, add up.
+        """Return the effect of quantization on A B^T, float64 [5] as `SUMS`. Sums of parts or of several products add up.
 
-        n is the number of output values, `error2` the sum of the squares of what is wrong with them, `first_error2` and
-        `second_error2` the same with only A or only B quantized, `output2` the sum of the squares of what is right.
+        n is the number of output values. `error2` is the sum of their squared errors. `first_error2` and `second_error2` are
+        the same with only A or only B quantized. `output2` is the sum of the squared exact values.
         """
         squares = [m.square().sum() for m in (self.error, self.first, self.second, self.values)]
         return torch.stack([torch.full_like(squares[0], self.values.numel()), *squares])

@@ -1,6 +1,6 @@
 """The histogram: how often each of the 32,768 magnitudes of a 16-bit format occurs in a tensor.
 
-With the sign folded away it holds all that per-tensor scaling can depend on, whatever the scale, margin or target format.
+Without the sign, it holds everything that per-tensor scaling can depend on, whatever the scale, margin or target format.
 """
 
 from __future__ import annotations
@@ -16,39 +16,39 @@ import torch
 BINS = 32768
 #: the 16-bit formats that a histogram can hold, in the order of the magnitude table
 DTYPES = (torch.bfloat16, torch.float16)
-#: bins that are added up at once
+#: how many bins are added up at once
 LANES = 64
 _HOST = torch.device("cpu")
-#: bins that are not empty, ascending, and their counts, int64
+#: occupied bins in ascending order, and their counts, int64
 Occupied = tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]
 
 
 @dataclass
 class Histogram:
-    """Counts of a tensor's magnitudes; histograms of the same dtype add up over micro-batches, ranks and steps."""
+    """Counts of a tensor's magnitudes. Histograms of the same dtype add up over micro-batches, ranks and steps."""
 
     #: torch.bfloat16 or torch.float16: what the bit patterns mean
     dtype: torch.dtype
     #: int64 [32768]; bin p counts the values whose bits are p or p + 0x8000
     counts: torch.Tensor = field(default_factory=lambda: torch.zeros(BINS, dtype=torch.int64))
-    #: True where float32 values were rounded to bfloat16 to be counted
+    #: whether float32 values were rounded to bfloat16 for counting
     rounded: bool = False
 
     @functools.cached_property
     def occupied(self) -> Occupied:
-        """Bins that are not empty, ascending, and their counts. Found once: nothing may be counted in afterwards."""
+        """Occupied bins in ascending order, and their counts. Computed once: nothing may be counted afterwards."""
         counts = self.counts.cpu().numpy()
-        bins = np.flatnonzero(counts != 0)  # asked first, which takes a quarter of the time
+        bins = np.flatnonzero(counts != 0)  # the comparison first takes a quarter of the time
         return bins, counts[bins]
 
     @property
     def infinity(self) -> int:
-        """The bin of infinity; finite magnitudes lie below it, NaNs above."""
+        """The bin of infinity. Finite magnitudes lie below it, NaNs above."""
         return infinity_bin(self.dtype)
 
     @property
     def amax(self) -> float:
-        """The largest finite magnitude; 0 where there is none."""
+        """The largest finite magnitude, or 0 if there is none."""
         bins, _ = self.occupied
         finite = bins[: bins.searchsorted(self.infinity)]
         return float(_of_host(self.dtype)[finite[-1]]) if len(finite) else 0.0
@@ -58,7 +58,7 @@ class Histogram:
 
     @classmethod
     def total(cls, histograms: Sequence[Histogram]) -> Histogram:
-        """All of one dtype added up, without a new table for each."""
+        """Add up histograms of one dtype, without a new table for each."""
         first, *rest = histograms
         added = Histogram(first.dtype, first.counts.clone(), first.rounded)
         for histogram in rest:
@@ -71,13 +71,13 @@ class Histogram:
 
 @functools.lru_cache(maxsize=len(DTYPES))
 def infinity_bin(dtype: torch.dtype) -> int:
-    """The bin of infinity; finite magnitudes lie below it, NaNs above."""
+    """Return the bin of infinity. Finite magnitudes lie below it, NaNs above."""
     return int(torch.tensor(torch.inf, dtype=dtype).view(torch.int16))
 
 
 @functools.lru_cache(maxsize=8)
 def list_magnitudes(device: torch.device = _HOST) -> torch.Tensor:
-    """Float32 [2 * 32768]: the magnitude that each pattern stands for, bfloat16's then float16's; NaN and inf included."""
+    """Return float32 [2 * 32768]: the magnitude of each pattern, bfloat16 first, then float16, with NaN and infinity."""
     patterns = torch.arange(BINS, dtype=torch.int32).to(torch.int16)
     return torch.cat([patterns.view(dtype).float() for dtype in DTYPES]).to(device)
 
@@ -89,17 +89,17 @@ def _of_host(dtype: torch.dtype) -> npt.NDArray[np.float32]:
 
 
 def magnitudes_of(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Float32 [32768]: the magnitude of each bin; NaN and inf included."""
+    """Return float32 [32768]: the magnitude of each bin, with NaN and infinity."""
     start = BINS * DTYPES.index(dtype)
     return list_magnitudes(device)[start : start + BINS]
 
 
 @dataclass(frozen=True)
 class HistogramBatch:
-    """The occupied bins of B histograms, end to end: finite magnitudes in ascending order, the others counted apart.
+    """The occupied bins of B histograms, end to end: finite magnitudes in ascending order, others counted apart.
 
-    Behind the bins of a histogram lie empty ones up to a multiple of LANES, so that all of them are added up in the
-    same order on any device, whatever else is in the batch.
+    Each histogram is padded with empty bins to a multiple of LANES. So sums take the same order on any device, whatever else
+    is in the batch.
     """
 
     #: how many bins each histogram occupies, [B]
@@ -133,40 +133,40 @@ class HistogramBatch:
 
     @functools.cached_property
     def room(self) -> torch.Tensor:
-        """int64 [B]: the bins of each histogram, with the empty ones behind them."""
+        """Return int64 [B]: the number of each histogram's bins, with padding."""
         return torch.tensor([LANES * lanes_of(length) for length in self.lengths], dtype=torch.int64).to(self.index.device)
 
     @functools.cached_property
     def first(self) -> torch.Tensor:
-        """int64 [B]: where the bins of each histogram begin."""
+        """Return int64 [B]: where the bins of each histogram begin."""
         return self.room.cumsum(0) - self.room
 
     @functools.cached_property
     def end(self) -> torch.Tensor:
-        """int64 [B]: where they end."""
+        """Return int64 [B]: where the bins of each histogram end."""
         return self.first + torch.tensor(self.lengths, dtype=torch.int64).to(self.index.device)
 
     @functools.cached_property
     def values(self) -> torch.Tensor:
-        """float32 [T]: the magnitude of each bin."""
+        """Return float32 [T]: the magnitude of each bin."""
         return list_magnitudes(self.index.device)[self.index]
 
     @functools.cached_property
     def weights(self) -> torch.Tensor:
-        """float64 [T]: the counts, of which it holds all below 2^53."""
+        """Return float64 [T]: the counts, exact below 2^53."""
         return self.counts.double()
 
     def amax(self) -> torch.Tensor:
-        """float32 [B]: the largest finite magnitude of each histogram, its last bin; 0 where there is none."""
+        """Return float32 [B]: the largest finite magnitude of each histogram, or 0 if there is none."""
         padded = torch.cat([self.values.new_zeros(1), self.values])
         return torch.where(self.end > self.first, padded[self.end], 0.0)
 
     def per_bin(self, per_histogram: torch.Tensor) -> torch.Tensor:
-        """[B] -> [T]: what belongs to a histogram, for each of its bins."""
+        """Return [T] from [B]: each histogram's value, for each of its bins."""
         return per_histogram.repeat_interleave(self.room, output_size=len(self.index))
 
     def per_histogram(self, per_bin: torch.Tensor) -> torch.Tensor:
-        """[T] -> [B]: float64 sum over the bins of each histogram."""
+        """Return [B] from [T]: the float64 sum over the bins of each histogram."""
         lanes = per_bin.view(-1, LANES)
         while (half := lanes.shape[1] // 2) > 0:
             lanes = lanes[:, :half] + lanes[:, half:]
@@ -179,8 +179,8 @@ class HistogramBatch:
 
     @functools.cached_property
     def _pairs(self) -> tuple[int, torch.Tensor]:
-        """A power of two that is not less than the lanes of any histogram, and the place of each in a table that is so
-        wide."""
+        """Return a power of two that is at least any histogram's number of lanes, and each lane's place in a table of this
+        width."""
         lanes = [lanes_of(length) for length in self.lengths]
         width = 1 << (max(lanes, default=1) - 1).bit_length() if max(lanes, default=1) > 1 else 1
         place = np.concatenate([np.zeros(0, np.int64), *(width * i + np.arange(n) for i, n in enumerate(lanes))])
@@ -188,5 +188,5 @@ class HistogramBatch:
 
 
 def lanes_of(bins: int) -> int:
-    """How many times LANES take so many bins."""
+    """Return the number of LANES that hold so many bins."""
     return -(-bins // LANES)

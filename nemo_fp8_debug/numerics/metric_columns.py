@@ -1,4 +1,4 @@
-"""Metrics as rows of a table: what a sample, a what-if and a replay have in common."""
+"""Make rows of metrics, for samples, what-if recipes and replays alike."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from .metrics import Moments, QuantizationSums, compute_metrics
 from .tensor_scaling import CurrentScaling
 
 _CURRENT = CurrentScaling()
-#: E8M0 and the exponents of float32: codes of the smallest scale and of the largest
+#: codes of the smallest and the largest scale in E8M0, and in the exponents of float32
 _POWERS = (0, 254)
-#: E4M3: from zero, which loses its block, to the least subnormal; and 448
+#: in E4M3: codes up to the least subnormal, of which zero loses its block, and 448
 _E4M3 = (1, 0x7E)
 
 
 def make_metric_columns(
     moments: Moments, sums: QuantizationSums, scale: torch.Tensor, formats: Sequence[FloatFormat]
 ) -> dict[str, list[Any]]:
-    """Columns of B operands, None where a metric cannot be had.
+    """Return the columns of B operands, with None if a metric is not available.
 
     Args:
-        scale: float32 [B], that the operands were cast with; NaN where none is known, or blocks have scales of their own.
+        scale: float32 [B], scales of the casts. NaN if unknown, or if blocks have scales of their own.
         formats: B formats.
     """
     current = _CURRENT.scale(moments.amax.float(), torch.tensor([fmt.max for fmt in formats], dtype=torch.float32))
@@ -44,10 +44,10 @@ def make_metric_columns(
 
 
 def unscale_columns(columns: Mapping[str, Sequence[Any]], multiplier: float | None) -> dict[str, list[float | None]]:
-    """Columns of the metrics of gradients that have a unit, as gradients of the loss itself; None of others.
+    """Return the columns of gradient metrics that have a unit, rescaled to gradients of the loss itself. Others are None.
 
     Args:
-        multiplier: of the gradients in `columns`, not 0; None where it is not known.
+        multiplier: multiplier of the gradients in `columns`, not 0, or None if unknown.
     """
     if not columns:
         return {}
@@ -67,14 +67,14 @@ def _absent_as_none(column: torch.Tensor) -> list[float | None]:
 
 
 def make_block_scale_columns(counts: torch.Tensor, rules: Sequence[BlockRule]) -> dict[str, list[float | int | None]]:
-    """Columns of B operands, as `BLOCK_SCALES`; None where no block has values.
+    """Return the columns of B operands, as `BLOCK_SCALES`, with None if no block has values.
 
-    Scales are those that are kept, by which codes are multiplied; of float32 ones the power of two at or below. Of NVFP4
-    they are those of the first level.
+    Scales are the stored ones, which codes are multiplied with. For float32 we report the power of two at or below the
+    scale, and for NVFP4 the scales of the first level.
 
     Args:
-        counts: int64 [B, 257], as `count_block_scales` gives them.
-        rules: B of them.
+        counts: int64 [B, 257], from `count_block_scales`.
+        rules: B rules.
     """
     columns: dict[str, list[float | int | None]] = {name: [] for name in BLOCK_SCALES}
     for row, rule in zip(counts.tolist(), rules, strict=True):
@@ -91,7 +91,7 @@ def _distribution(row: Sequence[int], rule: BlockRule) -> tuple[float | int | No
     low, high = _E4M3 if rule.two_level else _POWERS
     codes = [code for code, count in enumerate(counts) if count]
     reached, middle = 0, codes[0]
-    for middle in codes:  # the lower of two in the middle
+    for middle in codes:  # the lower of two middle values
         reached += counts[middle]
         if 2 * reached >= total:
             break

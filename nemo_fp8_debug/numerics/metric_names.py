@@ -1,4 +1,4 @@
-"""The names of metrics, for those that read them and need no torch."""
+"""The names of metrics, for modules that read them without torch."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ WORSE = {
     "kurtosis": 1,
 }
 METRICS = tuple(WORSE)
-#: what people call each, and its unit
+#: label and unit of each metric
 LABELS = {
     "underflow_pct": ("underflow", "%"),
     "overflow_pct": ("overflow", "%"),
@@ -39,22 +39,22 @@ LABELS = {
     "nonfinite": ("NaN and infinities", ""),
 }
 
-#: metrics that grow with the values, and with which power of them
+#: metrics that scale with the values, and the power
 UNITS = {"amax": 1, "amin": 1, "mse": 2}
 
-#: of the scales of an operand's blocks
+#: statistics of the scales of an operand's blocks
 BLOCK_SCALES = ("blocks", "empty_blocks", "scale_min", "scale_median", "scale_max", "at_smallest_pct", "at_largest_pct")
 
 
 @cache
 def _labels_of_features() -> dict[str, tuple[str, str]]:
-    """Return labels and units of metrics that one table alone has."""
+    """Return labels and units of metrics that only one table has."""
     tables = [table for module in load_modules("table") for table in module.TABLES]
     return {name: (metric.label, metric.unit) for table in tables for name, metric in table.metrics.items()}
 
 
 def name_metric(metric: str) -> str:
-    """What people call a metric, with its unit.
+    """Return the label of a metric, with its unit.
 
     Example:
         >>> name_metric("underflow_pct"), name_metric("mse"), name_metric("something_new")

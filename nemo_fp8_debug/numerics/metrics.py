@@ -1,6 +1,6 @@
-"""Every metric, from moments (of a tensor alone) and quantization sums (of a tensor under a scale and a format).
+"""Compute all metrics, from moments (of a tensor alone) and quantization sums (of a tensor under a scale and a format).
 
-Moments and sums come from histograms, or straight from a float32 tensor; metrics do not care which. All sums are float64,
+Moments and sums come from histograms, or directly from a float32 tensor, with equal meaning. All sums are float64,
 all counts int64. Formulas: docs/metrics.md.
 """
 
@@ -24,83 +24,83 @@ _T = TypeVar("_T", bound="_Columns")
 
 @dataclass(frozen=True)
 class _Columns:
-    """Tensors of one length B, a row an operand."""
+    """Tensors of one length B, one row for each operand."""
 
     @classmethod
     def concat(cls: type[_T], parts: Sequence[_T]) -> _T:
-        """Rows of all parts, in order."""
+        """Return the rows of all parts, in order."""
         if len(parts) == 1:
             return parts[0]
         return cls(*(torch.cat([getattr(p, f.name) for p in parts]) for f in fields(cls)))
 
     def row(self: _T, i: int) -> _T:
-        """Row i as a table of one row."""
+        """Return row i as a table of one row."""
         return self.rows(slice(i, i + 1))
 
     def each(self: _T) -> list[_T]:
-        """All rows, each as a table of one row."""
+        """Return all rows, each as a table of one row."""
         return [type(self)(*row) for row in zip(*(getattr(self, f.name).split(1) for f in fields(self)), strict=True)]
 
     def rows(self: _T, index: torch.Tensor | slice) -> _T:
-        """Some rows, by number: int64 [C]."""
+        """Return some rows by number, int64 [C]."""
         return type(self)(*(getattr(self, f.name)[index] for f in fields(self)))
 
     def cpu(self: _T) -> _T:
-        """The same rows in host memory."""
+        """Return the same rows in host memory."""
         return self.moved(lambda column: column.cpu())
 
     def moved(self: _T, to: Callable[[torch.Tensor], torch.Tensor]) -> _T:
-        """The same rows in what `to` gives for each column."""
+        """Return the same rows after applying `to` to each column."""
         return type(self)(*(to(getattr(self, f.name)) for f in fields(self)))
 
     @property
     def whole(self: _T) -> _T:
-        """Itself: nothing is left to add up."""
+        """The object itself, because nothing is left to add up."""
         return self
 
 
 @dataclass(frozen=True)
 class InParts(Generic[_T]):
-    """One row as a device found it, in parts: each operation there would cost the host as much as the kernel's launch."""
+    """One row as a device left it, in parts: to add them up there would cost the host as much as the kernel's launch."""
 
     parts: torch.Tensor
     add_up: Callable[[torch.Tensor], _T]
 
     def moved(self, to: Callable[[torch.Tensor], torch.Tensor]) -> InParts[_T]:
-        """The same in what `to` gives for the parts."""
+        """Return the same row after applying `to` to its parts."""
         return InParts(to(self.parts), self.add_up)
 
     @property
     def whole(self) -> _T:
-        """The row, added up where the parts are."""
+        """The row, added up on the device of its parts."""
         return self.add_up(self.parts)
 
 
 @dataclass(frozen=True)
 class Moments(_Columns):
-    """What is known of a tensor before any scale; over its finite values, but for the two counts of the others."""
+    """Statistics of a tensor before any scale, over its finite values, except for the counts of NaN and infinity."""
 
     n: torch.Tensor  #: int64, finite values
     nan: torch.Tensor  #: int64
     inf: torch.Tensor  #: int64
     amax: torch.Tensor  #: largest magnitude; 0 for an empty or all-zero tensor
-    amin: torch.Tensor  #: smallest non-zero magnitude; NaN where there is none
-    median: torch.Tensor  #: median magnitude of the non-zero values, the lower of two; NaN where there is none
+    amin: torch.Tensor  #: smallest non-zero magnitude, or NaN
+    median: torch.Tensor  #: median magnitude of the non-zero values, the lower of two, or NaN
     sum_x2: torch.Tensor
     sum_x4: torch.Tensor
 
     def with_median(self, median: torch.Tensor) -> Moments:
-        """The same with another median."""
+        """Return the same moments with another median."""
         return replace(self, median=median)
 
 
-#: A float32 scale made from the amax may carry the amax itself past the format's max by one unit in the last place.
+#: A float32 scale computed from the amax may take the amax past the format's max by one unit in the last place.
 SCALE_ROUNDING = 1 + 2.0**-22
 
 
 @dataclass(frozen=True)
 class QuantizationSums(_Columns):
-    """A tensor x against q = cast(x * scale) / scale, over its finite values; sums of the same tensor's parts add up."""
+    """A tensor x compared with q = cast(x * scale) / scale, over its finite values. Sums of a tensor's parts add up."""
 
     underflows: torch.Tensor  #: int64, x != 0 and q == 0
     overflows: torch.Tensor  #: int64, |x| * scale > format max, by more than the rounding of the scale itself
@@ -109,7 +109,7 @@ class QuantizationSums(_Columns):
     sum_q2: torch.Tensor
 
     def sum_by_owner(self, owner: torch.Tensor, n: int) -> QuantizationSums:
-        """Add up the rows of each owner: int64 [B] -> n rows."""
+        """Return n rows: the sums of each owner's rows, with owners int64 [B]."""
 
         def add(column: torch.Tensor) -> torch.Tensor:
             return torch.zeros(n, dtype=column.dtype, device=column.device).index_add_(0, owner, column)
@@ -117,13 +117,13 @@ class QuantizationSums(_Columns):
         return QuantizationSums(*(add(getattr(self, f.name)) for f in fields(self)))
 
     def total(self) -> QuantizationSums:
-        """All rows added up to one."""
+        """Return the sum of all rows as one row."""
         if len(self.underflows) == 1:
             return self
         return self.sum_by_owner(torch.zeros_like(self.underflows), 1)
 
 
-#: as a kernel gives them: a row, or what a device has left in parts
+#: what a kernel returns: a row, or parts on a device
 MomentsFound = Moments | InParts[Moments]
 SumsFound = QuantizationSums | InParts[QuantizationSums]
 
@@ -134,13 +134,13 @@ def total_sums(parts: Sequence[SumsFound]) -> QuantizationSums:
 
 
 def moments(batch: HistogramBatch) -> Moments:
-    """Moments of B histograms."""
+    """Return the moments of B histograms."""
     x, weights = batch.values.double(), batch.weights
     squares = x * x
     total = batch.per_histogram(weights).long()
     first = batch.first
 
-    # Bins lie in order of magnitude, that of zero before all others, and an index past the end stands for no value.
+    # Bins are in ascending order of magnitude, zero first. An index past the end stands for no value.
     padded = torch.cat([x, x.new_full((1,), torch.nan)])
     has_zeros = (batch.end > first) & (padded[first] == 0)
     zeros = torch.where(has_zeros, torch.cat([batch.counts, batch.counts.new_zeros(1)])[first], 0)
@@ -166,7 +166,7 @@ def moments(batch: HistogramBatch) -> Moments:
 
 
 def quantization_sums(batch: HistogramBatch, scale: torch.Tensor, formats: Sequence[FloatFormat]) -> QuantizationSums:
-    """Sums of B histograms, each under its own scale and format.
+    """Return the sums of B histograms, each under its own scale and format.
 
     Args:
         scale: float32 [B].
@@ -185,7 +185,7 @@ def quantization_sums(batch: HistogramBatch, scale: torch.Tensor, formats: Seque
 
 
 def exceeds_format(scaled: torch.Tensor, fmt: FloatFormat) -> torch.Tensor:
-    """Whether what is cast, float32, lies beyond the format's max by more than the rounding of the scale itself."""
+    """Return whether scaled float32 values lie beyond the format's max by more than the rounding of the scale."""
     return scaled.abs() > torch.tensor(fmt.max, dtype=torch.float32) * SCALE_ROUNDING
 
 
@@ -196,24 +196,24 @@ def sums_of_values(
     weights: torch.Tensor | float,
     total: Callable[[torch.Tensor], torch.Tensor],
 ) -> QuantizationSums:
-    """The sums behind every metric of quantization.
+    """Return the sums that every metric of quantization needs.
 
     Args:
         x: finite values, float32.
-        beyond: whether what was cast lay beyond the format's range, bool.
-        q: what stands for x after the cast, float64.
+        beyond: bool, whether the scaled value was beyond the format's range.
+        q: value of x's code, float64.
         weights: float64, how often each value occurs.
-        total: adds what belongs together.
+        total: adds up the values that belong together.
     """
     lost = q == 0
-    # A block whose scale rounds to zero saturates and is lost all the same: that is no overflow.
+    # A block whose scale rounds to zero would saturate, but its values are lost anyway, so we count no overflow.
     overflows, underflows = beyond & ~lost, lost & (x != 0)
     x = x.double()
     error, weighted = x - q, weights * q
     return QuantizationSums(
         underflows=total(weights * underflows).long(),
         overflows=total(weights * overflows).long(),
-        # In place: to take new memory costs more than to compute.
+        # In place, because new memory costs more than the computation.
         sum_error2=total(error.square_().mul_(weights)),
         sum_xq=total(x.mul_(weighted)),
         sum_q2=total(weighted.mul_(q)),
@@ -221,8 +221,7 @@ def sums_of_values(
 
 
 def quantization_sums_of_counts(histogram: Histogram, scale: torch.Tensor, fmt: FloatFormat) -> QuantizationSums:
-    """Sums (one row, on the histogram's device) of a histogram under a scale, a float32 scalar; without host
-    synchronization."""
+    """Return the sums of a histogram under a float32 scalar scale: one row, on its device, without host synchronization."""
     counts, end = histogram.counts, histogram.infinity
     x = magnitudes_of(histogram.dtype, counts.device)[:end]
     scaled = x * scale.to(x.device)
@@ -230,7 +229,7 @@ def quantization_sums_of_counts(histogram: Histogram, scale: torch.Tensor, fmt: 
     return sums_of_values(x, exceeds_format(scaled, fmt), q, counts[:end].double(), lambda v: v.sum()[None])
 
 
-#: values of a float32 tensor handled at once; bounds the float64 temporaries to some tens of MiB
+#: values of a float32 tensor that are processed at once; bounds the float64 temporaries to some tens of MiB
 _CHUNK = 1 << 20
 
 
@@ -240,7 +239,7 @@ def _chunks(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 def moments_of_float32(x: torch.Tensor) -> Moments:
-    """Moments (one row, on x's device) of a float32 tensor, without host synchronization. The median is NaN."""
+    """Return the moments of a float32 tensor: one row, on its device, without host synchronization. The median is NaN."""
     parts = [_moments_of_chunk(chunk) for chunk in _chunks(x)]
     return merge(Moments.concat(parts))
 
@@ -268,7 +267,7 @@ def _or_nan(x: torch.Tensor) -> torch.Tensor:
 
 
 def merge(parts: Moments) -> Moments:
-    """Moments (one row) of a tensor from those of its parts; the median of a whole does not follow and is NaN."""
+    """Return the moments of a tensor (one row) from the moments of its parts. The median cannot be derived and is NaN."""
     if len(parts.n) == 1:
         return parts.with_median(torch.full_like(parts.amax, torch.nan))
     return Moments(
@@ -284,22 +283,22 @@ def merge(parts: Moments) -> Moments:
 
 
 def compute_amax(x: torch.Tensor) -> torch.Tensor:
-    """Largest magnitude of `x` as a float32 scalar tensor, NaN ignored, 0 for an empty tensor; no host synchronization."""
+    """Return the largest magnitude, ignoring NaN, as a float32 scalar tensor without host synchronization. 0 if empty."""
     if x.numel() == 0:
         return torch.zeros((), dtype=torch.float32, device=x.device)
     return x.detach().abs().nan_to_num(0.0, torch.inf).amax().float()
 
 
 def compute_finite_amax(x: torch.Tensor) -> torch.Tensor:
-    """As `compute_amax`, infinity ignored too."""
+    """Return `compute_amax`, ignoring infinity too."""
     return compute_amax(torch.where(x.detach().isfinite(), x.detach(), 0))
 
 
 def quantization_sums_of_float32(x: torch.Tensor, scale: torch.Tensor, fmt: FloatFormat) -> QuantizationSums:
-    """Sums (one row, on x's device) of a float32 tensor under a scale (float32 scalar tensor); no host synchronization."""
+    """Return the sums of a float32 tensor under a float32 scalar scale: one row, on its device, no host synchronization."""
 
     def of(chunk: torch.Tensor) -> QuantizationSums:
-        x = torch.where(chunk.isfinite(), chunk, 0.0)  # a zero adds nothing to any sum
+        x = torch.where(chunk.isfinite(), chunk, 0.0)  # zero adds nothing to any sum
         scaled = x * scale
         code = saturating_cast(scaled, fmt).float()
         q = code.double() / scale.double()
@@ -309,10 +308,10 @@ def quantization_sums_of_float32(x: torch.Tensor, scale: torch.Tensor, fmt: Floa
 
 
 def quantization_sums_of_codes(x: torch.Tensor, stored: Decoded) -> QuantizationSums:
-    """Sums (one row, on x's device) of values and the codes that stand for them; no host synchronization.
+    """Return the sums of values and their codes: one row, on the device of `x`, without host synchronization.
 
     Args:
-        x: float32, of as many values as there are codes.
+        x: float32, with as many values as there are codes.
     """
     values, codes, limits = (part.reshape(-1).split(_CHUNK) for part in (x, stored.values, stored.at_limit))
 
@@ -328,12 +327,12 @@ def quantization_sums_of_codes(x: torch.Tensor, stored: Decoded) -> Quantization
 def compute_metrics(
     moments: Moments, sums: QuantizationSums, scale: torch.Tensor, scale_current: torch.Tensor
 ) -> dict[str, torch.Tensor]:
-    """All metrics of B operands, float64 [B] each, NaN where a metric cannot be had (of an all-zero tensor, say).
+    """Return all metrics of B operands, float64 [B] each. NaN if a metric is not available, as for a tensor of zeros.
 
     Args:
-        sums: NaN where no scale is known, which leaves out every metric that needs one.
-        scale: float32 [B], in use; NaN where none is known, or blocks have scales of their own.
-        scale_current: float32 [B], what current scaling would use.
+        sums: NaN if no scale is known, which leaves out every metric that needs one.
+        scale: float32 [B], in use. NaN if unknown, or if blocks have scales of their own.
+        scale_current: float32 [B], the scale that current scaling would use.
     """
     unknown = sums.sum_q2.isnan() | (moments.n == 0)
     absent = torch.tensor(torch.nan, dtype=torch.float64)
@@ -342,7 +341,7 @@ def compute_metrics(
         return torch.where(unknown, absent, value)
 
     n = moments.n.double()
-    # A ratio with a zero below is absent, not infinite.
+    # A ratio with a zero denominator is absent, not infinite.
     power = torch.where(moments.sum_x2 > 0, moments.sum_x2, absent)
     relative_error = (sums.sum_error2 / power).sqrt()
     product = power * torch.where(sums.sum_q2 > 0, sums.sum_q2, absent)

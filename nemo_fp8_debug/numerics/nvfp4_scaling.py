@@ -1,4 +1,4 @@
-"""NVFP4: E2M1 codes under two levels of scales, and what Transformer Engine does to values before the cast."""
+"""NVFP4: E2M1 codes under two levels of scales, and Transformer Engine's transform of values before the cast."""
 
 from __future__ import annotations
 
@@ -16,38 +16,38 @@ from .tensor_scaling import FLT_MAX
 #: values that are transformed together, and the signs of Transformer Engine's transform
 _HADAMARD = 16
 _SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
-#: the same as bits, the first one the lowest
+#: the same signs as bits, the first as the lowest
 SIGN_MASK = sum((sign < 0) << i for i, sign in enumerate(_SIGNS))
 
 
 @dataclass(frozen=True)
 class NVFP4Scaling(BlockRule):
-    """Transformer Engine's `NVFP4BlockScaling`: 1x16, 16x16 for W; E4M3 scales of blocks, under a float32 one of the tensor.
+    """Transformer Engine's `NVFP4BlockScaling`: 1x16, 16x16 for W; E4M3 block scales under a float32 scale of the tensor.
 
-    Codes are rounded to nearest, and their metrics under stochastic rounding are expected values. The tensor's amax is this
-    rank's, where Transformer Engine may reduce it over ranks.
+    Codes are rounded to nearest. Under stochastic rounding, metrics are expected values. The tensor's amax is this rank's,
+    although Transformer Engine may reduce it over ranks.
     Source: `cast/nvfp4/core_nvfp4.cuh`, `quantize_transpose_nvfp4.cuh` and `custom_recipes/reference_nvfp4.py`.
     """
 
     #: blocks of W are 16x16; 1x16 with `disable_2d_quantization`
     square_weights: bool = True
-    #: codes are rounded up or down by chance, and metrics are what is expected of them; codes made here are the nearest
+    #: whether codes are rounded stochastically; metrics are then expected values, but codes made here are the nearest
     stochastic: bool = False
-    #: what is transformed before the cast: "" nothing; by the Hadamard matrix alone ("plain"), or with the signs that
-    #: Transformer Engine has ("signs"), the column-wise copies
+    #: transform of column-wise copies before the cast: "" for none, "plain" for the Hadamard matrix alone, "signs" for the
+    #: matrix with Transformer Engine's signs
     hadamard: str = ""
-    #: each row has a scale of the second level, as X has with `row_scaled_activation`
+    #: whether each row has a scale of the second level, as X has with `row_scaled_activation`
     row_scaled: bool = False
-    #: "MAE" or "MSE": the largest value of a block becomes 6 or 4, whichever has the smaller error; "": always 6
+    #: "MAE" or "MSE": a block's largest value becomes 6 or 4, whichever has the smaller error; "": always 6
     four_over_six: str = ""
-    #: what the largest scale of a block becomes; 256 with `nvfp4_4over6_e4m3_use_256`
+    #: value of the largest block scale; 256 with `nvfp4_4over6_e4m3_use_256`
     largest_scale: int = 448
 
     formats: ClassVar[tuple[str, ...]] = (E2M1.name,)
     two_level: ClassVar[bool] = True
 
     def block(self, role: str) -> Block:
-        """1x16; 16x16 for W."""
+        """Return 1x16, or 16x16 for W."""
         return (16, 16) if self.square_weights and role == "weight" else (1, 16)
 
     def __post_init__(self) -> None:
@@ -58,43 +58,43 @@ class NVFP4Scaling(BlockRule):
         if self.largest_scale not in ((448, 256) if self.four_over_six else (448,)):
             raise ConfigError(f"largest_scale of nvfp4 is {self.largest_scale}; use 448, or 256 with four_over_six")
         if self.stochastic and self.by_values:
-            raise ConfigError("nvfp4 takes stochastic without four_over_six and row_scaled")
+            raise ConfigError("nvfp4 does not support stochastic together with four_over_six or row_scaled")
 
     @property
     def rounds_by_chance(self) -> bool:
-        """Whether metrics are expected values."""
+        """True if codes are rounded stochastically, so that metrics are expected values."""
         return self.stochastic
 
     @property
     def by_values(self) -> bool:
-        """Whether scales depend on more than the amax of a block and that of the tensor."""
+        """True if scales depend on more than the amax of a block and of the tensor."""
         return self.row_scaled or bool(self.four_over_six)
 
     def casts_columnwise(self, m: torch.Tensor) -> bool:
-        """Whether rows are of whole groups, which the transform takes."""
+        """Return True if the rows divide into whole groups, as the transform needs."""
         return not self.hadamard or m.shape[0] % _HADAMARD == 0
 
     def columnwise(self, m: torch.Tensor) -> torch.Tensor:
-        """Transformed in groups of 16 of a row, and rounded to the dtype.
+        """Return the column-wise copy: transformed in groups of 16 of a row, and rounded to the dtype.
 
         Raises:
-            ValueError: rows are not of whole groups.
+            ValueError: the number of rows is not a multiple of a group's.
         """
         if not self.hadamard:
             return super().columnwise(m)
         if m.shape[0] % _HADAMARD:
-            raise ValueError(f"its {m.shape[0]} rows are not a multiple of {_HADAMARD}, which the Hadamard transform takes")
+            raise ValueError(f"{m.shape[0]} rows are not a multiple of {_HADAMARD}, which the Hadamard transform needs")
         groups = m.t().reshape(-1, _HADAMARD).float()
         return (groups @ hadamard_matrix(self.hadamard == "signs", m.device)).to(m.dtype).view(m.shape[1], m.shape[0])
 
     def tensor_scale(self, whole: torch.Tensor, fmt: FloatFormat) -> torch.Tensor:
-        """The second level, float32 scalar: brings the largest scale of a block to E4M3's limit."""
+        """Return the second-level scale, float32 scalar, which takes the largest block scale to E4M3's limit."""
         limit = torch.full((), self.largest_scale * fmt.max, dtype=torch.float32, device=whole.device)
         scale = (limit / whole).clamp_max(FLT_MAX)
         return torch.where((whole > 0) & (scale > 0), scale, 1.0)
 
     def scales(self, amax: torch.Tensor, whole: torch.Tensor, fmt: FloatFormat, dtype: torch.dtype) -> BlockScales:
-        """A block whose scale rounds to zero is lost: its codes saturate and stand for zero."""
+        """Return the scales. A block whose scale rounds to zero is lost: its codes saturate and stand for zero."""
         encode = self.tensor_scale(whole, fmt)
         reciprocal = torch.full((), fmt.max, dtype=torch.float32, device=amax.device).reciprocal()
         stored = saturating_cast(amax * (encode * reciprocal), E4M3)
@@ -102,7 +102,7 @@ class NVFP4Scaling(BlockRule):
         return BlockScales(stored, scale, stored.double() / encode.double())
 
     def scales_in(self, x: torch.Tensor, block: Block, whole: torch.Tensor | None, fmt: FloatFormat) -> BlockScales:
-        """As `BlockRule.scales_in`; which scale a block of `four_over_six` gets depends on its values."""
+        """Return `BlockRule.scales_in`. With `four_over_six`, a block's scale depends on its values."""
         if not self.by_values:
             return super().scales_in(x, block, whole, fmt)
         amax = block_amax(x, block)
@@ -123,15 +123,15 @@ def four_over_six(
     rule: NVFP4Scaling,
     fmt: FloatFormat,
 ) -> BlockScales:
-    """Of two scales for each block the one with the smaller error, step by step in float32 as Transformer Engine.
+    """Return the scale with the smaller error of two for each block, step by step in float32 as Transformer Engine.
 
     Args:
         x: [rows, columns].
-        amax: of its blocks, float32 [blocks of rows, blocks of columns].
+        amax: amax of its blocks, float32 [blocks of rows, blocks of columns].
         largest: amax of the tensor, float32 scalar, or of each row, [rows, 1].
-        encode: scale of the second level, of the same shape.
-        rule: what errors are, and what the largest scale becomes.
-        fmt: of the codes.
+        encode: second-level scale, of the same shape.
+        rule: defines the error, and the value of the largest scale.
+        fmt: format of the codes.
 
     Source: `_quantize_blockwise_4over6_reference` of `custom_recipes/reference_nvfp4.py`, release 2.20.
     """
@@ -155,7 +155,7 @@ def _of_rows(largest: torch.Tensor) -> torch.Tensor:
 
 
 def _error(difference: torch.Tensor, squared: bool) -> torch.Tensor:
-    """Of each block, added up in the order of Transformer Engine: along rows, then rows in pairs.
+    """Return the error of each block, added up in Transformer Engine's order: along rows, then rows in pairs.
 
     Args:
         difference: float32 [blocks of rows, rows, blocks of columns, columns].
@@ -172,7 +172,7 @@ def _error(difference: torch.Tensor, squared: bool) -> torch.Tensor:
 
 @functools.lru_cache(maxsize=8)
 def hadamard_matrix(signs: bool, device: torch.device) -> torch.Tensor:
-    """Orthogonal and symmetric but for signs, float32 [16, 16]; a group of 16 values times it is what is cast.
+    """Return an orthogonal matrix, float32 [16, 16], symmetric except for signs. A group of 16 values is multiplied by it.
 
     Args:
         signs: whether rows have the signs of Transformer Engine's transform.
@@ -186,20 +186,20 @@ def hadamard_matrix(signs: bool, device: torch.device) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class TorchaoNVFP4Scaling(NVFP4Scaling):
-    """Scales of torchao's `NVFP4Linear`: 1x16, 16x16 for W, as Transformer Engine's, but never below E4M3's least normal.
+    """Scales of torchao's `NVFP4Linear`: 1x16, 16x16 for W, as in Transformer Engine, but at least E4M3's least normal.
 
-    So a block of small values underflows, where Transformer Engine's keeps a scale for it. A Triton kernel may round a
-    quotient otherwise than IEEE 754 does, in its last place.
+    So a block of small values underflows, although Transformer Engine's keeps a scale for it. A Triton kernel may round a
+    quotient differently from IEEE 754 in its last place.
     Source: `prototype/moe_training/nvfp4_training/hadamard_utils.py` and `quantize_2d_triton.py`, release 0.18.
     """
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.stochastic or self.hadamard or self.by_values or self.largest_scale != E4M3.max:
-            raise ConfigError("nvfp4_torchao has the option square_weights only; the others are Transformer Engine's")
+            raise ConfigError("nvfp4_torchao supports only the option square_weights; the others are Transformer Engine's")
 
     def scales(self, amax: torch.Tensor, whole: torch.Tensor, fmt: FloatFormat, dtype: torch.dtype) -> BlockScales:
-        """Step by step in float32, as `_nvfp4_quantize`; GEMMs take amax / 2688 as the scale of the tensor."""
+        """Return the scales, step by step in float32 as `_nvfp4_quantize`. GEMMs take amax / 2688 as the tensor's scale."""
         encode = self.tensor_scale(whole, fmt)
         stored = saturating_cast((amax / fmt.max * encode).clamp(E4M3.min_normal, E4M3.max), E4M3)
         scale = (stored.float() * encode.reciprocal()).reciprocal().clamp_max(FLT_MAX)

@@ -1,14 +1,14 @@
-"""Whether a block of what a GEMM returned is the product of its operands, up to the rounding that its arithmetic may do.
+"""Check whether a block of a GEMM's output is the product of its operands, up to the rounding of its arithmetic.
 
-The block is k rows by l columns of C = A B^T (+ bias); with whole rows of A and of B it is known exactly. Per value, with
-n terms, any order of summation and unit roundoff u_s of each addition (Higham, Accuracy and Stability of Numerical
+The block is k rows by l columns of C = A B^T (+ bias). From whole rows of A and of B we know it exactly. For each value, a
+sum of n terms in any order, with unit roundoff u_s of each addition (Higham, Accuracy and Stability of Numerical
 Algorithms, 2nd ed., section 3.1), rounded once to a dtype with unit roundoff u:
 
     |C - E| <= (1 + u) gamma_n sum|a b| + u |E|,    gamma_n = n u_s / (1 - n u_s)
 
-Rows, columns and the block as a whole have much narrower limits: roundings of different values are independent and have
-no sign of their own, so that a sum of errors e_i with |e_i| <= s_i exceeds t sqrt(sum s_i^2) with a probability of at most
-2 exp(-t^2 / 2) (Hoeffding 1963). Rows of E that are the same but for a power of two round alike, and count once.
+Rows, columns and the block as a whole have much narrower limits, because roundings of different values are independent and
+have no preferred sign. A sum of errors e_i with |e_i| <= s_i exceeds t sqrt(sum s_i^2) with a probability of at most
+2 exp(-t^2 / 2) (Hoeffding 1963). Rows of E that are equal except for a power of two round alike, and count once.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from dataclasses import dataclass
 
 import torch
 
-#: unit roundoff of the result's dtype, and what its rounding to zero may lose of a small value
+#: unit roundoff of the result's dtype, and the most that rounding to zero may lose of a small value
 _DTYPES = {
     torch.bfloat16: (2.0**-8, 2.0**-126),
     torch.float16: (2.0**-11, 2.0**-25),
     torch.float32: (2.0**-24, 2.0**-126),
     torch.float64: (2.0**-53, 2.0**-1022),
 }
-#: below it a float32 operand or sum may be taken as zero
+#: a smaller float32 operand or sum may be flushed to zero
 _FLUSHED = 2.0**-126
-#: A run of 500 GEMMs and 1,000 samples, whose three products have a block of 64 rows and columns with two limits each, is
-#: to expect 0.01 false alarms: how many standard bounds a sum of errors may reach.
+#: How many standard bounds a sum of errors may reach. We expect 0.01 false alarms in a run of 500 GEMMs and 1,000 samples:
+#: each GEMM has three products, and each product a block of 64 rows and columns with two limits each.
 TIMES = math.sqrt(2 * math.log(2 * 500 * 1000 * 3 * (2 * 128 + 2) / 0.01))
-#: blocks that are checked at once: their temporaries stay in a cache
+#: how many blocks are checked at once, so that their temporaries stay in a cache
 _TOGETHER = 8
-#: What is known of a block, in the order of `check_blocks`. Rows that are hit have a value beyond its bound, rows that are
-#: beyond are so as a whole.
+#: Results for a block, in the order of `check_blocks`. A row is hit if it has a value beyond the value's bound. It is beyond
+#: if the row as a whole exceeds its own limit.
 CHECKED = (
     "values",
     "values_beyond",
@@ -63,24 +63,24 @@ class Accumulation:
 
     #: unit roundoff of an addition
     roundoff: float = 2.0**-24
-    #: terms that are added up between two such additions, exactly
+    #: how many terms are added up exactly between two such additions
     exact_terms: int = 1
-    #: how far all sums may be off in the same direction, as a share of sum|a b|: additions that truncate
+    #: by how much all sums may be off in the same direction, as a share of sum|a b|: additions that truncate
     bias: float = 0.0
-    #: how far each value may be off besides, as a share of sum|a b|: operands that are rounded, partial sums in fewer bits
+    #: by how much each value may be off in addition, as a share of sum|a b|: rounded operands, partial sums in fewer bits
     besides: float = 0.0
 
     def additions(self, terms: int) -> int:
-        """Roundings on the way to one value, at the most."""
+        """Return the largest number of roundings on the way to one value."""
         return -(-terms // self.exact_terms) + 1
 
     def gamma(self, terms: int) -> float:
-        """Bound of the error of a sum, as a share of sum|a b|; infinite where the bound does not hold."""
+        """Return the error bound of a sum, as a share of sum|a b|. Infinite if the bound does not hold."""
         n = self.additions(terms) * self.roundoff
         return n / (1 - n) + self.besides if n < 1 else math.inf
 
     def noise(self, terms: int) -> float:
-        """What bounds the errors of independent additions together, as a share of sum|a b|."""
+        """Return the joint bound of the errors of independent additions, as a share of sum|a b|."""
         return self.roundoff * math.sqrt(self.additions(terms)) + self.besides
 
 
@@ -89,61 +89,61 @@ FLOAT32 = Accumulation()
 
 @dataclass(frozen=True)
 class Exact:
-    """A block of a product, and what bounds the errors of whoever computes it."""
+    """A block of a product, and bounds for the errors of any computation of it."""
 
     #: float64 [k, l]: the product
     values: torch.Tensor
     #: float32 [k, l]: the product of magnitudes, rounded up
     magnitudes: torch.Tensor
-    #: float64 [k] and [l]: sums of the magnitudes of each row
+    #: float64 [k] and [l]: sums of the magnitudes of each row of A and of B
     rows: torch.Tensor
     columns: torch.Tensor
     terms: int
 
     @classmethod
     def product(cls, a: torch.Tensor, b: torch.Tensor, values: torch.Tensor | None = None) -> Exact:
-        """Of rows of A and of B.
+        """Compute the block from rows of A and of B.
 
         Args:
             a: [k, n], any floating dtype.
             b: [l, n].
-            values: float64 [k, l]: the product, if it is known.
+            values: float64 [k, l], the product if it is known.
         """
         magnitudes, size_a, size_b = _magnitudes(a, b)
         exact = a.double() @ b.double().T if values is None else values
         return cls(exact, magnitudes, size_a.sum(1).double(), size_b.sum(1).double(), a.shape[1])
 
     def moved(self, to: Callable[[torch.Tensor], torch.Tensor]) -> Exact:
-        """With what `to` gives for each tensor."""
+        """Return the same block after applying `to` to each tensor."""
         return Exact(to(self.values), to(self.magnitudes), to(self.rows), to(self.columns), self.terms)
 
 
 @dataclass(frozen=True)
 class Block:
-    """A block that was computed, and the exact one."""
+    """A computed block, and the exact one."""
 
     #: [k, l], in the dtype that the GEMM returned
     actual: torch.Tensor
     exact: Exact
     how: Accumulation = FLOAT32
-    #: [l] or [k, l], what was added to the product; that may have been a rounding of its own
+    #: [l] or [k, l], what was added to the product, perhaps after a separate rounding
     added: torch.Tensor | None = None
 
     @property
     def kind(self) -> tuple[object, ...]:
-        """Blocks of the same kind can be checked together."""
+        """Equal for blocks that can be checked together."""
         return self.actual.shape, self.actual.dtype, self.actual.device, self.added is None
 
     def moved(self, to: Callable[[torch.Tensor], torch.Tensor]) -> Block:
-        """With what `to` gives for each tensor."""
+        """Return the same block after applying `to` to each tensor."""
         added = None if self.added is None else to(self.added)
         return Block(to(self.actual), self.exact.moved(to), self.how, added)
 
 
 def _magnitudes(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """float32 [k, l], the product of magnitudes, rounded up; and the magnitudes of A and B.
+    """Return float32 [k, l], the product of magnitudes, rounded up, and the magnitudes of A and B.
 
-    In float32 on a CPU, where that takes half the time: sums of positive terms are off by n roundings at the most.
+    On a CPU we use float32, which takes half the time: a sum of positive terms is off by at most n roundings.
     """
     in_float32 = a.device.type == "cpu" and torch.float64 not in (a.dtype, b.dtype)
     in_float32 = in_float32 and torch.get_float32_matmul_precision() == "highest"
@@ -156,7 +156,7 @@ def _magnitudes(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.T
 def check_block(
     actual: torch.Tensor, exact: Exact, how: Accumulation = FLOAT32, added: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """As `check_blocks`, of one.
+    """Check one block, see `check_blocks`.
 
     Example:
         >>> a, b = torch.randn(8, 256).bfloat16(), torch.randn(8, 256).bfloat16()
@@ -171,10 +171,10 @@ def check_block(
 
 
 def check_blocks(blocks: Sequence[Block]) -> torch.Tensor:
-    """How blocks of one kind compare with the exact ones: float64 [blocks, `CHECKED`], without host synchronization.
+    """Compare blocks of one kind with the exact ones: float64 [blocks, `CHECKED`], without host synchronization.
 
-    Ratios are error over bound: 1 is what arithmetic may do, and `factor` is the slope of what was computed on what is
-    exact. Values are passed over, and counted as unchecked, whose exact one is not finite or is beyond the dtype.
+    Ratios are error over bound, so arithmetic reaches at most 1. `factor` is the slope of the computed values on the exact
+    ones. If an exact value is not finite or is beyond the dtype, it is skipped and counted as unchecked.
     """
     return torch.cat([_checked(blocks[i : i + _TOGETHER]) for i in range(0, len(blocks), _TOGETHER)])
 
@@ -202,7 +202,7 @@ def _checked(blocks: Sequence[Block]) -> torch.Tensor:
     bound = (1 + roundoff) * gamma * sizes + roundings + small
     usable = bound.isfinite() & ((expected.abs() + bound) < torch.finfo(first.actual.dtype).max)
     error, expected = (torch.where(usable, x, 0) for x in (computed - expected, expected))
-    # What is not finite and ought to be is as wrong as can be.
+    # A value that is not finite but should be has an infinite error.
     error = torch.where(error.isnan(), torch.inf, error)
     ratio = error.abs() / torch.where(usable, bound, 1)
     noise = torch.hypot(roundings, each([block.how.noise(block.exact.terms) for block in blocks]) * sizes) + small
@@ -239,10 +239,10 @@ def _checked(blocks: Sequence[Block]) -> torch.Tensor:
 def _ratios(
     error: torch.Tensor, expected: torch.Tensor, noise: torch.Tensor, bias: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The greater of how a slope and a mean compare with their limits: of rows [blocks, k], columns [blocks, l] and wholes.
+    """Compare slopes and means with their limits. Return the greater ratio of rows [blocks, k], columns [blocks, l], wholes.
 
     Args:
-        error, expected, noise, bias: [blocks, k, l], zero where they do not count; bias may be zero everywhere: None.
+        error, expected, noise, bias: [blocks, k, l], zero for values that do not count. None: no bias anywhere.
     """
     squares = noise.square()
     means = _of_lines(error, squares, bias)
@@ -252,7 +252,7 @@ def _ratios(
 
 
 def _of_lines(error: torch.Tensor, squares: torch.Tensor, bias: torch.Tensor | None) -> list[torch.Tensor]:
-    """How sums of errors compare with their limits, of rows, columns and wholes."""
+    """Compare sums of errors with their limits, for rows, columns and wholes."""
     found = []
     for dim in (2, 1, (1, 2)):
         limit = TIMES * squares.sum(dim).sqrt()
@@ -263,17 +263,17 @@ def _of_lines(error: torch.Tensor, squares: torch.Tensor, bias: torch.Tensor | N
 
 
 def _first_of_their_kind(blocks: torch.Tensor) -> torch.Tensor:
-    """bool [blocks, k, l]: no row and no column before that of a value is the same but for a power of two and its sign."""
+    """Return bool [blocks, k, l]: False if an earlier row or column is equal except for its sign and a power of two."""
     sizes = blocks.abs()
     rows, columns = (_first(blocks, sizes, dim) for dim in (2, 1))
     return rows[:, :, None] & columns[:, None]
 
 
 def _first(kept: torch.Tensor, sizes: torch.Tensor, dim: int) -> torch.Tensor:
-    """Of what lies along a dimension."""
+    """Return the same along one dimension: rows for 2, columns for 1."""
     largest = kept.gather(dim, sizes.argmax(dim, keepdim=True)).squeeze(dim)
-    # Of what is the same but for a power of two, sums with any weights are too, and their ratio to the largest value is the
-    # same; that of others is so by no chance that counts.
+    # Lines that are equal except for a power of two have equal ratios of their weighted sums to their largest value. Other
+    # lines have equal ratios with negligible probability.
     weights = torch.arange(1, kept.shape[dim] + 1, device=kept.device, dtype=torch.float64).sqrt()
     sums = (kept * (weights if dim == 2 else weights[:, None])).sum(dim)
     told = torch.where(largest == 0, 0, sums / largest)

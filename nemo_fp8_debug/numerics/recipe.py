@@ -1,4 +1,4 @@
-"""Recipes: which format each operand is cast to, and the rule of its scale; and their names."""
+"""Recipes: the format that each operand is cast to, the rule of its scale, and recipe names."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ _NAME_OF = {scaling: name for name, scaling in _SCALINGS.items()}
 
 @dataclass(frozen=True)
 class Recipe:
-    """Which format each operand is cast to, and how its scale is found."""
+    """A recipe: the format that each operand is cast to, and how its scale is chosen."""
 
     scaling: Scaling
-    #: "hybrid" casts X and W to E4M3 and dY to E5M2; the name of a format casts all three to it; "": what is usual
+    #: "hybrid" casts X and W to E4M3 and dY to E5M2; the name of a format casts all three to it; "" is the rule's default
     fp8_format: str = ""
 
     def __post_init__(self) -> None:
@@ -45,14 +45,14 @@ class Recipe:
         object.__setattr__(self, "fp8_format", self.fp8_format or formats[0])
 
     def format_of(self, role: str) -> FloatFormat:
-        """The format that operand `role` is cast to."""
+        """Return the format that operand `role` is cast to."""
         if self.fp8_format == "hybrid":
             return E5M2 if role == "grad_output" else E4M3
         return FORMATS[self.fp8_format]
 
     @functools.cached_property
     def name(self) -> str:
-        """Short unique name, as `delayed-hybrid` or `delayed-hybrid(margin=1)`; options at their default are left out."""
+        """Short unique name, such as `delayed-hybrid` or `delayed-hybrid(margin=1)`. Default options are left out."""
         changed = [
             f"{f.name}={getattr(self.scaling, f.name)}"
             for f in fields(self.scaling)
@@ -63,19 +63,19 @@ class Recipe:
 
     @property
     def in_blocks(self) -> bool:
-        """Whether blocks of a tensor have scales of their own, which its histogram knows nothing of."""
+        """True if blocks of a tensor have scales of their own, which a histogram cannot measure."""
         return isinstance(self.scaling, BlockRule)
 
 
-#: casts nothing
+#: casts no operand
 BF16_RECIPE = Recipe(Unscaled())
 
 
 def refuse_blocks(recipe: Recipe, what: str) -> None:
-    """Say that `what` has no use for a recipe that scales blocks.
+    """Raise an error if `what` is given a recipe that scales blocks.
 
     Raises:
-        ConfigError: it is one.
+        ConfigError: the recipe scales blocks.
     """
     if recipe.in_blocks:
         raise ConfigError(f"{what} takes recipes with one scale a tensor (delayed, current, bf16), not {recipe.name!r}")
@@ -103,16 +103,16 @@ def parse_recipe(value: str | Mapping[str, Any] | Recipe) -> Recipe:
 
 
 class NamesRecipe:
-    """What has the name of a recipe."""
+    """An object that has the name of a recipe."""
 
     recipe: str
 
     @property
     def parsed(self) -> Recipe:
-        """The recipe; names are read once. Internal: recipes are not public.
+        """The recipe. Names are read once. Internal: recipes are not public.
 
         Raises:
-            ConfigError: no recipe here has this name.
+            ConfigError: the name is of no known recipe.
         """
         return parse_recipe(self.recipe)
 
@@ -121,10 +121,10 @@ def find_recipe(name: str | None) -> Recipe | None:
     """Return the recipe that a record names.
 
     Args:
-        name: as recorded; None: nothing was.
+        name: the recorded name, if there is one.
 
     Returns:
-        None if there is no such recipe here: a framework may have more.
+        None if the recipe is unknown: a framework may have more.
     """
     try:
         return None if name is None else _named(name)
@@ -157,7 +157,7 @@ def _of_options(options: dict[str, Any]) -> Recipe:
 
 
 def _options_in(text: str) -> dict[str, Any]:
-    """What the name of a recipe says; options are Python literals, or text."""
+    """Return the options in a recipe's name. They are Python literals, or text."""
     found = _NAME.fullmatch(text.replace(" ", ""))
     if found is None:
         return {"name": text}

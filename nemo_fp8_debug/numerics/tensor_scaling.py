@@ -1,4 +1,4 @@
-"""Per-tensor scaling rules, and the way from the largest magnitude of values to their scale.
+"""Per-tensor scaling rules, and how they compute a scale from the largest magnitude.
 
 `scale` multiplies a tensor before the cast (Transformer Engine's convention). All arithmetic is float32, as in
 Transformer Engine's kernels `recipe/delayed_scaling.cu` and `recipe/recipe_common.cuh`.
@@ -17,9 +17,9 @@ from ..errors import ConfigError
 from .formats import BF16, FloatFormat, decode_codes, saturating_cast
 
 FLT_MAX = torch.finfo(torch.float32).max
-#: amax below this counts as this in torchao, its `EPS`
+#: torchao replaces a smaller amax by this, its `EPS`
 TORCHAO_EPSILON = 1e-12
-#: steps; a float of each tensor is held for each
+#: in steps; each step of each tensor takes a float
 _LONGEST_HISTORY = 1_000_000
 _PER_TENSOR_FORMATS = ("hybrid", "e4m3", "e5m2")
 
@@ -28,17 +28,17 @@ _PER_TENSOR_FORMATS = ("hybrid", "e4m3", "e5m2")
 class CurrentScaling:
     """The scale follows the amax of the tensor being cast."""
 
-    #: amax below this counts as this
+    #: a smaller amax is replaced by this
     epsilon: float = 0.0
     #: round the scale down to a power of two
     power_of_two: bool = False
-    #: find that power as torchao does, by a float32 logarithm, which may give the one above
+    #: compute that power as torchao does, with a float32 logarithm, which may give the power above
     by_logarithm: bool = False
 
     formats: ClassVar[tuple[str, ...]] = _PER_TENSOR_FORMATS
 
     def scale(self, amax: torch.Tensor, limit: torch.Tensor | float) -> torch.Tensor:
-        """Scales for tensors of the given amax; 1 where amax is zero or not finite.
+        """Return the scales of tensors with this amax, or 1 if amax is zero or not finite.
 
         Args:
             amax: float32, any shape.
@@ -50,11 +50,11 @@ class CurrentScaling:
 def scales_of(
     held: Sequence[torch.Tensor | CurrentScaling | None], formats: Sequence[FloatFormat], amax: torch.Tensor
 ) -> torch.Tensor:
-    """Scales of B tensors, float32 [B] on the device of `amax`: those that are held, or what a rule makes of the amax.
+    """Return the scales of B tensors, float32 [B] on the device of `amax`: the known ones, or those a rule computes.
 
     Args:
-        held: float32 scalars on any device, or rules; None where neither is known, which gives NaN.
-        formats: that the tensors are cast to.
+        held: float32 scalars on any device, or rules. None if neither is known, which gives NaN.
+        formats: formats that the tensors are cast to.
         amax: float32 [B].
     """
     limits = torch.tensor([fmt.max for fmt in formats], dtype=torch.float32).to(amax.device)
@@ -94,12 +94,12 @@ class DelayedScaling:
     def update(
         self, history: torch.Tensor, scale: torch.Tensor, amax: torch.Tensor, limit: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """One step of the history, after which `scale` is the one that the next step casts with.
+        """Add a step to the history, and compute the scale that the next step casts with.
 
         Args:
-            history: float32 [amax_history_len, n], newest last; zeros where nothing was seen yet.
+            history: float32 [amax_history_len, n], newest last, with zeros for missing steps.
             scale: float32 [n], in use until now.
-            amax: float32 [n], of the step that ends; 0 where the tensor was not cast, which leaves its history alone.
+            amax: float32 [n] of the step that ends. 0 if the tensor was not cast, which leaves its history unchanged.
             limit: float32 [n], largest finite value of each tensor's format.
 
         Returns:
@@ -110,7 +110,7 @@ class DelayedScaling:
         return history, torch.where(seen, self.scale(history, scale, limit), scale)
 
     def scale(self, history: torch.Tensor, before: torch.Tensor, limit: torch.Tensor) -> torch.Tensor:
-        """The scales, float32 [n], that a history requests for; `before` where it has nothing that can be used."""
+        """Return the scales, float32 [n], that follow from a history, or `before` if the history has no usable amax."""
         reference = history.amax(0) if self.amax_compute_algo == "max" else history[-1]
         usable = (reference > 0) & reference.isfinite()
         new = (limit * 2.0**-self.margin / torch.where(usable, reference, 1.0)).clamp_max(FLT_MAX)
@@ -119,13 +119,13 @@ class DelayedScaling:
 
 @dataclass(frozen=True)
 class Unscaled:
-    """A cast to BF16 without a scale: what high precision itself loses, all of an FP32 operand's last 16 bits."""
+    """A cast to BF16 without a scale: the loss of high precision itself, which are the last 16 bits of an FP32 operand."""
 
     formats: ClassVar[tuple[str, ...]] = (BF16.name,)
 
 
 def quantize(x: torch.Tensor, scale: torch.Tensor, fmt: FloatFormat) -> torch.Tensor:
-    """The codes of `x`: cast(x * scale), the product in float32.
+    """Return the codes of `x`: cast(x * scale), with the product in float32.
 
     Args:
         x: any shape and floating dtype.
@@ -138,7 +138,7 @@ def quantize(x: torch.Tensor, scale: torch.Tensor, fmt: FloatFormat) -> torch.Te
 
 
 def quantize_dequantize(x: torch.Tensor, scale: torch.Tensor, fmt: FloatFormat) -> torch.Tensor:
-    """`x` as a low-precision GEMM sees it: its codes times the float32 reciprocal of the scale, in x's dtype."""
+    """Return `x` as a low-precision GEMM sees it: its codes times the float32 reciprocal of the scale, in x's dtype."""
     return (decode_codes(quantize(x, scale, fmt), fmt) * (1.0 / scale)).to(x.dtype)
 
 
@@ -150,24 +150,24 @@ def compute_scale(
     largest: float = FLT_MAX,
     by_logarithm: bool = False,
 ) -> torch.Tensor:
-    """limit / amax; 1 where amax is zero or not finite.
+    """Return limit / amax, or 1 if amax is zero or not finite.
 
     Source: `compute_scale_from_amax` of Transformer Engine's `recipe/recipe_common.cuh`.
 
     Args:
         amax: float32, any shape.
         limit: largest finite value of the format (or of each tensor's format, float32 of amax's shape).
-        epsilon: amax below this counts as this.
+        epsilon: a smaller amax is replaced by this.
         power_of_two: round down to a power of two.
-        largest: what stands in for a quotient beyond float32.
+        largest: replaces a quotient beyond float32.
         by_logarithm: find the power of two as torchao does, by `power_of_two_below`.
 
     Returns:
         float32 of amax's shape, to multiply values with before the cast.
     """
     amax = amax.clamp_min(epsilon)
-    # A tensor, since torch computes `number / tensor` as number * reciprocal, which rounds twice. Made where it is used:
-    # to copy a number to a device waits for the device.
+    # A tensor, because torch computes `number / tensor` as number * reciprocal, which rounds twice. We make it on the device
+    # of `amax`, because copying a number there would wait for the device.
     if not isinstance(limit, torch.Tensor):
         limit = torch.full((), limit, dtype=torch.float32, device=amax.device)
     usable = (amax > 0) & amax.isfinite()
@@ -179,15 +179,15 @@ def compute_scale(
 
 
 def power_of_two_below(scale: torch.Tensor) -> torch.Tensor:
-    """As torchao's `_round_scale_down_to_power_of_2`.
+    """Return the result of torchao's `_round_scale_down_to_power_of_2`.
 
-    The logarithm rounds, so that a float32 scale just below a power of two may give that one.
+    The logarithm rounds, so a float32 scale just below a power of two may give that power.
     """
     return torch.exp2(torch.floor(torch.log2(scale)))
 
 
 def torchao_scale(amax: torch.Tensor, limit: float, power_of_two: bool) -> torch.Tensor:
-    """limit / amax in float64, rounded to float32; 0 where amax is infinite.
+    """Return limit / amax in float64, rounded to float32, or 0 if amax is infinite.
 
     Source: `amax_to_scale` of torchao's `float8/float8_utils.py`, release 0.18.
 

@@ -149,7 +149,7 @@ REFUSED = {
     "interval: 1:30": "control.yaml has 1:30, which YAML reads as a number in base 60; write it in digits",
     "interval: " + "9" * 5000: "has a value of more than 1000 characters",
     "what_if: [" + "current, " * 20 + "current]": "what_if has 21 recipes; it takes at most 16",
-    "what_if: [" + "delayed(amax_history_len=1000000), " * 12 + "]": "take 274 MiB of memory, and may take 256",
+    "what_if: [" + "delayed(amax_history_len=1000000), " * 12 + "]": "take 274 MiB of memory, more than the limit of 256",
     "interval: 9" + " " * 70000: "longer than 64 KiB",
     "interval: 2001-13-45": "is not YAML: month must be in 1..12",
     "interval: 2001-12-15": "interval is datetime.date(2001, 12, 15)",
