@@ -1,4 +1,4 @@
-"""The hot loops on each kind of device: a tensor's bit patterns counted into a histogram, sums of values. Internal."""
+"""The hot loops on each kind of device: count a tensor's bit patterns into a histogram, and add values up. Internal."""
 
 from __future__ import annotations
 
@@ -38,39 +38,39 @@ from .cpu import blocks, quantize
 from .cpu import histogram as cpu_histogram
 from .memory import empty_histogram, view_bits
 
-#: what each kernel of a CUDA device does with tensors
+#: how a warning names the work of each CUDA kernel
 _DONE = {"histogram": "counted", "blocks": "measured in blocks", "float32": "measured in float32"}
-#: columns below which a copy without gaps costs less than counting row by row
+#: number of columns below which a contiguous copy costs less than counting row by row
 SHORT = 64
 
 
 class CudaKernel(Protocol):
-    """A kernel of our own for CUDA devices."""
+    """A CUDA kernel of this package."""
 
     def try_out(self, device: torch.device) -> None:
-        """Do something on a device; raises where Numba cannot use it."""
+        """Run the kernel once on a device. Raises if Numba cannot use the device."""
 
 
 class BlockKernel(Protocol):
     """A kernel that measures an operand in blocks."""
 
     def block_sums(self, x: torch.Tensor, rule: BlockRule, role: str, fmt: FloatFormat, counted: Any) -> SumsFound:
-        """As `quantization_sums_in_blocks`, perhaps in another order of adding up.
+        """Return `quantization_sums_in_blocks`, perhaps added up in another order.
 
         Args:
-            counted: the histogram of `x`; a kernel of plain torch operations needs none.
+            counted: the histogram of `x`. A kernel of plain torch operations ignores it.
         """
 
 
 def count_histogram(x: torch.Tensor) -> Histogram:
-    """Count the magnitudes of `x`, in one read of it where it is bfloat16 or float16.
+    """Count the magnitudes of `x`, in a single read if `x` is bfloat16 or float16.
 
     Args:
-        x: any shape and strides; bfloat16, float16, or another floating dtype, which is rounded to bfloat16 and marked.
+        x: any shape and strides; bfloat16, float16, or another floating dtype, which we round to bfloat16 and mark.
     """
     rounded = x.dtype not in DTYPES
     dtype = torch.bfloat16 if rounded else x.dtype
-    # On a CPU numpy's zeros: memory that the system hands out zeroed, and most bins are never touched.
+    # NumPy's zeros suit a CPU: the system hands out this memory zeroed, and most bins are never touched.
     on_cpu = x.device.type == "cpu"
     counts = torch.from_numpy(np.zeros(BINS, np.int64)) if on_cpu else empty_histogram(x.device)
     result = Histogram(dtype, counts, rounded)
@@ -102,7 +102,7 @@ def _count_on_device(values: torch.Tensor, histogram: Histogram) -> None:
 
 
 def count_nonfinite(histogram: Histogram) -> torch.Tensor | int:
-    """How many values that are not finite were counted so far; on a device a tensor, without host synchronization."""
+    """Return how many non-finite values were counted so far: on a device as a tensor, without host synchronization."""
     end = histogram.infinity
     if histogram.counts.device.type == "cpu":
         return int(cpu_histogram.last_counts(histogram.counts.data_ptr(), end))
@@ -111,7 +111,7 @@ def count_nonfinite(histogram: Histogram) -> torch.Tensor | int:
 
 @functools.cache
 def _kernel_on(device: torch.device, module: str) -> Any:
-    """The module of a kernel of our own for a device; None where it does not run there. Tried once, with something to do."""
+    """Return the module of our kernel for a device, or None if it does not run there. The first call tries it out."""
     if device.type != "cuda" or not torch.version.cuda:
         return None
     try:
@@ -121,9 +121,8 @@ def _kernel_on(device: torch.device, module: str) -> Any:
         why = f"{type(error).__name__}: {error}".splitlines()[0]
         extra = f"cuda{torch.version.cuda.partition('.')[0]}"
         warn(
-            f"tensors on {device} are {_DONE[module]} by plain torch operations, so that a sampled step may take as long as "
-            f"ten, since Numba cannot use the device ({why}); what it needs comes with "
-            f"pip install 'nemo_fp8_debug[{extra}]'"
+            f"Numba cannot use {device} ({why}). Its tensors are {_DONE[module]} by plain torch operations, and a sampled "
+            f"step may take as long as ten. Install what Numba needs with pip install 'nemo_fp8_debug[{extra}]'"
         )
         return None
     return kernel
@@ -136,7 +135,7 @@ def _cuda_kernel(name: str) -> Any:
 
 
 def moments(x: torch.Tensor) -> MomentsFound:
-    """Moments (one row, on x's device) of a float32 tensor; no host synchronization. The median is NaN."""
+    """Return the moments of a float32 tensor, one row on its device, without host synchronization. The median is NaN."""
     kernel = _kernel_on(x.device, "float32")
     found: MomentsFound = (kernel.moments if kernel else moments_of_float32)(x)
     return found
@@ -149,14 +148,14 @@ def quantization_sums(
     fmt: FloatFormat,
     counted: Histogram | None = None,
 ) -> SumsFound:
-    """Sums (one row, on x's device) of an operand, straight from its values; no host synchronization.
+    """Return an operand's sums from its values, one row on the device of `x`, without host synchronization.
 
     Args:
         x: [..., features], any floating dtype.
-        scale: float32 scalar, or the rule that finds those of blocks.
-        role: of the operand, which blocks depend on.
+        scale: float32 scalar, or the rule that chooses the scales of blocks.
+        role: role of the operand, which blocks depend on.
         fmt: format of the codes.
-        counted: the histogram of `x`, where there is one; the kernels of block sums take it, and `x` would be counted first.
+        counted: the histogram of `x`, if there is one. Kernels of block sums need it, and otherwise count `x` first.
     """
     if isinstance(scale, BlockRule):
         kernel: BlockKernel = _block_kernel(x, scale, role)
@@ -172,18 +171,18 @@ def quantization_sums(
 
 
 class CastRule(NamedTuple):
-    """What an operand is cast with: a float32 scalar or the rule that finds scales, and the format of the codes."""
+    """How an operand is cast: a float32 scale or the rule that chooses scales, and the format of the codes."""
 
     scale: torch.Tensor | CurrentScaling | BlockRule
     format: FloatFormat
-    #: whether an infinity is the amax
+    #: whether an infinite value makes the amax infinite
     sees_infinity: bool = False
 
     def scale_of(self, x: torch.Tensor, found: MomentsFound | None = None) -> torch.Tensor | BlockRule:
-        """Return the scale of a tensor, float32 scalar; a block rule has none. No host synchronization.
+        """Return the scale of a tensor as a float32 scalar, without host synchronization. A block rule is returned as it is.
 
         Args:
-            found: moments of `x`, which have the largest of its finite values; None: they are not known.
+            found: moments of `x` with the largest finite magnitude, if they are known.
         """
         if not isinstance(self.scale, CurrentScaling):
             return self.scale
@@ -193,29 +192,29 @@ class CastRule(NamedTuple):
 
 
 class Asked(NamedTuple):
-    """What is to be measured of a tensor beside its histogram."""
+    """The measurements of a tensor that were requested in addition to its histogram."""
 
     role: str
     cast: CastRule
-    #: what the codes stand for, if they are stored; None: they are made in each step
+    #: values of the codes if the engine stores codes; None if each step casts anew
     decoded: Decoded | None
-    #: recipes that are tried, and whether float32 values are measured under those whose scale follows the tensor
+    #: recipes to try, and whether to measure float32 values under those whose scale follows the tensor
     what_if: Sequence[Recipe]
     tries_current: bool
-    #: how the copy is cast that another product multiplies; None: it is not measured
+    #: how the copy is cast that another product multiplies, or None if it is not measured
     copy: CastRule | None
     counts_block_scales: bool
-    #: whether its histogram is added to those of other calls, and is measured before that
+    #: whether its histogram is added to the histograms of other calls, and is measured before that
     joins_rest: bool
 
 
 @dataclass(slots=True)
 class ValueStats:
-    """What was measured of a tensor beside its histogram; None: it was not asked for, or histograms answer it."""
+    """Measurements of a tensor in addition to its histogram. None if not requested, or if the histogram has the answer."""
 
     moments: MomentsFound | None = None
     sums: SumsFound | None = None
-    #: of a tensor that joins others: its scale, and the sums of its histogram under it
+    #: for a tensor that joins others: its scale, and the sums of its histogram under that scale
     scale: torch.Tensor | BlockRule | None = None
     sums_of_counts: QuantizationSums | None = None
     #: int64 [257]
@@ -226,7 +225,7 @@ class ValueStats:
 
 
 def measure_values(x: torch.Tensor, counted: Histogram, asked: Asked) -> ValueStats:
-    """Measure what histograms cannot answer: anything of float32, block recipes, and codes that are stored.
+    """Measure what histograms cannot answer: everything about float32 tensors, block recipes, and stored codes.
 
     Args:
         x: [..., features], bfloat16, float16 or float32.
@@ -248,7 +247,7 @@ def measure_values(x: torch.Tensor, counted: Histogram, asked: Asked) -> ValueSt
         found.block_scales = count_block_scales(x, rule, asked.role, cast.format)
     if measured and scale is not None:
         found.sums = quantization_sums(x, scale, asked.role, cast.format, counted)
-    is_part = asked.decoded is not None and x.dim() < 2  # whose rows and blocks are not known
+    is_part = asked.decoded is not None and x.dim() < 2  # its rows and blocks are not known
     for recipe in () if is_part else asked.what_if:
         by, fmt = recipe.scaling, recipe.format_of(asked.role)
         if is_float32 and asked.tries_current and isinstance(by, CurrentScaling):
@@ -263,7 +262,10 @@ def measure_values(x: torch.Tensor, counted: Histogram, asked: Asked) -> ValueSt
 
 
 def _columnwise(x: torch.Tensor, rule: torch.Tensor | CurrentScaling | BlockRule) -> torch.Tensor | None:
-    """The copy whose blocks run along the columns of `x`, or that is cast otherwise; None: the engine casts no such copy."""
+    """Return the copy of `x` that another product multiplies, or None if the engine casts no such copy.
+
+    Under a block rule, the blocks of this copy run along the columns of `x`.
+    """
     m = view_as_matrix(x)
     if not isinstance(rule, BlockRule):
         return m
@@ -271,7 +273,7 @@ def _columnwise(x: torch.Tensor, rule: torch.Tensor | CurrentScaling | BlockRule
 
 
 def _block_kernel(x: torch.Tensor, rule: BlockRule, role: str) -> BlockKernel:
-    """The module that measures a tensor in blocks where it is; on devices ours has none for rows."""
+    """Return the module that measures a tensor in blocks on its device. On CUDA devices, our kernel has no whole rows."""
     if rule.rounds_by_chance or rule.by_values or x.dtype not in DTYPES or not x.numel():
         return torch_fallback
     if x.device.type == "cpu":
@@ -280,7 +282,7 @@ def _block_kernel(x: torch.Tensor, rule: BlockRule, role: str) -> BlockKernel:
 
 
 def quantize_dequantize(x: torch.Tensor, scale: torch.Tensor, fmt: FloatFormat) -> torch.Tensor:
-    """`numerics.tensor_scaling.quantize_dequantize`, bit for bit; on a CPU in one read of `x` where it has no gaps.
+    """Return `numerics.tensor_scaling.quantize_dequantize`, bit for bit. On a CPU, read `x` once if it has no gaps.
 
     Args:
         x: any shape and floating dtype.
@@ -292,13 +294,13 @@ def quantize_dequantize(x: torch.Tensor, scale: torch.Tensor, fmt: FloatFormat) 
 
 
 def amax(x: torch.Tensor) -> torch.Tensor:
-    """`numerics.metrics.compute_amax`; on a CPU in one read of `x` where it has no gaps."""
+    """Return `numerics.metrics.compute_amax`. On a CPU, read `x` once if it has no gaps."""
     return quantize.amax(x, torch.get_num_threads()) if _has_cpu_loop(x) else compute_amax(x)
 
 
 def _has_cpu_loop(x: torch.Tensor) -> bool:
     return (
-        type(x) is torch.Tensor  # others may have no memory of their own
+        type(x) is torch.Tensor  # subclasses may have no memory of their own
         and x.is_cpu
         and x.dtype in quantize.DTYPES
         and x.numel() > 0
@@ -308,12 +310,12 @@ def _has_cpu_loop(x: torch.Tensor) -> bool:
 
 
 def _in_order_of_memory(x: torch.Tensor) -> torch.Tensor:
-    """The same values, axes in order of their strides: contiguous where `x` fills its memory, however it was transposed."""
+    """Return `x` with axes in order of their strides: contiguous if `x` fills its memory, however it was transposed."""
     return x.permute(sorted(range(x.dim()), key=lambda axis: x.stride(axis), reverse=True))
 
 
 def _in_rows(x: torch.Tensor) -> torch.Tensor:
-    """As [rows, columns]: one row where `x` is contiguous; a copy where rows are short, or not evenly apart."""
+    """Return `x` as [rows, columns]: one row if it is contiguous, and a copy if rows are short or not evenly apart."""
     if x.is_contiguous() or x.shape[-1] < SHORT:
         return x.reshape(1, -1)
     return x[None] if x.dim() == 1 else x.flatten(0, -2)

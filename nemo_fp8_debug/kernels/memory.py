@@ -1,4 +1,4 @@
-"""The memory of a tensor as numpy sees it, and Numba on a CUDA device; histograms that are cleared there in advance."""
+"""Give NumPy and Numba access to a tensor's memory, and keep histograms that were cleared in advance on a device."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ import torch
 
 from ..numerics.histogram import BINS
 
-#: histograms that are cleared at once, 8 MiB
+#: how many histograms are cleared at once, 8 MiB
 AT_ONCE = 32
 
-#: by device and stream, which has cleared them and which they have to be counted in
+#: empty histograms by device and stream: the stream that cleared them must count into them
 _empty: dict[tuple[torch.device, int], list[torch.Tensor]] = defaultdict(list)
-#: gives torch's current stream in a tenth of the time that torch takes to make an object of it
+#: returns torch's current stream in a tenth of the time that torch takes to make an object of it
 _raw: Callable[[int], int] | None = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 
 
 class _Memory:
-    """Keeps a tensor alive for as long as numpy reads it."""
+    """A tensor's memory, which keeps the tensor alive as long as NumPy reads it."""
 
     def __init__(self, x: torch.Tensor) -> None:
         self._x = x
@@ -36,7 +36,7 @@ class _Memory:
 
 
 class DeviceMemory:
-    """Part of a tensor's memory on a CUDA device, as kernels take it; the tensor has to live until it was taken."""
+    """Part of a tensor's memory on a CUDA device, as kernels take it. The tensor must live until then."""
 
     __slots__ = ("address", "itemsize", "length", "typestr")
 
@@ -44,17 +44,17 @@ class DeviceMemory:
         """
         Args:
             x: the tensor.
-            typestr: what to take the memory for, as in "u8".
-            length: so many of these,
-            offset: from so many bytes behind the tensor's start.
+            typestr: type to read the memory as, such as "u8".
+            length: number of these.
+            offset: bytes between the tensor's start and the first.
         """
         self.typestr, self.length = typestr, length
-        self.address = x.data_ptr() + (offset if length else 0)  # an address of the device in any case
+        self.address = x.data_ptr() + (offset if length else 0)  # an address of the device also if the length is zero
         self.itemsize = int(typestr[1:])
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
-        """For Numba. Torch's own knows no bfloat16. No stream is named: a reader that was told one waits for it."""
+        """Return the interface for Numba. Torch's own lacks bfloat16. No stream is named, or readers would wait."""
         return {
             "version": 3,
             "shape": (self.length,),
@@ -66,23 +66,23 @@ class DeviceMemory:
 
 
 def read_address(x: torch.Tensor) -> int:
-    """Where the memory of a tensor, not empty, begins.
+    """Return the address of the memory of a tensor that is not empty.
 
     Raises:
-        ValueError: the memory has been given back.
+        ValueError: the tensor's memory was freed.
     """
     if not (address := x.data_ptr()):
-        raise ValueError("it has no memory any longer")
+        raise ValueError("the memory of the tensor was freed")
     return address
 
 
 def view_bits(x: torch.Tensor) -> npt.NDArray[Any]:
-    """The bits of a tensor in CPU memory, unsigned, of its shape and strides.
+    """Return the bits of a tensor in CPU memory as unsigned integers, with its shape and strides.
 
-    `Tensor.numpy()` would forbid for good that its memory is resized, and FSDP resizes that of a gathered weight to none.
+    `Tensor.numpy()` would forbid for good to resize the memory, and FSDP resizes the memory of a gathered weight to zero.
 
     Raises:
-        ValueError: the memory has been given back.
+        ValueError: the tensor's memory was freed.
     """
     if not x.numel():
         return np.zeros(x.shape, f"u{x.element_size()}")
@@ -97,19 +97,19 @@ def current_stream(device: torch.device) -> int:
 
 
 def empty_histogram(device: torch.device) -> torch.Tensor:
-    """Zeros, int64 [32768], for torch's current stream."""
+    """Return zeros, int64 [32768], for torch's current stream."""
     if device.type != "cuda":
         return torch.zeros(BINS, dtype=torch.int64, device=device)
     empty = _empty[device, current_stream(device)]
     try:
         return empty.pop()
     except IndexError:
-        with torch.inference_mode(False):  # others of them may be counted into outside of one
+        with torch.inference_mode(False):  # the others may be counted into outside of inference mode
             first, *others = torch.zeros(AT_ONCE, BINS, dtype=torch.int64, device=device).unbind()
         empty += others
         return first
 
 
 def forget_empty_histograms() -> None:
-    """Give the memory of those back that nothing was counted into."""
+    """Free the histograms that nothing was counted into."""
     _empty.clear()

@@ -1,4 +1,4 @@
-"""Counts magnitude patterns and measures blocks with plain torch operations: on any device that torch has, more slowly."""
+"""Count magnitude patterns and measure blocks with plain torch operations, on any device that torch supports."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from ..numerics.metrics import QuantizationSums
 
 #: values handled at once; bounds the indices that torch needs to 64 MiB
 CHUNK = 1 << 22
-#: histograms that neighboring values are counted into in turn: additions to one address wait for one another on a device
+#: histograms that neighboring values are counted into in turn, because additions to one address wait for each other
 LANES = 64
-#: values in rows that are measured at once, in float64: few launches on a device, and at most some 200 MiB of its memory
+#: values in rows that are measured at once in float64: few launches, and at most about 200 MiB of device memory
 CHUNK_OF_ROWS = 1 << 22
 
 
@@ -38,7 +38,7 @@ def block_sums(x: torch.Tensor, rule: BlockRule, role: str, fmt: FloatFormat, co
 
     Args:
         x: [..., features], any floating dtype.
-        counted: not needed.
+        counted: ignored.
     """
     in_rows = rule.block(role)[1] == WHOLE_ROW and not (rule.rounds_by_chance or rule.by_values)
     return quantization_sums_in_blocks(x, rule, role, fmt, CHUNK_OF_ROWS if in_rows else CHUNK_OF_BLOCKS)

@@ -100,10 +100,10 @@ def test_cuda_core_launches_what_is_laid_out_as_it_is_known_here(monkeypatch: py
 @pytest.mark.parametrize(
     ("fields", "sizes", "why"),
     [
-        (_FIELDS[::-1], [8] * 7 + [4], "ValueError: Numba lays arrays out in another way"),
-        ((*_FIELDS, "device"), [8] * 8 + [4], "ValueError: Numba lays arrays out in another way"),
-        (_FIELDS, [8] * 8, "ValueError: its parameters have other sizes"),
-        (_FIELDS[1:], [8] * 6 + [4], "ValueError: Numba lays arrays out in another way"),
+        (_FIELDS[::-1], [8] * 7 + [4], "ValueError: unsupported layout of arrays in Numba"),
+        ((*_FIELDS, "device"), [8] * 8 + [4], "ValueError: unsupported layout of arrays in Numba"),
+        (_FIELDS, [8] * 8, "ValueError: unsupported sizes of its parameters"),
+        (_FIELDS[1:], [8] * 6 + [4], "ValueError: unsupported layout of arrays in Numba"),
     ],
 )
 def test_numba_launches_what_is_laid_out_otherwise_and_that_is_said_once(

@@ -1,9 +1,9 @@
-"""The sums of a 16-bit operand's error under block scales, in CPU memory.
+"""Compute the sums of a 16-bit operand's error under block scales, in CPU memory.
 
-The amax of a block is a magnitude of its dtype, one of 32,768, so its scale is looked up. Each thread takes a share of the
-blocks. Loops have no calls and no branches, so that LLVM turns them into vector instructions.
+The amax of a block is one of its dtype's 32,768 magnitudes, so its scale is looked up in a table. Each thread takes a share
+of the blocks. Loops have no calls and no branches, so that LLVM turns them into vector instructions.
 
-Machine code that is kept on disk is dated by the file of its loop: who changes this file saves those that import it as well.
+The cache of machine code compares the date of the loop's own file. After a change here, save the files that import it too.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .jit import JOB, Work, counts_at, doubles_at, floats_at, jit, job_at, next_
 from .quantize import largest_pattern, rounded, spacing
 from .threads import share_out
 
-#: values one thread gets at the least
+#: least number of values for each thread
 GRAIN = 1 << 18
 #: numbers that a share writes: underflows, overflows, and three sums as float64
 _RESULTS = 5
@@ -61,7 +61,7 @@ def block_sums(x: torch.Tensor, rule: BlockRule, role: str, fmt: FloatFormat, co
 
 @jit
 def bounds(address: int, infinity: int) -> tuple[int, int]:
-    """Return the smallest bin of a histogram that is occupied, but 0, and the largest up to infinity; 0 if there is none."""
+    """Return the smallest occupied bin of a histogram but 0, and the largest up to infinity, or (0, 0) if all are empty."""
     bins, counts = np.empty(BINS, np.int64), np.empty(BINS, np.int64)
     end, first = occupied(address, bins, counts), 0
     while end and bins[end - 1] > infinity:
@@ -73,7 +73,7 @@ def bounds(address: int, infinity: int) -> tuple[int, int]:
 
 @functools.cache
 def _sums_of_blocks(wide: int, half: bool) -> Work:
-    """Compile the loop over blocks of this width, 0 for whole rows, of float16 or else of bfloat16."""
+    """Compile the loop over blocks of this width, or over whole rows if it is 0. `half`: float16, not bfloat16."""
     infinity = np.uint16(infinity_bin(torch.float16 if half else torch.bfloat16))
 
     @work
@@ -94,7 +94,7 @@ def _sums_of_blocks(wide: int, half: bool) -> Work:
             underflows, overflows, error2, xq, q2 = 0, 0, 0.0, 0.0, 0.0
             for _ in range(begin, end):
                 at, tall, left = address + 2 * (row * stride + column), min(high, rows - row), columns - column
-                if wide and left >= wide:  # a length that is compiled in
+                if wide and left >= wide:  # the compiler knows this length
                     found = _sums_of_block(at, stride, tall, wide, infinity, half, tables, limits)
                 else:
                     found = _sums_of_block(at, stride, tall, min(width, left), infinity, half, tables, limits)
@@ -124,7 +124,7 @@ def _sums_of_block(  # type: ignore[no-untyped-def]
     underflows, overflows, error2, xq, q2 = np.uint32(0), np.uint32(0), 0.0, 0.0, 0.0
     if not amax or not 0 <= entry < scales.size:
         return underflows, overflows, error2, xq, q2
-    # A block whose scale rounds to zero saturates and is lost all the same: that is no overflow.
+    # A block whose scale rounds to zero would saturate, but its values are lost anyway, so we count no overflow.
     scale_inv = inverses[entry]
     scale = scales[entry] if scale_inv else np.float32(0)
     for r in range(rows):
@@ -146,7 +146,7 @@ def _sums_of_block(  # type: ignore[no-untyped-def]
 
 @functools.partial(jit, forceinline=True)
 def _value_of(pattern, half):  # type: ignore[no-untyped-def]
-    """Return what a magnitude's pattern stands for; no float32 that is subnormal comes in between, which torch may flush."""
+    """Return the value of a magnitude's pattern. Avoid subnormal float32 in between, which torch may flush to zero."""
     bits = np.uint32(pattern)
     if not half:
         return np.uint32(bits << np.uint32(16)).view(np.float32)

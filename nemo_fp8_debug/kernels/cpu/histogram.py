@@ -1,4 +1,4 @@
-"""Counts the magnitude patterns of 16-bit values in CPU memory: one counter update per value, at the rate of one a cycle."""
+"""Count the magnitude patterns of 16-bit values in CPU memory, with one counter update per value at one per cycle."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ Counts = npt.NDArray[np.int64]
 Counters = npt.NDArray[np.uint32]
 Values = npt.NDArray[np.uint16]
 
-#: below this many values clearing and folding private counters costs more than they save, in a step whose caches are full
+#: number of values below which clearing and folding private counters costs more than they save, in a step with full caches
 SMALL = 1 << 20
-#: values one thread gets at the least
+#: least number of values for each thread
 GRAIN = 1 << 19
-#: values of a row that are counted before it is asked whether private 32-bit counters have room for more
+#: values of a row to count before checking whether private 32-bit counters have room for more
 RUN = 1 << 30
 _private = ZeroedArrays((4, 32768), np.uint32)
 
@@ -34,22 +34,25 @@ def _count_directly(values: Values, counts: Counts) -> None:
 
 @jit
 def count_few(address: int, n: int, counts: int) -> None:
-    """As `count_patterns` in this thread, of values and counters at addresses; for less than `SMALL` of them."""
+    """Count fewer than `SMALL` values in this thread, as `count_patterns` does. Values and counters are at addresses."""
     _count_directly(carray(values_at(address), (1, n)), carray(counts_at(counts), 32768))
 
 
 @jit
 def last_counts(counts: int, first: int) -> int:
-    """The sum of the counters at an address from one of them on."""
+    """Return the sum of the counters from one of them on. The counters are at an address."""
     total: int = carray(counts_at(counts), 32768)[first:].sum()
     return total
 
 
 @jit
 def occupied(address: int, bins: Counts, counts: Counts) -> int:
-    """Bins of a histogram, at an address, that are not empty, ascending, and their counts; how many."""
+    """Write the bins that are not empty, in ascending order, and their counts. Return how many there are.
+
+    The histogram is at an address.
+    """
     table, n = carray(counts_at(address), 32768), 0
-    for i in range(0, 32768, 8):  # most are empty
+    for i in range(0, 32768, 8):  # most groups of eight are empty
         prefetch(table, i + AHEAD)
         some = table[i]
         for j in range(i + 1, i + 8):
@@ -65,7 +68,7 @@ def occupied(address: int, bins: Counts, counts: Counts) -> int:
 @jit
 def _move(private: tuple[Counters, ...], counts: int) -> None:
     a, b, c, d = private
-    for start in range(0, 32768, 8):  # most are empty
+    for start in range(0, 32768, 8):  # most groups of eight are empty
         some = a[start] | b[start] | c[start] | d[start]
         for i in range(start + 1, start + 8):
             some |= a[i] | b[i] | c[i] | d[i]
@@ -79,7 +82,7 @@ def _move(private: tuple[Counters, ...], counts: int) -> None:
 
 @jit
 def _count_in_turn(run: Values, following: Values, private: tuple[Counters, ...]) -> None:
-    # Four tables in turn: equal neighbors, which are common, would otherwise wait for each other.
+    # Take four tables in turn: equal neighbors are common, and in one table would wait for each other.
     a, b, c, d = private
     whole = run.size // 32 * 32
     for start in range(0, whole, 32):
@@ -99,10 +102,10 @@ def _count_in_turn(run: Values, following: Values, private: tuple[Counters, ...]
 
 @functools.cache
 def _counting() -> Work:
-    """Counts the values at an address, [rows, columns], so many of them from a row and from a column to the next.
+    """Compile the loop that counts values at an address, [rows, columns], with a stride between rows and between columns.
 
-    Each share of the rows, or of the columns where rows are fewer, has four private tables, uint32 [32768], which are zeros
-    before and after, and writes a 1.
+    Each share has four private tables, uint32 [32768], which are zeros before and after, and writes a 1. Shares are of
+    rows, or of columns if there are fewer rows than shares.
     """
 
     @work
@@ -124,7 +127,7 @@ def _counting() -> Work:
             counted, size = 0, (right - left - 1) * step + 1
             for r in range(top, bottom):
                 row = carray(values_at(address + 2 * (r * stride + left * step)), size)
-                # The row below does not lie behind this one where a view has gaps.
+                # If a view has gaps, the row below does not follow this one in memory.
                 below = carray(values_at(address + 2 * (min(r + 1, bottom - 1) * stride + left * step)), size)
                 for first in range(0, right - left, RUN):
                     end = min(first + RUN, right - left)
@@ -147,9 +150,9 @@ def count_patterns(values: Values, counts: Counts, threads: int) -> None:
     """Add to `counts[p]` how often the magnitude pattern `p` (sign bit cleared) occurs.
 
     Args:
-        values: uint16 [n] or [rows, columns], of any strides that are not negative; long rows are counted fastest.
-        counts: int64 [32768], in one piece, added to in place.
-        threads: at most this many run at once, see `share_out`.
+        values: uint16 [n] or [rows, columns], with any strides that are not negative. Long rows are counted fastest.
+        counts: int64 [32768], contiguous, added to in place.
+        threads: most threads that run at once, see `share_out`.
     """
     values = np.atleast_2d(values)
     if values.size < SMALL:

@@ -1,6 +1,6 @@
-"""Histograms in host memory whose metrics are wanted: the numbers of `numerics/metrics.py`, bit by bit, in one loop.
+"""Compute metrics of histograms in host memory: the numbers of `numerics/metrics.py`, bit by bit, in one loop.
 
-Torch goes through all bins some sixty times, and takes ten times as long.
+Torch would read all bins about sixty times, which takes ten times as long.
 """
 
 from __future__ import annotations
@@ -27,30 +27,30 @@ _FP8_BITS = 8
 
 
 class Histograms:
-    """S histograms; nothing may be counted into them afterwards."""
+    """S histograms. Nothing may be counted into them afterwards."""
 
     def __init__(self, histograms: Sequence[Histogram]) -> None:
         self._histograms = histograms
         _find_occupied(histograms)
 
     def select(self, rows: Sequence[int]) -> Histograms:
-        """Some of them, in order."""
+        """Return the histograms of these rows, in order."""
         return self if len(rows) == len(self._histograms) else Histograms([self._histograms[i] for i in rows])
 
     @functools.cached_property
     def moments(self) -> Moments:
-        """S rows."""
+        """Return the moments, S rows."""
         integers, floats = np.empty((3, len(self._histograms)), np.int64), np.empty((5, len(self._histograms)))
         if self._histograms:
             _moments(*self._packed, integers, floats)
         return Moments(*torch.from_numpy(integers).unbind(), *torch.from_numpy(floats).unbind())
 
     def amax(self) -> torch.Tensor:
-        """float32 [S], see `HistogramBatch.amax`."""
+        """Return float32 [S], see `HistogramBatch.amax`."""
         return self.moments.amax.float()
 
     def quantization_sums(self, scale: torch.Tensor, formats: Sequence[FloatFormat]) -> QuantizationSums:
-        """S rows, each under its own scale, float32 [S], and format."""
+        """Return the sums, S rows. Each histogram has its own scale, float32 [S], and format."""
         if any(fmt.bits != _FP8_BITS for fmt in formats):
             return metrics.quantization_sums(HistogramBatch.of(self._histograms), scale, formats)
         integers, floats = np.empty((2, len(formats)), np.int64), np.empty((3, len(formats)))
@@ -61,7 +61,7 @@ class Histograms:
 
     @functools.cached_property
     def _packed(self) -> tuple[npt.NDArray[np.float32], Integers, Integers, Integers, Integers, Integers]:
-        """What is occupied of them, end to end, with what the bins stand for."""
+        """Return the occupied bins and counts of all histograms, end to end, and the magnitudes of bins."""
         bins, counts = (np.concatenate(of) for of in zip(*(h.occupied for h in self._histograms), strict=True))
         ends = np.cumsum([0, *(len(h.occupied[0]) for h in self._histograms)])
         infinity = np.array([infinity_bin(h.dtype) for h in self._histograms])
@@ -70,7 +70,7 @@ class Histograms:
 
 
 def _find_occupied(histograms: Sequence[Histogram]) -> None:
-    """As `Histogram.occupied` finds it, in a fifth of the time."""
+    """Fill in `Histogram.occupied`, in a fifth of the time that the property takes."""
     bins, counts = np.empty(BINS, np.int64), np.empty(BINS, np.int64)
     for histogram in histograms:
         if "occupied" not in vars(histogram):
@@ -80,8 +80,10 @@ def _find_occupied(histograms: Sequence[Histogram]) -> None:
 
 @jit
 def _total(values: Floats, n: int) -> float:
-    """The sum of `n` values in the order of `HistogramBatch.per_histogram`; there is room behind them, and they are
-    used up."""
+    """Return the sum of `n` values in the order of `HistogramBatch.per_histogram`.
+
+    The values are overwritten, and need room behind them.
+    """
     lanes = (n + LANES - 1) // LANES
     values[n : lanes * LANES] = 0
     for g in range(lanes):
@@ -102,7 +104,7 @@ def _total(values: Floats, n: int) -> float:
 
 @jit
 def _finite(bins: Integers, first: int, end: int, infinity: int) -> int:
-    """The end of the finite ones."""
+    """Return the end of the finite bins."""
     while end > first and bins[end - 1] >= infinity:
         end -= 1
     return end

@@ -1,6 +1,6 @@
-"""What the loops over CPU memory are compiled with: Numba, and what it has no word for.
+"""Compile the loops over CPU memory with Numba, and add instructions that Numba lacks.
 
-Machine code that is kept on disk is dated by the file of its loop: who changes this file saves those that import it as well.
+The cache of machine code compares the date of the loop's own file. After a change here, save the files that import it too.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from numba.np.numpy_support import carray
 
 #: values read ahead (2 KiB); the hardware's own prefetcher stops at every 4 KiB page and halves the speed
 AHEAD = 1024
-#: numbers of a job, before what its shares write
+#: numbers of a job in front of the results of its shares
 JOB = 16
 
 
 def jit(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-    """Compile without the GIL; keep the machine code on disk where a writable place for it exists."""
+    """Compile a function that releases the GIL. Cache the machine code on disk if there is a writable place for it."""
     try:
         compiled: Callable[..., Any] = numba.njit(nogil=True, cache=True, **options)(function)
     except RuntimeError:
@@ -33,17 +33,17 @@ def jit(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
 
 @dataclass(frozen=True)
 class Work:
-    """Machine code that takes the address of a job; nothing in it can fail."""
+    """Machine code that takes the address of a job. Nothing in it can fail."""
 
     address: int
-    #: runs it in this thread, without the GIL
+    #: runs the job in this thread, without the GIL
     alone: Callable[[Any], None]
-    #: what the machine code lives as long as
+    #: keeps the machine code alive
     compiled: object
 
 
 def work(function: Callable[[int], None]) -> Work:
-    """As `jit`, of a function of one address, at once."""
+    """Compile a function of one address at once, with the cache of `jit`."""
     try:
         compiled: Any = numba.cfunc(types.void(types.intp), cache=True)(function)
     except RuntimeError:
@@ -52,16 +52,15 @@ def work(function: Callable[[int], None]) -> Work:
 
 
 def instruction(function: Callable[..., Any], prefer_literal: bool = False) -> Callable[..., Any]:
-    """Numba's `intrinsic`, whose own type counts the typing context among the arguments."""
+    """Return Numba's `intrinsic`, with a type that does not count the typing context among the arguments."""
     return intrinsic(prefer_literal=prefer_literal)(function)
 
 
 @instruction
 def prefetch(typing_context: Any, array: Any, index: Any) -> Any:
-    """Ask for the cache line of `array[index]`, but not in the closest cache, which has few lines on their way
-    at once.
+    """Prefetch the cache line of `array[index]`, but not into the closest cache, which has few lines on their way at once.
 
-    An index past the end is harmless, since a prefetch cannot fault.
+    An index past the end is harmless, because a prefetch cannot fault.
     """
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -77,7 +76,7 @@ def prefetch(typing_context: Any, array: Any, index: Any) -> Any:
 
 
 def _pointer_to(kind: Any) -> Any:
-    """From an address to a pointer: building an array for each call would take longer than to count a small tensor."""
+    """Compile a cast from an address to a pointer. An array for each call takes longer than counting a small tensor."""
 
     @instruction
     def pointer(typing_context: Any, address: Any) -> Any:
@@ -95,13 +94,13 @@ floats_at, doubles_at = _pointer_to(types.float32), _pointer_to(types.float64)
 
 @jit
 def job_at(address: int) -> Any:
-    """The numbers of a job, int64 [16]."""
+    """Return the numbers of a job, int64 [16]."""
     return carray(counts_at(address), JOB)
 
 
 @instruction
 def add_to(typing_context: Any, address: Any, number: Any) -> Any:
-    """Add to the int64 at an address, which other threads may do as well; what it was before."""
+    """Add to the int64 at an address, atomically, and return the value before."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         pointer = builder.inttoptr(args[0], ir.IntType(64).as_pointer())
@@ -112,6 +111,6 @@ def add_to(typing_context: Any, address: Any, number: Any) -> Any:
 
 @jit
 def next_share(job: int) -> int:
-    """The next share that no other thread has got from the job at this address, whose first number counts them."""
+    """Return the next share of the job at this address that no other thread has. The job's first number counts them."""
     share: int = add_to(job, 1)
     return share

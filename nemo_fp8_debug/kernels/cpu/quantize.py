@@ -1,6 +1,6 @@
-"""Casts all values of a tensor to an 8-bit format and back, in one read and one write, and finds their amax.
+"""Cast all values of a tensor to an 8-bit format and back, in one read and one write, and find their amax.
 
-Machine code that is kept on disk is dated by the file of its loop: who changes this file saves those that import it as well.
+The cache of machine code compares the date of the loop's own file. After a change here, save the files that import it too.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from .threads import share_out
 
 Words = npt.NDArray[Any]
 Floats = npt.NDArray[np.float32]
-#: scale, its reciprocal, and of `spacing` the limit, the lowest binade and the anchor
+#: scale, its reciprocal, and from `spacing` the limit, the lowest binade and the anchor
 _By = tuple[np.float32, np.float32, np.float32, np.float32, np.float32]
 
 #: dtypes with a loop of their own
 DTYPES = (torch.bfloat16, torch.float32)
-#: values one thread gets at the least
+#: least number of values for each thread
 GRAIN = 1 << 16
 
 
 @functools.cache
 def spacing(fmt: FloatFormat) -> Floats:
-    """Return [4]: limit, what lies beyond it, the lowest binade, and what brings values of a binade to its multiples.
+    """Return [4]: the limit, where overflow begins, the lowest binade, and the anchor that rounds to multiples of a spacing.
 
-    See `rounded`.
+    `rounded` uses them.
     """
     anchor = 1.5 * 2.0**23 * fmt.min_subnormal / fmt.min_normal
     return np.array([fmt.max, fmt.max * SCALE_ROUNDING, fmt.min_normal, anchor], np.float32)
@@ -42,9 +42,9 @@ def spacing(fmt: FloatFormat) -> Floats:
 
 @jit
 def rounded(value: np.float32, lowest: np.float32, anchor: np.float32) -> np.float32:
-    """Cast a value, not negative and not beyond a format's limit, to the format, of which `spacing` has the rest.
+    """Cast a value to a format that `spacing` describes. The value is not negative and at most the format's limit.
 
-    Added to 1.5 * 2^23 spacings of the format, float32's own rounding gives a multiple of the spacing.
+    After adding 1.5 * 2^23 spacings of the format, float32's own rounding gives a multiple of the spacing.
     """
     exponent = np.int32(np.float32(value).view(np.int32) & 0x7F800000)
     above = max(exponent.view(np.float32), lowest) * anchor
@@ -52,14 +52,14 @@ def rounded(value: np.float32, lowest: np.float32, anchor: np.float32) -> np.flo
 
 
 def quantize_dequantize(x: torch.Tensor, scale: float, scale_inv: float, fmt: FloatFormat, threads: int) -> torch.Tensor:
-    """The same values, to the bit, as `numerics.tensor_scaling.quantize_dequantize`.
+    """Return the same values, to the bit, as `numerics.tensor_scaling.quantize_dequantize`.
 
     Args:
-        x: of one of `DTYPES`, without gaps, not empty.
-        scale: a float32 value,
-        scale_inv: and its float32 reciprocal.
-        fmt: of 8 bits.
-        threads: at most so many run at once.
+        x: tensor without gaps, of a dtype in `DTYPES`, not empty.
+        scale: a float32 value.
+        scale_inv: its float32 reciprocal.
+        fmt: an 8-bit format.
+        threads: most threads that run at once.
     """
     out = torch.empty_like(x)
     limit, _, lowest, anchor = spacing(fmt)
@@ -70,7 +70,7 @@ def quantize_dequantize(x: torch.Tensor, scale: float, scale_inv: float, fmt: Fl
 
 
 def amax(x: torch.Tensor, threads: int) -> torch.Tensor:
-    """The same value as `numerics.metrics.compute_amax`, of a tensor as above."""
+    """Return the same value as `numerics.metrics.compute_amax`. `x` is as for `quantize_dequantize`."""
     shares = _shares(x, threads)
     job = share_out(_reading(x.dtype), (x.data_ptr(), x.numel()), shares, 1)
     pattern = max(job[JOB:])
@@ -130,7 +130,7 @@ def _cast_bfloat16(x: Words, out: Words, by: _By) -> None:
         value = np.uint32((pattern & np.uint32(0x7FFF)) << np.uint32(16)).view(np.float32) * scale
         value = limit if value > limit else value
         bits = np.float32(rounded(value, lowest, anchor) * scale_inv).view(np.uint32)
-        # To the nearest bfloat16, ties to even; NaN, which this would turn into infinity, is set apart.
+        # Round to the nearest bfloat16, ties to even. NaN is set apart because this would turn it into infinity.
         nearest = np.uint32(bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
         nearest = np.uint32(0x7FC0) if bits > np.uint32(0x7F800000) else nearest
         out[i] = nearest | (pattern & np.uint32(0x8000))
@@ -147,7 +147,7 @@ def _cast_float32(x: Floats, out: Floats, by: _By) -> None:
 
 @jit
 def largest_pattern(x: Words, sign: Any, infinity: Any) -> int:
-    """Return the largest pattern without its sign that is not NaN's; `sign` and `infinity` are of the words' type."""
+    """Return the largest pattern without its sign, ignoring NaN. `sign` and `infinity` have the words' type."""
     top = sign ^ sign
     for i in range(x.size):
         magnitude = x[i] & ~sign

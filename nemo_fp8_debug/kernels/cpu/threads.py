@@ -1,4 +1,4 @@
-"""Work in several threads at once: torch's own, where they can be had."""
+"""Run work in several threads at once, in torch's own threads if possible."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ _PROCESS = os.getpid()
 
 
 def share_out(work: Work, numbers: tuple[int, ...], shares: int, results: int = 0) -> Any:
-    """Run a job of so many shares, in as many threads as torch has: each takes the next share until none is left.
+    """Run a job of so many shares in as many threads as torch has. Each thread takes the next share until all are taken.
 
     Args:
-        numbers: of the job, behind how many shares were taken and how many there are.
-        results: numbers that each share writes, behind the first `JOB`.
+        numbers: numbers of the job. They follow the count of taken shares and the number of shares.
+        results: how many numbers each share writes, after the first `JOB` numbers.
 
     Returns:
-        The job, int64; zeros where nothing was written.
+        The job as int64, with zeros that no share has overwritten.
     """
     job = _numbers(JOB + results * shares)(0, shares, *numbers)
     if shares == 1:
         work.alone(job)
     elif team := _team():
-        team(work.address, job, 0, 0)  # as many threads as torch's next operation will want: other numbers start them anew
+        team(work.address, job, 0, 0)  # 0: as many threads as torch's next operation; another number would start them anew
     else:
         jobs = [_pool().submit(work.alone, job) for _ in range(shares - 1)]
         work.alone(job)
@@ -42,23 +42,23 @@ def share_out(work: Work, numbers: tuple[int, ...], shares: int, results: int = 
 
 
 class ZeroedArrays:
-    """Zeros for each share of a job, which leaves them so; kept, since to get memory from the system takes long."""
+    """Zeros for each share of a job, which leaves them zero. We keep them, because new memory from the system takes long."""
 
     def __init__(self, shape: tuple[int, ...], dtype: type[np.generic]) -> None:
         """
         Args:
-            shape: of each share's.
+            shape: shape of each share's zeros.
         """
         self._shape, self._dtype = shape, dtype
         self._kept: list[npt.NDArray[Any]] = []
 
     def take(self, shares: int) -> npt.NDArray[Any]:
-        """[at least so many, *shape], for nobody else until it is given back, which only what is zeros may be."""
+        """Return [at least `shares`, *shape] for exclusive use. Give them back only if they are all zeros."""
         found = self._kept.pop() if self._kept else None
         return found if found is not None and len(found) >= shares else np.zeros((shares, *self._shape), self._dtype)
 
     def give_back(self, zeros: npt.NDArray[Any]) -> None:
-        """Keep it for the next."""
+        """Keep the zeros for the next call."""
         self._kept.append(zeros)
 
 
@@ -69,9 +69,9 @@ def _numbers(length: int) -> Any:
 
 @functools.cache
 def _team() -> Callable[..., None] | None:
-    """GNU's entry to the OpenMP that torch is linked with, LLVM's and Intel's have it too; None where there is none.
+    """Return the GNU entry point of torch's OpenMP, which LLVM's and Intel's have too, or None if there is none.
 
-    Threads of our own would compete with torch's, which go on spinning for a while after each operation, and take several
+    Threads of our own would compete with torch's, which spin for a while after each operation. They would also take several
     times as long to wake.
     """
     if os.getpid() != _PROCESS:
@@ -87,11 +87,11 @@ def _team() -> Callable[..., None] | None:
 
 @functools.cache
 def _pool() -> ThreadPoolExecutor:
-    """Threads of our own, kept between calls."""
+    """Return a pool of our own threads, kept between calls."""
     return ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="nemo_fp8_debug")
 
 
 if hasattr(os, "register_at_fork"):
-    # A forked child inherits teams and pools without their threads, and would wait for them for ever.
+    # A forked child inherits teams and pools without their threads, and would wait for them forever.
     os.register_at_fork(after_in_child=_team.cache_clear)
     os.register_at_fork(after_in_child=_pool.cache_clear)

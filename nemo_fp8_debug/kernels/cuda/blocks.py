@@ -1,6 +1,6 @@
-"""The sums of a matrix of 16-bit values under the scales of its blocks, on a CUDA device.
+"""Compute the sums of a matrix of 16-bit values under the scales of its blocks, on a CUDA device.
 
-Imported only where there is such a tensor, as `cuda` is.
+Like `cuda`, this module is imported only if there is such a tensor.
 """
 
 from __future__ import annotations
@@ -21,30 +21,30 @@ from .launches import Grid, Stream, multiprocessors
 from .sums import SUMS, total
 from .tile import STRIP, THREADS, TILE, Codes, Values, sums_of
 
-#: blocks of threads that a multiprocessor has room for, of 66 registers a thread and 37 KiB of shared memory at the most
+#: blocks of threads that fit on a multiprocessor, with 66 registers a thread and at most 37 KiB of shared memory
 RESIDENT = 3
 
 
 def arguments(shape: torch.Size, block: Block, dtype: torch.dtype, fmt: FloatFormat) -> tuple[Any, ...]:
-    """What the kernel has to know of a matrix, its blocks, its values and codes: sizes of blocks as powers of two."""
+    """Return the kernel's arguments for a matrix, its blocks, values and codes. Sizes of blocks are powers of two."""
     high, wide = block
     return tuple(shape), (int(math.log2(high)), int(math.log2(wide // STRIP))), Values.of(dtype), Codes.of(fmt)
 
 
 def whole_words(address: int, columns: int) -> bool:
-    """Whether rows of a matrix are whole words of 8 bytes on their boundaries, and 32 bits number those of 128 rows."""
+    """Return True if rows are whole words of 8 bytes on their boundaries, and 32 bits can number the words of 128 rows."""
     return address % 8 == 0 and columns % 4 == 0 and columns < 1 << 26
 
 
 def launch(values: Any, words: Any, known: tuple[Any, ...], scales: tuple[Any, Any], out: Any, grid: Grid) -> None:
-    """Start the kernel and do not wait for it.
+    """Start the kernel without waiting for it.
 
     Args:
         values: uint16 [n], the matrix row by row.
-        words: uint64 [n / 4], the same where `whole_words`; else empty.
-        known: `arguments` of it.
-        scales: float32 and float64 [32768], scale and scale_inv that each amax leads to.
-        out: float64 [blocks of threads * 5], the sums that each has taken.
+        words: uint64 [n / 4], the same memory if `whole_words`, else empty.
+        known: `arguments` of the matrix.
+        scales: float32 and float64 [32768], scale and scale_inv for each amax.
+        out: float64 [blocks of threads * 5], receives the sums of each block of threads.
         grid: where to run.
     """
     shape, block, kind, codes = known
@@ -52,33 +52,32 @@ def launch(values: Any, words: Any, known: tuple[Any, ...], scales: tuple[Any, A
 
 
 def amax_of_histogram(histogram: Histogram) -> torch.Tensor:
-    """The amax of what a histogram has counted, NaN ignored: float32 scalar on its device, for which the host does not
-    wait."""
+    """Return the amax of a histogram, ignoring NaN: a float32 scalar on its device, without host synchronization."""
     end = infinity_bin(histogram.dtype) + 1
     return torch.where(histogram.counts[:end] > 0, magnitudes_of(histogram.dtype, histogram.counts.device)[:end], 0.0).amax()
 
 
 def block_sums(x: torch.Tensor, rule: BlockRule, role: str, fmt: FloatFormat, counted: Histogram) -> SumsFound:
-    """As `torch_fallback.block_sums`, in torch's current stream; sums are added up in another order.
+    """Return `torch_fallback.block_sums`, added up in another order. It runs in torch's current stream.
 
     The first call on a device compiles.
 
     Args:
         x: [..., features], bfloat16 or float16, on a CUDA device.
-        rule: how blocks are cut and their scales found.
-        role: of the operand, which blocks depend on.
+        rule: how to cut blocks and choose their scales.
+        role: role of the operand, which blocks depend on.
         fmt: format of the codes.
         counted: the histogram of `x`.
 
     Raises:
-        ValueError: the memory has been given back; a kernel that read there would end the run.
+        ValueError: the tensor's memory was freed. A kernel that read there would end the run.
     """
     device = x.device
     if not x.numel():
         return total(torch.zeros(1, SUMS, dtype=torch.float64, device=device))
     rows = view_as_matrix(x).contiguous()
     if not rows.data_ptr():
-        raise ValueError("it has no memory any longer")
+        raise ValueError("the memory of the tensor was freed")
     (high, across), n = (math.ceil(size / TILE) for size in rows.shape), rows.numel()
     blocks = max(LEAST_BLOCKS, min(RESIDENT * multiprocessors(device), high * across))
     known = arguments(rows.shape, rule.block(role), x.dtype, fmt)
@@ -101,7 +100,7 @@ def _no_amax(device: torch.device) -> torch.Tensor:
 
 @functools.cache
 def _kept(rule: BlockRule, fmt: FloatFormat, dtype: torch.dtype, device: torch.device) -> torch.cuda.Event:
-    """When what is computed once for a rule and kept on the device is there; any stream but the current one has to wait."""
+    """Return the event after which the tables kept for a rule are on the device. Streams other than the current one wait."""
     compute_block_scales(rule, torch.zeros((), device=device), fmt, dtype)
     made: torch.cuda.Event = torch.cuda.current_stream(device).record_event()
     return made
@@ -111,7 +110,7 @@ def try_out(device: torch.device) -> None:
     """Add something up on a device.
 
     Raises:
-        Exception: of many kinds, where Numba cannot use it.
+        Exception: Numba cannot use the device. The types are many.
     """
     counts = torch.zeros(BINS, dtype=torch.int64, device=device)
     x = torch.zeros(1, 32, dtype=torch.bfloat16, device=device)

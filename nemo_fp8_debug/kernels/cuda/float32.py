@@ -1,8 +1,8 @@
-"""Moments of a float32 tensor in the memory of a CUDA device, and its sums under a scale: one read of it for each.
+"""Compute the moments of a float32 tensor on a CUDA device, and its sums under a scale, in one read each.
 
-Imported only where there is such a tensor, as `cuda` is. What is computed of a value is what `numerics.metrics` computes
-with plain torch operations, bit by bit (to the last bit in the simulator, whose `fma` rounds twice); sums are added up in
-another order.
+Like `cuda`, this module is imported only if there is such a tensor. Each value gives the same numbers, bit by bit, as the
+plain torch operations of `numerics.metrics`. In the simulator, whose `fma` rounds twice, the last bit may differ. Sums are
+added up in another order.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from .tile import Codes
 
 #: threads of a block: a power of two
 THREADS = 256
-#: blocks of threads that a multiprocessor has room for, of 32 registers a thread
+#: blocks of threads that fit on a multiprocessor, with 32 registers a thread
 RESIDENT = 8
-#: values that a thread requests for before it adds the first of them, so that enough of them are under way
+#: values that a thread loads before it adds the first of them, so that enough loads are under way
 AT_ONCE = 4
-#: sums among the moments: NaN, infinities, squares, fourth powers; behind them come the largest and the smallest magnitude
+#: sums among the moments: NaN, infinities, squares, fourth powers; the largest and the smallest magnitude follow them
 MOMENTS = 4
 
 _MAGNITUDE, _INFINITY = np.uint32(0x7FFFFFFF), np.uint32(0x7F800000)
@@ -47,7 +47,7 @@ _MOMENTS_ROOM, _SUMS_ROOM = MOMENTS * THREADS, SUMS * THREADS
 
 @on_device
 def _nearest_bfloat16(clamped: Any, codes: Any) -> Any:
-    """As `nearest`; the half that is cut off is rounded as an integer, since nothing may be added to the largest values."""
+    """Return `nearest` for bfloat16. Round the lower half as an integer: the largest values leave no room to add."""
     bits = clamped.view(np.uint32)
     odd = np.uint32(bits >> np.uint32(16) & np.uint32(1))
     return np.uint32(np.uint32(bits + odd + np.uint32(0x7FFF)) & np.uint32(0xFFFF0000)).view(np.float32)
@@ -55,13 +55,13 @@ def _nearest_bfloat16(clamped: Any, codes: Any) -> Any:
 
 @on_device
 def _add_moments(pattern: Any, so_far: Any) -> Any:
-    """With one value more: NaN, infinities, squares, fourth powers, the largest pattern, the smallest less one."""
+    """Add one value to the moments: NaN, infinities, squares, fourth powers, the largest pattern, the smallest minus one."""
     nans, infinities, x2, x4, top, low = so_far
     bits = np.uint32(pattern & _MAGNITUDE)
     nans = np.uint32(nans + np.uint32(bits > _INFINITY))
     infinities = np.uint32(infinities + np.uint32(bits == _INFINITY))
     bits = bits if bits < _INFINITY else np.uint32(0)
-    # That of zero, less one, is the largest of all.
+    # Zero minus one wraps around to the largest pattern.
     top, low = max(top, bits), min(low, np.uint32(bits - np.uint32(1)))
     x = np.float64(bits.view(np.float32))
     square = x * x
@@ -70,7 +70,7 @@ def _add_moments(pattern: Any, so_far: Any) -> Any:
 
 @on_device
 def _add_up(mine: Any, room: Any, threads: Any, out: Any) -> None:
-    """Sums over the threads of a block, into its row; in shared memory that nobody reads any longer."""
+    """Write the sums over a block's threads into its row. Uses shared memory that nobody reads any longer."""
     thread, half = cuda.threadIdx.x, threads >> 1
     keep(mine, room, thread, threads)
     while half:
@@ -111,20 +111,20 @@ def _moments(values: Any, out: Any) -> None:
 
 @functools.cache
 def _sums_of(is_bfloat16: bool) -> Any:
-    """The kernel of sums for codes in bfloat16, or in a narrower format."""
+    """Return the kernel of sums for codes in bfloat16, or in a narrower format."""
     cast = _nearest_bfloat16 if is_bfloat16 else nearest
 
     @on_device
     def add(pattern: Any, scale: Any, inverse: Any, codes: Any, so_far: Any) -> Any:
         underflows, overflows, error2, xq, q2 = so_far
         bits = np.uint32(pattern & _MAGNITUDE)
-        value = np.uint32(bits if bits < _INFINITY else np.uint32(0)).view(np.float32)  # a zero adds nothing to any sum
+        value = np.uint32(bits if bits < _INFINITY else np.uint32(0)).view(np.float32)  # zero adds nothing to any sum
         scaled = np.float32(value * scale)
         code = cast(min(scaled, codes.limit), codes)
         underflows = np.uint32(underflows + np.uint32(value != 0 and code == 0))
         overflows = np.uint32(overflows + np.uint32(scaled > codes.beyond))
         x, c = np.float64(value), np.float64(code)
-        # c / scale, rounded once (Markstein 1990): a division inverts the scale each time, and is a call where c is zero.
+        # c / scale, rounded once (Markstein 1990). A division would invert the scale each time, and be a call if c is zero.
         near = c * inverse
         q = cuda.fma(cuda.fma(-near, np.float64(scale), c), inverse, near)
         error = x - q
@@ -152,32 +152,32 @@ def _sums_of(is_bfloat16: bool) -> Any:
 
 
 def launch_moments(values: Any, out: Any, grid: Grid) -> None:
-    """Start the kernel of moments and do not wait for it.
+    """Start the kernel of moments without waiting for it.
 
     Args:
         values: uint32 [n], the patterns.
-        out: float64 [blocks of threads * 6], what each has found: rows of 4 sums, then the largest magnitude of each, then
-            the smallest of each that is not zero, infinity where there is none.
+        out: float64 [blocks of threads * 6], receives rows of 4 sums, then the largest magnitude of each block of threads,
+            then its smallest magnitude but zero, or infinity if it has only zeros.
         grid: where to run.
     """
     _moments.start(grid, values, out)
 
 
 def launch_sums(values: Any, scale: Any, fmt: FloatFormat, out: Any, grid: Grid) -> None:
-    """Start the kernel of sums and do not wait for it.
+    """Start the kernel of sums without waiting for it.
 
     Args:
         values: uint32 [n], the patterns.
         scale: float32 [1].
         fmt: format of the codes.
-        out: float64 [blocks of threads * 5], the sums that each has taken.
+        out: float64 [blocks of threads * 5], receives the sums of each block of threads.
         grid: where to run.
     """
     _sums_of(fmt == BF16).start(grid, values, scale, Codes.of(fmt), out)
 
 
 def moments_of_parts(parts: torch.Tensor, n: int) -> Moments:
-    """From what `launch_moments` found, float64 [6 * parts], of n values."""
+    """Return the moments of n values from the output of `launch_moments`, float64 [6 * parts]."""
     blocks = len(parts) // (MOMENTS + 2)
     sums, extremes = parts[: MOMENTS * blocks].view(blocks, MOMENTS).sum(0), parts[MOMENTS * blocks :].view(2, blocks)
     counts, amin = sums[:2].long(), extremes[1].amin()[None]
@@ -194,13 +194,13 @@ def moments_of_parts(parts: torch.Tensor, n: int) -> Moments:
 
 
 def moments(x: torch.Tensor) -> MomentsFound:
-    """As `numerics.metrics.moments_of_float32`, in torch's current stream. The first call on a device compiles.
+    """Return `numerics.metrics.moments_of_float32`, computed in torch's current stream. The first call on a device compiles.
 
     Args:
         x: float32, any shape and strides, on a CUDA device.
 
     Raises:
-        ValueError: the memory has been given back; a kernel that read there would end the run.
+        ValueError: the tensor's memory was freed. A kernel that read there would end the run.
     """
     if not x.numel():
         return moments_of_float32(x)
@@ -212,15 +212,15 @@ def moments(x: torch.Tensor) -> MomentsFound:
 
 
 def quantization_sums(x: torch.Tensor, scale: torch.Tensor, fmt: FloatFormat) -> SumsFound:
-    """As `numerics.metrics.quantization_sums_of_float32`, in torch's current stream. The first call on a device compiles.
+    """Return `numerics.metrics.quantization_sums_of_float32`, from torch's current stream. A device's first call compiles.
 
     Args:
         x: float32, any shape and strides, on a CUDA device.
-        scale: float32 scalar there.
+        scale: float32 scalar on that device.
         fmt: format of the codes.
 
     Raises:
-        ValueError: the memory has been given back; a kernel that read there would end the run.
+        ValueError: the tensor's memory was freed. A kernel that read there would end the run.
     """
     if not x.numel():
         return quantization_sums_of_float32(x, scale, fmt)
@@ -233,10 +233,10 @@ def quantization_sums(x: torch.Tensor, scale: torch.Tensor, fmt: FloatFormat) ->
 
 
 def _values(x: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """The values without gaps, and how many blocks of threads they are worth."""
+    """Return the values without gaps, and how many blocks of threads to start for them."""
     values = x.detach().contiguous()
     if not values.data_ptr():
-        raise ValueError("it has no memory any longer")
+        raise ValueError("the memory of the tensor was freed")
     most = RESIDENT * multiprocessors(x.device)
     return values, max(LEAST_BLOCKS, min(most, math.ceil(x.numel() / (AT_ONCE * THREADS))))
 
@@ -245,7 +245,7 @@ def try_out(device: torch.device) -> None:
     """Measure something on a device.
 
     Raises:
-        Exception: of many kinds, where Numba cannot use it.
+        Exception: Numba cannot use the device. The types are many.
     """
     x = torch.zeros(32, device=device)
     moments(x)

@@ -1,6 +1,6 @@
-"""Counts the magnitude patterns of 16-bit values in the memory of a CUDA device, in one read of them.
+"""Count the magnitude patterns of 16-bit values in the memory of a CUDA device, in one read.
 
-Imported only where there is such a tensor, as `launches` is.
+Like `launches`, this module is imported only if there is such a tensor.
 """
 
 from __future__ import annotations
@@ -17,27 +17,27 @@ from .launches import Grid, Kernel, Stream, cuda, multiprocessors, on_device
 
 #: counters that a block of threads keeps in shared memory: 44 KiB, 88 binades of bfloat16 and 11 of float16
 WINDOW = 11 << 10
-#: of these, so many lie above the largest of the values that are looked at first: 8 binades and 1
+#: how many of these lie above the largest of the values that are sampled first: 8 binades of bfloat16, 1 of float16
 SPARE = 1 << 10
 THREADS = 512
-#: blocks that a multiprocessor has room for, of 64 Ki registers and 228 KiB of shared memory (164 KiB will do)
+#: blocks that fit on a multiprocessor, with 64 Ki registers and 228 KiB of shared memory (164 KiB are enough)
 RESIDENT = 3
-#: blocks that are started at the least: of fewer Numba warns that they keep no device busy
+#: least number of blocks to start: for fewer, Numba warns that they do not keep a device busy
 LEAST_BLOCKS = 128
-#: words that a thread requests for before it counts the first of them, so that enough of them are under way
+#: words that a thread loads before it counts the first of them, so that enough loads are under way
 AT_ONCE = 4
 
 _MAGNITUDE = np.uint64(0x7FFF)
-#: place of what lies outside of the window, where nobody looks
+#: counter of all values outside the window, which nobody reads
 _OUTSIDE = np.uint32(WINDOW)
 _COUNTERS = WINDOW + 1
-#: places of what a block has to remember besides
+#: places of a block's other two numbers
 _TOP, _ZEROS = 0, 1
 
 
 @on_device
 def largest_below(word: Any, end: Any) -> Any:
-    """The largest magnitude pattern in a word that lies below `end`; zero where none does."""
+    """Return the largest magnitude pattern of a word below `end`, or zero if there is none."""
     largest = int32(0)
     for _ in range(4):
         pattern = int32(word & _MAGNITUDE)
@@ -49,7 +49,7 @@ def largest_below(word: Any, end: Any) -> Any:
 
 @on_device
 def _outside(word: Any, lowest: Any, counts: Any) -> Any:
-    """Count what a word has outside of the window, zeros excepted; how many of those there are."""
+    """Count the values of a word outside the window, except zeros. Return the number of those zeros."""
     zeros = uint32(0)
     for _ in range(4):
         pattern = int32(word & _MAGNITUDE)
@@ -64,10 +64,10 @@ def _outside(word: Any, lowest: Any, counts: Any) -> Any:
 
 @on_device
 def _tally(word: Any, lowest: Any, window: Any, counts: Any) -> Any:
-    """Count the four values of a word, zeros outside of the window excepted; how many of those there are."""
+    """Count the four values of a word, except zeros outside the window. Return the number of those zeros."""
     rest, farthest = word, uint32(0)
     for _ in range(4):
-        # All threads add to something: to ask each value whether it lies within costs more than a counter for those without.
+        # All threads add to some counter: a test of each value costs more than a counter for those outside.
         place = min(uint32(int32(rest & _MAGNITUDE) - lowest), _OUTSIDE)
         cuda.atomic.add(window, place, uint32(1))
         farthest = max(farthest, place)
@@ -87,7 +87,7 @@ def _count(values: Any, words: Any, head: Any, apart: Any, infinity: Any, counts
         beside[_TOP] = beside[_ZEROS] = 0
     cuda.syncthreads()
 
-    # Values from all over the tensor, the same for all blocks: part of a tensor may be padding, or masked.
+    # Sample values from the whole tensor, the same for all blocks, because part of a tensor may be padding or masked.
     if words.size:
         cuda.atomic.max(beside, _TOP, uint32(largest_below(words[thread * apart], infinity)))
     cuda.syncthreads()
@@ -102,7 +102,7 @@ def _count(values: Any, words: Any, head: Any, apart: Any, infinity: Any, counts
     while i < words.size:
         zeros += _tally(words[i], lowest, window, counts)
         i += stride
-    for i in range(first, values.size - 4 * words.size, stride):  # before the first word and behind the last
+    for i in range(first, values.size - 4 * words.size, stride):  # before the first word and after the last
         edge = values[i if i < head else i + 4 * words.size]
         cuda.atomic.add(counts, int32(edge & _MAGNITUDE), 1)
 
@@ -116,19 +116,19 @@ def _count(values: Any, words: Any, head: Any, apart: Any, infinity: Any, counts
 
 
 def words_of(address: int, n: int) -> tuple[int, int]:
-    """How many of `n` 16-bit values lie before the first 8-byte boundary from `address` on, and whole words behind it."""
+    """Return how many of `n` 16-bit values precede the first 8-byte boundary of `address`, and how many words follow."""
     head = min(n, -address % 8 // 2)
     return head, (n - head) // 4
 
 
 def launch(values: Any, words: Any, cut: tuple[int, int], infinity: int, counts: Any, grid: Grid) -> None:
-    """Start the kernel and do not wait for it.
+    """Start the kernel without waiting for it.
 
     Args:
         values: uint16 [n].
-        words: uint64, the same without what lies before the first word and behind the last: four values each.
+        words: uint64, the same memory as whole words of four values, from the first boundary on.
         cut: `words_of` the values.
-        infinity: the pattern of infinity; where the window is put depends on finite values only.
+        infinity: the pattern of infinity. Only finite values determine where the window lies.
         counts: int64 [32768], added to.
         grid: where to run.
     """
@@ -139,21 +139,21 @@ def launch(values: Any, words: Any, cut: tuple[int, int], infinity: int, counts:
 def count_patterns(values: torch.Tensor, counts: torch.Tensor, infinity: int) -> None:
     """Add to `counts[p]` how often the magnitude pattern `p` (sign bit cleared) occurs; no host synchronization.
 
-    It happens in torch's current stream. The first call on a device compiles.
+    The work runs in torch's current stream. The first call on a device compiles.
 
     Args:
-        values: of 16 bits each, contiguous, on the device of `counts`.
+        values: contiguous 16-bit values on the device of `counts`.
         counts: int64 [32768], added to in place.
         infinity: the pattern of infinity in the format of the values.
 
     Raises:
-        ValueError: the memory has been given back; a kernel that read there would end the run.
+        ValueError: the tensor's memory was freed. A kernel that read there would end the run.
     """
     n, start = values.numel(), values.data_ptr()
     if not n:
         return
     if not start:
-        raise ValueError("it has no memory any longer")
+        raise ValueError("the memory of the tensor was freed")
     head, body = words_of(start, n)
     blocks = max(LEAST_BLOCKS, RESIDENT * multiprocessors(values.device))
     bits, words = DeviceMemory(values, "u2", n), DeviceMemory(values, "u8", body, 2 * head)
@@ -165,6 +165,6 @@ def try_out(device: torch.device) -> None:
     """Count something on a device.
 
     Raises:
-        Exception: of many kinds, where Numba cannot use it.
+        Exception: Numba cannot use the device. The types are many.
     """
     count_patterns(torch.zeros(64, dtype=torch.int16, device=device), torch.zeros(BINS, dtype=torch.int64, device=device), 1)

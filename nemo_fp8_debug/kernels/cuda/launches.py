@@ -1,10 +1,10 @@
-"""Starts kernels that Numba compiles.
+"""Start kernels that Numba compiles.
 
-Numba's own launch takes 120 us of the host, since it asks each time what its arguments are. Here cuda.core, which Numba is
-built on, launches what Numba has compiled, with parameters laid out as Numba lays them out. That happens only if Numba names
-the fields of an array that are known here, and the driver the sizes of all parameters; else Numba's own launch does it.
+Numba's own launch takes 120 us of the host, because it determines the types of its arguments each time. We launch Numba's
+machine code with cuda.core, which Numba is built on, and lay parameters out as Numba does. We do so only if Numba names
+exactly the fields of an array that we know, and the driver reports the sizes that we expect. Otherwise Numba launches.
 
-Imported only where there is a CUDA device, or Numba's simulator, which runs the same source without one
+This module is imported only if there is a CUDA device, or Numba's simulator, which runs the same source without one
 (`NUMBA_ENABLE_CUDASIM=1`).
 """
 
@@ -24,7 +24,7 @@ from ..memory import DeviceMemory, current_stream
 
 cuda: Any = numba.cuda
 
-#: fields of an array, each of which is a parameter
+#: fields of an array; each is a parameter
 _FIELDS = ("meminfo", "parent", "nitems", "itemsize", "data", "shape", "strides")
 #: bytes of a Python integer
 _INTEGER = 8
@@ -40,31 +40,31 @@ class Stream(NamedTuple):
 
     @classmethod
     def current(cls, device: torch.device) -> Stream:
-        """Torch's current one."""
+        """Return torch's current stream of a device."""
         return cls(device.index, current_stream(device))
 
 
-#: how many blocks of threads, how many threads each has, and where there are streams the one to run in
+#: the number of blocks of threads, the number of threads of each, and the stream to run in if there are streams
 Grid = tuple[int, int] | tuple[int, int, Stream]
 #: an array in a device's memory, or in the simulator's, a number, or a tuple of numbers
 Argument = Any
 
 
 def on_device(function: Callable[..., Any]) -> Any:
-    """A function that kernels call."""
+    """Compile a function that kernels call."""
     return cuda.jit(function, device=True)
 
 
 class Kernel:
-    """A function that the host starts."""
+    """A compiled function that the host starts."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = cuda.jit(function)
-        #: by device; None: Numba has to launch it
+        #: the kernel of cuda.core by device; None if Numba has to launch it
         self._direct: dict[int, Any] = {}
 
     def start(self, grid: Grid, *arguments: Argument) -> None:
-        """Start it and do not wait for it. The first call on a device compiles."""
+        """Start the kernel without waiting for it. The first call on a device compiles."""
         if len(grid) == 2:
             self._function[grid](*arguments)
             return
@@ -79,12 +79,12 @@ class Kernel:
             _core().launch(_stream(stream), _config(blocks, threads), kernel, *parameters(arguments))
 
     def _found(self, device: int, arguments: Sequence[Argument]) -> Any:
-        """What cuda.core launches."""
+        """Return the kernel for cuda.core to launch, or None if Numba has to launch it."""
         with cuda.gpus[device]:
             compiled = self._function.specialize(*arguments)
             try:
                 kernel = _checked(compiled, arguments)
-            except Exception as error:  # of many kinds, where Numba or cuda.core is another than is known here
+            except Exception as error:  # of many kinds, with an unsupported version of Numba or cuda.core
                 why = f"{type(error).__name__}: {error}".splitlines()[0]
                 warn(f"Numba launches a kernel on cuda:{device}, which takes the host 0.1 ms each time ({why})")
                 return None
@@ -92,10 +92,10 @@ class Kernel:
 
 
 def _checked(compiled: Any, arguments: Sequence[Argument]) -> Any:
-    """The kernel of cuda.core in what Numba has compiled for these arguments.
+    """Return the kernel of cuda.core in Numba's machine code for these arguments.
 
     Raises:
-        ValueError: its parameters are not those that are known here.
+        ValueError: Numba lays out its parameters in a way that is not supported.
     """
     (definition,) = compiled.overloads.values()
     array = cuda.types.Array(cuda.types.uint8, 1, "C")
@@ -103,14 +103,14 @@ def _checked(compiled: Any, arguments: Sequence[Argument]) -> Any:
     kernel = definition._codelibrary.get_cufunc().kernel
     sizes = [of.size for of in kernel.arguments_info]
     if fields.field_count != len(_FIELDS) or any(fields.get_field_position(name) != i for i, name in enumerate(_FIELDS)):
-        raise ValueError("Numba lays arrays out in another way")
+        raise ValueError("unsupported layout of arrays in Numba")
     if sizes != [getattr(of, "nbytes", _INTEGER) for of in parameters(arguments)]:
-        raise ValueError("its parameters have other sizes")
+        raise ValueError("unsupported sizes of its parameters")
     return kernel
 
 
 def parameters(arguments: Sequence[Argument]) -> list[Any]:
-    """Arguments as a kernel of Numba takes them: an array is seven integers, a tuple its elements."""
+    """Return arguments as one of Numba's kernels takes them: an array is seven integers, a tuple its elements."""
     found: list[Any] = []
     for argument in arguments:
         if isinstance(argument, DeviceMemory):
@@ -141,15 +141,15 @@ def _config(blocks: int, threads: int) -> Any:
 
 
 def _device(index: int) -> contextlib.AbstractContextManager[Any]:
-    """Where the device's context is that of this thread."""
+    """Return a context in which the device's CUDA context is current in this thread."""
     entered: set[int] = _entered.__dict__.setdefault("devices", set())
     if index not in entered:
-        torch.zeros(1, device=torch.device("cuda", index))  # the first thing that a thread does there brings it about
+        torch.zeros(1, device=torch.device("cuda", index))  # a thread's first operation on a device creates the context
         entered.add(index)
     return _HERE if torch.cuda.current_device() == index else torch.cuda.device(index)
 
 
 @functools.cache
 def multiprocessors(device: torch.device) -> int:
-    """How many a device has."""
+    """Return the number of multiprocessors of a device."""
     return torch.cuda.get_device_properties(device).multi_processor_count

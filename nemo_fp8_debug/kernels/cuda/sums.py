@@ -1,6 +1,6 @@
-"""What the kernels of a CUDA device share that add up: the code next to a value, and sums over threads and over blocks.
+"""Device functions that kernels share for adding up: round a value to a code, and sum over threads and blocks.
 
-Nothing here requests Numba which thread it is: in its simulator only functions of the kernel's own module may.
+No function here asks Numba for its thread, because in the simulator only functions in the kernel's own module can.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _EXPONENT = np.uint32(0x7F800000)
 
 @on_device
 def nearest(clamped: Any, codes: Any) -> Any:
-    """The code next to a magnitude within the format's range, ties to even: a cast to `Codes`."""
+    """Return the code nearest to a magnitude within the format's range, ties to even: a cast to `Codes`."""
     exponent = np.uint32(max(clamped.view(np.uint32), codes.lowest) & _EXPONENT).view(np.float32)
     anchor = np.float32(exponent * codes.anchor)  # a power of two times a few digits: exact, fused or not
     return np.float32(np.float32(clamped + anchor) - anchor)
@@ -36,7 +36,7 @@ def keep(mine: Any, room: Any, thread: Any, threads: Any) -> None:
 
 @on_device
 def fold(sums: Any, room: Any, thread: Any, half: Any, threads: Any) -> None:
-    """One step of adding up what threads keep, always in the same order: those of the upper half to those of the lower."""
+    """Run one step of adding up the threads' sums: the upper half is added to the lower, always in the same order."""
     if thread < half:
         for i in range(sums):
             at = i * threads + thread
@@ -44,6 +44,6 @@ def fold(sums: Any, room: Any, thread: Any, half: Any, threads: Any) -> None:
 
 
 def total(parts: torch.Tensor) -> QuantizationSums:
-    """Float64 [parts, 5]; counts below 2^53 are exact in it."""
+    """Return the total of float64 [parts, 5]. Counts below 2^53 are exact in float64."""
     underflows, overflows, *others = parts.sum(0)[:, None]
     return QuantizationSums(underflows.long(), overflows.long(), *others)

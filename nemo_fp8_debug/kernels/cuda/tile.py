@@ -1,8 +1,8 @@
 """The kernel that adds up a matrix of 16-bit values under the scales of its blocks, in one read of a CUDA device's memory.
 
-A block of threads takes a tile of 128x128 values at a time, which blocks of every rule divide, into shared memory: finds the
-amax of each block, looks its scale up among those of all 32,768 magnitudes, and adds up. Threads tell each other the amax
-through shared memory: warps could shuffle, but Numba's simulator cannot, and it would take more instructions.
+A block of threads loads a tile of 128x128 values at a time into shared memory. The blocks of every rule divide a tile. It
+finds the amax of each block, looks up its scale in a table of all 32,768 magnitudes, and adds up. Threads exchange the amax
+through shared memory: warps could shuffle, but Numba's simulator cannot, and shuffles would take more instructions.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ _DIGITS = 23
 
 
 class Values(NamedTuple):
-    """What the patterns of a dtype mean.
+    """How to read the patterns of a dtype.
 
-    Shifted to where a float32 has its exponent, a magnitude is a value of that one but for a power of two, since
-    exponents are biased otherwise. Subnormals are no exception.
+    Shifted to the place of a float32's exponent, a magnitude equals its float32 value except for a power of two, because
+    the exponents have different biases. This also holds for subnormals.
     """
 
     #: the pattern of infinity
     infinity: np.uint32
-    #: how far to shift, and the power of two
+    #: how far to shift, and the power of two to multiply with
     shift: np.uint32
     lift: np.float32
 
     @classmethod
     def of(cls, dtype: torch.dtype) -> Values:
-        """Of torch.bfloat16 or torch.float16."""
+        """Return the values of torch.bfloat16 or torch.float16."""
         kind = torch.finfo(dtype)
         digits, bias = -int(math.log2(kind.eps)), 1 - int(math.log2(kind.tiny))
         return cls(
@@ -51,20 +51,20 @@ class Values(NamedTuple):
 
 
 class Codes(NamedTuple):
-    """How a value becomes a code: added to 1.5 * 2^23 spacings of the format, float32's own rounding does it."""
+    """How to turn a value into a code: add 1.5 * 2^23 spacings of the format, and float32's own rounding does it."""
 
     #: largest value, and where overflow begins
     limit: np.float32
     beyond: np.float32
     #: smallest normal value, as bits of a float32
     lowest: np.uint32
-    #: 1.5 * 2^23 spacings, of values between 1 and 2
+    #: 1.5 * 2^23 spacings of values between 1 and 2
     anchor: np.float32
     one: np.float64
 
     @classmethod
     def of(cls, fmt: FloatFormat) -> Codes:
-        """Of a format whose 1.5 * 2^23 spacings are a float32 up to its max: E4M3, E5M2, E2M1 or FP16, and not BF16."""
+        """Return the codes of E4M3, E5M2, E2M1 or FP16. In BF16, 1.5 * 2^23 spacings exceed float32 near its max."""
         limit = np.float32(fmt.max)
         return cls(
             limit,
@@ -77,13 +77,13 @@ class Codes(NamedTuple):
 
 #: rows and columns of a tile
 TILE = 128
-#: threads of a block: a power of two, from a warp on
+#: threads of a block: a power of two, at least a warp
 THREADS = 256
-#: values next to one another in a row that one thread handles: no block of any rule is narrower
+#: neighboring values of a row that one thread handles: no block of any rule is narrower
 STRIP = 16
 
 _STRIPS, _WORDS = TILE // STRIP, STRIP // 4
-#: words from one row of a tile to the next: one more than it has, or the rows of a warp would lie in the same bank
+#: words between rows of a tile: one more than a row has, because otherwise the rows of a warp would share a bank
 _PITCH = TILE // 4 + 1
 _ROOM, _BLOCKS = TILE * _PITCH, TILE * _STRIPS
 _MAGNITUDES, _LOWEST_16 = np.uint64(0x7FFF7FFF7FFF7FFF), np.uint64(0xFFFF)
@@ -91,10 +91,10 @@ _MAGNITUDES, _LOWEST_16 = np.uint64(0x7FFF7FFF7FFF7FFF), np.uint64(0xFFFF)
 
 @on_device
 def _load(words: Any, row: Any, rows: Any, pitch: Any, place: Any, threads: Any, tile: Any) -> None:
-    """Fill a tile with magnitudes, zeros behind the ends of rows; each warp requests for four rows at once."""
+    """Fill a tile with magnitudes, and with zeros beyond the ends of rows. Each warp loads four rows at once."""
     lane, warp, warps = np.uint32(cuda.threadIdx.x & 31), np.uint32(cuda.threadIdx.x >> 5), np.uint32(threads >> 5)
     mask = _MAGNITUDES if place + lane < pitch else np.uint64(0)
-    # Rows below the last, which nobody looks at, and columns behind it are read from there: no load waits for a decision.
+    # Rows below the last, which nobody reads, and columns beyond it are loaded from there, so that no load has to branch.
     corner, last = words[row * pitch + place :], np.uint32((rows - 1) * pitch + min(31, pitch - place - 1))
     r, at, apart, into = warp, np.uint32(warp * pitch + lane), np.uint32(warps * pitch), np.uint64(warp * _PITCH + lane)
     below = np.uint64(warps * _PITCH)
@@ -110,7 +110,7 @@ def _load(words: Any, row: Any, rows: Any, pitch: Any, place: Any, threads: Any,
 
 @on_device
 def _gather(values: Any, row: Any, rows: Any, columns: Any, column: Any, threads: Any, tile: Any) -> None:
-    """The same where rows are not whole words: value by value."""
+    """Fill a tile value by value, if rows are not whole words."""
     i = cuda.threadIdx.x
     while i < rows * (TILE // 4):
         r, w = i // (TILE // 4), i % (TILE // 4)
@@ -124,7 +124,7 @@ def _gather(values: Any, row: Any, rows: Any, columns: Any, column: Any, threads
 
 @on_device
 def _largest(tile: Any, at: Any, infinity: Any) -> Any:
-    """The largest magnitude of a strip but for NaN. What is not finite is taken out of it: it adds nothing to the sums."""
+    """Return the largest magnitude of a strip, ignoring NaN. Clear non-finite values, which then add nothing."""
     largest = np.uint32(0)
     for w in range(_WORDS):
         word = tile[at + np.uint64(w)]
@@ -151,7 +151,7 @@ def _without_others(tile: Any, at: Any, infinity: Any) -> Any:
 
 @on_device
 def _add_word(word: Any, scale: Any, scale_inv: Any, nothing: Any, kind: Any, codes: Any, so_far: Any) -> Any:
-    """Underflows, squared errors, products of values and codes, and squared codes of one word more."""
+    """Add one word to underflows, squared errors, products of values and codes, and squared codes."""
     underflows, error2, xc, c2 = so_far
     for _ in range(4):
         pattern = np.uint32(word & _LOWEST_16)
@@ -161,7 +161,7 @@ def _add_word(word: Any, scale: Any, scale_inv: Any, nothing: Any, kind: Any, co
         code = nearest(clamped, codes)
         underflows = np.uint32(underflows + np.uint32(value != 0 and code <= nothing))
         x, c = np.float64(value), np.float64(code)
-        # Multiplied by a one that the compiler does not know: it would take the product into the difference, rounded once.
+        # The multiplication by an unknown one keeps the compiler from fusing the product into the difference.
         error = cuda.fma(x, codes.one, -(c * scale_inv))
         error2 += error * error
         xc += x * c
@@ -183,9 +183,9 @@ def _overflows(tile: Any, at: Any, scale: Any, kind: Any, beyond: Any) -> Any:
 
 @on_device
 def _sums_of_strip(tile: Any, at: Any, amax: Any, scale: Any, scale_inv: Any, kind: Any, codes: Any) -> Any:
-    """The sums of a strip of a block of some amax."""
+    """Return the sums of a strip, given the amax and the scale of its block."""
     lost = scale_inv == 0  # all codes stand for zero, and none overflows
-    nothing = codes.limit if lost else np.float32(0)  # the largest code that does
+    nothing = codes.limit if lost else np.float32(0)  # the largest code that stands for zero
     so_far = np.uint32(0), np.float64(0), np.float64(0), np.float64(0)
     so_far = _add_word(tile[at], scale, scale_inv, nothing, kind, codes, so_far)
     so_far = _add_word(tile[at + np.uint64(1)], scale, scale_inv, nothing, kind, codes, so_far)
@@ -196,13 +196,13 @@ def _sums_of_strip(tile: Any, at: Any, amax: Any, scale: Any, scale_inv: Any, ki
     largest = np.float32(np.uint32(amax << kind.shift).view(np.float32) * kind.lift)
     if not lost and np.float32(largest * scale) > codes.beyond:
         overflows = _overflows(tile, at, scale, kind, codes.beyond)
-    # Terms of one sign: taking the scale out of the sum loses nothing.
+    # All terms have one sign, so taking the scale out of the sum loses no accuracy.
     return underflows, overflows, error2, xc * scale_inv, c2 * scale_inv * scale_inv
 
 
 @on_device
 def _add_up(mine: Any, room: Any, threads: Any, out: Any) -> None:
-    """Sums over the threads of a block, into its row; in shared memory that nobody reads any longer."""
+    """Write the sums over a block's threads into its row. Uses shared memory that nobody reads any longer."""
     thread, half = cuda.threadIdx.x, threads >> 1
     keep(mine, room, thread, threads)
     while half:
@@ -216,10 +216,10 @@ def _add_up(mine: Any, room: Any, threads: Any, out: Any) -> None:
 
 @on_device
 def _find_amax(tile: Any, amax: Any, rows: Any, strips: Any, block: Any, threads: Any, infinity: Any) -> None:
-    """The amax of each block of a tile."""
+    """Find the amax of each block of a tile."""
     i = np.uint32(cuda.threadIdx.x)
     while i < TILE * strips:
-        # A warp goes down the rows of one strip: other banks, and other blocks unless they are squares.
+        # A warp goes down the rows of one strip: in other banks, and in other blocks unless blocks are square.
         r, s = np.uint32(i & TILE - 1), np.uint32(i >> 7)
         if r < rows:
             largest = _largest(tile, np.uint64(r * _PITCH + s * _WORDS), infinity)
@@ -241,7 +241,7 @@ def _add_tile(
     codes: Any,
     so_far: Any,
 ) -> Any:
-    """The sums of a thread's strips of a tile, added to what it has so far."""
+    """Add the sums of a thread's strips of a tile to what the thread has so far."""
     underflows, overflows, error2, xq, q2 = so_far
     i = np.uint32(cuda.threadIdx.x)
     while i < TILE * strips:
@@ -259,9 +259,9 @@ def _add_tile(
 
 @functools.cache
 def sums_of(kind: Values, threads: int) -> Any:
-    """The kernel for values of one kind and blocks of so many threads; constants cost no instructions.
+    """Compile the kernel for one kind of values and a number of threads. Constants cost no instructions.
 
-    Its arguments are those of `cuda_blocks.launch`.
+    `cuda_blocks.launch` documents its arguments.
     """
 
     @Kernel
