@@ -1,1 +1,1 @@
-"""What is observed of a run, a folder for each: its tables, its observer, its scalars and its rules. Internal."""
+"""Observe a run, with one folder for each feature: its tables, its observer, its scalars and its rules. Internal."""

@@ -356,7 +356,7 @@ def test_parameters_that_nothing_multiplies_are_said(capsys: pytest.CaptureFixtu
             return out
 
     model, samples = Table(), Samples()
-    with pytest.warns(UserWarning, match=r"1 parameters \(first model.table\) are multiplied by no operator of torch"):
+    with pytest.warns(UserWarning, match=r"1 parameters \(first model.table\) are not observed: no torch operator"):
         monitor = Monitor(model, recorders=[samples], interval=1)
         with monitor.step(0):
             model(torch.randn(H, H)).sum().backward()

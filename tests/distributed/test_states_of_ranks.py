@@ -123,7 +123,7 @@ def test_an_optimizer_whose_parameters_are_its_own_is_said_not_to_be_seen(tmp_pa
     model = nn.Linear(4, 4)
     optimizer = torch.optim.Adam([nn.Parameter(torch.zeros(16))])  # a flat copy of its own
     monitor = Monitor(model, str(tmp_path), interval=1, table_rows=0, states=("first_moment",))
-    with pytest.warns(FP8DebugWarning, match="no states of an optimizer were seen"), monitor.step(0):
+    with pytest.warns(FP8DebugWarning, match="the optimizer's states were not observed"), monitor.step(0):
         model(torch.ones(2, 4)).sum().backward()
         optimizer.step()
     monitor.close()

@@ -1,4 +1,4 @@
-"""What lies between GEMMs: norms, routers, attention scores. Internal."""
+"""Tensors between GEMMs: norms, routers, attention scores. Internal."""
 
-#: of its tables in a record
+#: position of its tables in a record
 PLACE = 6

@@ -1,8 +1,8 @@
-"""Logits of attention: Q K^T, scaled and masked, of some rows of each head, in float32.
+"""Compute logits of attention in float32: Q K^T, scaled and masked, for some rows of each head.
 
-Fused kernels keep their logits to themselves. So those of a few rows are computed again, from the queries, keys and mask
-that the kernel is given: arguments of the attentions of Megatron and Transformer Engine, or of torch's operator. Where a
-softmax of torch is applied to logits, rows of those are taken.
+Fused kernels do not return their logits. So we compute a few rows again, from the kernel's queries, keys and mask: the
+arguments of Megatron's and Transformer Engine's attention modules, or of torch's operator. If a softmax of torch is applied
+to logits, we take rows of these.
 """
 
 from __future__ import annotations
@@ -18,30 +18,30 @@ from ...capture.backends.base import Args, Kwargs
 from ...capture.operator_mode import OperatorMode, over_dtensors
 from ...core.error_guard import enter_again, leave_modes
 
-#: rows of each head, spread over the sequence; the last one, which sees the most keys, among them
+#: rows of each head, spread over the sequence, including the last one, which attends to the most keys
 ROWS = 16
-#: logits of a call, at the most, as long as each head has a row
+#: most logits of a call, as long as each head has a row
 _LOGITS = 1 << 22
-#: names that kernels have for the same
+#: names of the same argument in different kernels
 _QUERY, _KEY, _MASK, _CAUSAL = ("query", "q"), ("key", "k"), ("attn_mask", "attn_bias"), ("is_causal",)
 
 
 class Scores(OperatorMode):
-    """Sees one forward of an attention."""
+    """Watches one forward of an attention."""
 
     def __init__(self, found: Callable[[torch.Tensor], None]) -> None:
         """
         Args:
-            found: gets logits, float32 [batch, heads, rows, keys], -inf where a row does not see a key.
+            found: called with logits, float32 [batch, heads, rows, keys], -inf for keys that a row does not attend to.
         """
         super().__init__()
         self._found = found
-        #: whether any were found, and what went wrong with others
+        #: whether any logits were found, and the error of others
         self.seen = False
         self.failed: Exception | None = None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Calls `func` as it is."""
+        """Call `func` unchanged, after looking at its arguments."""
         if over_dtensors(types):
             return NotImplemented
         kwargs = kwargs or {}
@@ -65,7 +65,7 @@ class Scores(OperatorMode):
 
 
 def of_scores(scores: Any, dim: int) -> torch.Tensor | None:
-    """Rows of what a softmax of torch is given; None: it is not over the keys of an attention.
+    """Return rows of a torch softmax's input, or None if the softmax is not over the keys of an attention.
 
     Args:
         scores: [..., heads, queries, keys]
@@ -78,7 +78,7 @@ def of_scores(scores: Any, dim: int) -> torch.Tensor | None:
 
 
 def of_operator(func: Any, args: Any, kwargs: Any) -> torch.Tensor | None:
-    """Of torch's operator for attention, whichever kernel it is."""
+    """Return logits of torch's operator for attention, for any kernel. None if its queries or keys are not 4-D."""
     given = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
     q, k, mask, causal = (next((given[n] for n in names if n in given), None) for names in (_QUERY, _KEY, _MASK, _CAUSAL))
     if not isinstance(q, torch.Tensor) or not isinstance(k, torch.Tensor) or q.dim() != 4:
@@ -88,48 +88,48 @@ def of_operator(func: Any, args: Any, kwargs: Any) -> torch.Tensor | None:
 
 
 def of_module(module: nn.Module, args: Args, kwargs: Kwargs) -> torch.Tensor:
-    """Of an attention of Megatron's or Transformer Engine's.
+    """Return logits of an attention module of Megatron or Transformer Engine.
 
     Raises:
-        LookupError: it is called in a way that is not read here.
+        LookupError: the call is of a kind that is not supported.
     """
     names = ("query", "key", "value", "attention_mask", "attn_mask_type")
     given: dict[str, Any] = dict(zip(names, args, strict=False)) | {n.removesuffix("_layer"): v for n, v in kwargs.items()}
     q, k, mask = given.get("query"), given.get("key"), given.get("attention_mask")
     if not isinstance(q, torch.Tensor) or not isinstance(k, torch.Tensor) or q.dim() != 4:
-        raise LookupError("its queries and keys are no tensors of four dimensions, as those of packed sequences")
+        raise LookupError("its queries and keys are not tensors of four dimensions, as with packed sequences")
     kind = given.get("attn_mask_type") or getattr(module, "attn_mask_type", None)
     told = str(getattr(kind, "name", kind)).lower()
     if told not in ("causal", "no_mask", "padding", "arbitrary", "padding_causal"):
-        raise LookupError(f"its mask is {told}, which is not read here")
+        raise LookupError(f"its mask is {told}, which is not supported")
     if window := _window(module, given):
-        raise LookupError(f"it is limited to a window of {window}")
+        raise LookupError(f"its attention is limited to a window of {window}")
     if _ranks_of_context(module) > 1:
-        raise LookupError("ranks have parts of its keys (context parallelism)")
+        raise LookupError("ranks hold parts of its keys (context parallelism)")
     if any(given.get(name) is not None for name in ("attention_bias", "core_attention_bias", "packed_seq_params")):
-        raise LookupError("a bias or a packing of sequences is given to it")
+        raise LookupError("it is called with a bias or with packed sequences")
     if (of_softmax := getattr(module, "softmax_type", "vanilla")) != "vanilla" or _config(module, "softmax_type") not in (
         None,
         "vanilla",
     ):
-        raise LookupError(f"its softmax is {of_softmax}, which is not read here")
+        raise LookupError(f"its softmax is {of_softmax}, which is not supported")
     scale = getattr(module, "softmax_scale", None)
     if not isinstance(scale, float):
-        raise LookupError("it does not tell its scale")
+        raise LookupError("its softmax_scale is not known")
     scale *= getattr(getattr(module, "scale_mask_softmax", None), "scale", None) or 1.0
     layout = str(given.get("qkv_format") or getattr(module, "qkv_format", "sbhd"))
     if layout not in ("sbhd", "bshd"):
-        raise LookupError(f"its queries and keys lie as {layout}")
+        raise LookupError(f"the layout of its queries and keys is {layout}, which is not supported")
     q, k = (x.permute(1, 2, 0, 3) if layout == "sbhd" else x.transpose(1, 2) for x in (q, k))
     if isinstance(mask, torch.Tensor) and mask.dtype == torch.bool:
-        return logits_of(q, k, scale, "causal" in told, ~mask)  # true is what is masked
+        return logits_of(q, k, scale, "causal" in told, ~mask)  # true marks masked keys
     if "padding" in told or told == "arbitrary":
-        raise LookupError("its mask is given in a way that is not read here")
+        raise LookupError("its mask is not a boolean tensor, which is the only kind supported")
     return logits_of(q, k, scale, "causal" in told, None)
 
 
 def _window(module: nn.Module, given: Kwargs) -> Any:
-    """Of keys that a row sees, if that is limited."""
+    """Return the window of keys that a row attends to, or None if it is not limited."""
     window: Any = given.get("window_size") or getattr(module, "window_size", None)
     window = window or _config(module, "window_size")
     return window if window and tuple(window) not in ((-1, -1), (-1, 0)) else None
@@ -147,11 +147,11 @@ def _config(module: nn.Module, name: str) -> Any:
 
 
 def rows_of(queries: int, logits: int) -> list[int]:
-    """Which rows are looked at.
+    """Return which rows to compute.
 
     Args:
-        queries: how many there are.
-        logits: of a row of each head.
+        queries: number of rows.
+        logits: number of logits in a row of all heads.
 
     Example:
         >>> rows_of(100, 1000)[:3], rows_of(100, 1000)[-1], rows_of(8, 1000)
@@ -162,13 +162,13 @@ def rows_of(queries: int, logits: int) -> list[int]:
 
 
 def logits_of(q: torch.Tensor, k: torch.Tensor, scale: float, causal: bool, mask: torch.Tensor | None) -> torch.Tensor:
-    """float32 [batch, heads, rows, keys] of some rows, -inf where a row does not see a key.
+    """Return float32 [batch, heads, rows, keys] of some rows, with -inf for keys that a row does not attend to.
 
     Args:
         q: [batch, heads, queries, features]
         k: [batch, heads or fewer, keys, features]
-        causal: whether row i sees keys up to i.
-        mask: as broadcast to [batch, heads, queries, keys]: what is added, or where keys are seen.
+        causal: whether row i attends to keys up to i only.
+        mask: broadcast to [batch, heads, queries, keys]: floats are added, booleans mark the keys to attend to.
     """
     batch, heads, queries = q.shape[:3]
     keys = k.shape[2]
@@ -184,16 +184,16 @@ def logits_of(q: torch.Tensor, k: torch.Tensor, scale: float, causal: bool, mask
 
 
 def seen_logits(logits: torch.Tensor) -> torch.Tensor:
-    """With zeros where a row gives a key no weight, as where it does not see it."""
+    """Return the logits with zeros for keys of zero weight, such as masked keys."""
     weights = _weights(logits)
     return torch.where(weights == 0, 0.0, logits)
 
 
 def attention_sums(logits: torch.Tensor) -> torch.Tensor:
-    """float64 [3]: rows, and the sums over them of the entropy of their weights (nats) and of the weight of the first key.
+    """Return float64 [3]: rows, the sum of their weights' entropies (nats), and the sum of their first key's weights.
 
     Args:
-        logits: [batch, heads, rows, keys], -inf where a row does not see a key.
+        logits: [batch, heads, rows, keys], -inf for keys that a row does not attend to.
     """
     weights = _weights(logits)
     entropies = torch.special.entr(weights).sum(-1)
@@ -203,6 +203,6 @@ def attention_sums(logits: torch.Tensor) -> torch.Tensor:
 
 
 def _weights(logits: torch.Tensor) -> torch.Tensor:
-    """float64; zeros in rows that see nothing."""
+    """Return the weights in float64, with zeros in rows that attend to nothing."""
     blind = (logits == -math.inf).all(-1, keepdim=True)
     return torch.where(blind, 0.0, logits.double().softmax(-1))

@@ -1,4 +1,4 @@
-"""Looks at norms, routers and attentions in one sampled step."""
+"""Observe norms, routers and attentions in one sampled step."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from .attention_logits import Scores, attention_sums, of_module, seen_logits
 from .norms import channel_sums, find_norm_input, find_norm_output, roles_of_norm
 from .routers import Choice, Router, find_routers, load_sums, router_sums
 
-#: norms of queries and keys, of which tensor-parallel ranks have heads of their own
+#: norms of queries and keys: each tensor-parallel rank has its own heads
 _OF_HEADS = re.compile(r"(^|\.)[qk]_?(layer)?_?norm\Z")
 
 
 @dataclass(frozen=True)
 class Site:
-    """A module whose activations are looked at."""
+    """A module whose activations are observed."""
 
     gemm: Gemm
     roles: Sequence[str]
@@ -39,7 +39,7 @@ class Site:
 
     @property
     def is_copied(self) -> bool:
-        """Whether another rank counts what this one has."""
+        """True if another rank counts the activations of this one."""
         if "attention_logits" in self.roles or _OF_HEADS.search(self.gemm.name):
             return False
         return bool(parallel.is_copy(self.gemm.module, "input"))
@@ -48,11 +48,11 @@ class Site:
 def sites_in(
     scanned: Sequence[ScannedModule], kinds: Collection[str], scores: Collection[int]
 ) -> tuple[list[Site], list[str]]:
-    """Return the modules of a model whose activations are looked at, and the names of those that torch.compile runs.
+    """Return the modules of a model whose activations to observe, and the names of modules that torch.compile runs.
 
     Args:
-        kinds: of activations, as the option has them.
-        scores: the ids of modules that compute attention scores.
+        kinds: kinds of activations, as in the option `activations`.
+        scores: ids of modules that compute attention scores.
     """
     roles = {role for kind in kinds for role in ACTIVATIONS[kind]}
     left_out = {id(one.module) for one in scanned if one.compiled}
@@ -90,21 +90,21 @@ _End = Callable[[Pass, Args, Kwargs, Any], None]
 
 
 class ActivationCapture:
-    """Looks at activations; forward calls count as they do for operands."""
+    """Observes activations. Forward calls count as they do for operands."""
 
     def __init__(
         self, sites: Sequence[Site], operands: Mapping[Key, Operand], on_fault: Fault, dispatcher: Dispatcher
     ) -> None:
         """
         Args:
-            operands: by (name, role): what gets each activation.
-            on_fault: told of a fault.
-            dispatcher: of the step.
+            operands: receive the activations, by (name, role).
+            on_fault: called after a fault.
+            dispatcher: dispatcher of the step.
         """
         self._sites, self._operands, self._on_fault, self._dispatcher = sites, operands, on_fault, dispatcher
 
     def subscribe(self) -> None:
-        """Look at calls from now on."""
+        """Observe calls from now on."""
         for site in self._sites:
             module, name, roles = site.gemm.module, site.gemm.name, site.roles
             if site.router is not None:
@@ -119,9 +119,9 @@ class ActivationCapture:
     def _watch(self, module: nn.Module, name: str, roles: Sequence[str], begin: _Begin, end: _End) -> None:
         """
         Args:
-            roles: what each of the two looks at.
-            begin: at the beginning of each forward that counts.
-            end: once it has returned.
+            roles: roles that the two functions observe.
+            begin: called at the beginning of each forward that counts.
+            end: called after the forward has returned.
         """
 
         def entered(call: Pass, args: Args, kwargs: Kwargs) -> None:
@@ -142,7 +142,7 @@ class ActivationCapture:
         if operand is not None:
             calls = operand.calls
             operand.add(x if x.dtype in MEASURED else x.float(), order)
-            if operand.calls > calls:  # else another rank counts it
+            if operand.calls > calls:  # otherwise another rank counts it
                 operand.add_further(further)
 
     def _before_norm(self, name: str, counted: Pass, args: Args, kwargs: Kwargs) -> None:
@@ -205,4 +205,4 @@ def _is_of_megatron(module: nn.Module) -> bool:
 
 
 def _nothing(*_: Any) -> None:
-    """Nothing is to be done at this point of a forward."""
+    """Do nothing at this point of a forward."""

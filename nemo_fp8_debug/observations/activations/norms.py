@@ -1,4 +1,4 @@
-"""Norms of a model, and what they are given and return. The input of a pre-norm is the residual stream."""
+"""Find the norms of a model, and their inputs and outputs. The input of a pre-norm is the residual stream."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _FUSED = ("LayerNormLinear", "LayerNormMLP")
 
 
 def roles_of_norm(module: nn.Module) -> tuple[str, ...]:
-    """What is looked at of a module; nothing if it is no norm.
+    """Return the roles to observe of a module, or none if it is no norm.
 
-    Of a norm inside a GEMM it is the input alone: what it returns is the X of that GEMM.
+    For a norm inside a GEMM module, only the input is observed: its output is the X of that GEMM.
     """
     if any(base.__name__ in _FUSED for base in type(module).__mro__):
         return ("norm_input",)
@@ -30,28 +30,28 @@ def roles_of_norm(module: nn.Module) -> tuple[str, ...]:
 
 
 def find_norm_input(args: Args, kwargs: Kwargs) -> torch.Tensor:
-    """What a norm is called with.
+    """Return the input of a norm.
 
     Raises:
-        LookupError: it is called with no tensor.
+        LookupError: the norm is called without a tensor.
     """
-    return _first((*args, *kwargs.values()), "it is called with no tensor of numbers")
+    return _first((*args, *kwargs.values()), "it is called without a floating-point tensor")
 
 
 def find_norm_output(out: Any, x: torch.Tensor) -> torch.Tensor:
-    """What a norm returns.
+    """Return the output of a norm.
 
     Raises:
-        LookupError: that is not of the shape of its input.
+        LookupError: the output does not have the shape of the input.
     """
-    found = _first(out if isinstance(out, tuple) else (out,), "it returns no tensor of numbers")
+    found = _first(out if isinstance(out, tuple) else (out,), "it returns no floating-point tensor")
     if found.shape != x.shape:
         raise LookupError(f"it returns a tensor of shape {tuple(found.shape)} for one of {tuple(x.shape)}")
     return found
 
 
 def channel_sums(x: torch.Tensor) -> torch.Tensor:
-    """float64 [1 + C]: the rows of `x`, and the sum of squares of each channel, which is its last dimension."""
+    """Return float64 [1 + C]: the number of rows, and the sum of squares of each channel, the last dimension of `x`."""
     rows = x.reshape(-1, x.shape[-1])
     norms = torch.linalg.vector_norm(rows, dim=0, dtype=torch.float64)
     return torch.cat([norms.new_tensor([len(rows)]), norms.square()])

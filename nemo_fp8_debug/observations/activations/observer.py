@@ -1,4 +1,4 @@
-"""What lies between GEMMs."""
+"""Observe tensors between GEMMs."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ from .table import COUNTS, METRICS, TABLES
 
 
 def activation_columns(stats: Sequence[OperandStats], keys: Sequence[Key]) -> dict[str, list[Any]]:
-    """Return columns of metrics that activations alone have; None where one cannot be had.
+    """Return the columns of metrics that only activations have, with None if a metric is not available.
 
     Args:
-        keys: (layer, role) of each row; an aggregate of experts has none of these metrics.
+        keys: (layer, role) of each row. An aggregate of experts has none of these metrics.
     """
     known = {s.key: _OF_ROLE[s.key[1]](s.further) for s in stats if s.further is not None and s.key[1] in _OF_ROLE}
     found = [known.get(key, {}) for key in keys]
@@ -40,13 +40,13 @@ def activation_columns(stats: Sequence[OperandStats], keys: Sequence[Key]) -> di
 
 
 def of_channels(sums: torch.Tensor) -> dict[str, float | None]:
-    """Of the input or output of a norm.
+    """Return the metrics of a norm's input or output.
 
     Args:
         sums: float64 [1 + C]: rows, and the sum of squares of each channel.
 
     Returns:
-        The number of rows, the channel whose root mean square is the largest, and by how much it exceeds the median one.
+        The number of rows, the channel with the largest root mean square, and this value's ratio to the median channel's.
 
     Example:
         >>> of_channels(torch.tensor([10.0, 1.0, 1.0, 400.0], dtype=torch.float64))
@@ -59,10 +59,10 @@ def of_channels(sums: torch.Tensor) -> dict[str, float | None]:
 
 
 def of_attention(sums: torch.Tensor) -> dict[str, float | None]:
-    """Of rows of attention.
+    """Return the metrics of rows of attention.
 
     Args:
-        sums: float64 [3]: rows, the sum of the entropies of their weights, and of the weights of their first key.
+        sums: float64 [3]: rows, the sum of their weights' entropies, and the sum of their first key's weights.
 
     Example:
         >>> of_attention(torch.tensor([4.0, 2.0, 1.0], dtype=torch.float64))
@@ -74,15 +74,15 @@ def of_attention(sums: torch.Tensor) -> dict[str, float | None]:
 
 
 def of_router(sums: torch.Tensor) -> dict[str, Any]:
-    """Of a router with E experts.
+    """Return the metrics of a router with E experts.
 
     Args:
-        sums: float64 [3 + E]: tokens, the sum of their entropies, how many experts they asked for (0: not known), and how
-            many tokens each expert was given.
+        sums: float64 [3 + E]: tokens, the sum of their entropies, the number of requested experts (0: unknown), and the
+            number of tokens that each expert received.
 
     Returns:
-        Tokens, their mean entropy in nats, the load of the expert with the most tokens over the mean, how many experts got
-        none, the percentage of what was asked for that was dropped, and how many tokens each expert was given.
+        Tokens, their mean entropy in nats, the ratio of an expert's largest load to the mean load, the number of experts
+        without tokens, the percentage of dropped requests, and each expert's number of tokens.
 
     Example:
         >>> of_router(torch.tensor([4.0, 2.0, 8.0, 4.0, 2.0, 0.0], dtype=torch.float64))
@@ -110,7 +110,7 @@ _OF_ROLE = {
 
 
 def _ratio(a: float, b: float) -> float | None:
-    """None where it is no number."""
+    """Return a / b, or None if it is not a finite number."""
     found = a / b if b else float("nan")
     return None if found != found or abs(found) == float("inf") else found
 
@@ -119,29 +119,29 @@ NAME = "activations"
 
 
 def find_modules(scanned: Sequence[ScannedModule], config: Config, errors: ErrorGuard) -> FoundModules:
-    """Return the modules whose activations are looked at, as `Site`; say what is left out."""
+    """Return the modules whose activations to observe, as `Site`. Warn about modules that are left out."""
     if not config.activations:
         return FoundModules()
     sites, compiled = sites_in(scanned, config.activations, find_scores(scanned))
     if compiled:
         errors.warn(
-            f"the activations of {len(compiled)} modules (first {compiled[0]}) are not looked at: they run inside "
+            f"the activations of {len(compiled)} modules (first {compiled[0]}) are not observed: they run inside "
             "torch.compile, where a hook would change the graph"
         )
     roles = {role for site in sites for role in site.roles}
     for kind in config.activations:
         if not compiled and not roles & {*ACTIVATIONS[kind]}:
-            errors.warn(f"activations asks for {kind!r}, and the model has no module that is known as such here")
+            errors.warn(f"activations includes {kind!r}, but the model has no supported module of this kind")
     return FoundModules(sites, {(site.gemm.name, role): site.gemm.kind for site in sites for role in site.roles})
 
 
 def make_observation(setup: RunSetup) -> ActivationObservation | None:
-    """Return what observes activations; None if they are not asked for."""
+    """Return the observation of activations, or None if it is not enabled."""
     return ActivationObservation(setup) if setup.config.activations else None
 
 
 class ActivationStep(StepObserver):
-    """Activations in one sampled step."""
+    """The observer of activations in one sampled step."""
 
     def __init__(self, step: OpenStep) -> None:
         found: Sequence[Site] = step.watched.model.features[NAME].modules
@@ -168,7 +168,7 @@ def _compiled(found: Sequence[Site]) -> Collection[int]:
 
 
 class ActivationObservation(TensorObservation):
-    """Activations."""
+    """The observation of activations."""
 
     name = NAME
     roles = TABLES[0].roles
@@ -192,6 +192,6 @@ class ActivationObservation(TensorObservation):
         return {activations: join_rows(found.metrics, found.what_if, own), histograms: found.histograms}
 
     def finish(self, tables: Mapping[str, Columns], scalars: Mapping[str, float]) -> dict[str, Columns]:
-        """Return the rows of all stages of a pipeline in one order."""
+        """Return the rows of all pipeline stages in one order."""
         name = TABLES[0].name
         return {name: put_in_use_first(tables[name])} if tables.get(name) else {}

@@ -1,9 +1,9 @@
-"""Routers of a mixture of experts: their logits, and how many tokens each expert is given.
+"""Find the routers of a mixture of experts: their logits, and how many tokens each expert receives.
 
-A router is a module whose class is called so (Megatron's `TopKRouter`, those of transformers), or the linear layer with an
-output for each expert that a block of experts holds itself (Mixtral, Qwen). What happens inside is seen at the operators
-of torch, which are called unchanged: the logits are the first tensor with a number for each token and expert that one of
-them reads; the experts are those of the last top-k over all of them, or of the map that the router returns.
+A router is a module with such a class name (Megatron's `TopKRouter`, routers of transformers). In Mixtral or Qwen it is the
+linear layer with an output for each expert in a block of experts. We watch torch's operators inside, and call them
+unchanged. The logits are the first tensor they read that has a number for each token and expert. The chosen experts are in
+the last top-k over all experts, or in the map that the router returns.
 """
 
 from __future__ import annotations
@@ -22,27 +22,27 @@ from ...capture.scan import ScannedModule, find_inside
 from ...core.error_guard import enter_again, leave_modes
 
 _ROUTER = re.compile(r"(Router|MoE\w*Gate|TopKGate)\Z")
-#: names of how many experts there are, of a module or its configuration
+#: names of the number of experts in a module or its configuration
 _EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts", "num_moe_experts", "moe_num_experts")
-#: what a block of experts calls its router
+#: names of the router in a block of experts
 _GATES = ("gate", "router")
-#: operators that read logits, and do not multiply a weight
+#: operators that read logits without multiplying a weight
 _READERS = ("view", "_unsafe_view", "_to_copy", "_softmax", "sigmoid", "topk", "detach", "clone", "logsumexp", "alias")
 
 
 @dataclass(frozen=True)
 class Router:
-    """Where the choice of experts is made."""
+    """The modules that choose experts."""
 
-    #: gives the logits: a router, or a linear layer
+    #: returns the logits: a router, or a linear layer
     module: nn.Module
-    #: in whose forward experts are chosen; the same where that is inside
+    #: module whose forward chooses the experts, often the same
     chooser: nn.Module
     experts: int
 
 
 def find_routers(scanned: Iterable[ScannedModule]) -> Iterator[tuple[ScannedModule, Router]]:
-    """Yield the routers of a root, and what gives their logits."""
+    """Yield the routers of a root, and the modules that return their logits."""
     found: set[int] = set()
     for one in scanned:
         module = one.module
@@ -59,7 +59,7 @@ def find_routers(scanned: Iterable[ScannedModule]) -> Iterator[tuple[ScannedModu
 
 
 def _own_experts(module: nn.Module) -> int | None:
-    """Of a module whose class is called a router."""
+    """Return the number of experts of a module whose class is named a router."""
     if not _ROUTER.search(type(module).__name__):
         return None
     layers = [module, *module.children()]
@@ -84,23 +84,23 @@ def _number_of_experts(module: nn.Module) -> int | None:
 
 
 class Choice(OperatorMode):
-    """Sees one forward of a router or of its block."""
+    """Watches one forward of a router or of its block."""
 
     def __init__(self, experts: int, logits: Callable[[torch.Tensor], None] | None, ends: bool) -> None:
         """
         Args:
-            logits: gets them, once; None: they are seen elsewhere.
+            logits: called once with the logits, or None if they are observed elsewhere.
             ends: whether the first choice over all experts is the last.
         """
         super().__init__()
         self._experts, self._logits, self._ends, self._on = experts, logits, ends, True
-        #: of each token its experts, int64 [..., k]
+        #: experts of each token, int64 [..., k]
         self.chosen: torch.Tensor | None = None
-        #: what went wrong with the logits
+        #: error of observing the logits
         self.failed: Exception | None = None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Calls `func` as it is."""
+        """Call `func` unchanged, after looking at its arguments and result."""
         if over_dtensors(types):
             return NotImplemented
         name = func.overloadpacket.__name__ if getattr(func, "namespace", "") == "aten" else ""
@@ -131,7 +131,7 @@ class Choice(OperatorMode):
 
 
 def router_sums(experts: int, logits: torch.Tensor) -> torch.Tensor:
-    """float64 [3 + experts], of which the first two: tokens, and the sum of the entropies (nats) of their softmax.
+    """Return float64 [3 + experts]: tokens, the sum of the entropies of their softmax (nats), and zeros.
 
     Args:
         logits: [..., experts]
@@ -143,17 +143,17 @@ def router_sums(experts: int, logits: torch.Tensor) -> torch.Tensor:
 
 
 def load_sums(router: Router, chosen: torch.Tensor | None, out: Any) -> torch.Tensor:
-    """float64 [3 + experts], of which the last: how many experts tokens asked for (0: not known), and what each was given.
+    """Return float64 [3 + experts]: two zeros, the number of requested experts (0: unknown), and each expert's tokens.
 
     Args:
-        chosen: of each token its experts, before any is dropped; None: not seen.
-        out: what the router returned, perhaps with a map of tokens to experts.
+        chosen: experts of each token before any is dropped, or None if they were not seen.
+        out: output of the router, perhaps with a map of tokens to experts.
 
     Raises:
-        LookupError: neither tells who was given what.
+        LookupError: neither shows which expert received which token.
     """
     found = next((x for x in _tensors(out) if x.dtype == torch.bool and x.shape[1:2] == (router.experts,)), None)
-    if found is not None:  # of tokens to experts, and perhaps to places in them
+    if found is not None:  # a map from tokens to experts, and perhaps to places in them
         load = found.flatten(2).sum((0, 2), dtype=torch.float64) if found.dim() > 2 else found.sum(0, dtype=torch.float64)
         asked = len(found) * (_experts_of_a_token(router) if chosen is None else chosen.shape[-1])
     elif chosen is not None:
@@ -162,13 +162,13 @@ def load_sums(router: Router, chosen: torch.Tensor | None, out: Any) -> torch.Te
         load = load.scatter_add_(0, flat, torch.ones_like(flat, dtype=torch.float64))
         asked = len(flat)
     else:
-        raise LookupError("which experts it chooses could not be seen")
+        raise LookupError("the experts that it chooses could not be observed")
     sums: torch.Tensor = torch.cat([load.new_tensor([0.0, 0.0, float(asked)]), load])
     return sums
 
 
 def _experts_of_a_token(router: Router) -> int:
-    """0: it does not tell."""
+    """Return how many experts each token requests, or 0 if the router does not have this number."""
     for name in ("topk", "top_k", "k"):
         value = getattr(router.chooser, name, None)
         if isinstance(value, int) and not isinstance(value, bool):

@@ -1,4 +1,4 @@
-"""Rules about what lies between GEMMs: attention logits, routers and experts."""
+"""Rules about tensors between GEMMs: attention logits, routers and experts."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ class AttentionCourse(NamedTuple):
 
 
 class RouterCourse(NamedTuple):
-    """How uneven a router is, and the tokens of each expert."""
+    """The unevenness of a router, and the tokens of each expert."""
 
-    #: of unevenness; None: too few samples
+    #: course of unevenness, or None with too few samples
     course: LayerCourse | None
     layer: str
     steps: np.ndarray[tuple[int], np.dtype[np.int64]]
@@ -42,7 +42,7 @@ class RouterCourse(NamedTuple):
     loads: _Loads
     #: tokens in each sample
     rows: np.ndarray[tuple[int], np.dtype[np.int64]]
-    #: of the baseline, int64 [S, E]; None: there is none
+    #: loads of the baseline, int64 [S, E], or None without one
     usual: _Loads | None
 
 
@@ -80,7 +80,7 @@ def router_loads(records: Records) -> list[RouterCourse]:
 
 
 def _read_both(records: Records, role: str) -> tuple[pl.DataFrame | None, pl.DataFrame | None]:
-    """Return rows of a role in the run and in the baseline; None twice if either record has none."""
+    """Return the rows of a role in the run and in the baseline. None twice if either record has no rows."""
     mine, theirs = (None if each is None else _read(each) for each in (records.run, records.baseline))
     assert mine is not None
     if mine.is_empty() or (theirs is not None and theirs.is_empty()):
@@ -156,11 +156,11 @@ def find_routers(facts: Facts) -> Iterator[Finding]:
 
 
 def _find_silent(loads: _Loads, usual: _Loads | None) -> list[tuple[int, int]]:
-    """Return since which sample, and which expert.
+    """Return (sample, expert): the sample since which an expert receives no tokens.
 
     Args:
         loads: int64 [S, E].
-        usual: likewise, of the baseline; None: there is none.
+        usual: the same of the baseline, or None without one.
     """
     found = []
     for expert in range(loads.shape[1]):
@@ -178,5 +178,5 @@ def _where(facts: Facts) -> str:
 
 
 def find_nonfinite(run: Run, baseline: Run | None) -> list[FirstNonfinite]:
-    """Return the first NaN or infinity between GEMMs that the baseline does not have."""
+    """Return the first NaN or infinity between GEMMs, unless the baseline has it too."""
     return find_first_nonfinite_row(read_unusual(lambda each: _read(each).filter(IS_NONFINITE), run, baseline))

@@ -1,4 +1,4 @@
-"""Tables of what lies between GEMMs: metrics, in use and under other recipes, and histograms."""
+"""Tables of tensors between GEMMs: metrics, in use and under other recipes, and histograms."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from ...core.keys import ACTIVATIONS
 from ...core.table import Metric, Table, cast_columns
 from ..operands.table import HISTOGRAMS, TENSORS
 
-#: metrics that a histogram cannot tell
+#: metrics that a histogram cannot give
 METRICS = {
     "channel_ratio": Metric("largest / median channel", scale="log"),
     "entropy": Metric("entropy of weights", "nats", worse=-1),
@@ -15,7 +15,7 @@ METRICS = {
     "idle_experts": Metric("experts without a token", "experts"),
     "dropped_pct": Metric("dropped tokens", "%"),
 }
-#: what else a row has of its own
+#: other columns that only activations have
 COUNTS = ("rows", "channel")
 _COLUMNS = {**TENSORS, **cast_columns("float64", *COUNTS, *METRICS), "loads": "list[int64]"}
 _ROLES = tuple(role for roles in ACTIVATIONS.values() for role in roles)

@@ -1,4 +1,4 @@
-"""What lies between the GEMMs of two runs, side by side."""
+"""Compare the tensors between the GEMMs of two runs."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from ...core.keys import SHOWN_AS
 from ...numerics.metric_names import name_metric
 from .table import TABLES
 
-#: name in JSON, title of the table, and its columns behind layer and tensor
+#: name in JSON, title of the table, and its columns after layer and tensor
 NAME, TITLE = TABLES[0].name, "What lies between GEMMs, baseline -> run, medians over the later half of the run"
 HEADINGS = ("metric", "baseline", "run", "log2 of the ratio")
 _KEY = ["layer", "role"]
-#: percentages, of which one point is added before they are divided, since they may be zero
+#: percentages; we add one point to each before dividing, because they may be zero
 _PERCENTAGES = ("sink_pct", "dropped_pct")
 _METRICS = ("size", "amax", *(name for name in TABLES[0].metrics if name != "idle_experts"))
 
 
 def compare_runs(baseline: Run, run: Run) -> pl.DataFrame:
-    """Return how far activations are apart, over the later half of the samples that both runs have.
+    """Compare activations over the later half of the samples that both runs have.
 
     Returns:
-        A row an activation and metric: layer, role, tensor (as people write the role), metric (`size` is the root mean
-        square), baseline and run (medians), ratio_log2 (the log2 of their ratio, of percentages with a point added to
-        each); the farthest apart first. Empty where a record has none.
+        One row for each activation and metric: layer, role, tensor (the symbol of the role), metric (`size` is the root mean
+        square), baseline and run (medians), and ratio_log2 (log2 of their ratio). For ratios, we add a point to percentages.
+        The largest ratios come first. Empty if a record has no activations.
 
     Example:
         >>> from nemo_fp8_debug.analysis.runs.run import Run
@@ -52,12 +52,12 @@ def compare_runs(baseline: Run, run: Run) -> pl.DataFrame:
 
 
 def _values(run: Run) -> pl.DataFrame:
-    """step, layer, role, metric, value"""
+    """Return rows of step, layer, role, metric and value."""
     rows = run.table(NAME).filter(pl.col("scale_source") != "what-if").with_columns(size=ROOT_MEAN_SQUARE)
     return rows.unpivot(_METRICS, index=["step", *_KEY], variable_name="metric").drop_nulls("value")
 
 
 def show_row(row: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the cells of a row of `compare_runs`, behind layer and tensor."""
+    """Yield the cells of a row of `compare_runs` after layer and tensor."""
     yield name_metric(row["metric"])
     yield from (format_number(row[name]) for name in ("baseline", "run", "ratio_log2"))

@@ -1,4 +1,4 @@
-"""Gradients of weights: how large they are, and how many of their values are zero or not finite."""
+"""Observe gradients of weights: their size, and how many of their values are zero or not finite."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from .table import TABLES
 
 @dataclass(eq=False)
 class _Batch:
-    """Of tensors that were measured together, a value each."""
+    """Measurements of tensors that were measured together, one value for each."""
 
     norms: torch.Tensor
     nonzero: torch.Tensor
@@ -32,7 +32,7 @@ class _Batch:
 
 @dataclass(frozen=True)
 class GradientSize:
-    """What is known of a gradient, or of a rank's part; sums of parts are those of the whole."""
+    """The size of a gradient, or of a rank's part. The sizes of parts add up to the size of the whole."""
 
     #: NaN if a value is not finite, or if float32 cannot hold the squares
     squares: float
@@ -42,13 +42,13 @@ class GradientSize:
 
 
 class GradientSizes:
-    """Gradients of one sampled step on this rank, by the name of their GEMM; the last of each counts."""
+    """Sizes of gradients of one sampled step on this rank, by the name of their GEMM. The last measurement counts."""
 
     def __init__(self) -> None:
         self._found: dict[str, tuple[_Batch, int, int]] = {}
 
     def measure(self, tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
-        """Measure tensors in place of earlier ones, without host synchronization on a device."""
+        """Measure tensors, replacing earlier measurements, without host synchronization on a device."""
         groups = defaultdict[tuple[torch.device, torch.dtype], list[tuple[str, torch.Tensor]]](list)
         for name, x in tensors:
             groups[x.device, x.dtype].append((name, x))
@@ -57,16 +57,16 @@ class GradientSizes:
             self._found |= {name: (batch, i, x.numel()) for i, (name, x) in enumerate(members)}
 
     def forget(self, name: str) -> None:
-        """Forget a gradient, which is not complete."""
+        """Forget a gradient that is not complete."""
         self._found.pop(name, None)
 
     def move(self, to: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Replace each tensor by what `to` gives for it."""
+        """Replace each tensor by the result of `to`."""
         for batch in {id(batch): batch for batch, _, _ in self._found.values()}.values():
             batch.norms, batch.nonzero, batch.nonfinite = to(batch.norms), to(batch.nonzero), to(batch.nonfinite)
 
     def found(self) -> dict[str, GradientSize]:
-        """Return what was measured, by name; waits for the device if it is still there."""
+        """Return the sizes by name. Waits for the device if they are still there."""
         batches = {id(batch): batch for batch, _, _ in self._found.values()}
         values = {key: (b.norms.tolist(), b.nonzero.tolist(), b.nonfinite.tolist()) for key, b in batches.items()}
         found = {}
@@ -78,39 +78,39 @@ class GradientSizes:
 
 
 def _measure(xs: Sequence[torch.Tensor]) -> _Batch:
-    """Return the sizes of tensors of one device and dtype."""
+    """Return the sizes of tensors with the same device and dtype."""
     dtype = torch.float64 if xs[0].dtype == torch.float64 else torch.float32
     norms = torch.stack(torch._foreach_norm(list(xs), 2, dtype))
     if xs[0].device.type != "cpu":
-        nonfinite = [torch.count_nonzero(x * 0) for x in xs]  # NaN, if it is not finite
+        nonfinite = [torch.count_nonzero(x * 0) for x in xs]  # the product is NaN if x is not finite
         return _Batch(norms, torch.stack([torch.count_nonzero(x) for x in xs]), torch.stack(nonfinite))
-    # As booleans numpy counts them ten times as fast; where norms are finite, all values are.
+    # NumPy counts booleans ten times as fast. If a norm is finite, so are all values.
     nonzero = torch.tensor([np.count_nonzero(x.bool().numpy()) for x in xs])
     finite = zip(norms.isfinite().tolist(), xs, strict=True)
     return _Batch(norms, nonzero, torch.tensor([0 if known else int((~x.isfinite()).sum()) for known, x in finite]))
 
 
-#: what ranks add up of each gradient: parts that are to be counted, parts that are, and a `GradientSize`
+#: sums over ranks for each gradient: parts expected, parts counted, and a `GradientSize`
 _COLUMNS = ("due", "parts", "squares", "zeros", "nonfinite", "elements")
 _LANE = 7
 
 
 def make_observation(setup: RunSetup) -> GradientObservation | None:
-    """Return what observes gradients; None if they are not asked for."""
+    """Return the observation of gradients, or None if it is not enabled."""
     return GradientObservation(setup) if setup.config.gradients else None
 
 
 @dataclass(frozen=True)
 class GradientsOfRank:
-    """What a rank knows."""
+    """The gradients that one rank has counted."""
 
-    #: names of GEMMs whose gradients it is to count a part of
+    #: names of GEMMs of whose gradients this rank should count a part
     due: Collection[str] = ()
     sizes: Mapping[str, GradientSize] = field(default_factory=dict)
 
 
 class GradientStep(StepObserver):
-    """Gradients in one sampled step."""
+    """The observer of gradients in one sampled step."""
 
     def __init__(self, step: OpenStep) -> None:
         self._sizes = GradientSizes()
@@ -131,13 +131,13 @@ class GradientStep(StepObserver):
         self._sizes.move(to)
 
     def found(self) -> GradientsOfRank:
-        """Return what this rank knows."""
+        """Return what this rank counted."""
         sizes = self._sizes.found()
         return GradientsOfRank({name for name, one in self._weights.items() if name in sizes or one.is_due}, sizes)
 
 
 class GradientObservation(Observation):
-    """Sizes of gradients. Ranks add up those of their parts; a gradient of which any part is missing has no row."""
+    """Sizes of gradients. Ranks add up the sizes of their parts. A gradient with a missing part has no row."""
 
     name = "gradients"
 
@@ -167,7 +167,7 @@ class GradientObservation(Observation):
         return {_LANE: torch.tensor(packed["rows"]).flatten()}
 
     def whole(self, plan: SamplePlan, sums: Lanes, extremes: torch.Tensor) -> Mapping[str, tuple[float, ...]]:
-        """Return the sums of each gradient that no part is missing of."""
+        """Return the sums of each complete gradient."""
         rows = zip(self._names, sums[_LANE].view(-1, len(_COLUMNS)).tolist(), strict=True)
         return {name: tuple(row[1:]) for name, row in rows if row[1] and row[1] == row[0]}
 

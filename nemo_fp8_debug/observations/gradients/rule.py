@@ -22,7 +22,7 @@ _ROLE = "weight_gradient"
 
 
 class ZeroGradient(NamedTuple):
-    """A weight whose gradient is zero to the end."""
+    """A weight whose gradient is zero from a step on."""
 
     layer: str
     since: int
@@ -30,7 +30,7 @@ class ZeroGradient(NamedTuple):
 
 @fact
 def zero_gradients(records: Records) -> list[ZeroGradient]:
-    """Return weights whose gradient is zero to the end, and not so in the baseline, in the order of the record."""
+    """Return weights whose gradient is zero from a step on, and is not so in the baseline, in the order of the record."""
     rows = _read(records.run)
     if rows.is_empty():
         return []
@@ -71,26 +71,26 @@ def find_zero_gradients(facts: Facts) -> Iterator[Finding]:
 
 
 class GradientRatio(NamedTuple):
-    """A weight gradient in the first sample that both runs have."""
+    """A weight gradient in the first sample of both runs."""
 
     layer: str
     step: int
     #: log2 of its norm over the baseline's
     bits: float
-    #: the same of its weight
+    #: log2 of its weight's norm over the baseline's
     weight_bits: float
     #: the baseline's norm over the median of all
     share: float = 1.0
 
     @property
     def moved(self) -> float:
-        """Bits that it moves by, of its own norm or of the median one: a gradient that nearly cancels is mostly noise."""
+        """Bits by which the norm differs, of its own or the median norm. A gradient that nearly cancels is mostly noise."""
         return min(abs(self.bits), float(np.log2(1 + self.share * abs(2**self.bits - 1))))
 
 
 @fact
 def first_gradients(records: Records) -> list[GradientRatio]:
-    """Return the sizes of weight gradients in the first sample, against the baseline's; none if their steps differ."""
+    """Return sizes of weight gradients in the first sample, compared with the baseline. Empty if first steps differ."""
     if records.baseline is None:
         return []
     mine, theirs = (_read(each).filter(pl.col("norm") > 0) for each in (records.run, records.baseline))
@@ -106,7 +106,7 @@ def first_gradients(records: Records) -> list[GradientRatio]:
 
 @fact
 def same_recipes(records: Records) -> bool:
-    """Return whether run and baseline use the same recipes."""
+    """Return True if run and baseline use the same recipes."""
     runs = [each for each in (records.run, records.baseline) if each is not None]
     return len({frozenset(each.metrics.unique("recipe")) for each in runs}) == 1
 
@@ -139,7 +139,7 @@ def find_first_step(facts: Facts) -> Iterator[Finding]:
     bits = np.array([each.bits for each in sizes])
     usual = float(np.median(bits))
     noise = 1.4826 * float(np.median(np.abs(bits - usual)))
-    # Where loss and weights are the same to the last bit, so is all that a right backward pass rounds.
+    # If loss and weights are equal to the last bit, so is everything that a correct backward pass rounds.
     is_exact = mine[0] == theirs[0] and not any(each.weight_bits for each in sizes)
     least = thresholds.FIRST_STEP if is_exact else thresholds.FIRST_STEP_ROUNDED
     explained = {each.layer for each in suspects(facts) if each.since <= step}
@@ -149,7 +149,7 @@ def find_first_step(facts: Facts) -> Iterator[Finding]:
         evidence = f"all dW are {2**usual:.3g} times the baseline's {agree}"
         yield Finding("first step", "multiplier", "clear", evidence, since=step, is_exact=True)
     elif len(off) > 1 and sizes[-1].moved > least:
-        # The backward pass comes to the last weight first: what is wrong there is wrong in the loss or the forward pass.
+        # The backward pass reaches the last weight first, so the fault is in the loss or the forward pass.
         evidence = f"{len(off)} of {len(sizes)} dW are not the baseline's {agree}, and the last layer's is one of them"
         advice = "Look at the forward pass of later micro-batches, at the loss, and at what multiplies it."
         yield Finding("first step", "software", "clear", evidence, None, None, step, advice, is_exact=True)
@@ -166,11 +166,11 @@ def find_first_step(facts: Facts) -> Iterator[Finding]:
 
 
 def find_nonfinite(run: Run, baseline: Run | None) -> list[FirstNonfinite]:
-    """Return the first weight gradient with NaN or infinity that the baseline does not have."""
+    """Return the first weight gradient with NaN or infinity, unless the baseline has it too."""
     rows = read_unusual(lambda each: _read(each).filter(pl.col("nonfinite") > 0), run, baseline, ["layer"])
     if rows.is_empty():
         return []
-    # The backward pass comes to the last layer first.
+    # The backward pass reaches the last layer first.
     first = rows.filter(pl.col("step") == pl.col("step").min()).row(-1, named=True)
     place = WEIGHT_GRADIENT, 0
     return [FirstNonfinite(int(first["step"]), place, f"dW of {first['layer']}", first["layer"], _ROLE)]

@@ -1,4 +1,4 @@
-"""The table of gradients: a row for each weight of a GEMM that has one."""
+"""The table of gradients: one row for each weight of a GEMM that has a gradient."""
 
 from __future__ import annotations
 

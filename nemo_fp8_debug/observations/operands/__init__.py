@@ -1,4 +1,4 @@
 """Operands of GEMMs: how well FP8 represents each, in use and under other recipes. Internal."""
 
-#: of its tables in a record
+#: position of its tables in a record
 PLACE = 1

@@ -1,4 +1,4 @@
-"""From the stats of a sampled step to its metrics."""
+"""Compute the metrics of a sampled step from its statistics."""
 
 from __future__ import annotations
 
@@ -26,24 +26,24 @@ Rows = dict[str, list[Any]]
 PRODUCT_OF_COPY = {"input": "wgrad", "weight": "dgrad", "grad_output": "wgrad"}
 
 
-#: metrics of what a cast did
+#: metrics of a cast's error
 _OF_ERRORS = ("underflow_pct", "overflow_pct", "mse", "relative_error", "sqnr_db", "cosine")
 
 
 @dataclass(frozen=True)
 class Measured:
-    """What is measured of some tensors, in columns."""
+    """Measurements of some tensors, in columns."""
 
-    #: as they were cast
+    #: metrics as the tensors were cast
     metrics: Rows
     histograms: Rows
-    #: under recipes that were not in use
+    #: metrics under recipes that were not in use
     what_if: Rows
-    #: copies that other products multiply
+    #: metrics of copies that other products multiply
     copies: Rows
     #: scales of blocks
     block_scales: Rows
-    #: norms, as `metrics` has the rows
+    #: norms, in the order of the rows of `metrics`
     norms: list[float]
 
 
@@ -53,9 +53,9 @@ def measure_tensors(
     """Return all metrics of tensors, and of the experts of each layer as one.
 
     Args:
-        others: what-if recipes; float32 operands, whose histograms are rounded, are left out under delayed and
-            current scaling.
-        names: of the GEMMs that were looked at; experts that gave no sample are counted in the aggregate of theirs.
+        others: what-if recipes. Under delayed and current scaling, float32 operands are left out, because their histograms
+            are rounded.
+        names: names of the observed GEMMs. Experts without a sample are also counted in their aggregate.
     """
     aggregates = ExpertAggregates.of([s.key for s in stats], [(s.cast.recipe, s.cast.format, s.cast.dtype) for s in stats])
     aggregated = [add_up_stats(key, [stats[i] for i in of]) for key, of in aggregates.members.items()]
@@ -85,7 +85,7 @@ def measure_tensors(
 
 
 def _leave_out_errors_of_stored(columns: Rows) -> None:
-    """Of codes alone nobody knows what was lost when they were made."""
+    """Remove the errors of tensors that are stored only as codes, because the loss of their cast is unknown."""
     for i, source in enumerate(columns["scale_source"]):
         if source == "stored":
             for name in _OF_ERRORS:
@@ -93,7 +93,7 @@ def _leave_out_errors_of_stored(columns: Rows) -> None:
 
 
 def _copies(stats: Sequence[OperandStats], operands: _Operands) -> Rows:
-    """Of copies whose blocks run the other way, or that are cast otherwise, than in the GEMM that `metrics` has."""
+    """Return the rows of copies whose blocks run the other way, or whose cast differs from the GEMM's in `metrics`."""
     chosen = [i for i, s in enumerate(stats) if s.copy is not None and s.cast.copy_recipe]
     if not chosen:
         return {}
@@ -110,7 +110,7 @@ def _copies(stats: Sequence[OperandStats], operands: _Operands) -> Rows:
 
 
 def _block_scales(operands: _Operands) -> Rows:
-    """How the scales of blocks are distributed, of operands that are cast in blocks."""
+    """Return the distribution of block scales, for operands that are cast in blocks."""
     counted = [s for s in operands.rows if s.block_scales is not None]
     if not counted:
         return {}
@@ -126,14 +126,14 @@ def _block_scales(operands: _Operands) -> Rows:
 
 @dataclass(frozen=True)
 class _Operands:
-    """What does not depend on scales; a row an operand, and behind them the aggregates of experts."""
+    """Everything that does not depend on scales, with a row for each operand, followed by the aggregates of experts."""
 
     rows: Sequence[OperandStats]
     aggregates: ExpertAggregates
-    #: of operands only
+    #: histograms of operands only
     histograms: Histograms
     moments: Moments
-    #: how many experts there are, by aggregate
+    #: number of experts by aggregate
     experts: Mapping[str, int]
 
     def columns(
@@ -143,12 +143,12 @@ class _Operands:
         scale: torch.Tensor,
         formats: Callable[[Sequence[int]], Sequence[FloatFormat]],
     ) -> Rows:
-        """Rows of the operands that are chosen, and of their aggregates.
+        """Return the rows of chosen operands and of their aggregates.
 
         Args:
-            sums: of those chosen.
-            scale: likewise, float32.
-            formats: of rows.
+            sums: sums of the chosen operands.
+            scale: scales of the chosen operands, float32.
+            formats: returns the formats of rows.
         """
         index, sums, scale = self.aggregates.append_to(chosen, sums, scale, self.moments.amax)
         at = torch.tensor(index, dtype=torch.int64)
@@ -156,7 +156,7 @@ class _Operands:
         return self.about(shown) | make_metric_columns(self.moments.rows(at), sums, scale, formats(index))
 
     def about(self, stats: Sequence[OperandStats]) -> Rows:
-        """What rows are about."""
+        """Return the columns that identify rows."""
         return {
             "layer": [s.key[0] for s in stats],
             "gemm": [s.kind for s in stats],
@@ -173,7 +173,7 @@ class _Operands:
 
 
 def _in_use(stats: Sequence[OperandStats], operands: _Operands) -> tuple[torch.Tensor, QuantizationSums]:
-    """The scale of each operand, float32 [B], NaN where none is known, and its sums under those that it was cast with."""
+    """Return the scale of each operand, float32 [B], NaN if unknown, and its sums under the scales of its casts."""
     scale = torch.tensor([s.scales[0] if s.scales else torch.nan for s in stats], dtype=torch.float32)
     limits = torch.tensor([FORMATS[s.cast.format].max for s in stats], dtype=torch.float32)
     amax = operands.moments.amax[: len(stats)].float()
@@ -189,12 +189,12 @@ def _in_use(stats: Sequence[OperandStats], operands: _Operands) -> tuple[torch.T
 
 
 def _order(places: Sequence[int]) -> torch.Tensor:
-    """int64 [B]: where each row is, of which it is told where they belong."""
+    """Return int64 [B], which sorts rows whose places are given."""
     return torch.tensor(places, dtype=torch.int64).argsort()
 
 
 def _rule(stat: OperandStats) -> CurrentScaling | None:
-    """The rule that finds a scale from the amax of the whole tensor."""
+    """Return the rule that computes a scale from the amax of the whole tensor, if there is one."""
     rule = stat.cast.parsed.scaling
     if isinstance(rule, CurrentScaling):
         return rule
@@ -202,7 +202,7 @@ def _rule(stat: OperandStats) -> CurrentScaling | None:
 
 
 def _moments(stats: Sequence[OperandStats], totals: Histograms) -> Moments:
-    """Moments of each operand: those of its histogram, or the direct ones where the histogram is rounded."""
+    """Return the moments of each operand: from its histogram, or the direct ones if the histogram is rounded."""
     of_histograms = totals.moments
     direct = {i: s.moments for i, s in enumerate(stats) if s.moments}
     rest = [i for i in range(len(stats)) if i not in direct]
@@ -251,7 +251,7 @@ def _table(
 
 
 def _histograms(stats: Sequence[OperandStats], scale: torch.Tensor) -> Rows:
-    """The histograms as a table; bins of infinity and NaN included, so that a histogram is whole."""
+    """Return the histograms as a table. Bins of infinity and NaN are included, so that each histogram is complete."""
     parts = [
         (stat.key, cast, found if stat.one_scale else known, histogram)
         for stat, found in zip(stats, scale.double().tolist(), strict=True)

@@ -1,4 +1,4 @@
-"""Operands of GEMMs and of FP8 attention."""
+"""Observe operands of GEMMs and of FP8 attention."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ from .measure import measure_tensors
 from .table import METRICS_TABLE
 from .tensors import Stats, TensorObservation
 
-#: tables whose gradients are also given in the units of the loss
+#: tables that also have gradients in units of the loss
 _UNSCALED = ("metrics", "what_if", "copies")
 
 
 def make_observation(setup: RunSetup) -> OperandObservation:
-    """Return what observes operands."""
+    """Return the observation of operands."""
     return OperandObservation(setup)
 
 
 class OperandStep(StepObserver):
-    """Operands in one sampled step."""
+    """The observer of operands in one sampled step."""
 
     def __init__(self, step: OpenStep) -> None:
         self._errors, self._roles = step.watched.errors, step.config.roles
@@ -78,14 +78,14 @@ class OperandStep(StepObserver):
         names = [] if self._matmuls is None else list(self._matmuls.not_multiplied)
         if names:
             self._errors.warn(
-                f"{len(names)} parameters (first {names[0]}) are multiplied by no operator of torch, and are not observed",
+                f"{len(names)} parameters (first {names[0]}) are not observed: no torch operator multiplies them",
                 kind="not multiplied",
             )
         return {(name, role) for name in names for role in self._roles}
 
 
 def _add_operand(step: OpenStep, gemm: Gemm, role: str) -> None:
-    """Have an operand counted here, if it is asked for and no other rank counts it, and let others get it."""
+    """Have this rank count an operand if it is requested and no other rank counts it. Pass it to other observers too."""
     watched, config, key = step.watched, step.config, (gemm.name, role)
     copied = copied_elsewhere(gemm, role)
     asked = bool(config.output_rows or config.verify_rows)
@@ -93,7 +93,7 @@ def _add_operand(step: OpenStep, gemm: Gemm, role: str) -> None:
     counted = (gemm.name in step.chosen or gemm.name in step.dumped) and not copied
     if not counted and not is_multiplied and gemm.name not in step.dumped:
         return
-    # All ranks have the same, or those of a mesh have it between them, as its tensors will tell.
+    # Either all ranks have the same operand, or the ranks of a mesh share it, as its tensors show.
     first = watched.shard_group.first[gemm.name] if copied is None else None
     counts = is_never_counted if copied else partial(is_counted, rank=watched.rank, first=first)
     operand = Operand(gemm, role, watched.model.scales.in_use(gemm, role), config.what_if_recipes, counts)
@@ -107,15 +107,15 @@ def _add_operand(step: OpenStep, gemm: Gemm, role: str) -> None:
 
 
 def _warn_of_unseen_attention(errors: ErrorGuard, names: Sequence[str]) -> None:
-    why = "its kernels show no operand; NVTE_UnfusedDPA_Emulate_FP8=1 with NVTE_FLASH_ATTN=0 and NVTE_FUSED_ATTN=0 does"
+    why = "its kernels show no operand; to see them, set NVTE_UnfusedDPA_Emulate_FP8=1, NVTE_FLASH_ATTN=0, NVTE_FUSED_ATTN=0"
     errors.warn(
-        f"attention of {len(names)} layers (first {names[0]}) runs in FP8: it is quantized and not observed, since {why}",
+        f"attention of {len(names)} layers (first {names[0]}) runs in FP8 and is quantized, but is not observed: {why}",
         kind="attention in FP8",
     )
 
 
 class OperandObservation(TensorObservation):
-    """Operands. Scales that are emulated follow their largest magnitudes, on all ranks."""
+    """Operands of GEMMs and attention. Emulated scales follow their amax over all ranks."""
 
     name = "operands"
     roles = METRICS_TABLE.roles
@@ -159,7 +159,7 @@ class OperandObservation(TensorObservation):
 
     def finish(self, tables: Mapping[str, Columns], scalars: Mapping[str, float]) -> dict[str, Columns]:
         """See `Observation`."""
-        # A step in which no rank saw any operand has a table all the same.
+        # The table exists even if no rank observed any operand in a step.
         known = tables if "metrics" in tables else {"metrics": measure_tensors([]).metrics, **tables}
         multiplier = scalars.get("grad_scale")
         return {
@@ -168,7 +168,7 @@ class OperandObservation(TensorObservation):
 
 
 class DumpedOperand:
-    """Takes the place of an operand in a step that dumps it."""
+    """Replaces an operand in a step that dumps it."""
 
     def __init__(self, operand: Operand, dump: TensorDump, attempt: int, step: int, rank: int) -> None:
         self.gemm: Gemm = operand.gemm
@@ -176,13 +176,13 @@ class DumpedOperand:
         self._where = attempt, step, rank
 
     def add(self, x: torch.Tensor, order: int, use: ScaleInUse | None = None) -> None:
-        """Count the tensor in, and dump it if it counts."""
+        """Count the tensor, and dump it if it counts."""
         call = self._operand.calls + self._operand.copies
         self._operand.add(x, order, use)
         if self._operand.calls + self._operand.copies > call:
             use = use or self._operand.in_use
             scale = use.scale
             key, about = (*self._operand.key, call), (use.recipe.name, use.format, use.source)
-            if isinstance(scale, BlockRule):  # a dump has one scale: its codes are those of current scaling
+            if isinstance(scale, BlockRule):  # a dump has one scale, so we dump codes of current scaling
                 scale, about = CurrentScaling(), (SHADOW.name, SHADOW.format_of(self._operand.role), "current")
             self._dump.add(Dumped(*self._where, *key, *about), take_local_part(x.detach()), scale)

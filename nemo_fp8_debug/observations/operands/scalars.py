@@ -1,4 +1,4 @@
-"""Tags of operands: each metric of each tensor, gradients in the units of the loss, and what other recipes would lose."""
+"""TensorBoard tags of operands: metrics of each tensor, gradients in units of the loss, and losses under other recipes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ...core.sample import Sample
 from ...numerics.metric_names import UNITS, WORSE
 from ...record.scalars import STREAMED, WORST, Tags
 
-#: metrics that are streamed for recipes that were not in use
+#: metrics that are logged for recipes that were not in use
 _UNDER_OTHERS = ("underflow_pct", "overflow_pct", "relative_error")
 
 
@@ -30,7 +30,7 @@ def add_scalars(sample: Sample, tags: Tags) -> None:
 
 
 def _add_unscaled(sample: Sample, tags: Tags) -> None:
-    """Add the worst and the median of dY in the units of the loss, and what dY is multiplied by."""
+    """Add the worst and the median of dY in units of the loss, and dY's multiplier."""
     if not (multiplier := sample.scalars.get("grad_scale")):
         return
     for metric in UNITS:

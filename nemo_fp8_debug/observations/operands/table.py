@@ -6,7 +6,7 @@ from ...core.keys import ATTENTION_BACKWARD, ATTENTION_FORWARD, ROLES
 from ...core.table import SAMPLE, Table, cast_columns
 from ...numerics.metric_names import BLOCK_SCALES, METRICS, UNITS
 
-#: columns that every table of tensors has: what a row is about, and its metrics
+#: columns that every table of tensors has: the row's identity, and its metrics
 TENSORS: dict[str, str] = {
     **SAMPLE,
     **cast_columns("float64", "consumed_samples"),
@@ -15,7 +15,7 @@ TENSORS: dict[str, str] = {
     **cast_columns("float64", "scale", "scale_current", *METRICS),
     **cast_columns("float64", *(f"unscaled_{name}" for name in UNITS)),
 }
-#: of a histogram: its occupied bins, ascending, and how many values each counts
+#: columns of a histogram: its occupied bins, ascending, and the count of each
 HISTOGRAMS: dict[str, str] = {
     **SAMPLE,
     **cast_columns("string", "layer", "role", "recipe", "format", "dtype"),
@@ -36,7 +36,7 @@ METRICS_TABLE = Table("metrics", TENSORS, roles=(*ROLES, *ATTENTION_FORWARD, *AT
 TABLES = (
     METRICS_TABLE,
     Table("what_if", TENSORS),
-    #: rounded: whether metrics are approximate, from histograms of float32 values that were rounded to bfloat16
+    #: the column `rounded` is true for approximate metrics, from histograms of float32 values rounded to bfloat16
     Table("replayed", {**TENSORS, **cast_columns("boolean", "rounded")}, is_added_later=True),
     Table("histograms", HISTOGRAMS, by_step=True),
     Table("copies", {**TENSORS, "product": "string"}),

@@ -1,6 +1,6 @@
 """Tensors that are counted in histograms: how ranks add them up, and the rows of their tables.
 
-Histograms add up by occupied binades, and beside them sums and extremes.
+Ranks add up the occupied binades of histograms, together with sums and extremes.
 """
 
 from __future__ import annotations
@@ -27,39 +27,39 @@ from ...numerics.metrics import Moments, QuantizationSums
 from .measure import Measured, measure_tensors
 
 Stats = list[OperandStats]
-#: bins of a histogram that are sent together: a binade of bfloat16, an eighth of one of float16
+#: bins of a histogram that are sent together: a binade of bfloat16, an eighth of a binade of float16
 BINADE = 128
 BINADES = BINS // BINADE
-#: less than any number whose maximum is sought
+#: stands for an absent number, and is less than any number in a maximum over ranks
 NONE = int(np.iinfo(np.int32).min)
-#: what the maximum is taken of, for each tensor; a minimum is that of the negated number, and floats that are not negative
-#: are ordered as their bits are; `further` is how many sums there are beside those of all tensors
+#: numbers of each tensor whose maximum ranks take. A minimum is the maximum of the negated number. Non-negative
+#: floats have the order of their bits. `further` is the number of sums that this tensor has in addition
 EXTREMES = ("amax", "scale_max", "amin", "scale_min", "order", "cast", "dtype_max", "dtype_min", "further")
 _MOMENTS = ("n", "nan", "inf", "sum_x2", "sum_x4")
 _SUMS = tuple(f.name for f in fields(QuantizationSums))
 _DTYPES = ("bfloat16", "float16", "float32")
-#: what sums are of: casts in use, copies, and each recipe that is tried
+#: kinds of sums: of casts in use, of copies, and of each recipe to try
 _IN_USE, _COPY, _TRIED = "in use", "copy", "tried"
 _Group = tuple[str, str]
 
 
 class TensorObservation(Observation):
-    """Tensors of one feature, by (layer, role)."""
+    """The observation of the tensors of one feature, by (layer, role)."""
 
     name = ""
-    #: of its tensors
+    #: roles of its tensors
     roles: Collection[str] = ()
 
     def __init__(self, kinds: Mapping[Key, str], ranks: Ranks) -> None:
         """
         Args:
-            kinds: of all tensors that ranks may have.
+            kinds: kinds of all tensors that ranks may have.
         """
         self._sums = TensorSums(kinds, ranks)
 
     @property
     def mixed(self) -> Sequence[Key]:
-        """Tensors of the last sample that ranks have in different dtypes."""
+        """Tensors of the last sample whose dtype differs between ranks."""
         return self._sums.mixed
 
     def collect(self, mine: object, operands: Sequence[Operand]) -> Stats:
@@ -88,7 +88,7 @@ class TensorObservation(Observation):
 
 
 def put_in_use_first(columns: Columns) -> dict[str, list[Any]]:
-    """Return rows of tensors as they are before those under other recipes, each in their order.
+    """Return rows of tensors in use, followed by the rows under other recipes, each in their order.
 
     Example:
         >>> put_in_use_first({"layer": ["a", "a", "b"], "scale_source": ["engine", "what-if", "engine"]})["layer"]
@@ -100,7 +100,7 @@ def put_in_use_first(columns: Columns) -> dict[str, list[Any]]:
 
 
 def join_rows(in_use: Columns, tried: Columns, own: Mapping[str, Sequence[Any]]) -> dict[str, list[Any]]:
-    """Return rows of tensors as they are, with columns of their own, and then under other recipes, which lack those."""
+    """Return rows of tensors in use, with additional columns, followed by rows under other recipes, which lack these."""
     none = [None] * len(tried.get("layer", ()))
     return {name: [*values, *tried.get(name, none)] for name, values in {**in_use, **own}.items()}
 
@@ -116,33 +116,33 @@ def _sums_of(stat: OperandStats, group: _Group) -> QuantizationSums | None:
 
 
 def _columns(plan: SamplePlan) -> list[tuple[_Group | None, str | int]]:
-    """What is added up of each tensor beside its counts: a group and a name, or the number of a scale."""
+    """Return the sums of each tensor in addition to its counts: a group and a name, or the number of a scale."""
     scales: list[str | int] = [*range(CODES + 1), "scales"] if plan.block_scales else []
     of_groups = [(group, name) for group in _groups(plan) for name in ("measured", *_SUMS)]
     return [*((None, name) for name in ("expected", "made", "calls", *_MOMENTS)), *of_groups, *((None, s) for s in scales)]
 
 
 class TensorSums:
-    """Adds up statistics of K tensors, of which this rank may have seen parts of M."""
+    """Adds up statistics of K tensors. This rank may have observed parts of M tensors."""
 
     def __init__(self, kinds: Mapping[Key, str], ranks: Ranks) -> None:
         """
         Args:
-            kinds: of all tensors that ranks may have, by (layer, role), in an order that is the same on all.
+            kinds: kinds of all tensors that ranks may have, by (layer, role), in the same order on all ranks.
         """
         self.kinds = dict(kinds)
         self._keys, self._ranks = list(kinds), ranks
         self._index = {key: i for i, key in enumerate(self._keys)}
         self._casts: dict[int, Cast] = {}
         self._numbers: dict[Cast, int] = {}
-        #: tensors of the last sample that were left out, since ranks have them in different dtypes
+        #: tensors of the last sample that were left out, because their dtype differs between ranks
         self.mixed: list[Key] = []
 
     def pack(self, plan: SamplePlan, stats: Sequence[OperandStats], expected: Collection[Key]) -> Arrays:
-        """Return what this rank adds as plain arrays.
+        """Return this rank's contribution as plain arrays.
 
         Args:
-            expected: what it should have.
+            expected: tensors that this rank should have.
         """
         rows = np.array([self._index[s.key] for s in stats], np.int64)
         binades = [s.histogram.counts.numpy().reshape(BINADES, BINADE) for s in stats]
@@ -164,7 +164,7 @@ class TensorSums:
         }
 
     def _extremes(self, stats: Sequence[OperandStats]) -> Array:
-        """int32 [M, 9]"""
+        """Return int32 [M, 9]."""
         absent = (np.nan, np.nan)
         amin = [s.moments.amin.item() if s.moments else np.nan for s in stats]
         scales = [s.scales or absent for s in stats]
@@ -180,14 +180,14 @@ class TensorSums:
         return found
 
     def extremes(self, packed: Arrays) -> torch.Tensor:
-        """Return int32 [K * (9 + 256)]: extremes, and which binades are occupied."""
+        """Return int32 [K * (9 + 256)]: the extremes, and whether each binade is occupied."""
         made = np.full((len(self._keys), len(EXTREMES) + BINADES), NONE, np.int32)
         made[:, len(EXTREMES) :] = 0
         made[packed["rows"]] = np.concatenate([packed["extremes"], packed["occupied"].astype(np.int32)], 1)
         return torch.from_numpy(made).flatten()
 
     def _seen(self, extremes: torch.Tensor) -> tuple[Array, dict[str, Array], Array]:
-        """Tensors that any rank has, int64 [S]; the extremes of each, int32 [S]; and bool [S, 256], who is occupied."""
+        """Return tensors that any rank has, int64 [S], their extremes, int32 [S], and occupied binades, bool [S, 256]."""
         table = extremes.numpy().reshape(len(self._keys), len(EXTREMES) + BINADES)
         seen = (table[:, EXTREMES.index("cast")] != NONE).nonzero()[0]
         table = table[seen]
@@ -199,7 +199,7 @@ class TensorSums:
         return {self._keys[i]: value for i, value in zip(seen.tolist(), _floats(column["amax"]).tolist(), strict=True)}
 
     def sums(self, plan: SamplePlan, packed: Arrays, extremes: torch.Tensor) -> Lanes:
-        """Return a row of numbers for each of S tensors, further sums of some, and the occupied binades of all."""
+        """Return a row of numbers for each of S tensors, the further sums of some, and the occupied binades of all."""
         seen, column, occupied = self._seen(extremes)
         numbers = np.zeros((len(self._keys), len(_columns(plan))))
         numbers[packed["rows"]] = packed["numbers"]
@@ -273,7 +273,7 @@ class TensorSums:
         return stats
 
     def _number_of(self, cast: Cast) -> int:
-        """31 bits that stand for it on all ranks."""
+        """Return 31 bits that identify a cast on all ranks."""
         if cast not in self._numbers:
             number = zlib.crc32(json.dumps(vars(cast)).encode()) >> 1
             self._ranks.set_if_absent(f"cast/{number}", vars(cast))
@@ -287,7 +287,7 @@ class TensorSums:
 
 
 def _numbers(stats: Sequence[OperandStats], plan: SamplePlan) -> Array:
-    """float64 [M, columns]"""
+    """Return float64 [M, columns]."""
     columns = {name: np.zeros(len(stats)) for name in _columns(plan)}
     columns[None, "expected"] += 1
     columns[None, "made"] += 1
@@ -312,7 +312,7 @@ def _numbers(stats: Sequence[OperandStats], plan: SamplePlan) -> Array:
 
 
 def _histograms(counts: torch.Tensor, occupied: torch.Tensor) -> list[torch.Tensor]:
-    """int64 [32768] each."""
+    """Return int64 [32768] for each histogram."""
     found = []
     for binades, mine in zip(occupied, counts.split(occupied.sum(1).tolist()), strict=True):
         dense = torch.zeros(BINADES, BINADE, dtype=torch.int64)
@@ -324,7 +324,7 @@ def _histograms(counts: torch.Tensor, occupied: torch.Tensor) -> list[torch.Tens
 def _moments(
     numbers: Mapping[tuple[_Group | None, str | int], torch.Tensor], amax: torch.Tensor, amin: torch.Tensor
 ) -> Moments:
-    """Of float32 tensors; the median is that of the histogram.
+    """Return the moments of float32 tensors. The median is NaN, because it comes from the histogram.
 
     Args:
         amax, amin: float32 [S].
@@ -340,7 +340,7 @@ def _sums(numbers: Mapping[tuple[_Group | None, str | int], torch.Tensor], group
 
 
 def _block_scales(numbers: Mapping[tuple[_Group | None, str | int], torch.Tensor], i: int) -> torch.Tensor | None:
-    """int64 [257]; None where a rank that has a part has counted none."""
+    """Return int64 [257], or None if a rank with a part has not counted the scales."""
     if numbers[None, "scales"][i] != numbers[None, "made"][i]:
         return None
     return torch.stack([numbers[None, at][i] for at in range(CODES + 1)]).long()
@@ -351,5 +351,5 @@ def _begins(lengths: Array) -> Array:
 
 
 def _floats(bits: Array) -> Array:
-    """float32, from their bits; NaN where nobody knew any."""
+    """Return float32 from the bits, with NaN if no rank has the number."""
     return np.where(bits == NONE, np.float32(np.nan), np.ascontiguousarray(bits).view(np.float32))

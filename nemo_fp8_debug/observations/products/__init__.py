@@ -1,4 +1,4 @@
-"""Products of GEMMs, and gradients that ranks add up: whether what was returned is right. Internal."""
+"""Check the products of GEMMs, and the gradients that ranks add up. Internal."""
 
-#: of its tables in a record
+#: position of its tables in a record
 PLACE = 2

@@ -1,4 +1,4 @@
-"""Whether what a GEMM returned is the product of its operands, of rows and columns of both as they pass."""
+"""Compare a GEMM's output with the product of its operands, on some rows and columns of both."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from ...numerics.gemm_error import spread_places
 from ...numerics.product_check import CHECKED, FLOAT32, Accumulation, Block, Exact, check_blocks
 from .verification import CHANGED, GATHERED, NOT_SEEN
 
-#: partial sums that a GEMM is split into, at the most
+#: largest number of partial sums that a GEMM is split into
 _SPLITS = 8
 _HOPPER = (9, 0)
 
 
 def accumulation_of(device: torch.device, dtype: torch.dtype, terms: int, fp8: bool, splits: bool) -> Accumulation:
-    """Of a product.
+    """Return how a product is accumulated.
 
     Args:
-        device: that it runs on.
-        dtype: of its operands before any cast.
-        terms: that are added up.
-        fp8: whether its operands are quantized by the engine.
-        splits: whether the engine asks for sums in float32 between the tensor core's.
+        device: device of the GEMM.
+        dtype: dtype of its operands before any cast.
+        terms: number of terms in each sum.
+        fp8: whether the engine quantizes its operands.
+        splits: whether the engine requests float32 sums between the sums of the tensor core.
     """
     if device.type != "cuda":
         return FLOAT32
@@ -43,7 +43,7 @@ def _of_tensor_cores(terms: int, partial: float) -> Accumulation:
 
 
 def _partial_roundoff(dtype: torch.dtype) -> float:
-    """Of partial sums, if they may be kept in the dtype itself."""
+    """Return the roundoff of partial sums that may be kept in the dtype itself."""
     flags = torch.backends.cuda.matmul
     if dtype == torch.bfloat16:
         return 2.0**-8 if flags.allow_bf16_reduced_precision_reduction else 0.0
@@ -61,11 +61,11 @@ def _of_fp8(device: torch.device, terms: int, splits: bool) -> Accumulation:
 class Used:
     """Rows of an operand as the GEMM multiplied them."""
 
-    #: [k, c]; None: that is not known
+    #: [k, c], or None if unknown
     rows: torch.Tensor | None
-    #: how many rows the operand has
+    #: number of rows of the operand
     of: int
-    #: in `REASONS`
+    #: why rows are unknown, an index into `REASONS`
     reason: int = 0
     #: whether the engine has cast it
     quantized: bool = False
@@ -74,7 +74,7 @@ class Used:
 class CheckQueue:
     """Blocks of a step that wait to be checked together, in the background if they are few."""
 
-    #: blocks that wait, at the most: some 60 KB each of 64 rows and columns
+    #: largest number of waiting blocks, about 60 KB each with 64 rows and columns
     LONGEST = 512
 
     def __init__(self) -> None:
@@ -82,23 +82,23 @@ class CheckQueue:
         self._checks: list[ProductChecks] = []
 
     def serve(self, checks: ProductChecks) -> None:
-        """Move what a GEMM keeps with the blocks that wait."""
+        """Also move the tensors of a GEMM's checks when moving the waiting blocks."""
         self._checks.append(checks)
 
     def add(self, checks: ProductChecks, product: str, block: Block) -> None:
-        """Take a block in."""
+        """Add a block."""
         self._waiting.append((checks, product, block))
         if len(self._waiting) >= self.LONGEST:
             self.run()
 
     def move(self, to: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Replace each tensor by what `to` gives for it."""
+        """Replace each tensor by the result of `to`."""
         self._waiting = [(checks, product, block.moved(to)) for checks, product, block in self._waiting]
         for checks in self._checks:
             checks.move(to)
 
     def run(self) -> None:
-        """Check what waits, and give what is found to whom it belongs."""
+        """Check the waiting blocks, and pass each result to its owner."""
         waiting, self._waiting = self._waiting, []
         kinds: dict[tuple[object, ...], list[tuple[ProductChecks, str, Block]]] = defaultdict(list)
         for entry in waiting:
@@ -111,46 +111,46 @@ class CheckQueue:
 
 @dataclass(frozen=True)
 class _Returned:
-    """A block of what a GEMM returned."""
+    """A block of a GEMM's output."""
 
     block: torch.Tensor
     shape: tuple[int, int]
-    #: what was added to the product
+    #: what was added to the product, if anything
     added: torch.Tensor | None
 
 
 class ProductChecks:
-    """The three products of one GEMM in one call."""
+    """Checks of the three products of one GEMM in one call."""
 
     def __init__(self, rows: int, step: int, queue: CheckQueue) -> None:
         """
         Args:
-            rows: and columns of each result that are looked at.
-            step: which decides where they lie.
-            queue: checks blocks.
+            rows: number of rows and columns to compare in each result.
+            step: sampled step, which determines their positions.
+            queue: checks the blocks.
         """
         self._rows, self._step, self._queue = rows, step, queue
         queue.serve(self)
         self._how: dict[str, Accumulation] = {}
         self._exact: dict[str, tuple[Exact, tuple[int, int]]] = {}
         self._returned: dict[str, _Returned] = {}
-        #: by product, as `CHECKED`
+        #: results by product, as `CHECKED`
         self.found_of: dict[str, torch.Tensor] = {}
         self._shapes: dict[str, tuple[int, int]] = {}
         self._reasons: dict[str, int] = {}
         self._not_computed: set[str] = set()
-        #: of dY a block and the shape, as it was looked at and as the GEMM gets it, in either order; and whether those
-        #: differ: bool scalar
+        #: a block and the shape of dY, as observed and as the GEMM receives it, in either order; and whether they differ,
+        #: bool scalar
         self._gradients: dict[str, tuple[torch.Tensor, tuple[int, ...]]] = {}
         self._changed: torch.Tensor | None = None
 
     def move(self, to: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Replace each tensor that was found by what `to` gives for it."""
+        """Replace each result by the result of `to`."""
         self._changed = None if self._changed is None else to(self._changed)
         self.found_of = {product: to(found) for product, found in self.found_of.items()}
 
     def gradient(self, dy: torch.Tensor) -> None:
-        """dY as it was looked at.
+        """Note dY as it was observed.
 
         Args:
             dy: [rows, columns].
@@ -158,7 +158,7 @@ class ProductChecks:
         self._note_gradient("seen", dy)
 
     def multiplied_gradient(self, dy: torch.Tensor) -> None:
-        """dY as the GEMM gets it, which hooks may have changed; without host synchronization."""
+        """Note dY as the GEMM receives it, perhaps changed by hooks, without host synchronization."""
         self._note_gradient("multiplied", view_as_matrix(take_local_part(dy.detach())))
 
     def _note_gradient(self, which: str, m: torch.Tensor) -> None:
@@ -169,10 +169,10 @@ class ProductChecks:
                 self._changed = ~((seen == now) | (seen.isnan() & now.isnan())).all()
 
     def operands(self, product: str, a: Used, b: Used, splits: bool = False, exact: torch.Tensor | None = None) -> None:
-        """What was multiplied: A and B of A B^T.
+        """Note the operands of a product, A and B of A B^T.
 
         Args:
-            splits: whether the engine asks for sums in float32 between those of an FP8 tensor core.
+            splits: whether the engine requests float32 sums between the sums of an FP8 tensor core.
             exact: A B^T in float64, if it is known.
         """
         if a.rows is None or b.rows is None:
@@ -188,12 +188,12 @@ class ProductChecks:
     def returned(
         self, product: str, result: torch.Tensor, bias: torch.Tensor | None = None, before: torch.Tensor | None = None
     ) -> None:
-        """What came out, of which a block is copied.
+        """Copy a block of a product's result.
 
         Args:
-            result: [..., columns], as A B^T lies.
-            bias: [columns], what was added to the product.
-            before: a block, as of `block`, of what was there before the product was added to it.
+            result: [..., columns], in the layout of A B^T.
+            bias: [columns], added to the product.
+            before: a block, as returned by `block`, of the values that the product was added to.
         """
         m = view_as_matrix(take_local_part(result.detach()))
         if self.is_returned(product) or not m.numel():
@@ -205,20 +205,20 @@ class ProductChecks:
         self._compare(product)
 
     def block(self, m: torch.Tensor) -> torch.Tensor:
-        """A copy of the rows and columns of a matrix that are looked at."""
+        """Return a copy of the rows and columns to compare of a matrix."""
         rows, columns = (spread_places(n, self._rows, m.device, self._step, bool(i)) for i, n in enumerate(m.shape))
         return m.index_select(0, rows).index_select(1, columns)
 
     def is_returned(self, product: str) -> bool:
-        """Whether what came out of a product was seen."""
+        """Return True if the result of a product was seen."""
         return product in self._returned or product in self._shapes
 
     def cannot_tell(self, product: str, reason: int) -> None:
-        """Nothing can be told of a product, for one of `REASONS`; the first one that is given stays."""
+        """Note a reason, an index into `REASONS`, why a product cannot be checked. The first reason stays."""
         self._reasons.setdefault(product, reason)
 
     def is_not_computed(self, product: str) -> None:
-        """The run does without it: its gradient is not needed."""
+        """Note that the run does not compute a product, because its gradient is not needed."""
         self._not_computed.add(product)
 
     def _compare(self, product: str) -> None:
@@ -232,7 +232,7 @@ class ProductChecks:
             self._queue.add(self, product, Block(returned.block, exact, self._how[product], returned.added))
 
     def found(self) -> dict[str, torch.Tensor]:
-        """By product, in host memory, float64 as `verification.FOUND`."""
+        """Return the results by product in host memory, float64 as `verification.FOUND`."""
         self._queue.run()
         if self._changed is not None and bool(self._changed):
             for product in ("dgrad", "wgrad"):

@@ -1,12 +1,11 @@
-"""Whether the gradient that an optimizer steps by is the sum of what ranks and micro-batches have computed.
+"""Check that an optimizer's gradient is the sum of what ranks and micro-batches have computed.
 
-Each rank knows k x l values of its own dW and, if it keeps them, of the reduced one. Both are added up over ranks as they
-are, so that the first rank can compare them. With T roundings at most on the way of a summand, and unit roundoff u,
-
+Each rank has k x l values of its own dW and, if it keeps them, of the reduced one. Ranks add up both, so that the first rank
+can compare them. With at most T roundings on the way of a summand, and unit roundoff u,
     |G / f - sum C| <= T u / (1 - T u) sum|C|
 
-for any order of summation (Higham, Accuracy and Stability of Numerical Algorithms, 2nd ed., section 4.2), where f is the
-factor that a framework averages with.
+for any order of summation (Higham, Accuracy and Stability of Numerical Algorithms, 2nd ed., section 4.2). f is the factor
+that a framework averages with.
 """
 
 from __future__ import annotations
@@ -33,14 +32,14 @@ from .verification import (
 from .verification import REDUCED_ROWS as ROWS
 
 _VALUES = ROWS * ROWS
-#: what a rounding to zero may lose, of float16 and of others, whose small values a framework may divide once more
+#: most that rounding to zero may lose, for float16 and for others, whose small values a framework may divide once more
 _SMALL, _TINY = {torch.float16: 2.0**-25}, 2.0**-100
 _FIRST_REASON = OTHER_REDUCTION
-#: of a rank, beside its values: that it takes part, the ranks that have to, whether it had a backward pass, whether the
-#: factor is all that its framework multiplies by, how many values of the reduced gradient it has, its number if it has the
-#: first of them, the rows and columns that are compared, and why it cannot tell
+#: numbers of a rank in addition to its values: 1 for taking part, the ranks that should take part, whether it had a backward
+#: pass, whether nothing but the factor multiplies the gradient. Then how many values of the reduced gradient it has, its
+#: number if it has the first of them, the rows and columns to compare, and a flag for each reason for not comparing
 _HEADER = ("ranks", "expected", "passes", "known", "held", "owner", "rows", "columns", *REASONS[_FIRST_REASON:])
-#: numbers that a rank adds for each part of a weight
+#: how many numbers a rank adds for each part of a weight
 NUMBERS = len(_HEADER) + 3 * _VALUES
 _EXACT = Accumulation(roundoff=0.0, besides=1.0, bias=1.0)
 
@@ -48,14 +47,14 @@ _EXACT = Accumulation(roundoff=0.0, besides=1.0, bias=1.0)
 def compute_sum_bound(
     sizes: torch.Tensor, roundings: int, dtypes: Collection[torch.dtype], ranks: int = 1, factor: float = 1.0
 ) -> torch.Tensor:
-    """How far a sum may be off, in any order of summation; infinite if nothing can be told.
+    """Return the largest error of a sum, in any order of summation. Infinite if it has no bound.
 
     Args:
-        sizes: float64, sums of the magnitudes of what this rank adds.
-        roundings: on the way of a summand, at the most.
-        dtypes: that sums are kept in.
-        ranks: that add up as much.
-        factor: that sums are multiplied by on the way.
+        sizes: float64, sums of the magnitudes that this rank adds.
+        roundings: largest number of roundings on the way of a summand.
+        dtypes: dtypes of the sums.
+        ranks: number of ranks that add up similar magnitudes.
+        factor: factor that sums are multiplied with on the way.
 
     Example:
         >>> float(compute_sum_bound(torch.tensor(8.0).double(), 4, [torch.bfloat16]))
@@ -70,29 +69,29 @@ def compute_sum_bound(
 
 @dataclass(frozen=True)
 class GradientParts:
-    """What a rank has of the gradient of one weight."""
+    """A rank's part of the gradient of one weight."""
 
-    #: of the weight, which other ranks may have too
+    #: which part of the weight, which other ranks may have too
     part: int
-    #: float64 [k, l]: its own dW, and how far the reduced one may be off for it
+    #: float64 [k, l]: its own dW, and the largest error of the reduced one due to this rank
     summand: torch.Tensor
     bound: torch.Tensor
-    #: float64 [k, l]: what it keeps of the reduced gradient, divided by the factor; zero where it keeps none
+    #: float64 [k, l]: the part of the reduced gradient that it keeps, divided by the factor, with zeros elsewhere
     reduced: torch.Tensor
-    #: values of it that it keeps, and whether the first is among them
+    #: how many of these values it keeps, and whether the first is among them
     held: int
     first: bool
-    #: ranks that have to add up theirs
+    #: number of ranks that should add up their parts
     expected: int
-    #: whether it had a backward pass in this step
+    #: whether this rank had a backward pass in this step
     passes: bool
-    #: whether the factor is all that the gradient is multiplied by
+    #: whether nothing but the factor multiplies the gradient
     known: bool
-    #: in `REASONS`
+    #: index into `REASONS`
     reason: int = 0
 
     def numbers(self, rank: int) -> torch.Tensor:
-        """float64 [`NUMBERS`], which adds up over ranks."""
+        """Return float64 [`NUMBERS`], which ranks add up."""
         high, wide = self.summand.shape
         header = [1, self.expected, self.passes, self.known, self.held, rank * self.first, high, wide]
         reasons = [float(self.reason == reason) for reason in range(_FIRST_REASON, len(REASONS))]
@@ -106,7 +105,7 @@ class GradientParts:
 
 @dataclass(frozen=True)
 class _Added:
-    """What all ranks have of one part of a weight."""
+    """All ranks' values of one part of a weight."""
 
     of: Mapping[str, float]
     exact: torch.Tensor
@@ -115,7 +114,7 @@ class _Added:
 
     @classmethod
     def read(cls, row: torch.Tensor) -> _Added | None:
-        """Of a sum of `GradientParts.numbers`; None: no rank has computed a gradient."""
+        """Read a sum of `GradientParts.numbers`. Return None if no rank has computed a gradient."""
         of = dict(zip(_HEADER, row[: len(_HEADER)].tolist(), strict=True))
         if not of["passes"]:
             return None
@@ -125,11 +124,11 @@ class _Added:
 
     @property
     def reason(self) -> int:
-        """Why nothing can be told, as in `REASONS`."""
+        """Why the gradient cannot be checked, an index into `REASONS`."""
         given = [reason for reason in range(_FIRST_REASON, len(REASONS)) if self.of[REASONS[reason]]]
         if given:
             return given[0]
-        if self.of["ranks"] ** 2 != self.of["expected"]:  # each rank has told how many there ought to be
+        if self.of["ranks"] ** 2 != self.of["expected"]:  # each rank adds the number of ranks that it expects
             return PARTS_MISSING
         if self.of["held"] != self.exact.numel():
             return GRADIENT_NOT_SEEN
@@ -137,7 +136,7 @@ class _Added:
 
     @property
     def slope(self) -> tuple[float, float]:
-        """Of what was reduced on what is exact, and how far that may be off, as a share of it."""
+        """The slope of the reduced gradient on the exact one, and its largest relative error."""
         size = float(self.exact.square().sum())
         error = float((self.exact.abs() * self.bound).sum())
         if not size or not math.isfinite(size + error):
@@ -145,21 +144,21 @@ class _Added:
         return float((self.exact * self.reduced).sum()) / size, error / size
 
     def block(self, factor: float, loose: float) -> Block:
-        """To be checked; nothing but single values has limits, which are proven.
+        """Return the block to check. Only single values have limits, which are proven.
 
         Args:
-            factor: that the gradient is multiplied by beside the one that is known.
-            loose: how far that may be off, as a share of it.
+            factor: unknown factor of the gradient, in addition to the known one.
+            loose: largest relative error of this factor.
         """
         bound = (self.bound + self.exact.abs() * loose) / (1 - loose)
         rows, columns = (torch.zeros(n, dtype=torch.float64) for n in self.exact.shape)
         return Block(self.reduced / factor, Exact(self.exact, bound, rows, columns, terms=1), _EXACT)
 
     def found(self, checked: torch.Tensor | None) -> torch.Tensor:
-        """float64 as `OF_RANKS`.
+        """Return float64 as `OF_RANKS`.
 
         Args:
-            checked: as `CHECKED`; None: nothing can be told.
+            checked: result as `CHECKED`, or None if the part could not be checked.
         """
         named = dict.fromkeys(OF_RANKS, 0.0)
         named |= {"rank": self.of["owner"], "reason": self.reason, "result_rows": ROWS, "result_columns": ROWS}
@@ -172,13 +171,13 @@ class _Added:
 
 
 def compared(rows: Mapping[str, Sequence[torch.Tensor]]) -> dict[tuple[str, str], torch.Tensor]:
-    """By (layer, `REDUCTION`), float64 as `verification.OF_RANKS`: the part of each weight that is worst.
+    """Return the worst part of each weight by (layer, `REDUCTION`), float64 as `verification.OF_RANKS`.
 
-    A framework may multiply all gradients by a number that nobody tells, such as the one that it clips with. It is then
-    found from what all weights have in common, and what is wrong with all of them alike is not seen.
+    A framework may multiply all gradients by an unknown number, such as its clipping factor. We estimate it from what all
+    weights have in common, so an error that affects all of them alike is not detected.
 
     Args:
-        rows: by layer, sums over ranks of `GradientParts.numbers`, a row a part.
+        rows: sums over ranks of `GradientParts.numbers`, a row for each part, by layer.
     """
     added = [(name, one) for name, parts in rows.items() for row in parts if (one := _Added.read(row))]
     factor, loose = _in_common([one for _, one in added if not one.of["known"]])
@@ -203,7 +202,7 @@ def _checked(blocks: Mapping[int, Block]) -> dict[int, torch.Tensor]:
 
 
 def _in_common(added: Sequence[_Added]) -> tuple[float, float]:
-    """A factor of all, and how far it may be off, from the half of them that tell it best."""
+    """Return a common factor and its largest relative error, from the half of the parts that determine it best."""
     slopes = sorted((one.slope for one in added if not one.reason), key=lambda slope: slope[1])
     usable = [slope for slope in slopes[: (len(slopes) + 1) // 2] if slope[1] < 0.5]
     if not usable:
@@ -217,18 +216,18 @@ def _severity(row: torch.Tensor) -> tuple[float, float]:
 
 
 class GradientSums:
-    """What a rank adds."""
+    """This rank's contribution to the sums over ranks."""
 
     def __init__(self, names: Sequence[str], parts: int, rank: int) -> None:
         """
         Args:
-            names: of GEMMs, the same on all ranks.
-            parts: of a weight that ranks may have, the same on all ranks.
+            names: names of GEMMs, the same on all ranks.
+            parts: largest number of parts of a weight, the same on all ranks.
         """
         self._names, self._parts, self._rank = list(names), parts, rank
 
     def rows(self, found: Mapping[str, GradientParts]) -> torch.Tensor:
-        """float64 [names, parts, numbers], which add up over ranks."""
+        """Return float64 [names, parts, numbers], which ranks add up."""
         rows = torch.zeros(len(self._names), self._parts, NUMBERS, dtype=torch.float64)
         for row, name in zip(rows, self._names, strict=True):
             if (mine := found.get(name)) is not None and mine.part < self._parts:
@@ -236,10 +235,10 @@ class GradientSums:
         return rows
 
     def of_all(self, added: torch.Tensor) -> dict[tuple[str, str], torch.Tensor]:
-        """By (layer, `REDUCTION`), of all that any rank has computed; as `verification.OF_RANKS`.
+        """Return the results of all parts that any rank has computed, by (layer, `REDUCTION`), as `verification.OF_RANKS`.
 
         Args:
-            added: over all ranks.
+            added: the sums over all ranks.
         """
         rows = added.view(len(self._names), self._parts, NUMBERS)
         return compared({name: list(parts) for name, parts in zip(self._names, rows, strict=True)})

@@ -1,8 +1,7 @@
-"""Gradients of weights before ranks and micro-batches are added up, and after it: a few values of each.
+"""Copy a few values of weight gradients, before and after ranks and micro-batches are added up.
 
-A hook on the parameter gets what each backward pass adds. What has become of it is read when the backward pass is over and
-the engine's own callbacks have run, before anyone clips it; where a gradient lies in Megatron's buffers, as an optimizer
-begins to step.
+A hook on the parameter receives what each backward pass adds. We read the sum after the backward pass and the engine's own
+callbacks, before clipping. If the gradient is in Megatron's buffers, we read it when an optimizer begins to step.
 """
 
 from __future__ import annotations
@@ -34,17 +33,17 @@ from .verification import REDUCED_ROWS as ROWS
 
 @dataclass(frozen=True)
 class Reducer:
-    """How the gradient of one weight comes about."""
+    """How ranks add up the gradient of one weight."""
 
-    #: that have summands
+    #: number of ranks that have summands
     ranks: int = 1
-    #: that their sum is multiplied by
+    #: factor of their sum
     factor: float = 1.0
-    #: whether nothing else multiplies it before it is looked at
+    #: whether nothing else multiplies the gradient before we read it
     known: bool = True
-    #: that ranks add up in; None: that of the gradient
+    #: dtype of the sum over ranks, or None for the gradient's dtype
     dtype: torch.dtype | None = None
-    #: why nothing can be told, as in `REASONS`
+    #: why the sum cannot be checked, an index into `REASONS`
     reason: int = 0
 
 
@@ -53,7 +52,7 @@ OTHER = Reducer(reason=OTHER_REDUCTION)
 
 
 def of_ddp(weight: Any) -> Reducer | None:
-    """Of torch's DistributedDataParallel, in whose forward this is called; None: in none that has the weight."""
+    """Return the reducer of torch's DistributedDataParallel, inside whose forward we are, or None if it lacks the weight."""
     active = find_active_ddp()
     if active is None or not any(p is weight for p in active._module_parameters):
         return None
@@ -64,7 +63,7 @@ def of_ddp(weight: Any) -> Reducer | None:
 
 
 def of_fsdp(sharded: Sharded, module: nn.Module, name: str) -> Reducer:
-    """Of a parameter that FSDP2 has sharded."""
+    """Return the reducer of a parameter that FSDP2 has sharded."""
     one, group = sharded.find(module, name)
     placements = one.sharded_param.placements
     of_rows = all(p.is_replicate() for p in placements[:-1]) and placements[-1].is_shard(0)
@@ -78,12 +77,12 @@ def of_fsdp(sharded: Sharded, module: nn.Module, name: str) -> Reducer:
 
 
 def of_megatron(module: nn.Module, weight: Any, buffers: Sequence[Any]) -> tuple[Reducer, slice | None]:
-    """Of a weight with a `main_grad`, and which of its values this rank has reduced; None: it keeps none of them.
+    """Return the reducer of a weight with a `main_grad`, and the values that this rank has reduced, if it keeps any.
 
     Megatron may divide all gradients by the tokens of a step, and clips them in place.
 
     Args:
-        buffers: those that `find_buffers` finds.
+        buffers: the buffers that `find_buffers` returned.
     """
     ranks = count_gradient_ranks(module)
     shared = any(getattr(weight, name, False) for name in ADDED_LATER)
@@ -105,51 +104,51 @@ def of_megatron(module: nn.Module, weight: Any, buffers: Sequence[Any]) -> tuple
 
 
 def is_alone() -> bool:
-    """Whether there is one process."""
+    """Return True if there is only one process."""
     return not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1
 
 
 _LOOKING = "while comparing reduced gradients"
-#: roundings beside those of sums: by an average before and after them, by tokens, by clipping
+#: roundings in addition to the roundings of sums: an average before and after them, a division by tokens, clipping
 _SCALINGS = 4
 
 
 @dataclass
 class _Gradient:
-    """Of one weight."""
+    """The gradient of one weight."""
 
     gemm: Gemm
-    #: as of `find_weight`; under FSDP2 the one that is gathered
+    #: as returned by `find_weight`; under FSDP2 the gathered weight
     weight: Any
-    #: whether this rank has summands of its own, and whether it keeps a tensor that lies as the weight does
+    #: whether this rank has its own summands, and whether it keeps a tensor in the layout of the weight
     adds: bool
     keeps: Callable[[torch.Tensor], bool]
     shape: tuple[int, int]
-    #: which decides which rows and columns are looked at
+    #: sampled step, which determines the rows and columns to compare
     step: int
     reducer: Reducer | None = None
     #: [k, l] each: summands of this rank, and the reduced gradient
     summands: list[torch.Tensor] = field(default_factory=list)
     reduced: torch.Tensor | None = None
-    #: which values of it this rank keeps; None: all, if any
+    #: which values of it this rank keeps, or None for all, if any
     held: torch.Tensor | None = None
     passes: int = 0
 
     @property
     def name(self) -> str:
-        """Of the parameter in its module."""
+        """Name of the parameter in its module."""
         return f"weight{self.gemm.part}"
 
     def block(self, m: torch.Tensor) -> torch.Tensor:
-        """A copy of the rows and columns that are looked at."""
+        """Return a copy of the rows and columns to compare."""
         return m.detach()[_places(self.shape, self.step, m.device)]
 
     def add(self, anew: bool, *blocks: torch.Tensor) -> None:
-        """Take summands in."""
+        """Add summands."""
         self.summands = [*blocks] if anew else [*self.summands, *blocks]
 
     def keep_part(self, flat: torch.Tensor, begin: int) -> None:
-        """Take in a part of the reduced gradient: values from the one with this number on."""
+        """Take a part of the reduced gradient: the values from number `begin` on."""
         rows, columns = _places(self.shape, self.step, flat.device)
         at = rows * self.shape[1] + columns - begin
         self.held = (at >= 0) & (at < flat.numel())
@@ -159,13 +158,13 @@ class _Gradient:
 
 @functools.lru_cache(1024)
 def _places(shape: tuple[int, int], step: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """int64 [k, 1] and [l]: rows and columns that are looked at. To be read only."""
+    """Return int64 [k, 1] and [l]: the rows and columns to compare. Do not write to them."""
     rows, columns = (spread_places(n, ROWS, device, step, bool(i)) for i, n in enumerate(shape))
     return rows[:, None], columns
 
 
 class ReducedGradients:
-    """Of one sampled step on this rank."""
+    """Gradients of one sampled step on this rank."""
 
     def __init__(
         self,
@@ -178,12 +177,12 @@ class ReducedGradients:
     ) -> None:
         """
         Args:
-            gemms: whose weights are looked at.
-            scanned: the modules of the model, as they are in this step.
-            step: the same on all ranks, which decides which values are compared.
-            keeps: of a GEMM: whether this rank counts a tensor that lies as its weight does.
-            guard: a context that keeps an exception out of the training loop.
-            dispatcher: of the step.
+            gemms: the GEMMs of these weights.
+            scanned: the modules of the model in this step.
+            step: determines which values are compared, and is the same on all ranks.
+            keeps: returns for a GEMM a test whether this rank counts a tensor in its weight's layout.
+            guard: returns a context that keeps an exception out of the training loop.
+            dispatcher: dispatcher of the step.
         """
         self._buffers, self._sharded = [buffer for _, buffer in find_buffers(scanned)], Sharded(scanned)
         self._gradients: dict[str, _Gradient] = {}
@@ -198,7 +197,7 @@ class ReducedGradients:
         self._queued = self._stepped = False
 
     def subscribe(self) -> None:
-        """Look at gradients from now on."""
+        """Observe gradients from now on."""
         self._dispatcher.watch_optimizer(self._guarded, self._before_step)
         for one in self._gradients.values():
             module = one.gemm.module
@@ -234,7 +233,7 @@ class ReducedGradients:
         return of_ddp(weight) or (ALONE if is_alone() else OTHER)
 
     def _see(self, of: Sequence[_Gradient], grad: torch.Tensor | None) -> None:
-        """What a backward pass adds, before it is added."""
+        """Copy the gradient of a backward pass before it is added."""
         if self._stepped:
             return
         for one in of:
@@ -246,7 +245,7 @@ class ReducedGradients:
     def _see_summand(self, one: _Gradient, grad: torch.Tensor | None) -> None:
         weight = one.weight
         main = getattr(weight, "main_grad", None)
-        if main is not None and adds_to_main_grad(one.gemm.module):  # the GEMM has done so, and autograd gets nothing of it
+        if main is not None and adds_to_main_grad(one.gemm.module):  # the GEMM added it, and autograd receives nothing
             one.add(True, one.block(main))
         elif grad is not None and not is_dtensor(grad):
             own = one.block(grad)
@@ -272,14 +271,14 @@ class ReducedGradients:
         grad = (one.weight if parameter is None else parameter).grad
         if grad is None or not one.keeps(grad):
             return
-        if is_dtensor(grad):  # which has rows, as torch splits them
+        if is_dtensor(grad):  # torch splits it by rows
             size, rank = grad.device_mesh.size(-1), grad.device_mesh.get_coordinate()[-1]
             one.keep_part(take_local_part(grad).reshape(-1), -(-one.shape[0] // size) * rank * one.shape[1])
         else:
             one.reduced = one.block(grad)
 
     def _before_step(self, *_: Any) -> None:
-        """An optimizer begins: what comes later is of another step."""
+        """Read gradients when an optimizer begins. Anything later belongs to another step."""
         if self._stepped:
             return
         self._stepped = True
@@ -292,21 +291,21 @@ class ReducedGradients:
                 one.keep_part(main.detach().reshape(-1)[held], held.start)
 
     def move(self, to: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Replace each tensor by what `to` gives for it."""
+        """Replace each tensor by the result of `to`."""
         for one in self._gradients.values():
             one.summands = [to(x) for x in one.summands]
             one.reduced = None if one.reduced is None else to(one.reduced)
             one.held = None if one.held is None else to(one.held)
 
     def found(self) -> Mapping[str, GradientParts]:
-        """By layer, what this rank has to add."""
+        """Return this rank's parts by layer."""
         return {name: parts for name, one in self._gradients.items() if (parts := _parts(one)) is not None}
 
 
 def _parts(one: _Gradient) -> GradientParts | None:
-    """None: it has nothing to add, and none of its own is expected."""
+    """Return this rank's part, or None if it has none and none is expected."""
     part, reducer = find_part(one.gemm.module, "weight_gradient"), one.reducer or OTHER
-    seen = one.passes > 0 or hasattr(one.weight, "main_grad")  # which is there for experts without tokens too
+    seen = one.passes > 0 or hasattr(one.weight, "main_grad")  # experts without tokens have a `main_grad` too
     if part is None or not one.adds or not seen:
         return None
     high, wide = (min(n, ROWS) for n in one.shape)

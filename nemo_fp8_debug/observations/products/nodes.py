@@ -1,4 +1,4 @@
-"""Where the gradients that a GEMM returns come out: at the autograd node of its product, before anything is done to them."""
+"""Find the autograd node of a product, which returns the gradients of a GEMM before anything changes them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import nn
 
 from ...capture.dispatcher import Dispatcher, Guard
 
-#: by name of a node: where X and W are among its inputs, and whether W is transposed there
+#: positions of X and W among a node's inputs, and whether W is transposed there, by name of the node
 _PLACES = {
     "AddmmBackward0": (1, 2, True),
     "MmBackward0": (0, 1, True),
@@ -19,12 +19,12 @@ _PLACES = {
     "LinearWithGradAccumulationAndAsyncCommunicationBackward": (0, 1, False),
     "LinearWithFrozenWeightBackward": (0, 1, False),
 }
-#: of Transformer Engine's, whose inputs are told by what they are: the gradient of X is dX
+#: nodes of Transformer Engine, whose inputs we identify by object: the gradient of X is dX
 _OF_X = {"_LinearBackward", "_GroupedLinearBackward"}
-#: those that compute more than the product of what they are given, as a norm before it
+#: nodes that compute more than the product of their inputs, such as a norm before it
 _WITHOUT_X = {"_LayerNormLinearBackward", "_LayerNormMLPBackward"}
-#: nodes that may lie between what a module returns and its product: views, an added bias, sums over ranks. Behind any other
-#: lies what is not known here, and may be the product of the layer before.
+#: nodes that may lie between a module's output and its product: views, an added bias, sums over ranks. Any other node is
+#: unknown, and the product before it may belong to the previous layer.
 _BETWEEN = {
     *("ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0", "TransposeBackward0", "AddBackward0"),
     *("_ReduceFromModelParallelRegionBackward", "_ReduceScatterToSequenceParallelRegionBackward"),
@@ -34,7 +34,7 @@ _BETWEEN = {
 
 @dataclass(frozen=True)
 class ProductNode:
-    """The node of a product, and where among its inputs X and W are; None: what is returned there is no gradient of it."""
+    """The node of a product, and the positions of X and W among its inputs. None: it returns no gradient of that operand."""
 
     node: Any
     x: int | None
@@ -42,15 +42,15 @@ class ProductNode:
     turned: bool = False
 
     def needs(self, place: int) -> bool:
-        """Whether the gradient of an input is asked for."""
+        """Return True if the gradient of an input is required."""
         return self.node.next_functions[place][0] is not None
 
 
 def find_product_node(y: torch.Tensor, x: torch.Tensor | None, weight: torch.Tensor | None) -> ProductNode | None:
-    """The node that multiplies, from what a module returned; None: none that is known here.
+    """Return the node of a module's product, found from its output, or None if it is of no known kind.
 
     Args:
-        x, weight: as the module was given them.
+        x, weight: operands as the module received them.
     """
     node: Any = y.grad_fn
     while node is not None and (x is None or node is not x.grad_fn):
@@ -65,7 +65,7 @@ def find_product_node(y: torch.Tensor, x: torch.Tensor | None, weight: torch.Ten
 
 
 def _place_of(node: Any, x: torch.Tensor | None) -> int | None:
-    """Where a tensor is among the inputs of a node of Python's."""
+    """Return the position of a tensor among the inputs of a node defined in Python."""
     for place, (earlier, number) in enumerate(node.next_functions):
         if earlier is None or x is None:
             continue
@@ -82,12 +82,12 @@ def watch_node(
     begin: Callable[[Any], None],
     end: Callable[[], None],
 ) -> None:
-    """Have `take` called with dX and dW as the node returns them, dW as W lies; None if it returns none.
+    """Call `take` with dX and dW as the node returns them, with dW in the layout of W, or with None if it returns none.
 
-    Does not hold the node.
+    The node is not kept alive.
 
     Args:
-        begin, end: called before the node runs, with the gradients that it gets, and after it has run.
+        begin, end: called before the node runs, with the gradients it receives, and after it has run.
     """
     places, turned = {"dgrad": found.x, "wgrad": found.weight}, found.turned
 
@@ -102,7 +102,7 @@ def watch_node(
 
 
 def find_bias(module: nn.Module) -> torch.Tensor | None:
-    """What a module adds to its product in what it returns; None: nothing."""
+    """Return the bias that a module adds to its output, if any."""
     if getattr(module, "skip_bias_add", False) or getattr(module, "return_bias", False):
         return None
     bias = module._parameters.get("bias")

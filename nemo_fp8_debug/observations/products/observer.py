@@ -1,4 +1,4 @@
-"""Products of GEMMs: how large their errors are, and whether they are right; and gradients that ranks add up."""
+"""Observe products of GEMMs: how large their errors are, and whether they are right, and gradients that ranks add up."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ from .samples import Chosen, Products
 from .table import OUTPUT_METRICS, OUTPUTS, VERIFICATION
 from .verification import FOUND, ProductsFound, WorstProducts, verification_columns
 
-#: by (layer, product), float64 [6]: the sums of `numerics.products`, and the ranks whose parts are in them
+#: float64 [6] by (layer, product): the sums of `numerics.gemm_error`, and the number of ranks with parts in them
 OutputSums = Mapping[tuple[str, str], torch.Tensor]
 
 
 def output_columns(sums: OutputSums, kinds: Mapping[str, str], casts: Mapping[Key, Cast]) -> dict[str, list[Any]]:
-    """Columns, a row a product, and behind them those of all experts of a layer as one.
+    """Return a row for each product, followed by rows for all experts of a layer as one.
 
     Args:
-        kinds: of GEMMs, by name.
-        casts: how operands were cast, by (layer, role), as far as that is known.
+        kinds: kinds of GEMMs, by name.
+        casts: casts of operands, by (layer, role), if known.
     """
     members: dict[tuple[str, str], list[str]] = {key: [key[0]] for key in sums}
     aggregates: dict[tuple[str, str], list[str]] = defaultdict(list)
@@ -78,38 +78,38 @@ def _metrics(product: str, total: Sequence[float]) -> dict[str, int | float | No
 
 
 def _relative(error2: float, output2: float) -> float | None:
-    """None of an output that is zero, or of operands with NaN or infinity."""
+    """Return the relative error, or None if the output is zero or an operand has NaN or infinity."""
     ratio = error2 / output2 if output2 > 0 else torch.nan
     return ratio**0.5 if ratio == ratio and ratio != torch.inf else None
 
 
 @dataclass(frozen=True)
 class ProductsOfRank:
-    """What a rank knows."""
+    """The products that one rank has observed."""
 
     outputs: OutputSums = field(default_factory=dict)
-    #: by (layer, product), as `verification.FOUND`
+    #: results by (layer, product), as `verification.FOUND`
     products: ProductsFound = field(default_factory=dict)
-    #: before and after ranks add them up, by layer
+    #: gradients before and after ranks add them up, by layer
     gradients: Mapping[str, GradientParts] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class ProductsOfRanks:
-    """What all ranks know together."""
+    """The products that all ranks have observed together."""
 
     outputs: OutputSums
-    #: as `verification.OF_RANKS`
+    #: results as `verification.OF_RANKS`
     products: ProductsFound
 
 
 def make_observation(setup: RunSetup) -> ProductObservation | None:
-    """Return what observes products; None if it is not asked for."""
+    """Return the observation of products, or None if it is not enabled."""
     return ProductObservation(setup) if setup.config.output_rows or setup.config.verify_rows else None
 
 
 class ProductStep(StepObserver):
-    """Products in one sampled step."""
+    """The observer of products in one sampled step."""
 
     def __init__(self, step: OpenStep) -> None:
         config = step.config
@@ -141,7 +141,7 @@ class ProductStep(StepObserver):
 
 
 class ProductObservation(Observation):
-    """Sums over parts of outputs; products, of which the rank that is farthest off is kept; and parts of gradients."""
+    """Sums over parts of outputs, parts of gradients, and for each product the result of the rank with the largest error."""
 
     name = "products"
 

@@ -1,6 +1,6 @@
-"""Shows the products of a call what its GEMM returned: Y as its module returns it, dX and dW at the autograd node.
+"""Pass a GEMM's results to the checks of its products: Y from its module's output, dX and dW from the autograd node.
 
-What ranks add up inside the module is taken before they do, by a mode that sees their collectives.
+If ranks add up a result inside the module, we take it before with a mode that sees their collectives.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ Guard = Callable[[str], AbstractContextManager[None]]
 
 
 class Results:
-    """What the GEMM of one forward call returns, and its backward. Holds no activation and no node."""
+    """Results of the GEMM of one forward call and its backward. Keeps no activation and no node alive."""
 
     def __init__(
         self, gemm: Gemm, checks: ProductChecks, args: Args, kwargs: Kwargs, guard: Guard, dispatcher: Dispatcher
     ) -> None:
         """
         Args:
-            args, kwargs: of the call, which is about to run.
-            guard: a context that keeps an exception out of the training loop.
-            dispatcher: of the step.
+            args, kwargs: arguments of the call, which is about to run.
+            guard: returns a context that keeps an exception out of the training loop.
+            dispatcher: dispatcher of the step.
         """
         self._gemm, self._checks, self._guard, self._dispatcher = gemm, checks, guard, dispatcher
-        # Of the arguments what lives until the backward keeps only those that are no activations.
+        # This object lives until the backward, so we keep only arguments that are not activations.
         self._args = tuple(None if torch.is_tensor(a) and a.requires_grad else a for a in args)
         self._kwargs = kwargs
         for product, roles in _OPERANDS.items():
@@ -54,11 +54,11 @@ class Results:
         why = UNKNOWN_CAST if gemm.backend.foreign(gemm.module) else HOOKED if changes_operands(gemm.module) else 0
         for product in _OPERANDS if why else ():
             checks.cannot_tell(product, why)
-        #: of Y as this rank computes it
+        #: shape of Y as this rank computes it
         self.shape = self._shape(args, kwargs)
 
     def _shape(self, args: Args, kwargs: Kwargs) -> tuple[int, int]:
-        """Of X and W as they are given."""
+        """Return the shape from X and W."""
         backend, module, part = self._gemm.backend, self._gemm.module, self._gemm.part
         x, weight = backend.input(module, args, kwargs, part), backend.weight(module, args, kwargs, part)
         if x is None or weight is None or is_dtensor(x) or weight.dim() != 2:
@@ -66,12 +66,12 @@ class Results:
         return x.numel() // max(x.shape[-1], 1), weight.shape[0]
 
     def see(self, given: tuple[Args, Kwargs], weight: torch.Tensor | None, out: Any) -> None:
-        """Look at what it has returned, and at its node in the graph of autograd.
+        """Observe the output, and its node in the autograd graph.
 
         Args:
-            given: what the module was called with.
-            weight: that it multiplied.
-            out: what it returned.
+            given: arguments of the module.
+            weight: weight that the module multiplied.
+            out: output of the module.
         """
         y = self._gemm.backend.output(out)
         self._see_output(y)
@@ -128,11 +128,11 @@ class Results:
                 self._checks.multiplied_gradient(mine)
 
     def _mine(self, x: torch.Tensor) -> torch.Tensor | None:
-        """The rows that belong to this GEMM, of several that a module runs."""
+        """Return the rows that belong to this GEMM, if a module runs several."""
         return self._gemm.backend.grad(x, self._gemm.module, self._args, self._kwargs, self._gemm.part)
 
     def _part_of_sequence(self, kind: str, x: torch.Tensor | None) -> torch.Tensor | None:
-        """The rows of this rank's operands, of a result that has those of all ranks that split the sequence."""
+        """Return the rows of this rank, if a result has the rows of all ranks that split the sequence."""
         part = find_sequence_part(self._gemm.module, kind)
         if part is None or x is None:
             return x
@@ -147,7 +147,7 @@ class Results:
             mine = grad if grad is None or product == "wgrad" else self._part_of_sequence("row", self._mine(grad))
             if mine is None:
                 self._checks.cannot_tell(product, NOT_SEEN)
-            elif adds_up(self._gemm.module, product):  # and no collective was seen before which it could be taken
+            elif adds_up(self._gemm.module, product):  # and no collective was seen, before which we could take it
                 self._checks.cannot_tell(product, ADDED_UP)
             else:
                 self._checks.returned(product, mine)
@@ -159,13 +159,13 @@ class BeforeSums(Collectives):
     def __init__(self, checks: ProductChecks, product: str, shape: tuple[int, int] = (0, 0)) -> None:
         """
         Args:
-            shape: of the result as this rank computes it.
+            shape: shape of the result as this rank computes it.
         """
         super().__init__()
         self._checks, self._product, self.shape = checks, product, shape
 
     def before(self, func: Any, args: Any) -> None:
-        """Takes the first of its shape."""
+        """Take the first tensor of the result's shape."""
         for x in tree_leaves(args) if "reduce" in func.overloadpacket.__name__ else ():
             is_matrix = isinstance(x, torch.Tensor) and x.dim() > 1 and x.is_floating_point() and x.element_size() > 1
             if is_matrix and tuple(view_as_matrix(x).shape) == self.shape:
@@ -173,7 +173,7 @@ class BeforeSums(Collectives):
 
 
 class MainGrad:
-    """The gradient of a weight that a GEMM adds to what is there already, and not to what autograd gets."""
+    """The gradient of a weight that a GEMM adds to `main_grad` instead of passing it to autograd."""
 
     def __init__(self, gemm: Gemm, checks: ProductChecks, call: Any) -> None:
         self._module, self._checks = gemm.module, checks
@@ -185,29 +185,29 @@ class MainGrad:
         return view_as_matrix(take_local_part(grad.detach())) if isinstance(grad, torch.Tensor) else None
 
     def begin(self) -> None:
-        """Before the GEMM runs."""
+        """Copy the gradient before the GEMM runs."""
         grad = self._gradient()
         self._before = None if grad is None or self._overwrites else self._checks.block(grad)
 
     def end(self) -> None:
-        """After it has run."""
+        """Pass on the gradient after the GEMM has run."""
         if (grad := self._gradient()) is not None:
             self._checks.returned("wgrad", grad, before=self._before)
         self._before = None
 
 
 def _first_tensor(given: tuple[Args, Kwargs]) -> torch.Tensor | None:
-    """X of all GEMMs that a module runs."""
+    """Return X of all GEMMs that a module runs."""
     args, kwargs = given
     return next((x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)), None)
 
 
-#: packages whose hooks before a forward gather or count operands, and do not change them
+#: packages whose forward pre-hooks gather or count operands, and do not change them
 _HARMLESS = ("torch", "megatron", "transformer_engine", "deepspeed", "lightning", "nemo", "nemo_fp8_debug")
 
 
 def changes_operands(module: Any) -> bool:
-    """Whether hooks of somebody else's run before the forward, which may change its arguments or its weight."""
+    """Return True if a foreign forward pre-hook may change the module's arguments or weight."""
     hooks = getattr(module, "_forward_pre_hooks", {}).values()
     return any(_package_of(hook) not in _HARMLESS for hook in hooks)
 

@@ -1,4 +1,4 @@
-"""Rules about products: a GEMM that returned something else, and ranks that did not add up what they computed."""
+"""Rules about products: a GEMM that returned a wrong result, and ranks that did not add up what they computed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ...analysis.formatting import format_number
 from ...core.keys import RESULTS, ROLES, SHOWN_AS
 from .table import OUTPUTS, VERIFICATION
 
-#: as `product`: what ranks make of their dW
+#: value of `product` for the sum over ranks of dW
 _REDUCTION = "reduction"
 #: which part of a result is wrong, in words
 _SHAPES = {
@@ -28,10 +28,10 @@ _SHAPES = {
 
 
 class FirstWrongProduct(NamedTuple):
-    """The first product that is beyond its bound; of several in one sample, the one that is farthest off."""
+    """The first product beyond its bound. If a sample has several, the one with the largest error."""
 
     row: Mapping[str, Any]
-    #: other wrong products in the same sample, later samples of this one, and how many of those are wrong
+    #: other wrong products in the same sample, number of later samples of this one, and how many of those are wrong
     others: int
     later: int
     again: int
@@ -103,14 +103,14 @@ def _place(row: Mapping[str, Any]) -> str:
     return f" ({', '.join(places)})" if places and row["shape"] != "all" else ""
 
 
-# What an operand's error does to outputs --------------------------------------------------------------------------------
+# The effect of an operand's error on outputs --------------------------------------------------------------------------
 
 
 def describe_culprit(found: Finding, records: Records) -> Iterator[str]:
-    """Yield whether the error of the culprit reaches outputs, and whose the error of its layer's products is.
+    """Yield whether the culprit's error reaches outputs, and which operands cause the error of its layer's products.
 
     Args:
-        found: about an operand.
+        found: a finding about an operand.
     """
     rows = records.run.table(OUTPUTS.name)
     reached = _describe_reach(found, rows, None if records.baseline is None else records.baseline.table(OUTPUTS.name))
@@ -126,7 +126,7 @@ def describe_culprit(found: Finding, records: Records) -> Iterator[str]:
 
 
 def _describe_reach(found: Finding, run: pl.DataFrame, baseline: pl.DataFrame | None) -> str:
-    """Return what an operand adds to the errors of outputs since it left; empty if outputs were not measured."""
+    """Describe what an operand adds to the errors of outputs since it went out of band. "" if outputs were not measured."""
     part = f"error_of_{found.role}"
     if part not in run.columns:  # outputs of attention are not measured
         return ""
@@ -145,7 +145,7 @@ def _describe_reach(found: Finding, run: pl.DataFrame, baseline: pl.DataFrame | 
 
 
 def _share_errors(outputs: pl.DataFrame, verification: pl.DataFrame) -> dict[str, float]:
-    """Return whose the squared error of a product is, in percent; a joint part may be negative if parts cancel."""
+    """Return the share of each operand in a product's squared error, in percent. A joint part that cancels is negative."""
     rows = outputs.filter(pl.col("relative_error").is_not_null()).with_columns(pl.col("^.*error.*$") ** 2)
     if rows.is_empty():
         return {}
@@ -162,7 +162,7 @@ def _share_errors(outputs: pl.DataFrame, verification: pl.DataFrame) -> dict[str
 
 
 def compute_shares(parts: Mapping[str, float]) -> dict[str, float]:
-    """Return each part in percent of their sum, largest first; nothing if the sum is zero."""
+    """Return each part in percent of their sum, largest first. Empty if the sum is zero."""
     total = sum(parts.values())
     shares = {what: 100 * value / total for what, value in parts.items()} if total > 0 else {}
     return dict(sorted(shares.items(), key=lambda part: -part[1]))

@@ -1,9 +1,9 @@
-"""The products of a GEMM, from rows and columns of its operands as they pass.
+"""Compute the products of a GEMM from some rows and columns of its operands.
 
-They tell what quantization does to each product, and whether what the GEMM returned is right.
+They show what quantization does to each product, and whether the GEMM returned the right result.
 
-Only a few rows and columns of each operand are copied, and each is gone once its product is computed: what is kept from the
-forward of a layer to its backward is k columns of X and k of W.
+We copy only a few rows and columns of each operand, and free them after computing their product. From the forward of a
+layer to its backward we keep k columns of X and k of W.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from .verification import BY_CHANCE, STORED, UNKNOWN_CAST, UNKNOWN_COPY
 
 
 def _scale(m: torch.Tensor, cast: ScaleInUse) -> torch.Tensor | BlockRule:
-    """Of a whole operand, on its device, or the rule of its blocks."""
+    """Return the scale of a whole operand, on its device, or the rule of its blocks."""
     if isinstance(cast.scale, CurrentScaling):
         return compute_product_scale(m, cast.scale, cast.format)
     return cast.scale.to(m.device) if isinstance(cast.scale, torch.Tensor) else cast.scale
@@ -40,26 +40,26 @@ def _scale(m: torch.Tensor, cast: ScaleInUse) -> torch.Tensor | BlockRule:
 
 @dataclass(frozen=True)
 class Chosen:
-    """What is looked at beside operands."""
+    """The measurements of products to make in addition to observing operands."""
 
-    #: rows and columns of each whose errors are measured
+    #: rows and columns of each product whose errors to measure
     errors: int = 0
-    #: rows and columns of each whose result is compared with what it ought to be
+    #: rows and columns of each product whose result to check
     verify: int = 0
-    #: whether the rows of dW are kept, which the error of the step of W takes
+    #: whether to keep the rows of dW, which the error of the step of W needs
     keeps_gradients: bool = False
 
     @property
     def rows(self) -> int:
-        """One set of rows serves both."""
+        """Number of rows and columns to copy: one set serves both."""
         return max(self.errors, self.verify)
 
 
 @dataclass(frozen=True)
 class _Kept:
-    """RowSample of an operand until those of the other one are there."""
+    """Rows of an operand, kept until the rows of the other operand arrive."""
 
-    #: beside what quantization makes of them; None: that is not asked for, or not known
+    #: the rows and their quantized values, or None if not needed or not known
     rows: RowSample | None
     used: Used
 
@@ -79,11 +79,11 @@ class Products:
     ) -> None:
         """
         Args:
-            operands: by role.
-            step: which decides which rows are taken.
-            guard: a context that keeps an exception out of the training loop.
-            queue: checks what is verified.
-            dispatcher: of the step.
+            operands: operands by role.
+            step: sampled step, which determines the rows to take.
+            guard: returns a context that keeps an exception out of the training loop.
+            queue: checks results.
+            dispatcher: dispatcher of the step.
         """
         self._dispatcher = dispatcher
         self.name = gemm.name
@@ -92,18 +92,18 @@ class Products:
         self._kept: dict[Side, _Kept] = {}
         self._done: set[str] = set()
         self._sums: dict[str, torch.Tensor] = {}
-        #: part of dW of that call, exact and as quantized operands give it, until the optimizer has stepped
+        #: part of dW of this call, exact and from quantized operands, kept until the optimizer has stepped
         self.weight_gradient: tuple[torch.Tensor, torch.Tensor] | None = None
         self._counted = False
         self._checks = ProductChecks(chosen.rows, step, queue) if chosen.verify else None
         self._results: Results | None = None
 
     def add(self, role: str, x: torch.Tensor, call: int, use: ScaleInUse | None) -> None:
-        """Take what is needed of an operand; keeps no reference to it. X decides which call it is.
+        """Copy the rows that are needed of an operand, and keep no reference to it. X determines which call counts.
 
         Args:
-            call: the forward call that the operand belongs to.
-            use: how it is cast in this call, where that is known.
+            call: forward call of the operand.
+            use: how the operand is cast in this call, if known.
         """
         with self._guard("while computing parts of outputs"):
             m = view_as_matrix(take_local_part(x))
@@ -118,29 +118,29 @@ class Products:
 
     @property
     def sees_sums(self) -> bool:
-        """Whether the module adds up its output over ranks, and what it adds is looked at."""
+        """True if the module adds up its output over ranks, and we check it."""
         return self._checks is not None and adds_up(self._gemm.module, "fprop")
 
     def watch_sums(self) -> BeforeSums | None:
-        """Return what sees the sums of the call that is about to run; None: they are not looked at."""
+        """Return a mode that sees the sums of the call that is about to run, or None if they are not checked."""
         if self._results is None or self._checks is None:
             return None
         return BeforeSums(self._checks, "fprop", self._results.shape)
 
     def begin_call(self, args: Args, kwargs: Kwargs) -> None:
-        """A forward call that counts is about to run: what it returns is looked at if it is the first one."""
+        """Prepare for a forward call that counts. If it is the first one, observe its output."""
         self._results = None
         if self._checks and self._call is None:
             with self._guard("while looking at what a GEMM returned"):
                 self._results = Results(self._gemm, self._checks, args, kwargs, self._guard, self._dispatcher)
 
     def end_call(self, call: int, given: tuple[Args, Kwargs], weight: torch.Tensor | None, out: Any) -> None:
-        """The call has returned.
+        """Observe the output of a call.
 
         Args:
-            given: what the module was called with.
-            weight: that it multiplied.
-            out: what it returned.
+            given: arguments of the module.
+            weight: weight that the module multiplied.
+            out: output of the module.
         """
         results, self._results = self._results, None
         if results and call == self._call:
@@ -148,7 +148,7 @@ class Products:
                 results.see(given, weight, out)
 
     def _take(self, role: str, m: torch.Tensor, use: ScaleInUse) -> None:
-        scales: dict[int, torch.Tensor | BlockRule] = {}  # most operands are cast alike in both of their products
+        scales: dict[int, torch.Tensor | BlockRule] = {}  # most operands have the same cast in both of their products
         for product, sides in PRODUCTS.items():
             cast = use.in_product(product)
             for second, side in enumerate(sides):
@@ -175,7 +175,7 @@ class Products:
         use: ScaleInUse,
         cast: ScaleInUse | None,
     ) -> Used:
-        """RowSample as the GEMM multiplies them."""
+        """Return the rows as the GEMM multiplies them."""
         if not self._checks:
             return Used(None, len(of))
         if reason := _untold(side, use, cast):
@@ -192,7 +192,7 @@ class Products:
         return Used(_emulated(side, of, at, rows, scale, cast), len(of))
 
     def _multiply(self, product: str, first: Side, second: Side) -> None:
-        """Once both operands are there; where one is a part that does not belong to the other, nothing can be had."""
+        """Compute a product once both operands are there. It cannot be computed if they are parts that do not match."""
         if first in self._kept and second in self._kept:
             a, b = self._kept.pop(first), self._kept.pop(second)
             self._done.add(product)
@@ -207,22 +207,22 @@ class Products:
                 self._checks.operands(product, a.used, b.used, splits, _exact(a, b, terms))
 
     def move(self, to: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Replace each sum by what `to` gives for it."""
+        """Replace each sum by the result of `to`."""
         self._sums = {product: to(sums) for product, sums in self._sums.items()}
 
     def sums(self) -> dict[tuple[str, str], torch.Tensor]:
-        """As `OutputSums`, in host memory, of this rank; empty where its X and dY are copies of another rank's."""
+        """Return this rank's `OutputSums` in host memory. Empty if its X and dY are copies of another rank's."""
         if not self._counted:
             return {}
         return {(self.name, product): torch.cat([sums.cpu(), torch.ones(1)]) for product, sums in self._sums.items()}
 
     def checks(self) -> dict[tuple[str, str], torch.Tensor]:
-        """As `ProductChecks.found`, of this rank, whose operands may be copies of another's."""
+        """Return this rank's `ProductChecks.found`. Its operands may be copies of another rank's."""
         return {(self.name, product): found for product, found in self._checks.found().items()} if self._checks else {}
 
 
 def _exact(a: _Kept, b: _Kept, terms: Terms | None) -> torch.Tensor | None:
-    """The product that the GEMM computes, if errors of outputs have needed it already."""
+    """Return the product that the GEMM computes, if it was already computed for the errors of outputs."""
     if terms is None or a.rows is None or b.rows is None:
         return None
     if a.used.rows is a.rows.values and b.used.rows is b.rows.values:
@@ -235,7 +235,7 @@ def _exact(a: _Kept, b: _Kept, terms: Terms | None) -> torch.Tensor | None:
 def _emulated(
     side: Side, of: torch.Tensor, at: torch.Tensor, rows: RowSample, scale: torch.Tensor | BlockRule, cast: ScaleInUse
 ) -> torch.Tensor:
-    """As the emulation casts, which rounds once more to the operand's dtype, and has one copy for both products."""
+    """Return rows as the emulation casts them: rounded to the operand's dtype, and from one copy for both products."""
     if isinstance(scale, torch.Tensor):
         return quantize_dequantize(rows.values, scale, cast.format)
     if side[1]:
@@ -248,7 +248,7 @@ def _is_quantized(cast: ScaleInUse) -> bool:
 
 
 def _untold(side: Side, use: ScaleInUse, cast: ScaleInUse | None) -> int:
-    """Why it is not known what the GEMM multiplies, as in `REASONS`."""
+    """Return why the GEMM's operand is unknown, an index into `REASONS`, or 0 if it is known."""
     if use.decoded is not None and side[1] and isinstance(use.scale, BlockRule):
         return STORED
     if "unknown" in (use.source, cast and cast.source):

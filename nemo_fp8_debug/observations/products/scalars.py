@@ -1,4 +1,4 @@
-"""Tags of products, and what the summary of a step says of them."""
+"""TensorBoard tags of products, and their lines in the summary of a step."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ...core.sample import Sample
 from ...record.scalars import StartHere, Tags
 from .table import OUTPUTS, VERIFICATION
 
-#: what the summary calls its scalars
+#: names of the scalars in the summary
 LABELS = {
     "verification/error_over_bound/worst": "error over bound, worst product",
     "verification/wrong_products": "wrong products",
@@ -17,13 +17,13 @@ LABELS = {
 
 
 def add_scalars(sample: Sample, tags: Tags) -> None:
-    """Add the error of each product, and how far it is off in parts of its bound."""
+    """Add the error of each product, and its ratio to the bound."""
     tags.stream_products(sample.table(OUTPUTS.name), "relative_error", "output_error")
     tags.stream_products(sample.table(VERIFICATION.name), "error_over_bound", "error_over_bound")
 
 
 def add_summary(sample: Sample, summary: StartHere) -> None:
-    """Add the product that is farthest off, and how many are wrong."""
+    """Add the product with the largest error over bound, and the number of wrong products."""
     columns = sample.table(VERIFICATION.name)
     ratios = [(value, i) for i, value in enumerate(columns.get("error_over_bound", ())) if value is not None]
     if not ratios:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ...core.table import SAMPLE, Table, cast_columns
 
-#: errors of what a GEMM puts out, and what each operand brings
+#: errors of a GEMM's output, and the contribution of each operand
 OUTPUT_METRICS = ("relative_error", "error_of_input", "error_of_weight", "error_of_grad_output")
 OUTPUTS = Table(
     "outputs",

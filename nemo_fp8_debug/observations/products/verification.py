@@ -1,4 +1,4 @@
-"""Whether what GEMMs returned in a step is within what their arithmetic may do, and on which rank it is not."""
+"""Compare errors of GEMM results with what their arithmetic allows, and find the rank with the largest error."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from ...numerics.gemm_error import spread_places
 from ...numerics.product_check import CHECKED
 
-#: why nothing can be told of a product; the place of each is what ranks exchange
+#: why a product cannot be checked; ranks exchange the index
 REASONS = (
     "",
     "what the GEMM returned was not seen",
@@ -32,31 +32,31 @@ REASONS = (
 )
 NOT_SEEN, UNKNOWN_CAST, BY_CHANCE, GATHERED, ADDED_UP, INSIDE, UNKNOWN_COPY, STORED, HOOKED, CHANGED = range(1, 11)
 OTHER_REDUCTION, NOT_REDUCED, GRADIENT_NOT_SEEN, PARTS_MISSING, ROUNDINGS = range(11, len(REASONS))
-#: what is known beside products: whether the gradient that an optimizer steps by is the sum of what ranks have computed
+#: name of the check in addition to products: whether an optimizer's gradient is the sum of what ranks computed
 REDUCTION = "reduction"
-#: rows and columns of it that are compared, at the most
+#: largest number of rows and columns of a gradient to compare
 REDUCED_ROWS = 8
 
-#: what a rank knows of a product: why nothing can be told, 0 for none, the shape of what was returned, and of its block
+#: results of a rank for a product: the reason why it cannot be checked or 0, the shape of its result, and its block
 FOUND = ("reason", "result_rows", "result_columns", *CHECKED)
-#: what is known of a product on several ranks: how many of each outcome, and what the rank found that is farthest beyond
+#: results of several ranks for a product: counts of each outcome, and the result of the rank with the largest error
 OF_RANKS = ("ranks_within", "ranks_beyond", "ranks_unknown", "values_of_all", "rank", *FOUND)
-#: by (layer, product), float64 as `FOUND`, or as `OF_RANKS`
+#: float64 by (layer, product), as `FOUND` or as `OF_RANKS`
 ProductsFound = Mapping[tuple[str, str], torch.Tensor]
 _RATIOS = ("value_ratio", "row_ratio", "column_ratio", "block_ratio")
-#: columns that are null where nothing is known
+#: columns that are null if the product could not be checked
 _OF_BLOCK = ("factor", "relative_error", "shape", "row", "column", "values_beyond", "rows_beyond", "columns_beyond")
-#: ranks that a code of severity has room for
+#: number of ranks that fit into a severity code
 _RANKS = 1 << 15
 
 
 def error_over_bound(found: Mapping[str, float]) -> float:
-    """Of the value, row, column or block that is farthest beyond, or nearest to it."""
+    """Return the largest error over bound, of a value, row, column or the block."""
     return max(found[name] for name in _RATIOS)
 
 
 def rank_severities(found: Sequence[torch.Tensor | None], rank: int) -> torch.Tensor:
-    """int32 [products], greater for what is farther beyond, and the same on no two ranks; -1 where there is nothing."""
+    """Return int32 [products], larger for larger errors, and different on any two ranks. -1 without a result."""
     codes = []
     for one in found:
         of = None if one is None else dict(zip(FOUND, one.tolist(), strict=True))
@@ -73,7 +73,7 @@ def rank_severities(found: Sequence[torch.Tensor | None], rank: int) -> torch.Te
 
 
 def of_a_rank(found: torch.Tensor | None, rank: int, is_worst: bool) -> torch.Tensor:
-    """float64 as `OF_RANKS`, which adds up over ranks; one of them is the worst."""
+    """Return float64 as `OF_RANKS`, which ranks add up. Exactly one of them is the worst."""
     row = torch.zeros(len(OF_RANKS), dtype=torch.float64)
     if found is None:
         return row
@@ -86,13 +86,13 @@ def of_a_rank(found: torch.Tensor | None, rank: int, is_worst: bool) -> torch.Te
 
 
 def verification_columns(found: ProductsFound, kinds: Mapping[str, str], rows: int, step: int) -> dict[str, list[Any]]:
-    """Columns, a row a product.
+    """Return the columns, with a row for each product.
 
     Args:
-        found: as `OF_RANKS`.
-        kinds: of GEMMs, by name.
-        rows: and columns that are looked at.
-        step: that was sampled.
+        found: results as `OF_RANKS`.
+        kinds: kinds of GEMMs, by name.
+        rows: number of rows and columns that were compared.
+        step: sampled step.
     """
     named = {key: dict(zip(OF_RANKS, of.tolist(), strict=True)) for key, of in found.items()}
     about = [{"layer": layer, "gemm": kinds[layer], "product": product} for layer, product in named]
@@ -132,7 +132,7 @@ def _row(of: Mapping[str, float], rows: int, step: int) -> dict[str, Any]:
 
 
 def _place(of: Mapping[str, float]) -> tuple[float | None, float | None]:
-    """Row and column, among those that are looked at, of what is farthest beyond; None: all of them."""
+    """Return the row and column, among those compared, with the largest error. None stands for all rows or all columns."""
     places = {
         "value_ratio": (of["row"], of["column"]),
         "row_ratio": (of["worst_row"], None),
@@ -143,12 +143,12 @@ def _place(of: Mapping[str, float]) -> tuple[float | None, float | None]:
 
 
 def _in_whole(place: float | None, n: float, rows: int, step: int, columns: bool) -> int | None:
-    """The place in the whole result."""
+    """Return the position in the whole result."""
     return None if place is None else int(spread_places(int(n), rows, torch.device("cpu"), step, columns)[int(place)])
 
 
 def _shape(of: Mapping[str, float], rows: int) -> str:
-    """What is beyond: `one value`, `values`, `rows`, `columns` or `all`."""
+    """Return which part is wrong: `one value`, `values`, `rows`, `columns` or `all`."""
     if not of["values_beyond"]:
         return {"row_ratio": "rows", "column_ratio": "columns"}.get(max(_RATIOS, key=lambda name: of[name]), "all")
     if of["values_beyond"] == 1:
@@ -164,7 +164,7 @@ def _shape(of: Mapping[str, float], rows: int) -> str:
 
 
 class WorstProducts:
-    """What a rank adds to the two collectives of a sample."""
+    """This rank's contribution to the two collectives of a sample."""
 
     def __init__(self, keys: Sequence[tuple[str, str]], rank: int) -> None:
         """
@@ -174,15 +174,15 @@ class WorstProducts:
         self._keys, self._rank = keys, rank
 
     def alone(self, found: ProductsFound) -> dict[tuple[str, str], torch.Tensor]:
-        """As of all ranks, where there is one."""
+        """Return the same as `of_all` if there is only one rank."""
         return {key: of_a_rank(of, self._rank, is_worst=True) for key, of in found.items()}
 
     def severities(self, found: ProductsFound) -> torch.Tensor:
-        """int32 [products], whose maximum over ranks tells which rank is the worst."""
+        """Return int32 [products]. The maximum over ranks identifies the rank with the largest error."""
         return rank_severities([found.get(key) for key in self._keys], self._rank)
 
     def rows(self, found: ProductsFound, worst: torch.Tensor) -> torch.Tensor:
-        """float64 [products, columns], which add up over ranks.
+        """Return float64 [products, columns], which ranks add up.
 
         Args:
             worst: int32 [products], the maximum over ranks.
@@ -193,10 +193,10 @@ class WorstProducts:
         return torch.stack(rows) if rows else none
 
     def of_all(self, added: torch.Tensor) -> dict[tuple[str, str], torch.Tensor]:
-        """By (layer, product), what was seen on any rank.
+        """Return the results of any rank by (layer, product).
 
         Args:
-            added: float64 [products * columns], over all ranks.
+            added: float64 [products * columns], the sums over all ranks.
         """
         rows = zip(self._keys, added.view(-1, len(OF_RANKS)), strict=True)
         return {key: row for key, row in rows if row[:3].sum() > 0}

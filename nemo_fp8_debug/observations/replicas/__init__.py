@@ -1,4 +1,4 @@
-"""Copies that ranks hold of the same tensor: whether they are equal. Internal."""
+"""Compare copies of a tensor over ranks. Internal."""
 
-#: of its tables in a record
+#: position of its tables in a record
 PLACE = 3

@@ -1,6 +1,6 @@
-"""Copies of a tensor that several ranks hold: checksums of their bits by position, which are equal only if the copies are.
+"""Compute checksums of tensors that several ranks hold. They depend on bits and positions, and differ if copies do.
 
-Histograms know neither sign nor place, so that two of them can be equal where the tensors are not.
+Histograms ignore signs and positions, so two histograms can be equal although the tensors differ.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from ...numerics.formats import is_representable
 from .comparison import Checksums
 
 _COMPARING = "while comparing copies over ranks"
-#: values whose weights are made at once; bounds temporaries to some tens of MiB
+#: values whose weights are computed at once; bounds temporaries to some tens of MiB
 _CHUNK = 1 << 20
 _MULTIPLIER, _OFFSET = -7046029254386353131, 1442695040888963407  # 2^64 / golden ratio, odd; Knuth's increment
-#: as whose integers bits are read, of at most 32 so that the highest counts too
+#: integer types to read bits as, of at most 32 bits so that the highest bit counts too
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
 
 
 def checksum(x: torch.Tensor) -> torch.Tensor:
-    """Of the bits of a tensor and their places: int64 scalar on its device, without host synchronization.
+    """Return the checksum of a tensor's bits and positions: int64 scalar on its device, without host synchronization.
 
-    A change of a single value always changes it: each value is multiplied by an odd number of its own, modulo 2^64.
+    A change of a single value always changes the checksum: each value is multiplied by its own odd number, modulo 2^64.
 
     Example:
         >>> x = torch.tensor([1.0, 2.0])
@@ -61,23 +61,23 @@ class ReplicaChecks:
     ) -> None:
         """
         Args:
-            gemms: whose tensors are compared.
+            gemms: GEMMs whose tensors to compare.
             masters: finds master weights.
-            guard: a context that keeps an exception out of the training loop.
-            is_alone: no other rank has copies, so that weights are held against their masters and nothing else is done.
+            guard: returns a context that keeps an exception out of the training loop.
+            is_alone: whether no other rank has copies. Then we only compare weights with their masters.
         """
         self._gemms, self._masters, self._guard = {gemm.name: gemm for gemm in gemms}, masters, guard
         self._alone = is_alone
         self._found: dict[tuple[str, str], tuple[int, torch.Tensor]] = {}
 
     def subscribe(self, dispatcher: Dispatcher) -> None:
-        """Look at gradients as an optimizer steps by them."""
+        """Observe gradients when an optimizer steps."""
         guard = partial(self._guard, _COMPARING)
         dispatcher.watch_optimizer(guard, self._before_step)
         dispatcher.watch_optimizer(guard, self._masters.note)
 
     def see(self, name: str, role: str, x: torch.Tensor) -> None:
-        """Take a tensor in; its first call of a step counts."""
+        """Take the checksum of a tensor. Its first call in a step counts."""
         if (name, role) in self._found or name not in self._gemms:
             return
         with self._guard(_COMPARING):
@@ -88,7 +88,7 @@ class ReplicaChecks:
                 self._see_master(self._gemms[name])
 
     def see_stored(self, name: str, stored: StoredCodes) -> None:
-        """Take in a weight that is stored in codes: what they stand for, and whether that is what its master is cast to."""
+        """Take a weight that is stored as codes: the checksum of its values, and whether they match its master weight."""
         if (name, "weight") in self._found or (name, "master") in self._found or name not in self._gemms:
             return
         with self._guard(_COMPARING):
@@ -101,7 +101,7 @@ class ReplicaChecks:
                 self._found[name, "master"] = 0, (~is_representable(mine, values, parameter.dtype)).long()
 
     def _see_master(self, gemm: Gemm) -> None:
-        """Compare a parameter with what this rank has of its master weight: 0 if it is that, rounded, and 1 if it is not."""
+        """Compare a parameter with this rank's part of its master weight: 0 if it is the rounded master, otherwise 1."""
         parameter: Any = read_raw_weight(gemm.module) if not gemm.part else None
         if parameter is None or is_dtensor(parameter) or is_quantized(parameter):
             return
@@ -120,11 +120,11 @@ class ReplicaChecks:
                 self.see(stepped.name, "weight_gradient", grad)
 
     def move(self, to: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Replace each checksum by what `to` gives for it."""
+        """Replace each checksum by the result of `to`."""
         self._found = {key: (part, to(found)) for key, (part, found) in self._found.items()}
 
     def found(self) -> Checksums:
-        """By (layer, what): which part it is a copy of, and 31 bits of its checksum."""
+        """Return by (layer, what) the number of the part, and 31 bits of its checksum."""
         return {
             key: (part, int(found) if key[1] == "master" else _folded(int(found)))
             for key, (part, found) in self._found.items()
@@ -132,7 +132,7 @@ class ReplicaChecks:
 
 
 def _whole_gradient(weight: Any) -> torch.Tensor | None:
-    """What an optimizer steps by, if each rank has all of it: a sharded optimizer gives none a copy."""
+    """Return an optimizer's gradient if each rank has all of it. A sharded optimizer's ranks have no copies."""
     if is_split_by_zero(weight):
         return None
     main = getattr(weight, "main_grad", None)

@@ -1,4 +1,4 @@
-"""Whether copies that ranks hold of the same tensor are equal, within the two collectives of a sample."""
+"""Compare copies of a tensor over ranks, within the two collectives of a sample."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ import torch
 from ...core.plain_arrays import Array
 from ..operands.tensors import NONE
 
-#: of a slot, added up over ranks: that hold it, whose checksum is the largest, the smallest, and the sums of both ranks
+#: sums over ranks of a slot: holders, holders of the largest and the smallest checksum, and the ranks of both
 _COLUMNS = 5
 
 
 class ReplicaComparison:
-    """What a rank adds to the two collectives."""
+    """This rank's contribution to the two collectives."""
 
     def __init__(self, names: Sequence[str], slots: Mapping[str, int], rank: int) -> None:
         """
         Args:
-            names: of GEMMs, the same on all ranks.
-            slots: how many parts there can be, by what is compared.
+            names: names of GEMMs, the same on all ranks.
+            slots: largest number of parts, by kind of tensor.
         """
         self._rank, self._place = rank, dict[tuple[str, str], tuple[int, int]]()
         self.size = 0
@@ -33,24 +33,24 @@ class ReplicaComparison:
                 self.size += parts
 
     def slots(self, found: Checksums) -> Array:
-        """int64 [n, 2]: the slot of each copy that this rank has, and its checksum."""
+        """Return int64 [n, 2]: the slot and the checksum of each copy on this rank."""
         places = [(self._place.get(key), part, checksum) for key, (part, checksum) in found.items()]
         rows = [(place[0] + part, checksum) for place, part, checksum in places if place and part < place[1]]
         return np.array(rows, np.int64).reshape(-1, 2)
 
     def extremes(self, slots: Array) -> torch.Tensor:
-        """int32 [2 slots]: checksums and their negatives, whose maxima tell whether all are equal."""
+        """Return int32 [2 slots]: checksums and their negatives. Their maxima show whether all are equal."""
         made = torch.full((2, self.size), NONE, dtype=torch.int32)
         for slot, checksum in slots.tolist():
             made[0, slot], made[1, slot] = checksum, -checksum
         return made.flatten()
 
     def rows(self, slots: Array, extremes: torch.Tensor) -> torch.Tensor:
-        """float64 [slots, columns], which add up over ranks.
+        """Return float64 [slots, columns], which ranks add up.
 
         Args:
-            slots: as of `slots`.
-            extremes: their maxima over ranks.
+            slots: result of `slots`.
+            extremes: maxima over ranks.
         """
         largest, smallest = extremes.view(2, -1)
         rows = torch.zeros(self.size, _COLUMNS, dtype=torch.float64)
@@ -60,11 +60,11 @@ class ReplicaComparison:
         return rows
 
     def of_all(self, added: torch.Tensor, extremes: torch.Tensor) -> dict[tuple[str, str], Compared]:
-        """By (layer, what), of all that any rank has.
+        """Return the comparison of everything that any rank has, by (layer, what).
 
         Args:
-            added: float64 [slots * columns], over all ranks.
-            extremes: as of `rows`.
+            added: float64 [slots * columns], the sums over all ranks.
+            extremes: maxima over ranks, as for `rows`.
         """
         table, largest = added.view(-1, _COLUMNS), extremes.view(2, -1)[0].tolist()
         found = {}
@@ -76,7 +76,7 @@ class ReplicaComparison:
 
 
 def _wrong(row: torch.Tensor, any_is: bool) -> Compared:
-    """Of what each rank compares for itself, which gives 1 where it is wrong."""
+    """Return the result of a comparison that each rank makes for itself, with 1 for wrong."""
     held, top, _, of_top, _ = row.tolist()
     apart = int(top) if any_is else 0
     return Compared(int(held), apart, int(of_top) if apart == 1 else None)
@@ -90,7 +90,7 @@ def _compared(rows: torch.Tensor) -> Compared:
             continue
         ranks += int(held)
         if top == held:
-            continue  # all have the largest
+            continue  # all have the largest checksum
         most = max(top, bottom)
         apart += int(held - most)
         if held - most == 1 and held > 2:
@@ -101,33 +101,33 @@ def _compared(rows: torch.Tensor) -> Compared:
     return Compared(ranks, apart, alone[0] if known else None)
 
 
-#: by (layer, what): the part that a rank has a copy of, and the checksum of it
+#: the number of the part and its checksum, by (layer, what)
 Checksums = Mapping[tuple[str, str], tuple[int, int]]
 
 
 @dataclass(frozen=True)
 class Compared:
-    """The copies of one tensor, of all its parts."""
+    """The comparison of a tensor's copies, over all its parts."""
 
-    #: ranks that hold a copy which another rank holds too
+    #: ranks that hold a copy that another rank holds too
     ranks: int
-    #: of those, ranks whose copy is not that of most
+    #: how many of these differ from the majority
     apart: int
-    #: the only rank that is apart; None: there is none, or several are
+    #: the rank that differs, if it is the only one
     rank: int | None
 
     @property
     def outcome(self) -> str:
-        """`equal`, `apart`, or `no copy`: each rank has a part of its own."""
+        """`equal`, `apart`, or `no copy` if each rank has its own part."""
         return "no copy" if not self.ranks else "apart" if self.apart else "equal"
 
 
 def replica_columns(found: Mapping[tuple[str, str], Compared], kinds: Mapping[str, str]) -> dict[str, list[Any]]:
-    """A row a tensor that ranks may have copies of.
+    """Return a row for each tensor that ranks may have copies of.
 
     Args:
-        found: by (layer, what).
-        kinds: of GEMMs, by name.
+        found: comparisons by (layer, what).
+        kinds: kinds of GEMMs, by name.
     """
     if not found:
         return {}

@@ -1,4 +1,4 @@
-"""Whether copies that ranks hold of the same tensor are equal."""
+"""Observe whether the copies of a tensor on several ranks are equal."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ _Compared = Mapping[tuple[str, str], Compared]
 
 
 def make_observation(setup: RunSetup) -> ReplicaObservation | None:
-    """Return what compares copies; None if that is not asked for."""
+    """Return the observation of copies, or None if it is not enabled."""
     if not setup.config.replicas:
         return None
     return ReplicaObservation(ReplicaComparison(setup.gemms, setup.parts, setup.ranks.rank))
 
 
 class ReplicaStep(StepObserver):
-    """Copies in one sampled step."""
+    """The observer of copies in one sampled step."""
 
     def __init__(self, step: OpenStep) -> None:
         gemms = {sink.gemm.name: sink.gemm for sink in step.sinks.values() if not is_seen_in_forward(sink.gemm)}
@@ -45,7 +45,7 @@ class ReplicaStep(StepObserver):
 
 
 class ReplicaObservation(Observation):
-    """Checksums of copies."""
+    """Checksums of copies, compared over ranks."""
 
     name = "replicas"
 
@@ -77,7 +77,7 @@ class ReplicaObservation(Observation):
         return self._copies.of_all(sums[5], extremes)
 
     def alone(self, found: Checksums) -> _Compared:
-        """Return what this rank compares for itself: weights with their masters."""
+        """Return the comparisons within this rank: weights with their masters."""
         slots = self._copies.slots(found)
         extremes = self._copies.extremes(slots)
         copies = self._copies.of_all(self._copies.rows(slots, extremes).flatten(), extremes)

@@ -1,4 +1,4 @@
-"""The rule about replicas: copies that must be equal on all ranks and are not."""
+"""The rule about replicas: copies that must be equal on all ranks and differ."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ...analysis.diagnosis.finding import Finding
 from ...analysis.diagnosis.rule import rule
 
 _SHOWN = {"master": "the master weight", "weight": "W", "weight_gradient": "the reduced dW", "input": "X"}
-#: the order within a step
+#: order within a step
 _ORDER = {"master": -1, "weight": 0, "input": 1, "weight_gradient": 2}
 
 
@@ -20,15 +20,15 @@ class CopiesApart(NamedTuple):
     """The first copies that differ."""
 
     row: Mapping[str, Any]
-    #: more tensors that differ in the same sample
+    #: number of other tensors that differ in the same sample
     more: int
-    #: last earlier step at which copies were equal; None: there is none
+    #: last earlier step with equal copies, if there is one
     equal_until: int | None
 
 
 @fact
 def copies_apart(records: Records) -> CopiesApart | None:
-    """Return the first copies that are not equal, in the order of a step."""
+    """Return the first copies that differ, in the order of a step."""
     rows = records.run.table("replicas")
     apart = rows.filter(pl.col("outcome") == "apart")
     if apart.is_empty():

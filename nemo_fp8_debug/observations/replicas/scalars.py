@@ -1,4 +1,4 @@
-"""What the summary of a step says of copies that ranks hold."""
+"""Lines about copies in the summary of a step."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from ...core.sample import Sample
 from ...record.scalars import StartHere, Tags
 from .table import TABLES
 
-#: what the summary calls its scalars
+#: names of the scalars in the summary
 LABELS = {"replicas_apart": "replicas apart"}
 
 
 def add_scalars(sample: Sample, tags: Tags) -> None:
-    """Add nothing: the summary says how many are apart."""
+    """Add nothing: the summary has the number of differing copies."""
 
 
 def add_summary(sample: Sample, summary: StartHere) -> None:
-    """Add how many tensors have copies that differ."""
+    """Add the number of tensors whose copies differ."""
     if apart := sample.table(TABLES[0].name).get("ranks_apart"):
         summary.scalars["replicas_apart"] = sum(bool(count) for count in apart)

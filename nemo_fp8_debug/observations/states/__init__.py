@@ -1,4 +1,4 @@
-"""Weight gradients and optimizer states, and the steps of weights. Internal."""
+"""Weight gradients, optimizer states and steps of weights. Internal."""
 
-#: of its tables in a record
+#: position of its tables in a record
 PLACE = 4

@@ -1,4 +1,4 @@
-"""Weight gradients, optimizer states and steps of weights."""
+"""Observe weight gradients, optimizer states and steps of weights."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from .table import TABLES, UPDATE_METRICS
 
 
 def make_observation(setup: RunSetup) -> StateObservation | None:
-    """Return what observes states; None if they are not asked for."""
+    """Return the observation of states, or None if they are not enabled."""
     return StateObservation(setup) if setup.config.states else None
 
 
 class StateStep(StepObserver):
-    """Optimizers in one sampled step."""
+    """The observer of optimizers in one sampled step."""
 
     def __init__(self, step: OpenStep) -> None:
         config, watched = step.config, step.watched
@@ -54,13 +54,13 @@ class StateStep(StepObserver):
     def close(self) -> Collection[Key]:
         """See `StepObserver`."""
         if self._is_open and self._capture.unseen:
-            why = "it skipped the step, or steps by flattened parameters (FSDP1), or by others that are not the model's"
-            self._errors.warn(f"no states of an optimizer were seen: {why}", kind="states")
+            why = "it skipped the step, or its parameters are flattened (FSDP1), or not those of the model"
+            self._errors.warn(f"the optimizer's states were not observed: {why}", kind="states")
         return ()
 
 
 class StateObservation(TensorObservation):
-    """States."""
+    """The observation of states."""
 
     name = "states"
     roles = TABLES[0].roles
@@ -92,7 +92,7 @@ class StateObservation(TensorObservation):
         return {states: join_rows(found.metrics, found.what_if, own), histograms: found.histograms}
 
     def finish(self, tables: Mapping[str, Columns], scalars: Mapping[str, float]) -> dict[str, Columns]:
-        """Return states with their share of the squared norms of all layers, which stages of a pipeline have parts of."""
+        """Return states with their share of the squared norms of all layers. Pipeline stages have parts of these."""
         name = TABLES[0].name
         if not (states := tables.get(name)):
             return {}

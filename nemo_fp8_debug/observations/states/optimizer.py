@@ -1,8 +1,8 @@
 """Observe weight gradients and optimizer states around a step, and some rows and columns of a weight and its moments.
 
 An optimizer steps by parameters of the model or, in mixed precision, by float32 copies of them, whole or a rank's part
-(Megatron's `main_param`). The gradient is that of `capture/weight_gradients.py`, which nobody has clipped. Where that is not
-known (DeepSpeed's ZeRO), the gradient is the one that the optimizer steps by.
+(Megatron's `main_param`). The gradient is the unclipped one of `capture/weight_gradients.py`. If that is not known, as with
+DeepSpeed's ZeRO, we take the gradient that the optimizer steps by.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from ...numerics.gemm_error import spread_places
 from ...numerics.recipe import Recipe
 from .table import UPDATE_METRICS
 
-#: exact and quantized dW of the first call of a layer, the same rows and columns; None: not known
+#: returns exact and quantized dW of a layer's first call, in the same rows and columns, or None if unknown
 Products = Callable[[str], tuple[torch.Tensor, torch.Tensor] | None]
 _OPTIONS = ("amsgrad", "maximize")
 
 
 def adam_of(optimizer: Any, parameter: Any) -> Adam | None:
-    """The rule that an optimizer has stepped a parameter by; None: it is none of those that are known.
+    """Return the rule of an optimizer's step of a parameter, or None if the optimizer is not supported.
 
-    Known are torch's Adam and AdamW, those of torchao, and Transformer Engine's FusedAdam.
+    Supported are Adam and AdamW of torch and torchao, and Transformer Engine's FusedAdam.
     """
     group = next((g for g in optimizer.param_groups if any(p is parameter for p in g["params"])), None)
     decoupled = _is_decoupled(optimizer, group or {})
@@ -52,7 +52,7 @@ def adam_of(optimizer: Any, parameter: Any) -> Adam | None:
 
 
 def _is_decoupled(optimizer: Any, group: Any) -> bool | None:
-    """Whether weight decay is apart from the gradient; None: it is no Adam that is known."""
+    """Return whether weight decay is separate from the gradient, or None if the optimizer is not a supported Adam."""
     kinds = {(base.__module__.partition(".")[0], base.__name__) for base in type(optimizer).__mro__}
     if ("torch", "AdamW") in kinds:
         return True
@@ -64,19 +64,19 @@ def _is_decoupled(optimizer: Any, group: Any) -> bool | None:
 
 
 class UpdateSample:
-    """A step of one weight, begun when its optimizer is about to take it."""
+    """A step of one weight, created before its optimizer takes the step."""
 
     def __init__(self, rows: int, step: int, weight: Any, first: Any, second: Any, gradient: Any) -> None:
         """
         Args:
-            rows: and as many columns, that are looked at.
-            step: of the run, which decides where they lie.
-            weight: what the optimizer steps by, a matrix.
-            first, second: its moments, as numbers; None: they begin with zero.
-            gradient: that it steps by.
+            rows: number of rows, and of columns, to compare.
+            step: step of the run, which determines their positions.
+            weight: weight that the optimizer steps, a matrix.
+            first, second: moments as numbers, or None if they start at zero.
+            gradient: gradient of the optimizer's step.
 
         Raises:
-            LookupError: ranks have parts of them, or they are no matrices of one shape.
+            LookupError: ranks have parts of them, or they are not matrices of one shape.
         """
         self._k, self._step, self._shape = rows, step, tuple(weight.shape)
         self._before = self._held(weight, first, second)
@@ -85,7 +85,7 @@ class UpdateSample:
     def sums(
         self, adam: Adam, weight: Any, first: Any, second: Any, products: tuple[torch.Tensor, torch.Tensor] | None
     ) -> torch.Tensor:
-        """As `update_sums`, once the step is taken."""
+        """Return `update_sums` after the step."""
         after = self._held(weight, first, second)
         return update_sums(adam, self._before, after, self._gradient, products, weight.dtype == torch.float32)
 
@@ -95,7 +95,7 @@ class UpdateSample:
 
     def _picked(self, x: Any) -> torch.Tensor:
         if is_dtensor(x) or not isinstance(x, torch.Tensor) or tuple(x.shape) != self._shape or x.dim() != 2:
-            raise LookupError("they are no matrices of one shape")
+            raise LookupError("weight, moments and gradient are not matrices of one shape")
         rows, columns = (spread_places(n, self._k, x.device, self._step, bool(i)) for i, n in enumerate(x.shape))
         return x.detach().index_select(0, rows).index_select(1, columns).double()
 
@@ -107,7 +107,7 @@ def update_columns(stats: Sequence[OperandStats]) -> dict[str, dict[str, float |
 
 
 def of_update(sums: torch.Tensor) -> dict[str, float | None]:
-    """The errors of a step, as parts of the norm of the exact one.
+    """Return the errors of a step relative to the norm of the exact step.
 
     Args:
         sums: float64, as `numerics.adam.UPDATE_SUMS`.
@@ -125,7 +125,7 @@ def of_update(sums: torch.Tensor) -> dict[str, float | None]:
     return dict(zip(UPDATE_METRICS, errors, strict=True))
 
 
-#: under which optimizers keep each state; the first one that is there counts
+#: names of each state in optimizers; the first one that exists counts
 _NAMES = {
     "first_moment": ("exp_avg", "momentum_buffer"),
     "second_moment": ("exp_avg_sq",),
@@ -135,7 +135,7 @@ _NAMES = {
 
 _LOOKING = "while looking at an optimizer's states"
 _GRADIENT = "weight_gradient"
-#: raised for parts of states, and for what is no matrix: of their steps nothing is told
+#: raised for parts of states, and if a state is not a matrix: steps of these are not compared
 _NOT_WHOLE = (LookupError, TypeError)
 
 
@@ -145,12 +145,12 @@ def state_operands(
     what_if: Sequence[Recipe],
     counts: Callable[[Gemm], Callable[[torch.Tensor], bool]],
 ) -> dict[Key, Operand]:
-    """What counts the states of weights, by (layer, role).
+    """Return the operands that count the states of weights, by (layer, role).
 
     Args:
-        roles: of `STATES`.
-        what_if: recipes that they are measured under too.
-        counts: of a GEMM: whether this rank counts a tensor that lies as its weight does.
+        roles: roles in `STATES`.
+        what_if: other recipes to measure them under.
+        counts: returns for a GEMM a test whether this rank counts a tensor in its weight's layout.
     """
     return {
         (gemm.name, role): UncastOperand(gemm, role, make_unquantized_cast(role), what_if, counts(gemm))
@@ -161,7 +161,7 @@ def state_operands(
 
 
 class StateCapture:
-    """Looks at all optimizers that step in one sampled step."""
+    """Observes all optimizers that step in one sampled step."""
 
     def __init__(
         self,
@@ -173,31 +173,31 @@ class StateCapture:
     ) -> None:
         """
         Args:
-            operands: as of `state_operands`, among others.
-            guard: a context that keeps an exception out of the training loop.
-            rows: and columns of each weight whose steps are compared with exact ones; 0: none are.
-            step: which decides which rows those are.
-            products: what is known of dW, by layer.
+            operands: include the result of `state_operands`.
+            guard: returns a context that keeps an exception out of the training loop.
+            rows: rows and columns of each weight to compare with exact steps, or 0 for none.
+            step: sampled step, which determines the rows.
+            products: returns dW by layer, if known.
         """
         self._operands, self._guard, self._rows, self._step, self._products = operands, guard, rows, step, products
         self._samples: dict[str, UpdateSample] = {}
         self._gemms = {name: operand.gemm for (name, role), operand in operands.items() if role in STATES}
         self._seen: set[Key] = set()
-        #: weights as they were before the step, by layer
+        #: weights before the step, by layer
         self._earlier: dict[str, Any] = {}
         self._stepped = False
 
     def subscribe(self, dispatcher: Dispatcher) -> None:
-        """Look at optimizers from now on."""
+        """Observe optimizers from now on."""
         dispatcher.watch_optimizer(partial(self._guard, _LOOKING), self._before, self._after)
 
     @property
     def unseen(self) -> bool:
-        """Whether no optimizer stepped by any of the weights."""
+        """True if no optimizer stepped any of the weights."""
         return bool(self._gemms) and not self._stepped
 
     def see_gradients(self, found: Sequence[WeightGradient]) -> None:
-        """Count gradients in place of earlier ones of the same weights."""
+        """Count gradients, replacing earlier ones of the same weights."""
         for names, x in found:
             for key in [(name, _GRADIENT) for name in names if (name, _GRADIENT) in self._operands]:
                 self._operands[key] = _counted_anew(self._operands[key])
@@ -211,7 +211,7 @@ class StateCapture:
             key = stepped.name, _GRADIENT
             if key in self._operands:
                 known, apart = self._operands[key], getattr(optimizer, "use_decoupled_grad", False)
-                if apart and known.calls:  # `.grad` was counted, and the optimizer steps by another
+                if apart and known.calls:  # `.grad` was counted, but the optimizer steps by another gradient
                     known = self._operands[key] = _counted_anew(known)
                 if not known.calls and not known.copies:
                     self._take(*key, stepped.of(_gradient(optimizer, stepped.parameter)))
@@ -240,7 +240,7 @@ class StateCapture:
     def _end_sample(self, stepped: Stepped, optimizer: Any) -> None:
         sample, operand = self._samples.pop(stepped.name, None), self._operands[stepped.name, "update"]
         adam = adam_of(optimizer, stepped.parameter) if sample else None
-        if sample and adam and operand.calls:  # else another rank counts it
+        if sample and adam and operand.calls:  # otherwise another rank counts it
             with self._guard(_LOOKING), contextlib.suppress(*_NOT_WHOLE):
                 held = _held(stepped, optimizer)
                 operand.add_further(sample.sums(adam, *held, self._products(stepped.name)))
@@ -267,12 +267,12 @@ def _counted_anew(operand: Operand) -> Operand:
 
 
 def _gradient(optimizer: Any, parameter: Any) -> Any:
-    """What an optimizer steps by; Transformer Engine's FusedAdam may be told to keep it apart from `.grad`."""
+    """Return the gradient of an optimizer's step. Transformer Engine's FusedAdam can keep it separate from `.grad`."""
     return getattr(parameter, "decoupled_grad" if getattr(optimizer, "use_decoupled_grad", False) else "grad", None)
 
 
 def _held(stepped: Stepped, optimizer: Any) -> tuple[Any, Any, Any]:
-    """What an optimizer adds to, and the moments as numbers; None of those that are not there yet."""
+    """Return the weight that an optimizer adds to, and its moments as numbers. Missing moments are None."""
     parameter, found = stepped.parameter, dict[str, Any]()
     state = optimizer.state.get(parameter, {})
     for role, names in _NAMES.items():
@@ -283,11 +283,10 @@ def _held(stepped: Stepped, optimizer: Any) -> tuple[Any, Any, Any]:
 
 
 def _decoded(x: Any, optimizer: Any, parameter: Any, name: str) -> Any:
-    """A state in the numbers that it stands for: torchao's and Transformer Engine's optimizers keep it in fewer bits, or
-    scaled.
+    """Return a state as numbers. torchao's and Transformer Engine's optimizers keep it in fewer bits, or scaled.
 
     Raises:
-        TypeError: it is one of Transformer Engine's over ranks, whose parts only that knows.
+        TypeError: it is a DTensor of Transformer Engine's, which only that can decode.
     """
     if type(x).__module__.partition(".")[0] == "torchao":
         return x.dequantize()
@@ -297,5 +296,5 @@ def _decoded(x: Any, optimizer: Any, parameter: Any, name: str) -> Any:
     if is_dtensor(x):
         if x.dtype in (torch.float32, torch.bfloat16):
             return x
-        raise TypeError(f"{name} is a DTensor of {x.dtype}, which is read only where ranks keep no parts of it")
+        raise TypeError(f"{name} is a DTensor of {x.dtype}; this dtype is supported only if ranks keep no parts of a state")
     return unscaled(parameter, name)

@@ -1,4 +1,4 @@
-"""Rules about optimizer states: steps of a weight that are far too large, or nothing."""
+"""Rules about optimizer states: steps of a weight that are far too large, or lost."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ...core.keys import SHOWN_AS, STATES
 from ..products.rule import compute_shares
 from .table import TABLES
 
-#: of the error of the step of a weight
+#: names of the parts of a step's error
 _OF_UPDATE = {
     "error_of_weight_gradient": "of dW",
     "error_of_first_moment": "of m",
@@ -31,7 +31,7 @@ _OF_UPDATE = {
 
 @fact
 def weight_steps(records: Records) -> list[LayerCourse]:
-    """Return for each weight the size of its steps, as a share of the weight, sample by sample."""
+    """Return the relative size of each weight's steps, sample by sample."""
     mine, theirs = (None if each is None else _read(each, "update") for each in (records.run, records.baseline))
     assert mine is not None
     if mine.is_empty() or (theirs is not None and theirs.is_empty()):
@@ -41,9 +41,9 @@ def weight_steps(records: Records) -> list[LayerCourse]:
 
 @fact
 def lost_steps(records: Records) -> pl.DataFrame:
-    """Return layer, step (the first) and n of weights that a step leaves as they are although they have a gradient.
+    """Return layer, first step and count n of weights that do not change in a step although they have a gradient.
 
-    Steps without a learning rate do not count, and weights that stand still in the baseline neither.
+    Steps without a learning rate do not count. Neither do weights that stand still in the baseline.
     """
     mine = read_unusual(lambda run: _read(run, "update").filter(norm=0.0), records.run, records.baseline, ["layer"])
     moved = _read(records.run, "weight_gradient").filter(pl.col("norm") > 0).select("step", "layer")
@@ -93,7 +93,7 @@ def _read(run: Run, *roles: str) -> pl.DataFrame:
 
 
 def find_nonfinite(run: Run, baseline: Run | None) -> list[FirstNonfinite]:
-    """Return the first NaN or infinity of what an optimizer steps by and keeps, that the baseline does not have."""
+    """Return the first NaN or infinity in gradients and optimizer states, unless the baseline has it too."""
     rows = read_unusual(lambda each: _read(each).filter(IS_NONFINITE), run, baseline)
     if rows.is_empty():
         return []
@@ -105,16 +105,16 @@ def find_nonfinite(run: Run, baseline: Run | None) -> list[FirstNonfinite]:
 
 
 def describe_culprit(found: Finding, records: Records) -> Iterator[str]:
-    """Yield whose the error of the steps of the culprit's weight is.
+    """Yield what causes the error of the steps of the culprit's weight.
 
     Args:
-        found: about an operand.
+        found: a finding about an operand.
     """
     rows = _read(records.run, "update").filter(layer=found.layer).filter(pl.col("step") >= (found.since or 0))
     rows = rows.filter(pl.col("update_error").is_not_null())
     if rows.is_empty():
         return
-    # Samples in which the gradient's part is not known would make the others look larger.
+    # Samples without the gradient's part would make the other parts look larger.
     rows = known if len(known := rows.drop_nulls("error_of_weight_gradient")) else rows
     squares = {what: (rows[name] ** 2).mean() for name, what in _OF_UPDATE.items()}
     parts = {what: float(value) for what, value in squares.items() if isinstance(value, float)}

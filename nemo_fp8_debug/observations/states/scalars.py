@@ -1,4 +1,4 @@
-"""Tags of weight gradients, optimizer states and steps of weights."""
+"""TensorBoard tags of weight gradients, optimizer states and steps of weights."""
 
 from __future__ import annotations
 

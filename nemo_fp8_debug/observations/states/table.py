@@ -1,4 +1,4 @@
-"""Tables of what optimizers keep of weights: metrics, in use and under other recipes, and histograms."""
+"""Tables of optimizer states: metrics, in use and under other recipes, and histograms."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from ...core.keys import STATES
 from ...core.table import Metric, Table, cast_columns
 from ..operands.table import HISTOGRAMS, TENSORS
 
-#: of tensors of the optimizer
+#: metrics of tensors of the optimizer
 STATE_METRICS = {
     "norm": Metric("norm", scale="log"),
     "share_pct": Metric("share of all squared norms", "%"),
     "update_to_weight": Metric("step of W / W", scale="log"),
 }
-#: of what a step adds to a weight: its error, and what each of these does to it
+#: metrics of a weight's step: its error, and the contribution of each source
 UPDATE_METRICS = {
     "update_error": Metric("error of the step of W", scale="log"),
     "error_of_weight_gradient": Metric("error of the step of W by dW", scale="log"),

@@ -1,4 +1,4 @@
-"""What optimizers keep, of two runs side by side."""
+"""Compare the optimizer states of two runs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ...analysis.runs.run import Run
 from ...core.keys import SHOWN_AS
 from .table import TABLES
 
-#: name in JSON, title of the table, and its columns behind layer and tensor
+#: name in JSON, title of the table, and its columns after layer and tensor
 NAME, TITLE = TABLES[0].name, "What the optimizers keep, baseline -> run, medians over the later half of the run"
 HEADINGS = ("size (log2 of the ratio)", "root mean square", "share of the squared norm %", "NaN or infinity since")
 _KEY = ["layer", "role"]
@@ -21,13 +21,13 @@ _SHOWN = ("rms_baseline", "rms_run", "size_log2", "share_baseline", "share_run")
 
 
 def compare_runs(baseline: Run, run: Run) -> pl.DataFrame:
-    """Return how far the optimizer's tensors are apart, over the later half of the samples that both runs have.
+    """Compare the optimizer's tensors over the later half of the samples that both runs have.
 
     Returns:
-        A row a weight and state: layer, role, tensor (as people write the role), rms_baseline, rms_run (root mean squares,
-        medians), size_log2 (the median of the log2 of their ratio), share_baseline, share_run (percent of all squared norms,
-        medians), nonfinite_since (first step at which it holds NaN or infinity in the run alone); those that are not finite
-        first, then the farthest apart. Empty where a record has none.
+        One row for each weight and state: layer, role, tensor (the symbol of the role), rms_baseline and rms_run (root mean
+        squares), size_log2 (log2 of their ratio), share_baseline and share_run (percent of all squared norms), and
+        nonfinite_since (first step with NaN or infinity in the run alone). All but the last are medians. Tensors that are
+        not finite come first, then the largest ratios. Empty if a record has no states.
 
     Example:
         >>> from nemo_fp8_debug.analysis.runs.run import Run
@@ -52,13 +52,13 @@ def compare_runs(baseline: Run, run: Run) -> pl.DataFrame:
 
 
 def _sizes(run: Run) -> pl.DataFrame:
-    """step, layer, role, share_pct, rms (null where it is zero or not known), lost (NaN and infinite values)."""
+    """Return rows of step, layer, role, share_pct, rms (null if zero or unknown) and lost (NaN and infinite values)."""
     rows = run.table(NAME).filter(pl.col("scale_source") != "what-if")
     return rows.select("step", *_KEY, "share_pct", rms=ROOT_MEAN_SQUARE, lost=pl.col("nan") + pl.col("inf"))
 
 
 def show_row(row: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the cells of a row of `compare_runs`, behind layer and tensor."""
+    """Yield the cells of a row of `compare_runs` after layer and tensor."""
     yield format_number(row["size_log2"])
     for name in ("rms", "share"):
         yield f"{format_number(row[f'{name}_baseline'])} -> {format_number(row[f'{name}_run'])}"

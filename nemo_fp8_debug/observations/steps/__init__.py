@@ -1,4 +1,4 @@
-"""What a host reports of each step and of its evaluations. Internal."""
+"""Scalars that a framework reports for each step and for its evaluations. Internal."""
 
-#: of its tables in a record
+#: position of its tables in a record
 PLACE = 7

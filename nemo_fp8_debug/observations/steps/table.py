@@ -1,4 +1,4 @@
-"""Tables of what a host reports: a row for each step, and one for each loss of an evaluation."""
+"""Tables of a framework's scalars: a row for each step, and one for each loss of an evaluation."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from ...core.keys import STEP_SCALARS
 from ...core.table import SAMPLE, Table, cast_columns
 
 TABLES = (
-    # What is read on sampled steps only is null on others.
+    # Values that are read on sampled steps only are null on other steps.
     Table("steps", {**SAMPLE, **cast_columns("float64", "time", *STEP_SCALARS), **cast_columns("string", "trigger")}),
     Table(
         "validation",

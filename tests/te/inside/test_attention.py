@@ -176,7 +176,9 @@ def test_an_fp8_attention_whose_operands_nothing_shows_is_named(tmp_path: Path) 
     model.core.__dict__["unfused_attention"] = lambda *args, **kwargs: inner(*args, **kwargs)
     del model.core._modules["unfused_attention"]
     with (
-        pytest.warns(FP8DebugWarning, match=r"attention of 1 layers \(first core\) runs in FP8: it is quantized and not"),
+        pytest.warns(
+            FP8DebugWarning, match=r"attention of 1 layers \(first core\) runs in FP8 and is quantized, but is not"
+        ),
         monitor.step(0),
         te.autocast(enabled=True, recipe=RECIPES["current"]),
     ):
