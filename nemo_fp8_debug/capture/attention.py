@@ -1,11 +1,11 @@
-"""Operands of Transformer Engine's FP8 attention, where its unfused emulation shows them.
+"""Observe operands of Transformer Engine's FP8 attention, if its unfused emulation shows them.
 
-`NVTE_UnfusedDPA_Emulate_FP8=1` makes its `UnfusedDotProductAttention` put Q, K, V, S and O, and on the way back dO, dP, dQ,
-dK and dV, through nodes of autograd that quantize and dequantize. Each node holds its quantizer, and how it casts is read
-from that. A gradient is what a node gets in the backward: a hook before the node sees it. What a node got in the forward is
-not kept by it: so for the length of the call a mode of torch looks at what functions return, and calls each unchanged.
+With `NVTE_UnfusedDPA_Emulate_FP8=1`, its `UnfusedDotProductAttention` puts Q, K, V, S and O, and on the way back dO, dP, dQ,
+dK and dV, through autograd nodes that quantize and dequantize. Each node holds its quantizer, from which we read the cast. A
+hook before a node sees the gradients that it receives in the backward. The node does not keep its inputs of the forward. So
+during the call a mode of torch watches the results of functions, and calls each function unchanged.
 
-The fused kernels show nothing of it; that such an attention ran in FP8 is noticed, and said.
+The fused kernels do not show operands. We warn that such an attention ran in FP8.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ BACKWARD = {
     "dQKV_quantizer": ("grad_query", "grad_key", "grad_value"),
 }
 _NODE = "FP8EmulationFuncBackward"
-#: results of functions that are remembered: a node follows the function that made its input
+#: how many results of functions are remembered: a node follows the function that made its input
 _REMEMBERED = 4
-#: nodes of the emulation one after the other
+#: number of consecutive nodes of the emulation
 _CHAIN = 2
-#: casts of one scale, whose operands may lie in any order
+#: quantizers with one scale for a tensor, whose operands may have any layout
 _PER_TENSOR = ("Float8Quantizer", "Float8CurrentScalingQuantizer", "IdentityQuantizer")
-#: casts in blocks, which lie along the dimension that a product sums over: along tokens for V and dV
+#: quantizers with blocks along the dimension that a product sums over: along tokens for V and dV
 _IN_BLOCKS = ("MXFP8Quantizer",)
 _ALONG_TOKENS = ("value", "grad_value")
 _BACKEND = Backend("Transformer Engine attention", lambda module: False, lambda *_: None, lambda *_: None, lambda out: out)
@@ -59,7 +59,7 @@ def find_attentions(scanned: Iterable[ScannedModule]) -> list[Gemm]:
 
 
 def is_attention(module: nn.Module) -> bool:
-    """Whether it is Transformer Engine's `DotProductAttention`, or Megatron's subclass of it."""
+    """Return True for Transformer Engine's `DotProductAttention`, and for Megatron's subclass of it."""
     return any(
         base.__name__ == "DotProductAttention" and base.__module__.partition(".")[0] == "transformer_engine"
         for base in type(module).__mro__
@@ -67,12 +67,12 @@ def is_attention(module: nn.Module) -> bool:
 
 
 def _recipe_of(module: Any) -> Any:
-    """Transformer Engine's recipe of its last call."""
+    """Return Transformer Engine's recipe of the module's last call."""
     return getattr(module, "fp8_meta", {}).get("recipe")
 
 
 def is_in_fp8(module: nn.Module) -> bool | None:
-    """Whether an attention is told to run in FP8, as its last call or its configuration says; None: neither does."""
+    """Return whether an attention runs in FP8, from its last call or its configuration. None if neither shows it."""
     recipe = _recipe_of(module)
     config: Any = getattr(module, "config", None)
     if getattr(module, "fp8_initialized", False) and recipe is not None:
@@ -88,13 +88,13 @@ def _asks(recipe: Any) -> bool:
 
 
 def is_emulated() -> bool:
-    """Whether the environment asks for the emulation and leaves Transformer Engine nothing faster to take."""
+    """Return True if the environment enables the emulation and leaves Transformer Engine no faster choice."""
     get = os.environ.get
     return get("NVTE_UnfusedDPA_Emulate_FP8") == "1" and get("NVTE_FLASH_ATTN") == get("NVTE_FUSED_ATTN") == "0"
 
 
 class AttentionCapture:
-    """Looks at attentions in one sampled step."""
+    """Observes attentions in one sampled step."""
 
     def __init__(
         self,
@@ -105,18 +105,18 @@ class AttentionCapture:
     ) -> None:
         """
         Args:
-            found: attentions that are looked at.
-            sinks: by (name, role): what gets each operand.
-            dispatcher: of the step.
+            found: attentions to observe.
+            sinks: receive the operands, by (name, role).
+            dispatcher: dispatcher of the step.
         """
         self._found, self._sinks, self._on_fault, self._dispatcher = found, sinks, on_fault, dispatcher
         self._emulated: set[str] = set()
         self._untold = unread_release()
-        #: names of attentions that ran in FP8 and were not seen
+        #: names of attentions that ran in FP8 without showing operands
         self.unseen: dict[str, None] = {}
 
     def subscribe(self) -> None:
-        """Look at calls from now on."""
+        """Observe calls from now on."""
         for gemm in self._found:
             unfused, guard = gemm.module._modules.get("unfused_attention"), partial(self._guarded, gemm)
             self._dispatcher.watch_returned(gemm.module, guard, partial(self._see_attention, gemm))
@@ -152,16 +152,16 @@ class AttentionCapture:
             self.unseen[gemm.name] = None
 
     def _take_node(self, gemm: Gemm, node: Any, inputs: Callable[[], Sequence[torch.Tensor | None]]) -> None:
-        """A node of the emulation that a forward has made.
+        """Take the operands of a node of the emulation that a forward has made.
 
         Args:
-            inputs: what finds the tensors that it was given.
+            inputs: returns the input tensors of the node.
         """
         name, quantizer = node.quantizer_name, node.quantizer
         if roles := FORWARD.get(name):
             self._take(gemm, roles, quantizer, inputs())
         elif roles := BACKWARD.get(name):
-            # Nothing here may hold the node, which holds what is saved for the backward.
+            # Do not keep the node alive: it holds what is saved for the backward.
             take = partial(self._take, gemm, roles, quantizer)
             self._dispatcher.watch_node(node, partial(self._guarded, gemm), before=take)
 
@@ -182,21 +182,21 @@ class AttentionCapture:
                 self._on_fault(gemm.name, role, error, True)
 
     def _cast_of(self, gemm: Gemm, roles: Sequence[str], tensors: Sequence[torch.Tensor], quantizer: Any) -> ScaleInUse:
-        """Q, K and V are cast as one tensor, and so are their gradients."""
+        """Return the cast of operands that are cast as one tensor: Q, K and V, or their gradients."""
         like = "grad_output" if roles[0].startswith("grad") else "input"
         try:
             if self._untold:
                 raise UnknownCast(self._untold)
             kind = type(quantizer).__name__
             if quantizer is not None and kind not in (*_PER_TENSOR, *_IN_BLOCKS):
-                raise UnknownCast(f"its quantizer is a {kind}, which is not measured of attention")
+                raise UnknownCast(f"its quantizer is a {kind}, which is not supported for attention")
             use = make_cast(quantizer, _recipe_of(gemm.module), like)
             if use.amax_group is not None:
-                raise UnknownCast("ranks share its amax, and how they reduce it was not seen")
+                raise UnknownCast("ranks share its amax, and their reduction was not seen")
             if len(roles) == 1 or use.source != "engine" or not isinstance(use.scale, CurrentScaling):
                 return use
             if len(tensors) != len(roles):
-                raise UnknownCast("not all tensors that are cast together could be found")
+                raise UnknownCast("some tensors that are cast together could not be found")
             amax = torch.stack([compute_amax(x) for x in tensors]).max()
             return replace(use, scale=use.scale.scale(amax, use.format.max))
         except Exception as error:
@@ -206,10 +206,10 @@ class AttentionCapture:
 
 
 def _as_cast(x: torch.Tensor, role: str, use: ScaleInUse) -> torch.Tensor:
-    """With the dimension last that blocks lie along.
+    """Return the tensor with the dimension last that blocks run along.
 
     Args:
-        x: of Q, K, V and their gradients [tokens, batch, heads, features], to which the emulation brings them.
+        x: Q, K, V or a gradient, [tokens, batch, heads, features] as in the emulation.
     """
     if isinstance(use.scale, BlockRule) and role in _ALONG_TOKENS:
         return x.permute(1, 2, 0, 3).flatten(0, 2).t().contiguous()
@@ -217,7 +217,7 @@ def _as_cast(x: torch.Tensor, role: str, use: ScaleInUse) -> torch.Tensor:
 
 
 class _Watching(TorchFunctionMode):
-    """Calls every function unchanged, and finds nodes of the emulation in what functions are given."""
+    """Calls every function unchanged, and finds nodes of the emulation in the functions' arguments."""
 
     def __init__(self, given: Sequence[Any], found: Callable[[Any, Callable[[], Any]], None]) -> None:
         super().__init__()
@@ -225,7 +225,7 @@ class _Watching(TorchFunctionMode):
         self._given = [x for x in given if isinstance(x, torch.Tensor)]
         self._recent: deque[torch.Tensor] = deque(maxlen=_REMEMBERED)
         self._nodes: list[Any] = []
-        #: of the quantizers of all nodes that were found
+        #: names of the quantizers of all nodes found
         self.names: set[str] = set()
         self._on = True
 
@@ -234,7 +234,7 @@ class _Watching(TorchFunctionMode):
             self.look_at(args)
         out = func(*args, **(kwargs or {}))
         if self._on:
-            # Inside of a node, which runs without gradients, a function is given what the node was given.
+            # Inside a node, which runs without gradients, a function receives the node's inputs.
             self._remember(*args[:1], out)
         return out
 
@@ -244,28 +244,28 @@ class _Watching(TorchFunctionMode):
                 self._recent.append(x)
 
     def begin(self) -> None:
-        """Look from now on."""
+        """Observe from now on."""
         self.__enter__()  # type: ignore[no-untyped-call]
 
     def end(self) -> None:
-        """The call is over."""
+        """Stop observing after the call."""
         if _get_current_function_mode() is self:
             self.__exit__(None, None, None)
         self._on = False
 
     def forget(self) -> None:
-        """Let go of all tensors and nodes."""
+        """Release all tensors and nodes."""
         self._given, self._nodes, self._seen = [], [], set()
         self._recent.clear()
 
     def look_at(self, tensors: Sequence[Any]) -> None:
-        """Take the nodes of the emulation that made these, each once."""
+        """Take the nodes of the emulation that made these tensors, each once."""
         for x in tensors:
             node = x.grad_fn if isinstance(x, torch.Tensor) else None
             for made in reversed(list(_chain(node))):
                 if id(made) not in self._seen:
                     self._seen.add(id(made))
-                    self._nodes.append(made)  # as long as it lives, its id is no other's
+                    self._nodes.append(made)  # keeps the node alive, so that its id stays unique
                     self.names.add(made.quantizer_name)
                     self._found(made, partial(self._inputs, made))
 
@@ -283,7 +283,7 @@ class _Watching(TorchFunctionMode):
 
 
 def _chain(node: Any) -> Iterator[Any]:
-    """Nodes of the emulation, from the last one to the first; an output that leaves in FP8 has a node of its own."""
+    """Yield nodes of the emulation, last first. An output that leaves in FP8 has one more node."""
     if type(node).__name__ == "_QuantizeFuncBackward":
         node = node.next_functions[0][0]
     for _ in range(_CHAIN):

@@ -1,4 +1,4 @@
-"""What torch's data parallelism holds: parameters that FSDP2 has sharded, and the DDP whose forward runs."""
+"""Find parameters that FSDP2 has sharded, and the DDP whose forward runs."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from .scan import ScannedModule
 
 
 def find_active_ddp() -> Any:
-    """Return torch's DistributedDataParallel in whose forward this is called; None: in none."""
+    """Return torch's DistributedDataParallel inside whose forward this is called, if any."""
     of: Any = sys.modules.get("torch.nn.parallel.distributed")
     return getattr(getattr(of, "DistributedDataParallel", None), "_active_ddp_module", None)
 
 
 class Sharded:
-    """Parameters of FSDP2: each takes the place of a module's weight while that is not gathered."""
+    """Parameters of FSDP2, which replace a module's weight as long as it is not gathered."""
 
     def __init__(self, scanned: Iterable[ScannedModule]) -> None:
         self._of: dict[tuple[int, str], tuple[Any, Any]] = {}
@@ -28,16 +28,16 @@ class Sharded:
                 self._of[id(info.module), info.param_name] = one, group
 
     def find(self, module: nn.Module, name: str) -> tuple[Any, Any]:
-        """Return what FSDP2 knows of a parameter, and of those that it gathers together with it."""
+        """Return FSDP2's state of a parameter, and of the group that it gathers together with this parameter."""
         return self._of[id(module), name]
 
     def parameter(self, module: nn.Module, name: str) -> Any:
-        """Return the sharded parameter, a DTensor; None: it has none."""
+        """Return the sharded parameter, a DTensor, if there is one."""
         found = self._of.get((id(module), name))
         return found and found[0].sharded_param
 
     def has_gradient(self, module: nn.Module, name: str) -> bool:
-        """Return True if earlier backward passes have left any."""
+        """Return True if earlier backward passes have left a gradient."""
         one, _ = self._of[id(module), name]
         own = getattr(one, "_unsharded_param", None)
         kept = (one.sharded_param.grad, one.unsharded_accumulated_grad, None if own is None else own.grad)

@@ -1,6 +1,6 @@
-"""What a sampled step left on a device, brought to the host once it is over, off the stream of the training.
+"""Copy the tensors of a sampled step from devices to the host after the step, off the stream of the training.
 
-Tensors of a device travel as one, and of histograms only the bins that are not empty.
+Tensors of a device are copied as one. We copy only the occupied bins of histograms.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ import torch
 
 from ..numerics.histogram import BINS
 
-#: histograms whose bins are looked for at a time, 2 MiB of them
+#: how many histograms are searched at once, 2 MiB
 GROUP = 8
-#: gives the tensor that takes the place of one
+#: returns the replacement of a tensor
 Move = Callable[[torch.Tensor], torch.Tensor]
-#: of a group of histograms, end to end: where they are not empty, int64 [N], and the counts there, int64 [N]
+#: occupied bins of a group of histograms, end to end: positions, int64 [N], and counts, int64 [N]
 Bins = tuple[torch.Tensor, torch.Tensor]
 
 
@@ -28,17 +28,17 @@ class Holder(Protocol):
     """Holds tensors until a step is measured."""
 
     def move(self, to: Move) -> None:
-        """Replace each of them by what `to` gives for it."""
+        """Replace each tensor by the result of `to`."""
 
 
 class DeviceToHostCopy:
-    """Made in the training thread when a step is over, which waits for nothing; the way home is taken in the background."""
+    """A copy that is prepared in the training thread after a step, without waiting, and made in the background."""
 
     def __init__(self, holders: Sequence[Holder], devices: Collection[torch.device]) -> None:
         """
-        Args:
-            holders: of tensors, on any device.
-            devices: that these are on.
+        holders: hold tensors on any device.
+        devices: devices of these tensors.
+        devices: that these are on.
         """
         self._holders = holders
         self._over = {device: _mark(device) for device in set(devices) if device.type == "cuda"}
@@ -46,7 +46,7 @@ class DeviceToHostCopy:
         self._done = False
 
     def wait(self) -> None:
-        """Have all tensors in host memory, once the device has come to the end of the step; nothing more if called again."""
+        """Copy all tensors to host memory after the device has finished the step. A second call does nothing."""
         if self._on_device and not self._done:
             self._fetch()
         self._done = True
@@ -71,7 +71,7 @@ def _mark(device: torch.device) -> torch.cuda.Event:
 
 
 def _by_device(holders: Sequence[Holder]) -> list[list[torch.Tensor]]:
-    """The tensors that are not in host memory, each once, a list for each device."""
+    """Return the tensors that are not in host memory, each once, as a list for each device."""
     found: dict[torch.device, dict[int, torch.Tensor]] = defaultdict(dict)
 
     def note(x: torch.Tensor) -> torch.Tensor:
@@ -86,7 +86,7 @@ def _by_device(holders: Sequence[Holder]) -> list[list[torch.Tensor]]:
 
 @functools.cache
 def _stream(device: torch.device) -> torch.cuda.Stream:
-    """One for good: torch keeps what was freed in a stream for that stream."""
+    """Return one stream for good: torch reuses memory freed in a stream for that stream only."""
     return torch.cuda.Stream(device)
 
 
@@ -100,7 +100,7 @@ def _to_host(away: torch.Tensor) -> torch.Tensor:
 
 
 def copied_to_host(tensors: Sequence[torch.Tensor], to_host: Move) -> list[torch.Tensor]:
-    """Tensors of one device in host memory, by one copy; of histograms only the bins that are not empty travel."""
+    """Return tensors of one device in host memory, using one copy. Only occupied bins of histograms are copied."""
     histograms = [x for x in tensors if _is_histogram(x)]
     others = [x for x in tensors if not _is_histogram(x)]
     groups = _thinned(histograms)
@@ -117,7 +117,7 @@ def _is_histogram(x: torch.Tensor) -> bool:
 
 
 def _thinned(histograms: Sequence[torch.Tensor]) -> list[Bins]:
-    """A group a time, each of which waits for the device once, so that it takes little of its memory."""
+    """Return the occupied bins, group by group. Each group waits for the device once, which limits device memory."""
     found = []
     for i in range(0, len(histograms), GROUP):
         counts = torch.cat(list(histograms[i : i + GROUP]))
@@ -127,7 +127,7 @@ def _thinned(histograms: Sequence[torch.Tensor]) -> list[Bins]:
 
 
 def _filled(groups: Sequence[Bins], n: int) -> Iterator[torch.Tensor]:
-    """The `n` histograms that `_thinned` made those of."""
+    """Yield the `n` histograms from the result of `_thinned`."""
     for i, (where, there) in enumerate(groups):
         counts = np.zeros((min(GROUP, n - GROUP * i), BINS), np.int64)  # mostly never touched
         counts.reshape(-1)[where.numpy()] = there.numpy()
@@ -135,7 +135,7 @@ def _filled(groups: Sequence[Bins], n: int) -> Iterator[torch.Tensor]:
 
 
 def packed(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Their bytes end to end, uint8 [n], those of the widest dtypes first so that each keeps its alignment."""
+    """Return the tensors' bytes end to end, uint8 [n]. The widest dtypes come first, so that each keeps its alignment."""
     return torch.cat([_bytes(x) for x in sorted(tensors, key=_width)])
 
 
@@ -145,7 +145,7 @@ def _bytes(x: torch.Tensor) -> torch.Tensor:
 
 
 def unpacked(bytes_of_all: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Views of what `packed` made of tensors, in their order."""
+    """Return the tensors as views of the result of `packed`, in their order."""
     order = sorted(range(len(like)), key=lambda i: _width(like[i]))
     parts = bytes_of_all.split([like[i].numel() * like[i].element_size() for i in order])
     found = {i: part.view(like[i].dtype).view(like[i].shape) for i, part in zip(order, parts, strict=True)}

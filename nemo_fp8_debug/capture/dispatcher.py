@@ -1,17 +1,17 @@
-"""One dispatcher of events for each sampled step: it alone installs hooks on the run, and it removes all of them.
+"""The dispatcher of events for a sampled step. It alone installs hooks on the run, and it removes all of them.
 
 Observers subscribe to events and hold no hooks:
 
-watch_calls      a module is entered (before all other hooks), and has returned (before all other hooks)
-watch_ready      a module's forward is about to run: all other hooks have gathered or replaced what it multiplies
+watch_calls      a module is entered and has returned, in both cases before all other hooks
+watch_ready      a module's forward is about to run: other hooks have gathered or replaced its operands
 watch_returned   a module has returned, after all other hooks
-watch_gradient   the gradient of a tensor arrives: of an output, or of a parameter
+watch_gradient   the gradient of an output or of a parameter arrives
 watch_node       a node of the autograd graph is about to run, and has run
 watch_optimizer  any optimizer is about to step, and has stepped
-after_backward   the backward pass that runs now is over
+after_backward   the current backward pass is over
 at_close         the step is over
 
-Each subscriber brings the guard that decides what a fault in it costs. What torch.compile traces does nothing (`tracing`).
+Each subscriber provides a guard, which decides what a fault in it costs. Hooks do nothing while torch.compile traces them.
 """
 
 from __future__ import annotations
@@ -33,43 +33,43 @@ from torch.utils.hooks import RemovableHandle
 from .backends.base import Args, Kwargs
 from .tracing import Hook
 
-#: makes a context that keeps a subscriber's exceptions out of the run
+#: returns a context that keeps a subscriber's exceptions out of the run
 Guard = Callable[[], AbstractContextManager[Any]]
 
-#: Engines queue callbacks in a backward pass, some of which queue another: so many later than ours all have run.
+#: Engines queue callbacks in a backward pass, some of which queue another. After this many rounds all of them have run.
 _LAST_CALLBACK = 4
 _SKIPPED, _COUNTED, _FIRST, _AGAIN, _TRANSFORMED = range(5)
 
 
 class Transformed(Exception):
-    """A forward under a transform of torch.func (vmap, grad, jvp), whose tensors stand for others: it is not counted."""
+    """A forward under a transform of torch.func (vmap, grad, jvp), whose tensors stand for others, so we do not count it."""
 
 
 class Mode(Protocol):
-    """A mode of torch that looks at what runs inside a forward."""
+    """A mode of torch that observes the operations inside a forward."""
 
     def begin(self) -> None:
-        """Look from now on."""
+        """Observe from now on."""
 
     def end(self) -> None:
-        """Look no longer."""
+        """Stop observing."""
 
 
 @dataclass(eq=False, slots=True)
 class Pass:
-    """A call of a module's forward as one observer sees it. A recompute has the pass of the first forward."""
+    """A call of a module's forward as seen by one observer. A recompute shares the pass of the first forward."""
 
     #: place in the order of execution
     order: int
-    #: whether it counts; a first forward under `no_grad` does not, and its recompute does
+    #: whether the pass counts; a first forward under `no_grad` does not, but its recompute does
     counts: bool
-    #: what the observer keeps of it
+    #: the observer's own data
     kept: Any = None
-    #: modes that are still to begin
+    #: modes that have not begun yet
     modes: Sequence[Mode] = ()
 
     def watch(self, mode: Mode) -> None:
-        """Have a mode begin once all subscribers to this event are done, and end as soon as the module has returned."""
+        """Begin a mode after all subscribers to this event, and end it as soon as the module has returned."""
         self.modes = [*self.modes, mode]
 
 
@@ -84,18 +84,18 @@ class _Observer:
 
 
 class _Call:
-    """A call of a module's forward that is under way."""
+    """A running call of a module's forward."""
 
     __slots__ = ("kind", "modes", "passes")
 
     def __init__(self) -> None:
         self.kind: int | None = None
-        #: by observer
+        #: passes by observer
         self.passes: dict[_Observer, Pass] = {}
         self.modes: Sequence[tuple[_Observer, Mode]] = ()
 
     def begin_modes(self) -> None:
-        """Begin the modes that observers have asked for. Outside of guards, which hide other modes and restore them."""
+        """Begin the modes that observers have requested, outside of guards, which hide other modes and restore them."""
         for observer, seen in self.passes.items():
             modes, seen.modes = seen.modes, ()
             for mode in modes:
@@ -103,14 +103,14 @@ class _Call:
                 _run(observer.guard, mode.begin)
 
     def end_modes(self) -> None:
-        """End all of them, the last one first."""
+        """End all modes, the last one first."""
         modes, self.modes = self.modes, ()
         for observer, mode in reversed(modes):
             _run(observer.guard, mode.end)
 
 
 class _Module:
-    """A module with hooks, and who gets its events. Few objects: each one is work for Python's garbage collector."""
+    """A module with hooks, and the subscribers to its events. Few objects, because each costs garbage collection time."""
 
     __slots__ = ("calls", "has_counted", "observers", "ready", "returned", "waiting")
 
@@ -119,23 +119,23 @@ class _Module:
         self.ready: Sequence[tuple[Guard, Callable[..., None]]] = ()
         self.returned: Sequence[tuple[Guard, Callable[..., None]]] = ()
         self.calls: list[_Call] = []
-        #: passes under `no_grad` that a recompute may still come for, from first to last
+        #: passes under `no_grad` whose recompute may still come, in order
         self.waiting: Sequence[dict[_Observer, Pass]] = ()
-        #: counted outside of backward: a recompute adds nothing
+        #: whether a pass outside of backward has counted, so that a recompute adds nothing
         self.has_counted = False
 
     def decide(self, module: nn.Module, call: _Call) -> int:
-        """Decide whether a forward that begins counts, once for all observers.
+        """Decide for all observers whether a forward that begins counts.
 
-        Activation recompute runs a forward twice, once of them inside backward. A forward inside backward counts only if the
-        first one could not: under `no_grad`, where it left no output to hook. It has the places of the first one, and what
-        observers kept of it: an engine that recomputes casts as it did then, and its scales have moved on.
+        Activation recompute runs a forward twice, the second time inside backward. A forward inside backward counts only if
+        the first one could not: under `no_grad`, it left no output to hook. The recompute takes the places of the first one
+        and the observers' data, because an engine casts as it did then although its scales have moved on.
         """
         if torch._C._functorch.peek_interpreter_stack() is not None:
             return _TRANSFORMED
         if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
-            return _SKIPPED  # counting would be recorded with it, and be done again in every replay, in memory of others
-        if torch._C._current_graph_task_id() != -1:  # inside backward: a recompute
+            return _SKIPPED  # the graph would repeat the counting in every replay, in memory that others use later
+        if torch._C._current_graph_task_id() != -1:  # inside backward, so this is a recompute
             if self.has_counted or not self.waiting:
                 return _SKIPPED
             call.passes, *self.waiting = self.waiting
@@ -150,24 +150,24 @@ class _Module:
 
 
 class EventHook:
-    """A hook on a tensor or a node of the autograd graph, which holds neither."""
+    """A hook on a tensor or an autograd node, which keeps neither of them alive."""
 
     __slots__ = ("__weakref__", "_call", "_guard", "is_inside")
 
     def __init__(self, guard: Guard, call: Callable[..., None], is_inside: bool = False) -> None:
         self._guard = guard
         self._call: Callable[..., None] | None = call
-        #: on a product inside a module's forward
+        #: whether it is on a product inside a module's forward
         self.is_inside = is_inside
 
     def __call__(self, *arguments: Any) -> None:
-        """Hand the event to the subscriber; autograd calls this."""
+        """Pass the event to the subscriber. Autograd calls this."""
         if (call := self._call) is not None:
             with self._guard():
                 call(*arguments)
 
     def forget(self) -> None:
-        """Do nothing from now on, and hold nothing: the graph may outlive the step."""
+        """Do nothing from now on and release everything, because the graph may outlive the step."""
         self._call, self._guard = None, contextlib.nullcontext
 
 
@@ -175,11 +175,11 @@ class Dispatcher:
     """The events of one sampled step."""
 
     def __init__(self) -> None:
-        #: gives out places in the order of execution
+        #: yields places in the order of execution
         self.order: Iterator[int] = itertools.count(step=3)
         self._modules: dict[nn.Module, _Module] = {}
         self._optimizer: dict[str, list[tuple[Guard, Callable[[Any], None]]]] = {}
-        # Tensors and nodes come and go with each micro-batch, and their hooks with them.
+        # Tensors and nodes exist for a micro-batch only, and so do their hooks.
         self._on_graph: weakref.WeakSet[EventHook] = weakref.WeakSet()
         self._handles: list[RemovableHandle] = []
         self._undo = contextlib.ExitStack()
@@ -193,14 +193,14 @@ class Dispatcher:
         left: Callable[[Pass, Args, Kwargs, Any], None],
         applies: Callable[[Kwargs], bool] | None = None,
     ) -> None:
-        """Look at the calls of a module's forward that count, and at first passes whose recompute will.
+        """Observe the calls of a module's forward that count, and first passes whose recompute will.
 
-        Whoever subscribes later gets each event earlier, and takes its place in the order of execution earlier.
+        A later subscriber receives each event earlier, and takes its place in the order of execution earlier.
 
         Args:
-            entered: called before all hooks that were there.
-            left: called with what the module returned, before all other forward hooks; not if the forward raised.
-            applies: whether a call is looked at at all; None: all are.
+            entered: called before all existing hooks.
+            left: called with the module's output, before all other forward hooks, but not if the forward raised.
+            applies: whether to observe a call; None for all calls.
         """
         watched, hold = self._watched(module), self._handles.append
         if not watched.observers:
@@ -210,7 +210,7 @@ class Dispatcher:
         watched.observers = [_Observer(guard, entered, left, applies), *watched.observers]
 
     def watch_ready(self, module: nn.Module, guard: Guard, call: Callable[[Args, Kwargs], None]) -> None:
-        """Have `call` called before each forward of a module, after all pre-hooks that were there."""
+        """Call `call` before each forward of a module, after all existing pre-hooks."""
         watched = self._watched(module)
         if not watched.ready:
             hook = Hook(partial(self._prepare, watched), module)
@@ -218,7 +218,7 @@ class Dispatcher:
         watched.ready = [*watched.ready, (guard, call)]
 
     def watch_returned(self, module: nn.Module, guard: Guard, call: Callable[[Any], None]) -> None:
-        """Have `call` called with what each forward of a module returns, after all forward hooks that were there."""
+        """Call `call` with the output of each forward of a module, after all existing forward hooks."""
         watched = self._watched(module)
         if not watched.returned:
             hook = Hook(partial(self._return, watched), module)
@@ -228,13 +228,13 @@ class Dispatcher:
     def watch_gradient(
         self, x: torch.Tensor, guard: Guard, call: Callable[[torch.Tensor], None], is_inside: bool = False
     ) -> None:
-        """Have `call` called with the gradient of a tensor whenever it arrives.
+        """Call `call` with the gradient of a tensor whenever it arrives.
 
         Args:
-            is_inside: it is a product inside a module's forward, which is looked at for that module.
+            is_inside: whether the tensor is a product inside a module's forward, observed for that module.
         """
         hook = self._on_graph_hook(guard, call, is_inside)
-        if x.is_leaf:  # a parameter, which stays
+        if x.is_leaf:  # a parameter, which outlives the step
             self._handles.append(x.register_hook(hook))
         else:
             x.register_hook(hook)
@@ -242,7 +242,7 @@ class Dispatcher:
     def watch_node(
         self, node: Any, guard: Guard, before: Callable[..., None] | None = None, after: Callable[..., None] | None = None
     ) -> None:
-        """Have these called right before a node of the autograd graph runs, and after it. Does not hold the node."""
+        """Call these right before an autograd node runs, and after it. Does not keep the node alive."""
         if before is not None:
             node.register_prehook(self._on_graph_hook(guard, before))
         if after is not None:
@@ -251,7 +251,7 @@ class Dispatcher:
     def watch_optimizer(
         self, guard: Guard, before: Callable[[Any], None] | None = None, after: Callable[[Any], None] | None = None
     ) -> None:
-        """Have these called with any optimizer that is about to step, or has stepped."""
+        """Call these with any optimizer that is about to step, or has stepped."""
         for name, register, call in (
             ("before", register_optimizer_step_pre_hook, before),
             ("after", register_optimizer_step_post_hook, after),
@@ -263,15 +263,15 @@ class Dispatcher:
                 self._optimizer[name].append((guard, call))
 
     def after_backward(self, guard: Guard, call: Callable[[], None]) -> None:
-        """Have `call` called when the backward pass that runs is over, and the engine's own callbacks have run."""
+        """Call `call` when the current backward pass is over, and the engine's own callbacks have run."""
         _queue(self._on_graph_hook(guard, call), _LAST_CALLBACK)
 
     def at_close(self, call: Callable[[], object]) -> None:
-        """Have `call` called at the end of the step, whatever else is raised then."""
+        """Call `call` at the end of the step, whatever else raises then."""
         self._undo.callback(call)
 
     def close(self) -> None:
-        """End the step: remove all hooks, whatever one of them raises. Gradients that arrive later are ignored."""
+        """End the step: remove all hooks, whatever one of them raises. Later gradients are ignored."""
         for handle in self._handles:
             self._undo.callback(handle.remove)
         self._undo.close()
@@ -348,7 +348,7 @@ class Dispatcher:
 
 
 def _run(guard: Guard, call: Callable[[], None]) -> None:
-    """Call what must not run inside the guard, and leave its exception to that."""
+    """Call a function outside of the guard, and pass its exception to the guard."""
     try:
         call()
     except Exception as error:

@@ -1,4 +1,4 @@
-"""Which modules of a model are GEMMs, and what they are called on every host and rank."""
+"""Find the modules of a model that are GEMMs, and name them alike on every framework and rank."""
 
 from __future__ import annotations
 
@@ -23,39 +23,39 @@ from .scan import ScannedModule, scan_modules
 class Gemm:
     """A module that multiplies its input by a weight."""
 
-    #: global and stable: wrappers stripped, the pipeline-global layer index, 0-based
+    #: global and stable: without wrappers, and with the layer's 0-based index over all pipeline stages
     name: str
     module: nn.Module
     backend: Backend
-    #: runs inside torch.compile, where a hook would become part of the graph and change it
+    #: whether it runs inside torch.compile, where a hook would become part of the graph and change it
     compiled: bool = False
-    #: which of the GEMMs that the module runs; "" where it runs one
+    #: which of the module's GEMMs, or "" if it has only one
     part: str = ""
 
     @property
     def kind(self) -> str:
-        """What the GEMM does in its layer, the last part of its name but for an expert's number, as `linear_fc2`."""
+        """Role of the GEMM in its layer, such as `linear_fc2`: the last part of its name, without an expert's number."""
         name = self.name.rpartition(".")[0] if self.part.isdigit() else self.name
         return name.rpartition(".")[2]
 
     @property
     def unseen(self) -> Collection[str]:
-        """Roles that no hook sees."""
+        """Roles that hooks cannot observe."""
         return self.backend.unseen(self.module, self.part)
 
 
 def find_gemms(roots: Sequence[nn.Module], in_forward: bool = False) -> list[Gemm]:
-    """Return every GEMM of a model whose module a backend knows, in module order.
+    """Return every GEMM of a model whose module a backend supports, in module order.
 
     Args:
-        roots: the model, or its chunks where a virtual pipeline splits it.
-        in_forward: also those whose operands exist inside the forward of their module only.
+        roots: the model, or its chunks if a virtual pipeline splits it.
+        in_forward: whether to include GEMMs whose operands exist only inside their module's forward.
     """
     return list_gemms(scan_modules(roots), in_forward)
 
 
 def list_gemms(scanned: Iterable[ScannedModule], in_forward: bool = False) -> list[Gemm]:
-    """Return what `find_gemms` does, of a model that is scanned already."""
+    """Return the same as `find_gemms` for a model that is already scanned."""
     return [
         Gemm(one.name + _part_of_name(part, len(parts)), one.module, backend, one.compiled, part)
         for one in scanned
@@ -66,7 +66,7 @@ def list_gemms(scanned: Iterable[ScannedModule], in_forward: bool = False) -> li
 
 
 def is_seen_in_forward(gemm: Gemm) -> bool:
-    """Whether operands are looked for inside the forward of its module: at the operators of torch that multiply them."""
+    """Return True if operands are observed inside the module's forward, at the torch operators that multiply them."""
     if gemm.backend.in_forward:
         return True
     if find_emulation(gemm.module):
@@ -78,14 +78,16 @@ def is_seen_in_forward(gemm: Gemm) -> bool:
 
 
 def _part_of_name(part: str, parts: int) -> str:
-    """Experts are numbered over all ranks."""
+    """Return the suffix of a part's name. Experts are numbered over all ranks."""
     number = str(int(part) + find_first_expert(parts)) if part.isdigit() else part
     return f".{number}" if number else ""
 
 
 def find_unknown_gemms(scanned: Iterable[ScannedModule]) -> dict[str, str]:
-    """Modules of backends that quantize for themselves, with a matrix of their own, that no host here owns: name ->
-    class."""
+    """Return the class of each unsupported module, by name.
+
+    These modules have a matrix, and are of a framework that quantizes on its own, but no backend owns them.
+    """
     found = {one.name: one.module for one in scanned if one.holder}
     return {
         name: f"{type(module).__module__}.{type(module).__qualname__}"
@@ -97,22 +99,22 @@ def find_unknown_gemms(scanned: Iterable[ScannedModule]) -> dict[str, str]:
 
 
 def match_gemms(gemms: Iterable[Gemm], patterns: Sequence[str] | None) -> list[Gemm]:
-    """The GEMMs whose names match; perhaps none."""
+    """Return the GEMMs whose names match, perhaps none."""
     matches = compile_patterns(patterns)
     return [g for g in gemms if matches(g.name)]
 
 
 def select_gemms(gemms: Iterable[Gemm], patterns: Sequence[str] | None) -> list[Gemm]:
-    """The GEMMs whose names match.
+    """Return the GEMMs whose names match.
 
     Raises:
-        ConfigError: none does; lists names that could have been meant.
+        ConfigError: no name matches. The message lists similar names.
     """
     gemms = list(gemms)
     chosen = match_gemms(gemms, patterns)
     if not gemms:
         known = ", ".join(h.name for h in BACKENDS)
-        raise ConfigError(f"the model has no GEMM layer that is known here (looked for: {known})")
+        raise ConfigError(f"the model has no supported GEMM layer (supported: {known})")
     if not chosen:
         names = quote_names(sorted({g.name for g in gemms}))
         raise ConfigError(f"no GEMM layer matches {list(patterns or ())}; the model has {names}")
@@ -125,10 +127,10 @@ def select_gemms(gemms: Iterable[Gemm], patterns: Sequence[str] | None) -> list[
 
 
 def drop_ends(gemms: Sequence[Gemm], first: int, last: int) -> list[Gemm]:
-    """Leave out the GEMMs of the first and last so many transformer layers (those numbered `layers.N` in their names).
+    """Leave out the GEMMs of the first and the last transformer layers, which have `layers.N` in their names.
 
     Raises:
-        ConfigError: that leaves nothing.
+        ConfigError: no layer is left.
     """
     number = {g.name: int(found[1]) for g in gemms if (found := re.search(r"(?:^|\.)layers\.(\d+)\.", g.name))}
     layers = sorted(set(number.values()))

@@ -1,10 +1,10 @@
-"""What the dY of a sampled step are multiplied by: measured at the loss, since nobody who scales it says so.
+"""Measure the multiplier of the dY of a sampled step at the loss, because code that scales the loss does not report it.
 
-Loss scaling and gradient accumulation multiply the loss on its way into backward, some engines more than once. What arrives
-at the loss itself, d(what is backpropagated)/d(loss), is what every gradient of that loss is multiplied by.
+Loss scaling and gradient accumulation multiply the loss before its backward, some engines more than once. The gradient that
+arrives at the loss, d(backpropagated value)/d(loss), is the factor in every gradient of that loss.
 
-Losses are found where a root module returns one, where Megatron's schedules compute one, and where a host or the user shows
-one. Tensor hooks see their gradients; nothing is replaced, and nothing waits for a device.
+We find losses in the output of a root module, in Megatron's schedules, or when a framework or the user shows one. Tensor
+hooks receive their gradients. We replace nothing, and nothing waits for a device.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from torch import nn
 from .dispatcher import Dispatcher
 from .patching import Watcher, watch_calls
 
-#: relative; a multiplier that is made of several factors is rounded by each
+#: relative; each factor of a multiplier adds a rounding
 _ROUNDING = 1e-6
 
 
 class GradScale:
-    """Of one sampled step."""
+    """The gradient multiplier of one sampled step."""
 
     def __init__(
         self,
@@ -37,9 +37,9 @@ class GradScale:
         """
         Args:
             roots: the model, or its chunks.
-            compiled: as `compiled_by_now` has them.
-            guarded: a context that keeps an exception within out of the training loop.
-            dispatcher: of the step.
+            compiled: the result of `find_compiled_by_now`.
+            guarded: returns a context that keeps an exception out of the training loop.
+            dispatcher: dispatcher of the step.
         """
         self._guarded, self._dispatcher = guarded, dispatcher
         self._roots = [root for root in roots if id(root) not in compiled]
@@ -47,7 +47,7 @@ class GradScale:
         self._of_shown: list[torch.Tensor] = []
 
     def subscribe(self) -> None:
-        """Look for losses from now on."""
+        """Watch for losses from now on."""
         for root in self._roots:
             self._dispatcher.watch_returned(root, self._guarded, self._see_output)
         schedules: Any = sys.modules.get("megatron.core.pipeline_parallel.schedules")
@@ -55,17 +55,17 @@ class GradScale:
             self._dispatcher.at_close(watch_calls(schedules, "forward_step", _forward_step, self._see_result))
 
     def show(self, loss: Any, tokens: torch.Tensor | float = 1) -> None:
-        """A loss that is going to be backpropagated; has precedence over those that root modules return.
+        """Take a loss that will be backpropagated. It has precedence over losses in the output of root modules.
 
         Args:
-            loss: anything but a scalar tensor with gradient is passed over.
-            tokens: where `loss` is a sum over so many, and their mean is the loss that is meant.
+            loss: ignored unless it is a scalar tensor with gradient.
+            tokens: number of tokens that `loss` is a sum over, if the loss to report is their mean.
         """
         with self._guarded():
             self._watch(loss, tokens, self._of_shown)
 
     def value(self) -> torch.Tensor | None:
-        """A float64 scalar on the device of the loss, NaN where micro-batches differ or overflow; None: no loss was seen."""
+        """Return a float64 scalar on the loss's device, NaN if micro-batches differ or overflow. None: no loss seen."""
         seen = self._of_shown or self._of_roots
         if not seen:
             return None
@@ -83,7 +83,7 @@ class GradScale:
     def _watch(self, loss: Any, tokens: torch.Tensor | float, seen: list[torch.Tensor]) -> None:
         if not (torch.is_tensor(loss) and loss.requires_grad and loss.numel() == 1):
             return
-        # The hook of a view is lost once that is divided in place; the one of the tensor that it is all of is not.
+        # A view loses its hook if it is divided in place. A base tensor of the same size keeps its hook.
         base = loss._base
         whole = base if base is not None and base.numel() == 1 and base.requires_grad else loss
 
@@ -94,7 +94,7 @@ class GradScale:
 
 
 def _forward_step(original: Callable[..., Any], tell: Watcher, step: Callable[..., Any], *rest: Any, **options: Any) -> Any:
-    """Of Megatron's schedules, which divide the loss of a micro-batch in place as soon as its function has returned it."""
+    """Call a forward step of Megatron's schedules, which divide the loss in place right after the loss function."""
 
     def with_loss(*arguments: Any, **more: Any) -> Any:
         output, loss_function = step(*arguments, **more)
@@ -110,8 +110,8 @@ def _forward_step(original: Callable[..., Any], tell: Watcher, step: Callable[..
 
 
 def _loss_of(output: Any) -> Any:
-    """The loss among what a model returns."""
-    if isinstance(output, Mapping):  # as Hugging Face's models do
+    """Return the loss in a model's output."""
+    if isinstance(output, Mapping):  # as in Hugging Face's models
         return output.get("loss")
     if isinstance(output, (tuple, list)):
         return output[0] if output else None
@@ -119,20 +119,23 @@ def _loss_of(output: Any) -> Any:
 
 
 def read_loss_and_tokens(result: Any) -> tuple[Any, Any]:
-    """Of what a Megatron loss function returns: a mean and numbers to log, or a sum, the number of its tokens, and those."""
+    """Return loss and tokens from a Megatron loss function, which returns (mean, logs) or (sum, tokens, logs)."""
     if not isinstance(result, tuple) or len(result) not in (2, 3):
         return None, 1
     return result[0], result[1].detach().clone() if len(result) == 3 else 1
 
 
 def read_scale(scaler: Any) -> Any:
-    """The loss scale of a `torch.amp.GradScaler` at this moment, on its device; None where it scales nothing."""
+    """Return the loss scale of a `torch.amp.GradScaler` at this moment, on its device, or None if it is disabled."""
     if scaler is None or not scaler.is_enabled():
         return None
-    scale = getattr(scaler, "_scale", None)  # made by the first loss
+    scale = getattr(scaler, "_scale", None)  # created with the first loss
     return scaler._init_scale if scale is None else scale.detach().clone()
 
 
 def was_skipped(before: Any, scaler: Any) -> Any:
-    """Whether the optimizer did not step since the scale was `before`: only then does it fall. On its device."""
+    """Return whether the optimizer has skipped its step since the scale was `before`: only then does the scale fall.
+
+    The result is on the scale's device.
+    """
     return read_scale(scaler) < before

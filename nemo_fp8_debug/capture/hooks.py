@@ -1,14 +1,14 @@
-"""Observes GEMM modules during one sampled step, and hands each operand of each GEMM over exactly once.
+"""Observe GEMM modules during one sampled step, and pass on each operand of each GEMM exactly once.
 
-Where each operand is seen, and why there:
-X and W  as a forward is entered, before all other hooks: an intervention that replaces operands has not yet done so.
-         W is only found there, and its values are read before all hooks that come after the forward: an optimizer that
-         gathers what it has updated while the forward is under way (Megatron's overlap_param_gather) has done so by then.
-         Where an engine keeps stats of W and gathers it for the forward only (ZeRO-3, FSDP2), or splits X and W
-         among ranks (DTensor), both are found there too: the engine has not yet let go of them.
-dY       in a tensor hook on the output, set before all others see that output: it gets the gradient before anyone changes
-         it, and unlike a module's backward hook it works for inputs without gradient and outputs changed in place.
-What exists inside of a module only, as in Transformer Engine's LayerNormMLP, is not observed.
+Where we observe each operand, and why there:
+X and W  When a forward is entered, before all other hooks, so that no intervention has replaced operands yet.
+         W is only found there. Its values are read after the forward, before all other forward hooks: an optimizer that
+         gathers updated weights during the forward (Megatron's overlap_param_gather) has finished.
+         If an engine gathers W for the forward only (ZeRO-3, FSDP2), or splits X and W among ranks (DTensor), we also find
+         both after the forward, before the engine releases them.
+dY       In a tensor hook on the output, set before any other code sees the output. It gets the gradient before anyone
+         changes it. Unlike a module's backward hook, it works for inputs without gradient and outputs changed in place.
+Operands that exist only inside a module, as in Transformer Engine's LayerNormMLP, are not observed.
 """
 
 from __future__ import annotations
@@ -35,23 +35,23 @@ _NOTHING: Mapping[str, Any] = {}
 
 
 class OperandSink(Protocol):
-    """Gets an operand of one GEMM, a tensor for each call."""
+    """Receives an operand of one GEMM, one tensor for each call."""
 
     gemm: Gemm
 
     def add(self, x: torch.Tensor, order: int, use: ScaleInUse | None) -> None:
-        """Take a tensor; nothing may be kept of it that could change.
+        """Take a tensor. Keep no reference to it, because it may change.
 
         Args:
             order: place of the call in the step's order of execution.
-            use: how it is cast in this call, if the backend can tell.
+            use: cast in this call, if the backend knows it.
         """
 
 
 class ProductSink(Protocol):
-    """Gets the same operands of one GEMM, and which forward call each belongs to."""
+    """Receives the operands of one GEMM, with the forward call of each."""
 
-    #: part of dW of the call, exact and as quantized operands give it
+    #: part of dW of the call, exact and from quantized operands
     weight_gradient: tuple[torch.Tensor, torch.Tensor] | None
 
     @property
@@ -59,37 +59,37 @@ class ProductSink(Protocol):
         """Return True if the module adds up its output over ranks and we check what it adds."""
 
     def watch_sums(self) -> Mode | None:
-        """Return what sees the sums of the call that is about to run; None: they are not looked at."""
+        """Return a mode that sees the sums of the call that is about to run, or None if they are not checked."""
 
     def begin_call(self, args: Args, kwargs: Kwargs) -> None:
-        """A forward call that counts is about to run."""
+        """Prepare for a forward call that counts."""
 
     def add(self, role: str, x: torch.Tensor, call: int, use: ScaleInUse | None) -> None:
         """Take an operand, which may change later.
 
         Args:
-            call: the forward call that it belongs to.
-            use: how it is cast in this call, if that is known.
+            call: forward call of the operand.
+            use: cast in this call, if known.
         """
 
     def end_call(self, call: int, given: tuple[Args, Kwargs], weight: torch.Tensor | None, out: Any) -> None:
-        """The call has returned.
+        """Take the result of a call.
 
         Args:
-            given: what the module was called with.
-            weight: that it multiplied.
-            out: what it returned.
+            given: arguments of the module.
+            weight: weight that the module multiplied.
+            out: output of the module.
         """
 
 
 class CopySink(Protocol):
-    """Gets X and W of all GEMMs, as this rank has them."""
+    """Receives X and W of all GEMMs, as this rank holds them."""
 
     def see(self, name: str, role: str, x: torch.Tensor) -> None:
         """Take a tensor, which may change later."""
 
     def see_stored(self, name: str, stored: StoredCodes) -> None:
-        """Take a weight that is stored in codes."""
+        """Take a weight that is stored as codes."""
 
 
 @dataclass(eq=False, slots=True)
@@ -97,16 +97,16 @@ class _WatchedGemm:
     """The plan for one GEMM in this step."""
 
     gemm: Gemm
-    #: by role: what gets an operand that hooks see
+    #: sinks of the operands that hooks see, by role
     sinks: dict[str, OperandSink]
     products: ProductSink | None
-    #: tells how the engine casts, if that is asked and known; None: it is not
+    #: determines how the engine casts, if this is enabled and supported
     cast: Callable[..., Callable[[], ScaleInUse]] | None
-    #: around what is done to dY
+    #: guards the work on dY
     guard: Guard
-    #: how the first call of the step casts W
+    #: cast of W in the first call of the step
     weight_cast: ScaleInUse | None = None
-    #: whether a weight in codes was looked at
+    #: whether a weight stored as codes was observed
     stored_seen: bool = False
 
     @property
@@ -122,13 +122,13 @@ class _WatchedModule:
     module: nn.Module
     backend: Backend
     gemms: list[_WatchedGemm]
-    #: X is looked at once the forward is over: X itself, or how its engine casts it, is not known before
+    #: whether X is observed after the forward: before, X or its cast is not known
     takes_inputs_later: bool
-    #: ranks may share the amaxes of its casts
+    #: whether ranks may share the amax of its casts
     shares_amax: bool
-    #: operands are ready only between the hooks of a sharding engine
+    #: whether operands are ready only between the hooks of a sharding engine
     is_sharded: bool = False
-    #: the call whose forward runs
+    #: the call that runs
     running: Pass | None = None
 
 
@@ -136,18 +136,18 @@ class _WatchedModule:
 class _KeptOfCall:
     """Values that a call leaves for its end and its recompute."""
 
-    #: what is known of the call before it runs
+    #: facts from before the call
     arguments: Kwargs
-    #: what multiplies, by GEMM, while the forward runs
+    #: weights by GEMM, while the forward runs
     weights: Mapping[str, torch.Tensor | None]
-    #: how X and W are cast in it, by GEMM and role, if the backend can tell; None: it has not returned yet
+    #: casts of X and W by GEMM and role, if the backend knows them; None before the call has returned
     casts: dict[tuple[str, str], ScaleInUse] | None = None
-    #: sees amaxes that ranks share
+    #: watches amaxes that ranks share
     reductions: AmaxReductions | None = None
 
 
 class Capture:
-    """Looks at the operands of GEMMs whose modules are called with X."""
+    """Observes the operands of GEMMs whose modules are called with X."""
 
     def __init__(
         self,
@@ -161,25 +161,25 @@ class Capture:
     ) -> None:
         """
         Args:
-            sinks: by (GEMM name, role): what gets each operand that is to be looked at.
-            on_fault: told of a fault, which costs that operand, or what it was cast with, and nothing else.
-            dispatcher: of the step.
-            read_casts: whether to ask backends how operands are cast.
-            products: by GEMM name: what gets the same operands, and which forward call each belongs to.
-            masters: finds master weights of those that are stored in codes.
-            copies: gets what other ranks may have copies of.
+            sinks: receive the operands, by (GEMM name, role).
+            on_fault: called after a fault, which costs only that operand or the record of its cast.
+            dispatcher: dispatcher of the step.
+            read_casts: whether backends determine how operands are cast.
+            products: receive the same operands with their forward call, by GEMM name.
+            masters: finds master weights of weights that are stored as codes.
+            copies: receives tensors that other ranks may have copies of.
         """
         self._on_fault, self._dispatcher, self._read_casts = on_fault, dispatcher, read_casts
         self._products, self._masters, self._copies = products or {}, masters, copies
-        self._untold: dict[Callable[[], str], str] = {}  # by what tells it: why casts cannot be told in this step
+        self._untold: dict[Callable[[], str], str] = {}  # why casts cannot be determined in this step, by function
         self._watched: list[_WatchedGemm] = []
         self._modules = {module: self._watch(module, of) for module, of in _by_module(sinks).items()}
 
     def _watch(self, module: nn.Module, sinks: Mapping[str, Mapping[str, OperandSink]]) -> _WatchedModule:
-        """Decide once what hooks on a module do at each call.
+        """Plan once what the hooks of a module do at each call.
 
         Args:
-            sinks: by GEMM and role.
+            sinks: sinks by GEMM and role.
         """
         gemms, acted_on = list[_WatchedGemm](), find_emulation(module) is not None
         for name, of_roles in sinks.items():
@@ -196,7 +196,7 @@ class Capture:
         return _WatchedModule(module, backend, gemms, later, shared)
 
     def subscribe(self) -> None:
-        """Look at calls from now on."""
+        """Observe calls from now on."""
         dispatcher = self._dispatcher
         for watched in self._modules.values():
             guard = partial(OperandGuard, self._on_fault, watched.gemms[0].name, "input", True)
@@ -256,9 +256,9 @@ class Capture:
             _multiply(watched, role, x, call, use)
 
     def _note_casts(self, watched: _WatchedModule, out: Any, kept: _KeptOfCall) -> None:
-        """How a call that has just returned casts X and W: its engine's scales may move before a recompute.
+        """Note how a call that has just returned casts X and W, because its engine's scales may move before a recompute.
 
-        W is reported once a step, as its first call casts it; whether later ones cast it anew is not asked.
+        W is reported once a step with the cast of its first call, whether or not later calls cast it anew.
         """
         if kept.casts is not None:
             return
@@ -267,7 +267,7 @@ class Capture:
         for one in watched.gemms if any(one.cast for one in watched.gemms) else ():
             for role in ("input", "weight"):
                 if role == "weight" and one.gemm.backend.stored(watched.module, one.gemm.part):
-                    continue  # it is not cast in the call
+                    continue  # the call does not cast it
                 if (one.name, role) not in kept.casts and (read := self._cast_reader(one, kept.arguments, role, out)):
                     kept.casts[one.name, role] = use = read(reduced)
                     if role == "weight":
@@ -276,7 +276,7 @@ class Capture:
     def _cast_reader(
         self, watched: _WatchedGemm, kwargs: Kwargs, role: str, out: Any
     ) -> Callable[[Reduced], ScaleInUse] | None:
-        """What tells how a role is cast in a call, or that it is unknown; None: the backend never quantizes."""
+        """Return a function that determines the cast of a role in a call. None if the backend never quantizes."""
         if watched.cast is None or role not in watched.sinks:
             return None
         gemm = watched.gemm
@@ -334,7 +334,7 @@ class Capture:
         y = backend.output(out)
         if not y.requires_grad:
             return
-        # Of the arguments a hook that lives until backward keeps only those that are no activations.
+        # A hook lives until backward, so we keep only arguments that are not activations.
         small = tuple(None if torch.is_tensor(a) and a.requires_grad else a for a in args)
         read = self._cast_reader(one, call.kept.arguments, "grad_output", out)
         node = backend.node(y) if read else None
@@ -366,7 +366,7 @@ class Capture:
         read: Callable[[Reduced], ScaleInUse] | None,
         reduced: Reduced,
     ) -> None:
-        """dY, when it is known how it is cast: at once, or after the backward in which ranks share its amax."""
+        """Take dY once its cast is known: at once, or after the backward in which ranks share its amax."""
         with self._guarded(watched.name, "grad_output"):
             use = read(reduced) if read else None
             watched.sinks["grad_output"].add(dy, next(self._dispatcher.order), use)
@@ -381,7 +381,7 @@ def _multiply(watched: _WatchedGemm, role: str, x: torch.Tensor, call: Pass, use
 def _by_module(
     sinks: Mapping[tuple[str, str], OperandSink],
 ) -> Mapping[nn.Module, Mapping[str, Mapping[str, OperandSink]]]:
-    """Sinks by module, name of the GEMM, and role."""
+    """Return the sinks by module, name of the GEMM, and role."""
     found: dict[nn.Module, dict[str, dict[str, OperandSink]]] = defaultdict(lambda: defaultdict(dict))
     for (name, role), sink in sinks.items():
         found[sink.gemm.module][name][role] = sink

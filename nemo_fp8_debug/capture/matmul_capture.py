@@ -1,8 +1,8 @@
-"""Hands over the operands of products inside a module's forward, in one sampled step.
+"""Observe the operands of products inside a module's forward, in one sampled step.
 
-That is how modules are seen whose arguments are no operands (`backends.in_forward`), and subclasses of `nn.Linear` with a
-forward of their own, which may change what they multiply. Where nothing can be told of how such a Linear came to its
-operands, its arguments and its parameter are measured instead, as `unknown`.
+This is for modules whose arguments are not operands (`backends.in_forward`), and for subclasses of `nn.Linear` with their
+own forward, which may change their operands. If we cannot follow how such a Linear computes its operands, we measure its
+arguments and its parameter instead, as `unknown`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .hooks import OperandSink, ProductSink
 from .matmuls import Matmul, Matmuls
 from .tensors import is_dtensor, view_as_multiplied
 
-_COMPUTED = "its module computes it by other operators than those that are known not to quantize"
+_COMPUTED = "its module computes it with operators that may quantize"
 
 
 @dataclass
@@ -35,14 +35,14 @@ class _SeenCall:
 
     counted: Pass
     mode: Matmuls | None = None
-    #: names of GEMMs whose products were seen
+    #: names of GEMMs whose products were observed
     seen: set[str] = field(default_factory=set)
-    #: whether nothing that this forward does may have quantized the gradients of its products
+    #: whether nothing in this forward may have quantized the gradients of its products
     gradients_are_told: bool = False
 
 
 class MatmulCapture:
-    """Looks at modules whose products are inside their forward, in one sampled step."""
+    """Observes modules whose products are inside their forward, in one sampled step."""
 
     def __init__(
         self,
@@ -56,11 +56,11 @@ class MatmulCapture:
         self._sinks, self._on_fault, self._read_casts = sinks, on_fault, read_casts
         self._products, self._dispatcher = products or {}, dispatcher
         self._weights: set[str] = set()
-        #: names of GEMMs whose module ran, while no operator of torch multiplied their parameter
+        #: names of GEMMs whose module ran, although no torch operator multiplied their parameter
         self.not_multiplied: dict[str, None] = {}
 
     def subscribe(self) -> None:
-        """Look at calls from now on."""
+        """Observe calls from now on."""
         by_module: dict[nn.Module, dict[str, Gemm]] = defaultdict(dict)
         for sink in self._sinks.values():
             for name in parameter_names(sink.gemm.module, sink.gemm.part):
@@ -111,19 +111,19 @@ class MatmulCapture:
             self._weights.add(gemm.name)
             with self._guarded(gemm, "weight"):
                 if (weight := found.weight()) is None:
-                    raise LookupError("it is multiplied in parts, which were computed from the parameter")
+                    raise LookupError("the products multiply computed parts of it, and not the parameter itself")
                 self._add(gemm, "weight", weight, place, "" if found.weight_is_told else _COMPUTED)
         return partial(self._hook_gradient, gemm, call, place, found.turned)
 
     def _place(self, call: _SeenCall) -> int:
-        """In the order of execution; products of a recompute have that of its first pass."""
+        """Return a place in the order of execution. Products of a recompute take the place of its first pass."""
         again = torch._C._current_graph_task_id() != -1
         return call.counted.order if again or not call.seen else next(self._dispatcher.order)
 
     def _add(self, gemm: Gemm, role: str, x: torch.Tensor, place: int, untold: str) -> None:
         """
         Args:
-            untold: why it cannot be told whether it was quantized; empty: it was not.
+            untold: why it may have been quantized, or "" if it was not.
         """
         if sink := self._sinks.get((gemm.name, role)):
             use = self._use(gemm, role, untold)
@@ -156,7 +156,7 @@ class MatmulCapture:
             self._dispatcher.watch_gradient(out, partial(self._guarded, gemm, "grad_output"), take, is_inside=True)
 
     def _take_arguments(self, gemm: Gemm, call: _SeenCall, args: Args, kwargs: Kwargs, out: Any) -> None:
-        """What a Linear was given, since what it multiplied cannot be told."""
+        """Take the arguments of a Linear, because the operands of its product are unknown."""
         why = gemm.backend.foreign(gemm.module) or _COMPUTED
         with self._guarded(gemm, "input"):
             x = gemm.backend.input(gemm.module, args, kwargs, gemm.part)
@@ -170,21 +170,21 @@ class MatmulCapture:
 
 
 def _check_rows(gemm: Gemm) -> None:
-    """Ranks that have experts of their own have rows of their own.
+    """Check that each rank has its own rows, as ranks with different experts do.
 
     Raises:
-        TypeError: ranks split the parameter otherwise, and which of them counts X and dY is not known.
+        TypeError: ranks split the parameter in another way, and which of them counts X and dY is unknown.
     """
     parameter: Any = find_parameter(gemm.module, parameter_name(gemm.module, gemm.part))
     if is_dtensor(parameter):
         apart = all(p.is_replicate() or (p.is_shard(0) and parameter.dim() == 3) for p in parameter.placements)
         if not apart or all(p.is_replicate() for p in parameter.placements):
             split = parameter.placements
-            raise TypeError(f"ranks hold parts of its parameter ({split}), and which of them counts X and dY is not known")
+            raise TypeError(f"ranks hold parts of its parameter ({split}), and which of them counts X and dY is unknown")
 
 
 def _has_functions_of_others(out: Any, inputs: Any) -> bool:
-    """Whether a forward has put functions into the graph of autograd that are not torch's own, and may change gradients."""
+    """Return True if a forward has put foreign functions into the autograd graph, which may change gradients."""
     ends = set(_nodes(inputs))
     waiting = [node for node in _nodes(out) if node not in ends]
     seen = set(waiting)

@@ -1,10 +1,10 @@
-"""The matrix products inside a module's forward that multiply one of its parameters, seen at the operators of torch.
+"""Find the matrix products with a parameter inside a module's forward, by watching torch's operators.
 
-A mode calls every operator unchanged while the forward runs. Of `mm`, `addmm`, `bmm`, `baddbmm` and `_grouped_mm` it tells
-which operand comes from a parameter and which from the inputs; their values are what is multiplied, however they were made.
+A mode calls every operator unchanged during the forward. For `mm`, `addmm`, `bmm`, `baddbmm` and `_grouped_mm` it determines
+which operand comes from a parameter and which from the inputs. Their values are the operands, however they were computed.
 
-Where values come from is followed by memory, so that views need no care. Only operators that are listed here keep what is
-known: anything else, such as a kernel of a library or a rounding, ends in `UNTOLD`, and so does a type of 8 bits on the way.
+We follow where values come from by their memory, so that views need no care. Only the operators listed here preserve this
+knowledge. Any other, such as a library's kernel or a rounding, ends in `UNTOLD`, and so does an 8-bit type on the way.
 """
 
 from __future__ import annotations
@@ -29,24 +29,24 @@ from .operator_mode import over_dtensors
 from .scan import scan_modules
 from .tensors import is_dtensor
 
-#: where each product has its two operands
+#: position of the two operands in each product
 _OPERANDS = {"mm": 0, "bmm": 0, "_grouped_mm": 0, "addmm": 1, "baddbmm": 1, "_addmm_activation": 1}
 _INPUTS = ""
 
 
 @dataclass(frozen=True)
 class Matmul:
-    """A product of inputs and a parameter, each as a matrix whose rows run along what is summed over."""
+    """A product of inputs and a parameter. The rows of both matrices run along the summed dimension."""
 
     #: name of the parameter
     parameter: str
     x: torch.Tensor
-    #: finds W, if it is asked for; it gives None if parts of the parameter are multiplied that were computed
+    #: returns W, or None if the product multiplies computed parts of the parameter
     weight: Callable[[], torch.Tensor | None]
-    #: whether nothing may have quantized X, and W, on the way
+    #: whether nothing may have quantized X, or W, before the product
     x_is_told: bool
     weight_is_told: bool
-    #: the outputs are the rows of the product, and not its columns
+    #: whether outputs are the rows of the product instead of its columns
     turned: bool
 
 
@@ -62,11 +62,11 @@ class Matmuls(TorchDispatchMode):
     ) -> None:
         """
         Args:
-            module: whose forward runs.
-            parameters: names of those that are looked for.
-            inputs: what it is called with.
-            found: gets each product; what it returns gets the output, once that has its place in the graph of autograd, and
-                whether somebody had put a hook on that.
+            module: the module whose forward runs.
+            parameters: names of the parameters to look for.
+            inputs: arguments of the module.
+            found: receives each product, and returns a function. This receives the output, after it is part of the autograd
+                graph, and whether other code had put a hook on it.
         """
         super().__init__()  # type: ignore[no-untyped-call]
         self._module, self._watched, self._found = module, set(parameters), found
@@ -81,24 +81,24 @@ class Matmuls(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """What is compiled stays compiled."""
+        """Return True, so that compiled functions stay compiled."""
         return True
 
     def begin(self) -> None:
-        """Look from now on."""
+        """Observe from now on."""
         self._flow.begin(self._inputs, _INPUTS)
         self._inputs = []
         self.__enter__()  # type: ignore[no-untyped-call]
 
     def end(self) -> None:
-        """Look no longer."""
+        """Stop observing."""
         if _get_current_dispatch_mode() is self:
             self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         self._on = False
         self._give_out()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Calls `func` as it is."""
+        """Call `func` unchanged, and follow its values."""
         kwargs = kwargs or {}
         if self._on and over_dtensors(types):
             return NotImplemented
@@ -110,7 +110,7 @@ class Matmuls(TorchDispatchMode):
         finally:
             enter_again(modes)
         out = func(*args, **kwargs)
-        with contextlib.suppress(Exception):  # what was not followed is unknown
+        with contextlib.suppress(Exception):  # values that could not be followed are unknown
             self._flow.follow(func, args, kwargs, out)
             self._remember(func, out)
         return out
@@ -119,7 +119,7 @@ class Matmuls(TorchDispatchMode):
         self._take: Callable[[torch.Tensor, bool], None] | None = None
         self._give_out()
         product = None
-        with contextlib.suppress(Exception):  # a product that cannot be made out is none that is seen
+        with contextlib.suppress(Exception):  # a product that cannot be read is ignored
             given = [x for x in tree_leaves(args) if isinstance(x, torch.Tensor)]
             if any(self._flow.of(x) is None for x in given):
                 self._begin_parameters()
@@ -135,7 +135,7 @@ class Matmuls(TorchDispatchMode):
             self._take = None
 
     def _give_out(self) -> None:
-        """Outputs have their place in the graph only after the operator that makes them has returned."""
+        """Pass on outputs, which are part of the graph only after the operator that makes them has returned."""
         waiting, self._waiting = self._waiting, []
         for out, take in waiting:
             take(out, bool(out._backward_hooks))
@@ -146,7 +146,7 @@ class Matmuls(TorchDispatchMode):
         return not mine and x.grad_fn is not None and x.untyped_storage()._cdata not in self._input_memory
 
     def _begin_parameters(self) -> None:
-        """As the module holds them now: a sharding engine may have gathered them since its forward began."""
+        """Note the parameters as the module holds them now, because a sharding engine may have gathered them since."""
         for one in self._scanned:
             for key, value in (*one.module._parameters.items(), *one.module._buffers.items()):
                 if value is not None and type(local_of(value)) in (torch.Tensor, nn.Parameter):
@@ -171,14 +171,14 @@ class Matmuls(TorchDispatchMode):
         return None
 
     def _which(self, names: frozenset[str], weight: torch.Tensor) -> str | None:
-        """Of several parameters that make up what is multiplied, the one with as many values."""
+        """Return which of several parameters of an operand has as many values as the operand, if exactly one has."""
         if len(names) == 1:
             return next(iter(names))
         fitting = [name for name in names if local_of(find_parameter(self._module, name)).numel() == weight.numel()]
         return fitting[0] if len(fitting) == 1 else None
 
     def _weight(self, key: str, multiplied: torch.Tensor, origin: Origin) -> torch.Tensor | None:
-        """The whole parameter where it was but moved, and what is multiplied if it was computed of all of it."""
+        """Return the whole parameter if it was only moved, or the operand if it was computed from all of the parameter."""
         parameter: Any = find_parameter(self._module, key)
         if origin.made == MOVED and origin.sources == {key}:
             out, k = parameter.shape[-2:]
@@ -189,15 +189,15 @@ class Matmuls(TorchDispatchMode):
 
 
 def local_of(x: Any) -> torch.Tensor:
-    """What this rank holds of a parameter."""
+    """Return the part of a parameter that this rank holds."""
     part: torch.Tensor = x._local_tensor if is_dtensor(x) and hasattr(x, "_local_tensor") else x
     return part
 
 
-#: how values were made of those they come from: not known; by arithmetic that does not quantize; moved, or cast to another
-#: type of 16 bits or more
+#: how values were made from their sources: in an unknown way; by arithmetic that does not quantize; moved, or cast to
+#: another type of at least 16 bits
 UNTOLD, COMPUTED, MOVED = range(3)
-#: an addend from which on a sum may be there to round
+#: a sum with an addend of at least this size may serve to round
 _ROUNDING_ADDEND = 64.0
 
 
@@ -205,13 +205,13 @@ def _names(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-#: operators of torch that move values, or cast them
+#: operators of torch that move or cast values
 _MOVES = _names(
     "_pin_memory _reshape_copy _to_copy _unsafe_index cat clone constant_pad_nd copy copy_ embedding expand_copy fill_ "
     "flip gather index index_copy index_copy_ index_put index_put_ index_select masked_scatter masked_select new_zeros pad "
     "repeat roll scatter scatter_ select_scatter slice_scatter sort stack t_copy take topk view_copy zero_ zeros zeros_like"
 )
-#: and those that compute with them and round to no other grid
+#: operators that compute with values and do not round them to another grid
 _ARITHMETIC = _names(
     "_fused_rms_norm _grouped_mm _log_softmax _scaled_dot_product_cudnn_attention "
     "_scaled_dot_product_efficient_attention _scaled_dot_product_flash_attention "
@@ -222,17 +222,17 @@ _ARITHMETIC = _names(
     "neg norm pow prod reciprocal relu relu_ rsqrt rsub scatter_add scatter_add_ scatter_reduce sigmoid sigmoid_ silu "
     "silu_ sin softplus sqrt sub sub_ sum tanh threshold tril triu var var_mean vdot where"
 )
-#: of which whole numbers are places
+#: operators whose integer arguments are positions
 _AT_PLACES = _names("_grouped_mm index_add index_add_ index_reduce scatter_add scatter_add_ scatter_reduce")
-#: which round if an addend is large
+#: operators that round if an addend is large
 _SUMS = frozenset(("add", "add_", "sub", "sub_", "rsub"))
-#: collectives move values between ranks
+#: namespaces of collectives, which move values between ranks
 _COLLECTIVES = ("c10d", "_c10d_functional", "fsdp")
 
 
 @dataclass(frozen=True)
 class Origin:
-    """What is known of where values come from."""
+    """The known origin of values."""
 
     #: UNTOLD, COMPUTED or MOVED
     made: int
@@ -241,26 +241,26 @@ class Origin:
 
 
 _NOT_KNOWN = Origin(UNTOLD)
-#: memory: a storage, and of one that holds several parameters where this one begins
+#: a storage, and where this parameter begins in a storage of several parameters
 _Memory = tuple[int, int]
 
 
 class Dataflow:
-    """The origins of tensors, by their memory. Holds none of them."""
+    """The origins of tensors, by their memory. Keeps none of them alive."""
 
     def __init__(self) -> None:
-        # A weak reference keeps the number of a storage from being given out anew.
+        # A weak reference keeps the number of a storage from being reused.
         self._known: dict[_Memory, tuple[Any, Origin]] = {}
         self._parts: dict[int, list[tuple[int, int]]] = {}
 
     def begin(self, tensors: Iterable[Any], source: str) -> None:
-        """Say that tensors of 16 bits and more are a source, where nothing else is known of their memory."""
+        """Note tensors of at least 16 bits as a source, unless something else is known of their memory."""
         for x in tensors:
             if isinstance(x, torch.Tensor) and _is_plain(x) and self.of(x) is None:
                 self._note(x, Origin(MOVED, frozenset((source,))))
 
     def begin_parameter(self, x: torch.Tensor, name: str) -> None:
-        """The same of a parameter, which may share a storage with others, as those of a sharding optimizer do."""
+        """Note a parameter as a source. It may share a storage with others, as under a sharding optimizer."""
         size = x.numel() * x.element_size()
         if size and x.untyped_storage().nbytes() > size and self.of(x) is None:
             self._parts.setdefault(x.untyped_storage()._cdata, []).append((x.data_ptr(), x.data_ptr() + size))
@@ -275,7 +275,7 @@ class Dataflow:
         return number, next((start for start, end in parts if start <= at < end), -1)
 
     def of(self, x: torch.Tensor) -> Origin | None:
-        """None: nothing is known."""
+        """Return the origin of a tensor, or None if unknown."""
         found = self._known.get(self._memory(x))
         return None if found is None else found[1]
 
@@ -283,7 +283,7 @@ class Dataflow:
         self._known[self._memory(x)] = StorageWeakRef(x.untyped_storage()), origin
 
     def follow(self, operator: Any, args: Sequence[Any], kwargs: Any, out: Any) -> None:
-        """An operator has returned."""
+        """Note the origins of an operator's results."""
         given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
         made = self._made(operator, given, args, kwargs)
         untold = Origin(UNTOLD, made.sources)
@@ -296,13 +296,13 @@ class Dataflow:
                 is_view = self._memory(x) in mine
                 if not is_view:
                     self._note(x, made if _is_plain(x) else untold)
-                elif x.dtype != mine[self._memory(x)]:  # the same bits, read as another type
+                elif x.dtype != mine[self._memory(x)]:  # the same bits viewed as another type
                     self._note(x, untold)
 
     def _made(self, operator: Any, given: Sequence[torch.Tensor], args: Sequence[Any], kwargs: Any) -> Origin:
         name = str(operator._schema.name).partition("::")[2]
         moves = name in _MOVES or operator.namespace in _COLLECTIVES
-        # A mask chooses, and places are none of the values; other whole numbers may be codes.
+        # A mask selects values and indices locate them, but other integers may be codes.
         places = name != "_to_copy" and (moves or name in _AT_PLACES)
         counted = [x for x in given if x.is_floating_point() or not (places or x.dtype == torch.bool)]
         origins = [self.of(x) or _NOT_KNOWN for x in counted]
@@ -315,7 +315,7 @@ class Dataflow:
 
 
 def _may_round(name: str, args: Sequence[Any], kwargs: Any) -> bool:
-    """Whether arguments make an operator one that rounds."""
+    """Return True if these arguments make an operator round."""
     large = any(isinstance(a, (int, float)) and abs(a) >= _ROUNDING_ADDEND for a in args)
     return kwargs.get("rounding_mode") is not None or (name in _SUMS and large)
 
@@ -325,7 +325,7 @@ def _is_plain(x: torch.Tensor) -> bool:
 
 
 def _written(operator: Any, args: Sequence[Any], kwargs: Any) -> Iterator[torch.Tensor]:
-    """The tensors that an operator changes in place."""
+    """Yield the tensors that an operator changes in place."""
     for argument, value in zip(operator._schema.arguments, args, strict=False):
         if argument.alias_info is not None and argument.alias_info.is_write:
             yield from (x for x in tree_leaves(value) if isinstance(x, torch.Tensor))

@@ -1,4 +1,4 @@
-"""What is known of an operand after a sampled step: on one rank, or of the whole tensor once ranks have added theirs up."""
+"""Statistics of an operand after a sampled step: on one rank, or of the whole tensor after ranks have added theirs up."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ class Cast(NamesRecipe):
 
     recipe: str
     format: str
-    #: see `ScaleInUse.source`; MIXED where operands that were added up differ in it
+    #: see `ScaleInUse.source`; MIXED if the operands in a sum have different sources
     source: str
-    #: of the tensor that was looked at
+    #: dtype of the observed tensor
     dtype: str
-    #: of the copy that another product multiplies: its recipe, format and source; "" if it holds the same, or is not known
+    #: recipe, format and source of the copy that another product multiplies; "" if its values are the same or unknown
     copy_recipe: str = ""
     copy_format: str = ""
     copy_source: str = ""
@@ -35,49 +35,49 @@ class Cast(NamesRecipe):
 
 @dataclass
 class OperandStats:
-    """The part of an operand that a rank saw in a step, over all its micro-batches; parts of the same operand add up."""
+    """The part of an operand that a rank saw in a step, over all micro-batches. Parts of the same operand add up."""
 
     #: (layer, role)
     key: Key
-    #: what the GEMM does in its layer, see `Gemm.kind`
+    #: role of the GEMM in its layer, see `Gemm.kind`
     kind: str
     cast: Cast
-    #: of all calls together
+    #: histogram of all calls together
     histogram: Histogram
     #: largest finite magnitude
     amax: float
-    #: of float32 operands one row, whose histograms are rounded
+    #: one row for float32 operands, whose histograms are rounded
     moments: Moments | None
-    #: one row under the scales in use; None: under current scaling, whose scale follows from the amax of the whole
+    #: one row under the scales in use, or None under current scaling, whose scale follows from the amax of the whole
     sums: QuantizationSums | None
-    #: one row under each recipe that histograms cannot answer for, by its name
+    #: one row under each recipe that histograms cannot evaluate, by name
     what_if: dict[str, QuantizationSums] = field(default_factory=dict)
-    #: one row of the copy that another product multiplies, where it is measured and all calls have one
+    #: one row for the copy that another product multiplies, if it is measured and all calls have one
     copy: QuantizationSums | None = None
-    #: smallest and largest scale in use; None: not known yet, or blocks have scales of their own
+    #: smallest and largest scale in use, or None if unknown yet, or if blocks have their own scales
     scales: tuple[float, float] | None = None
-    #: histograms of what was cast with one scale each, where they are kept apart, and the recipe and format of each
+    #: histograms with one scale each, if they are kept apart, with their recipes and formats
     parts: Sequence[tuple[Cast, float | None, Histogram]] = ()
-    #: int64 [257], how often each scale of a block occurs, where that was asked for
+    #: int64 [257], how often each block scale occurs, if enabled
     block_scales: torch.Tensor | None = None
-    #: float64, sums that a histogram cannot tell, as `activations` has them
+    #: float64, sums that a histogram cannot give, as in `activations`
     further: torch.Tensor | None = None
     calls: int = 0
     #: place in the order of execution of the first call that held NaN or infinity
     nonfinite_order: int | None = None
-    #: ranks whose stats are in it
+    #: ranks whose statistics are included
     ranks: int = 1
-    #: ranks whose stats should be, and are not
+    #: ranks whose statistics are missing
     missing: int = 0
 
     @property
     def one_scale(self) -> bool:
-        """Whether all of it was cast, or is measured, with one scale."""
+        """True if the operand was cast, or is measured, with one scale."""
         return self.scales is None or self.scales[0] == self.scales[1]
 
 
 def add_up_stats(key: Key, stats: Sequence[OperandStats]) -> OperandStats:
-    """Whole operands of the same recipe, format and dtype as one, but for their sums: scales may still be unknown."""
+    """Combine operands of the same recipe, format and dtype, except for sums: scales may still be unknown."""
     first = stats[0]
     direct = [s.moments for s in stats if s.moments]
     orders = [s.nonfinite_order for s in stats if s.nonfinite_order is not None]
@@ -100,7 +100,7 @@ def add_up_stats(key: Key, stats: Sequence[OperandStats]) -> OperandStats:
 
 
 def collect_stats(operands: Sequence[Operand]) -> list[OperandStats]:
-    """What is known of each operand that was seen at least once."""
+    """Return the statistics of each operand that was seen at least once."""
     seen = [o for o in operands if o.calls]
     for operand in seen:
         operand.add_up()
@@ -131,7 +131,7 @@ def _shard(operand: Operand, known: _UnderScales) -> OperandStats:
 
 
 def find_cast(use: ScaleInUse, operand: Operand) -> Cast:
-    """How an operand was cast, in words."""
+    """Describe how an operand was cast."""
     words = use.recipe.name, use.format.name, use.source, str(operand.dtype).removeprefix("torch.")
     if not _copy_is_known(operand):
         return Cast(*words)
@@ -140,7 +140,7 @@ def find_cast(use: ScaleInUse, operand: Operand) -> Cast:
 
 
 def _copy_is_known(operand: Operand) -> bool:
-    """Whether all calls have a copy that is cast alike."""
+    """Return True if all calls have a copy with the same cast."""
     return 0 < len(operand.copy_casts) == operand.calls and all(c == operand.copy_casts[0] for c in operand.copy_casts)
 
 
@@ -148,7 +148,7 @@ Parts = list[tuple[Cast, float | None, Histogram]]
 
 
 class _UnderScales:
-    """Operands whose scales are known on this rank: each of their histograms under the scale that it was cast with."""
+    """Operands with known scales on this rank: each histogram under the scale of its cast."""
 
     def __init__(self, operands: Sequence[Operand]) -> None:
         parts = [(i, o, u, s) for i, o in enumerate(operands) for u, s in zip(o.casts, o.histograms, strict=True)]
@@ -163,7 +163,7 @@ class _UnderScales:
         counted = [row for row, (_, operand, *_) in enumerate(parts) if not operand.sums]
         of_counted = histograms.select(counted).quantization_sums(scales[counted], [formats[row] for row in counted])
         sums = of_counted.sum_by_owner(owner[counted], len(operands)).each()
-        #: by key: sums, smallest and largest scale, and the histograms with their scales
+        #: sums, smallest and largest scale, and histograms with their scales, by key
         self.of: dict[tuple[str, str], tuple[QuantizationSums, tuple[float, float] | None, Parts]] = {}
         found: list[Parts] = [[] for _ in operands]
         for (i, _, _, histogram), cast, scale in zip(parts, casts, scales.double().tolist(), strict=True):
@@ -179,7 +179,7 @@ class _UnderScales:
 
 
 def _amax(operands: Sequence[Operand], histograms: Histograms, uses: Sequence[ScaleInUse]) -> torch.Tensor:
-    """float32 [P], that the cast of each histogram of each operand goes by; exact for float32 operands, whose histograms
+    """Return float32 [P]: the amax that determines the cast of each histogram. Exact for float32 operands, whose histograms
     are rounded."""
     amax, inf, i = histograms.amax(), histograms.moments.inf.clone(), 0
     for operand in operands:

@@ -1,4 +1,4 @@
-"""What a sampled step collects of each operand."""
+"""The collection of an operand's data in a sampled step."""
 
 from __future__ import annotations
 
@@ -19,78 +19,78 @@ from .backends.base import Backend, ScaleInUse
 from .gemms import Gemm
 from .tensors import take_local_part
 
-#: histograms of an operand that are kept apart, because each may have been cast with another scale; what comes after is
-#: measured as it passes, so that many micro-batches take no more of a device's memory
+#: number of an operand's histograms that are kept apart, because each may have another scale. Later calls are measured at
+#: once, so that many micro-batches take no more device memory
 KEPT_APART = 2
 MEASURED = (*DTYPES, torch.float32)
 
 
 @dataclass
 class Operand:
-    """One operand of one GEMM in one step: the sum of all its micro-batches and calls."""
+    """One operand of one GEMM in one step: the sum over all its micro-batches and calls."""
 
     gemm: Gemm
     role: str
-    #: the cast of calls whose own is not known
+    #: cast of calls whose own cast is unknown
     in_use: ScaleInUse
-    #: what-if recipes; of those that histograms cannot answer for, each tensor is measured as it passes
+    #: what-if recipes; if a histogram cannot evaluate one, each tensor is measured at once
     what_if: Sequence[Recipe] = ()
-    #: whether this rank counts what it has of the operand, and no other rank has the same
+    #: whether this rank counts its tensor, because no other rank has the same
     is_counted: Callable[[torch.Tensor], bool] = lambda x: True
-    #: dtype of the tensor that was looked at
+    #: dtype of the observed tensor
     dtype: torch.dtype | None = None
-    #: histograms to be measured under one scale each: one for calls under the same scale, or one a call where it follows the
-    #: tensor; and the cast of each
+    #: histograms with one scale each, and the cast of each. Calls under the same scale share a histogram. If the scale
+    #: follows the tensor, each call has its own
     histograms: list[Histogram] = field(default_factory=list)
     casts: list[ScaleInUse] = field(default_factory=list)
-    #: calls beyond those, counted into one histogram: the cast of each, and its sums under its scale
+    #: calls beyond those, in one histogram; the cast of each call, and its sums under its scale
     rest: Histogram | None = None
     rest_casts: list[ScaleInUse] = field(default_factory=list)
     rest_sums: list[QuantizationSums] = field(default_factory=list)
-    #: float32 operands only: what was measured directly, a row a call
+    #: direct measurements of float32 operands, one row for each call
     moments: list[MomentsFound] = field(default_factory=list)
-    #: the same, of float32 operands and under block recipes
+    #: the same for sums, of float32 operands and under block recipes
     sums: list[SumsFound] = field(default_factory=list)
-    #: the same under what-if recipes, by their names
+    #: the same under what-if recipes, by name
     what_if_sums: dict[str, list[SumsFound]] = field(default_factory=dict)
-    #: whether the copy that another product multiplies is measured too: by call its cast, and its sums under it
+    #: whether to measure the copy that another product multiplies; the cast and the sums of each call's copy
     measures_copies: bool = False
     copy_casts: list[ScaleInUse] = field(default_factory=list)
     copy_sums: list[SumsFound] = field(default_factory=list)
-    #: whether the scales of blocks are counted, and how many there were of each, as `count_block_scales` has them
+    #: whether to count block scales; their counts, as from `count_block_scales`
     counts_block_scales: bool = False
     block_scales: torch.Tensor | None = None
-    #: float64, sums of all calls that a histogram cannot tell, as features have them; None: there are none
+    #: float64, sums over all calls that a histogram cannot give, as features define them, if there are any
     further: torch.Tensor | None = None
     calls: int = 0
-    #: calls with a copy of what another rank counts
+    #: calls whose tensor another rank counts
     copies: int = 0
-    #: whether float32 values are measured under what-if recipes whose scale follows the tensor
+    #: whether to measure float32 values under what-if recipes whose scale follows the tensor
     tries_current: ClassVar[bool] = False
-    #: of each call its place in the order of execution, and how many values that were not finite it brought, or all so far;
-    #: None: that is what its moments say, or the histogram of the only call
+    #: the place of each call in the order of execution, and its number of non-finite values, or the number so far. None if
+    #: its moments have this number, or the histogram of the only call
     _nonfinite: list[tuple[int, torch.Tensor | int | None]] = field(default_factory=list)
 
     @property
     def key(self) -> tuple[str, str]:
-        """(layer, role)"""
+        """(layer, role) of the operand."""
         return self.gemm.name, self.role
 
     def add(self, x: torch.Tensor, order: int, use: ScaleInUse | None = None) -> None:
-        """Count another tensor in; keeps no reference to it.
+        """Count another tensor. Keeps no reference to it.
 
         Args:
             order: place of the call in the step's order of execution.
-            use: how it is cast in this call, where that is known.
+            use: cast in this call, if known.
         """
         if self.role == "weight" and (self.calls or self.copies):
-            return  # the same weight in every micro-batch
+            return  # every micro-batch has the same weight
         part_of_others = use is not None and use.decoded is not None and not x.numel()
         if part_of_others or not self.is_counted(x):
             self.copies += 1
             return
         if x.dtype not in MEASURED:
-            raise TypeError(f"it is {x.dtype}, which FP8 does not stand in for; bfloat16, float16 and float32 are measured")
+            raise TypeError(f"it is {x.dtype}, which FP8 does not replace; bfloat16, float16 and float32 are measured")
         if self.dtype not in (None, x.dtype):
             raise TypeError(f"it is {self.dtype} in one call and {x.dtype} in another of the same step")
         x, use = take_local_part(x).detach(), use or self.in_use
@@ -107,11 +107,11 @@ class Operand:
         self.calls += 1
 
     def add_further(self, sums: torch.Tensor) -> None:
-        """Add sums of one more call; float64, of the same length in each."""
+        """Add the sums of one more call, float64 of the same length in each call."""
         self.further = sums if self.further is None else self.further + sums
 
     def _count(self, x: torch.Tensor, use: ScaleInUse) -> Histogram:
-        """Count a call in; returns its histogram, or that of several calls where none is measured in blocks."""
+        """Count a call. Return its histogram, or the histogram of several calls if none is measured in blocks."""
         joins = self.casts and not self.rest and _one_scale(use, self.casts[-1], x.dtype)
         if joins and not any(isinstance(recipe.scaling, BlockRule) for recipe in self.what_if):
             count_into(self.histograms[-1], x)
@@ -129,7 +129,7 @@ class Operand:
         return mine
 
     def _keep(self, found: ValueStats, use: ScaleInUse, copy: ScaleInUse | None) -> None:
-        """Keep what was measured of the values of a call."""
+        """Keep the measurements of a call's values."""
         if found.moments is not None:
             self.moments.append(found.moments)
         if found.sums is not None:
@@ -148,21 +148,21 @@ class Operand:
             self.copy_sums.append(found.copy)
 
     def _count_nonfinite(self) -> None:
-        """What the first call's histogram says of it, before others may be counted into that one; without host
+        """Read the first call's number of non-finite values before other calls share its histogram, without host
         synchronization."""
         if self.calls == 1 and not self.moments:
             self._nonfinite = [(order, count_nonfinite(self.histograms[0])) for order, _ in self._nonfinite]
 
     @property
     def nonfinite_order(self) -> int | None:
-        """Storage in the order of execution of the first call that held NaN or infinity; None where none did."""
+        """Place in the order of execution of the first call with NaN or infinity, if there is one."""
         self._count_nonfinite()
         direct = [m.whole for m in self.moments]
         counts = [(order, direct[i].nan + direct[i].inf if n is None else n) for i, (order, n) in enumerate(self._nonfinite)]
         return min((order for order, count in counts if count > 0), default=None)
 
     def move(self, to: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Replace each tensor that was collected by what `to` gives for it."""
+        """Replace each collected tensor by the result of `to`."""
         for counted in self._kept():
             counted.counts = to(counted.counts)
         self.casts, self.rest_casts = [_moved(u, to) for u in self.casts], [_moved(u, to) for u in self.rest_casts]
@@ -175,29 +175,29 @@ class Operand:
         self._nonfinite = [(order, to(n) if isinstance(n, torch.Tensor) else n) for order, n in self._nonfinite]
 
     def add_up(self) -> None:
-        """Whatever a device has left in parts, where that is now."""
+        """Add up the parts that a device has left, on their present device."""
         self.moments = [m.whole for m in self.moments]
         self.sums, self.copy_sums = [s.whole for s in self.sums], [s.whole for s in self.copy_sums]
         self.what_if_sums = {name: [s.whole for s in sums] for name, sums in self.what_if_sums.items()}
 
     @property
     def whole_moments(self) -> Moments | None:
-        """What was measured directly of all calls together (one row), in host memory."""
+        """Direct measurements of all calls together (one row), in host memory."""
         return merge(Moments.concat([m.whole for m in self.moments]).cpu()) if self.moments else None
 
     @property
     def device(self) -> torch.device | None:
-        """Where it was counted."""
+        """Device of its histograms."""
         return self.histograms[0].counts.device if self.histograms else None
 
     @property
     def deferred(self) -> bool:
-        """Whether all calls are measured under one scale, which the amax of the whole operand will tell after the step."""
+        """True if one scale applies to all calls, which follows from the amax of the whole operand after the step."""
         return all(map(_follows_the_whole, self.casts)) and not self.sums
 
     @functools.cached_property
     def total(self) -> Histogram:
-        """The histogram of all calls together; none may follow."""
+        """The histogram of all calls together. No call may follow."""
         first, *others = self._kept()
         return sum(others, first)
 
@@ -214,26 +214,26 @@ def _without_codes(use: ScaleInUse) -> ScaleInUse:
 
 
 def _follows_the_whole(use: ScaleInUse) -> bool:
-    """Whether nothing casts with it: one scale for the whole operand is the same however it is split over ranks."""
+    """Return True if nothing casts with this scale, so that it is the same however ranks split the operand."""
     return use.source != "engine" and isinstance(use.scale, CurrentScaling)
 
 
 def _one_scale(use: ScaleInUse, other: ScaleInUse, dtype: torch.dtype) -> bool:
-    """Whether one scale is known to serve two calls; a device is not asked, which would hold up the run."""
+    """Return True if one scale is known to apply to two calls. Does not read a device, which would block the run."""
     if use is other and isinstance(use.scale, torch.Tensor):
         return True
     if _follows_the_whole(use) and _follows_the_whole(other):
-        return dtype in DTYPES and use == other  # float32 is measured as it passes
+        return dtype in DTYPES and use == other  # float32 is measured at once
     if not isinstance(use.scale, torch.Tensor) or not isinstance(other.scale, torch.Tensor):
         return False
     return use.format == other.format and use.scale.device.type == "cpu" and bool(use.scale == other.scale)
 
 
-#: of modules that are looked at for something else than their GEMMs
+#: backend of modules that are not observed as GEMMs
 NO_GEMM = Backend("no GEMM", lambda module: False, lambda *_: None, lambda *_: None, lambda out: out)
 
 
 class UncastOperand(Operand):
-    """One of those, in one step. Float32 ones are measured under what-if recipes whose scale follows the tensor."""
+    """A tensor that no GEMM casts, in one step. Float32 ones are measured under what-if recipes that follow the tensor."""
 
     tries_current = True

@@ -1,8 +1,8 @@
-"""Dispatch modes that hooks enter and leave, which call every operator unchanged; and the amaxes that ranks share.
+"""Dispatch modes that hooks enter and leave, which call every operator unchanged, and the amaxes that ranks share.
 
-An engine that casts with the largest amax of a group of ranks reduces it while it runs. The shard of a rank does not tell
-that scale, and nothing that a call leaves behind has to. So we look at the all-reduces of a module's forward, or of a node's
-backward, if the module may share amaxes. We wait for nothing: an amax is read once the engine has waited for it itself.
+Some engines reduce the amax over a group of ranks during a call and cast with the largest. A rank's shard does not determine
+that scale, and the call need not keep it. So if ranks may share the amax, we watch the all-reduces of a module's forward, or
+of a node's backward. We do not wait: we read an amax only after the engine itself has waited for it.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ Reduced = Sequence[tuple[Any, torch.Tensor]]
 
 
 class OperatorMode(TorchDispatchMode):
-    """Sees operators between `begin` and `end`, in the thread that it began in."""
+    """Sees operators between `begin` and `end`, in the thread that called `begin`."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """What is compiled stays compiled."""
+        """Return True, so that compiled functions stay compiled."""
         return True
 
     def begin(self) -> None:
-        """Look from now on."""
+        """Observe from now on."""
         self.__enter__()  # type: ignore[no-untyped-call]
 
     def end(self) -> None:
-        """Look no longer; modes that were entered since stay."""
+        """Stop observing. Modes that were entered later stay."""
         if not any(mode is self for mode in _python_dispatch._get_current_dispatch_mode_stack()):
             return
         later = []
@@ -54,7 +54,7 @@ class OperatorMode(TorchDispatchMode):
 
 
 def over_dtensors(types: Any) -> bool:
-    """Whether an operator is called with DTensors; it then calls what this rank computes, which comes by itself."""
+    """Return True if an operator is called with DTensors, because it then calls this rank's operators, which we also see."""
     return any(kind.__name__ == "DTensor" and kind.__module__.startswith("torch.distributed") for kind in types)
 
 
@@ -62,16 +62,16 @@ class Collectives(OperatorMode):
     """Sees the collectives between `begin` and `end`."""
 
     def before(self, func: Any, args: Any) -> None:
-        """A collective is about to run."""
+        """Observe a collective that is about to run."""
 
     def after(self, func: Any, args: Any) -> None:
-        """A collective has been called, and may still be under way."""
+        """Observe a collective that has been called, and may still be running."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Calls `func` as it is."""
+        """Call `func` unchanged, and observe it if it is a collective."""
         if getattr(func, "namespace", "") not in _NAMESPACES:
             return func(*args, **(kwargs or {}))
-        with suppress(Exception):  # what was not seen is unknown
+        with suppress(Exception):  # what we could not observe is unknown
             self.before(func, args)
         out = func(*args, **(kwargs or {}))
         with suppress(Exception):
@@ -80,30 +80,31 @@ class Collectives(OperatorMode):
 
 
 class AmaxReductions(Collectives):
-    """Sees what ranks reduce of a single float32 value."""
+    """Sees reductions of a single float32 value over ranks."""
 
     def __init__(self) -> None:
         super().__init__()
         self.seen: list[tuple[Any, torch.Tensor]] = []
 
     def after(self, func: Any, args: Any) -> None:
-        """Notes a value that ranks reduce, which they may not have done yet."""
+        """Note a value that ranks reduce, perhaps not yet finished."""
         if func.overloadpacket.__name__ == "allreduce_":
             values, group = args[:2]
             if len(values) == 1 and values[0].numel() == 1 and values[0].dtype == torch.float32:
                 self.seen.append((torch.distributed.ProcessGroup.unbox(group), values[0]))
 
     def begin(self) -> None:
-        """Look from now on, and forget what was seen."""
+        """Observe from now on, and forget earlier reductions."""
         self.seen = []
         super().begin()
 
 
 def with_shared_amax(use: ScaleInUse, reduced: Reduced) -> ScaleInUse:
-    """The cast of an operand, its scale that of the amax that ranks have agreed on, if they share it.
+    """Return the cast of an operand with the scale of the shared amax, if ranks share it.
 
     Args:
-        reduced: while the engine's function ran that casts the operand before it reduces anything else in that group.
+        reduced: reductions during the engine's function, which casts the operand before it reduces anything else in the
+            group.
 
     Raises:
         UnknownCast: no reduction was seen.
@@ -112,12 +113,12 @@ def with_shared_amax(use: ScaleInUse, reduced: Reduced) -> ScaleInUse:
         return use
     amax = next((amax for group, amax in reduced if group == use.amax_group), None)
     if amax is None or not isinstance(use.scale, CurrentScaling):
-        raise UnknownCast("ranks share its amax, and how they reduce it was not seen")
+        raise UnknownCast("ranks share its amax, and their reduction was not seen")
     return replace(use, scale=use.scale.scale(amax.reshape(()), use.format.max), amax_group=None)
 
 
 def wait_for_backward(dispatcher: Dispatcher, node: Any) -> Callable[[Callable[[Reduced], None]], None]:
-    """Return what has a function called with what ranks reduce while an autograd node runs. Does not hold the node."""
+    """Return a function that takes a callback, and calls it with the reductions during a node's run. Frees the node."""
     mode, waiting = AmaxReductions(), list[Callable[[Reduced], None]]()
 
     def begin(*_: Any) -> None:
@@ -137,18 +138,18 @@ def wait_for_backward(dispatcher: Dispatcher, node: Any) -> Callable[[Callable[[
 
 
 def wait_for_node(dispatcher: Dispatcher, node: Any) -> Callable[[Callable[[Reduced], None]], None]:
-    """Return what has a function called once, as a node written in Python is about to run. Does not hold the node.
+    """Return a function that takes a callback, and calls it right before a node written in Python runs. Frees the node.
 
-    To be called as the gradient arrives: hooks run in the order in which they came.
+    Call this function when the gradient arrives, because hooks run in the order of their registration.
     """
-    held = weakref.ref(node)  # which holds the hook of the tensor, which holds this
+    held = weakref.ref(node)  # a strong reference would be a cycle: node, hook of the tensor, this function
 
     def wait(take: Callable[[Reduced], None]) -> None:
         waiting, node = [take], held()
 
         def last(*_: Any) -> None:
             while waiting:
-                waiting.pop()(())  # nothing is reduced before the node runs
+                waiting.pop()(())  # no rank reduces before the node runs
 
         if node is None:
             last()

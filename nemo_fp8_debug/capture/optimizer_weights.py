@@ -1,8 +1,8 @@
-"""What an optimizer has of the weights of GEMMs: master weights of those that are stored in codes, and what it steps by.
+"""Find an optimizer's tensors of GEMM weights: master weights of weights stored as codes, and the parameters it steps.
 
-Megatron's optimizers leave a master weight in the parameter's attribute `main_param`; its distributed one leaves each rank a
-part. That of other optimizers is in their state: they are seen when they step. What they step by is the parameter itself,
-its float32 copy or part of one, or a place in a flat tensor that has parts of many (DeepSpeed's ZeRO).
+Megatron's optimizers keep a master weight in the parameter's attribute `main_param`. Its distributed optimizer gives each
+rank a part. Other optimizers keep it in their state, which we see when they step. They step the parameter itself, its
+float32 copy or part of one, or a place in a flat tensor with parts of many parameters (DeepSpeed's ZeRO).
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from .backends.base import ScaleInUse, StoredCodes, read_raw_weight
 from .gemms import Gemm
 from .scan import ScannedModule
 
-#: under which optimizers keep it in their state, such as Transformer Engine's FusedAdam
+#: names of the master weight in an optimizer's state, such as Transformer Engine's FusedAdam
 _STATES = ("master_param", "master_params", "master_weight")
 
 
-#: the class whose parts of weights are no copies of each other
+#: class in which ranks' parts of weights are not copies
 _STAGE_3 = "DeepSpeedZeroOptimizer_Stage3"
 
 
@@ -32,19 +32,19 @@ class Masters:
     """Finds master weights of a model's parameters."""
 
     def __init__(self) -> None:
-        #: Megatron's buffers of gradients, as the sampled step finds them
+        #: Megatron's gradient buffers, as found in the sampled step
         self.buffers: Sequence[Any] = ()
         self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
     def note(self, optimizer: Any) -> None:
-        """Notice an optimizer that steps."""
+        """Note an optimizer that steps."""
         self._optimizers.add(optimizer)
 
     def of(self, parameter: Any) -> tuple[torch.Tensor, int] | None:
-        """The master weight, flat and in float32, and at which value of the parameter it begins; None: none is found.
+        """Return the master weight, flat float32, and the position of its first value in the parameter, if it is found.
 
         Raises:
-            LookupError: ranks keep parts of it, and which one this rank has is not known.
+            LookupError: ranks keep parts of it, and this rank's part is unknown.
         """
         if getattr(parameter, "main_param_sharded", False):
             return self._part(parameter)
@@ -60,7 +60,7 @@ class Masters:
         return None
 
     def _part(self, parameter: Any) -> tuple[torch.Tensor, int]:
-        """What this rank has of it, which may be nothing."""
+        """Return this rank's part, which may be empty."""
         main = parameter.main_param
         if main is None:
             return torch.empty(0, device=parameter.device), 0
@@ -69,21 +69,21 @@ class Masters:
                 start = find_part_start(buffer, parameter)
                 if main.dtype == torch.float32 and start + main.numel() <= parameter.numel():
                     return main.detach().reshape(-1), start
-        raise LookupError("ranks keep parts of its master weight, and which one this rank has is not known")
+        raise LookupError("ranks keep parts of its master weight, and this rank's part is unknown")
 
 
 def find_buffers(scanned: Iterable[ScannedModule]) -> list[tuple[nn.Module, Any]]:
-    """Return Megatron's buffers of gradients, of which ranks may keep parts, each with the module that has it."""
+    """Return Megatron's gradient buffers, with the module of each. Ranks may keep parts of a buffer."""
     names = "buffers", "expert_parallel_buffers"
     held = [(one.module, vars(one.module).get(name)) for one in scanned for name in names]
     return [(module, buffer) for module, found in held if isinstance(found, list) for buffer in found]
 
 
 def beside_master(stored: StoredCodes, masters: Masters | None) -> tuple[torch.Tensor, ScaleInUse, ScaleInUse]:
-    """W in codes: what is measured, its master weight or, if none is found, what the codes stand for; and how that was cast.
+    """Return the tensor to measure for a weight stored as codes: its master weight if found, otherwise the codes' values.
 
     Returns:
-        What is measured, which may be a rank's part; its cast; and the cast of all that the codes stand for.
+        The tensor, which may be a rank's part, its cast, and the cast of all values of the codes.
     """
     codes, use, parameter = stored.decoded(), stored.cast(), stored.parameter
     as_stored = replace(use, source="stored", decoded=codes)
@@ -104,7 +104,7 @@ def _is_whole(master: Any, parameter: Any) -> bool:
 
 
 def find_part_start(buffer: Any, parameter: Any) -> int:
-    """Ranks have equal parts of each bucket: of a parameter, where this rank's part of its bucket begins."""
+    """Return where this rank's part of a bucket begins in a parameter. Ranks have equal parts of each bucket."""
     start, _, number = buffer.param_index_map[parameter]
     bucket, group = buffer.buckets[number], buffer.data_parallel_group
     mine = bucket.offset + group.rank() * (bucket.grad_data.numel() // group.size())
@@ -113,17 +113,17 @@ def find_part_start(buffer: Any, parameter: Any) -> int:
 
 @dataclass(frozen=True)
 class Stepped:
-    """A weight, as an optimizer steps by it."""
+    """A weight as an optimizer steps it."""
 
     name: str
     weight: Any
-    #: of the optimizer
+    #: parameter of the optimizer
     parameter: Any
-    #: where the weight's values begin in a flat `parameter`, and how many they are; None: it has no others
+    #: where the weight's values begin in a flat `parameter`, and their number; None if it has no other values
     place: tuple[int, int] | None = None
 
     def of(self, x: Any) -> Any:
-        """The weight's values in a tensor that lies as `parameter` does."""
+        """Return the weight's values in a tensor with the layout of `parameter`."""
         if self.place is None or not isinstance(x, torch.Tensor):
             return x
         begin, count = self.place
@@ -131,17 +131,17 @@ class Stepped:
 
 
 def find_weight(gemm: Gemm) -> Any:
-    """The parameter that a GEMM multiplies, as its module holds it; None: its name is not known."""
+    """Return the parameter that a GEMM multiplies, as its module holds it, or None if its name is unknown."""
     if gemm.part and not gemm.part.isdigit():
         return None
     return read_raw_weight(gemm.module, f"weight{gemm.part}")
 
 
 def stepped_by(optimizer: Any, gemms: Mapping[str, Gemm]) -> Iterator[Stepped]:
-    """The weights that an optimizer steps by.
+    """Yield the weights that an optimizer steps.
 
     Args:
-        gemms: by name.
+        gemms: GEMMs by name.
     """
     held = {id(parameter): parameter for group in optimizer.param_groups for parameter in group["params"]}
     for name, gemm in gemms.items():
@@ -154,26 +154,27 @@ def stepped_by(optimizer: Any, gemms: Mapping[str, Gemm]) -> Iterator[Stepped]:
 
 
 def _is_flattened(own: Any, weight: Any) -> bool:
-    """Whether the weight itself is a flat part of one (FSDP1), of which other ranks may have parts or copies: that cannot
-    be told from it."""
+    """Return True if the weight itself is a flat part (FSDP1). It does not show if other ranks have copies."""
     return own is weight and own.dim() < 2
 
 
 def is_split_by_zero(weight: Any) -> bool:
-    """Whether ranks have parts of a weight's states that are no copies of each other."""
+    """Return True if ranks have different parts of a weight's states."""
     return hasattr(weight, "_z3_optimizer") or hasattr(weight, "_hp_mapping")
 
 
 def _in_a_flat_one(weight: Any, held: Mapping[int, Any]) -> tuple[Any, tuple[int, int]] | None:
-    """The flat tensor that ZeRO steps by, and the place in it of this rank's part of a weight; None: it has none there, or
-    ranks may hold copies of it (MiCS)."""
+    """Return the flat tensor that ZeRO steps, and the place of this rank's part of a weight in it.
+
+    None if it has no part there, or if ranks may hold copies of it (MiCS).
+    """
     stage_3 = getattr(weight, "_z3_optimizer", None)
     if stage_3 is not None:
         if type(stage_3).__name__ != _STAGE_3:
             return None
         group, begin, padded = stage_3.grad_position[stage_3.get_param_id(weight)]
         flat = stage_3.fp32_partitioned_groups_flat[group]
-        behind = dist.get_rank(weight.ds_process_group) * padded  # the last parts are filled up with zeros
+        behind = dist.get_rank(weight.ds_process_group) * padded  # zeros pad the last parts
         count = min(max(weight.ds_numel - behind, 0), padded)
         return (flat, (begin, count)) if id(flat) in held and count and begin + count <= flat.numel() else None
     mapping = getattr(weight, "_hp_mapping", None)

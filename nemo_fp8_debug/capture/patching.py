@@ -1,5 +1,4 @@
-"""Stands in for a function of the framework for the length of a sampled step, where the framework has no event for what
-it returns."""
+"""Replace a framework's function during a sampled step, if the framework has no event for its results."""
 
 from __future__ import annotations
 
@@ -17,40 +16,40 @@ from ..numerics.tensor_scaling import CurrentScaling
 
 
 class CastOverride(Protocol):
-    """What casts the operands of a module instead of its engine."""
+    """Casts the operands of a module instead of its engine."""
 
     @property
     def recipes(self) -> Mapping[str, Recipe]:
-        """By role."""
+        """Recipes by role."""
 
     def quantizes(self, role: str) -> bool:
-        """Whether `role` is cast at all."""
+        """Return True if `role` is cast."""
 
     def scale(self, role: str) -> torch.Tensor | CurrentScaling | BlockRule:
-        """What `role` is cast with in the present step: a float32 scalar, or a rule that finds it from each tensor."""
+        """Return the scale of `role` in this step: a float32 scalar, or a rule that computes it from each tensor."""
 
 
 #: modules whose operands are quantized by emulation
 EMULATED: weakref.WeakKeyDictionary[nn.Module, CastOverride] = weakref.WeakKeyDictionary()
-#: modules whose engine is told, in hooks that run after those that ask, to use another recipe of its own; None: none at all
+#: other recipes that modules' engines use, set in hooks that run after hooks that read them; None for high precision
 SWITCHED: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
 
 
 def find_emulation(module: nn.Module) -> CastOverride | None:
-    """The emulation that acts on `module`, if any."""
+    """Return the emulation of `module`, if any."""
     return EMULATED.get(module)
 
 
-#: told of what is to be seen; must not raise
+#: called with what is observed; must not raise
 Watcher = Callable[[Any], None]
-#: calls the function that it is given first, with the arguments that follow, and tells the watcher
+#: receives a function, a watcher and arguments; calls the function with the arguments, and reports to the watcher
 Call = Callable[..., Any]
 
 _ABSENT = object()
 
 
 class PatchedFunction:
-    """The function while anyone watches it; several may, and leave in any order."""
+    """A patched function as long as anyone watches it. Several may watch, and leave in any order."""
 
     def __init__(self, holder: Any, name: str, call: Call) -> None:
         self._holder, self._name, self._call = holder, name, call
@@ -59,7 +58,7 @@ class PatchedFunction:
         self._watchers: list[Watcher] = []
 
     def __call__(self, *arguments: Any, **options: Any) -> Any:
-        """What the framework calls."""
+        """Run when the framework calls the function."""
         return self._call(self._original, self._tell, *arguments, **options)
 
     def _tell(self, seen: Any) -> None:
@@ -67,12 +66,12 @@ class PatchedFunction:
             watcher(seen)
 
     def join(self, watcher: Watcher) -> Callable[[], None]:
-        """Tell this one too, until what is returned is called."""
+        """Add a watcher. Return a function that removes it."""
         self._watchers.append(watcher)
         return partial(self._leave, watcher)
 
     def _leave(self, watcher: Watcher) -> None:
-        if watcher in self._watchers:  # to leave twice does nothing
+        if watcher in self._watchers:  # a second call does nothing
             self._watchers.remove(watcher)
         if self._watchers or vars(self._holder).get(self._name) is not self:
             return
@@ -83,7 +82,7 @@ class PatchedFunction:
 
 
 def watch_calls(holder: Any, name: str, call: Call, watcher: Watcher) -> Callable[[], None]:
-    """Watch the calls of `holder.name`, a module's or an object's; returns what ends that."""
+    """Watch the calls of `holder.name`, of a module or an object. Return a function that stops watching."""
     current = vars(holder).get(name)
     if not isinstance(current, PatchedFunction):
         current = PatchedFunction(holder, name, call)

@@ -1,4 +1,4 @@
-"""Which scale and format each operand is measured under: read from what quantizes it, or emulated."""
+"""Choose the scale and format for measuring each operand: read from what quantizes it, or emulated."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ from .backends.base import ScaleInUse, make_unknown_cast, make_unquantized_cast
 from .gemms import Gemm, is_seen_in_forward
 from .patching import SWITCHED, find_emulation
 
-#: what a run without FP8 is measured against: it needs nothing but the tensor itself
+#: recipe for measuring a run without FP8: it needs nothing but the tensor itself
 SHADOW = Recipe(CurrentScaling())
 
 
 class Scales:
-    """Answers, at the start of a sampled step, how each operand's scale will be known."""
+    """Chooses at the start of a sampled step how each operand's scale is found."""
 
     def __init__(self, gemms: Sequence[Gemm], recipe: Recipe | None, asked: str | Mapping[str, Any]) -> None:
         """
         Args:
-            gemms: of this rank.
-            recipe: what to measure against, whatever the run uses; None: what the run itself uses.
-            asked: how the user wrote it.
+            gemms: GEMMs of this rank.
+            recipe: recipe to measure with, or None for the casts of the run itself.
+            asked: the recipe as the user wrote it.
         """
-        #: whether what the run itself uses is measured
+        #: whether to measure the casts of the run itself
         self.auto = recipe is None
         configured = [r for g in gemms if (r := g.backend.recipe(g.module))]
         recipes = [e.recipes[role] for g in gemms if (e := find_emulation(g.module)) for role in ROLES if e.quantizes(role)]
         engines = [r for r, _ in Counter(recipes).most_common(1)]
-        #: of operands that nothing quantizes, or whose scale cannot be read
+        #: recipe for operands that nothing quantizes, or whose scale cannot be read
         self._recipe = recipe or (engines + configured + [SHADOW])[0]
         self._emulated = EmulatedScales(self._recipe, ())
         self.description = {
@@ -49,11 +49,11 @@ class Scales:
         }
 
     def emulate(self, keys: Sequence[Key]) -> None:
-        """Keep histories of these operands: those of all ranks that measure together."""
+        """Keep histories of these operands, including those of other ranks that measure the same tensors."""
         self._emulated = EmulatedScales(self._recipe, keys)
 
     def in_use(self, gemm: Gemm, role: str) -> ScaleInUse:
-        """How operand `role` of `gemm` is cast in the step that begins."""
+        """Return how operand `role` of `gemm` is cast in the step that begins."""
         if self.auto and (engine := find_emulation(gemm.module)):
             if not engine.quantizes(role):
                 return make_unquantized_cast(role)
@@ -66,5 +66,5 @@ class Scales:
         return ScaleInUse(scale, self._recipe.format_of(role), self._recipe, source)
 
     def observe(self, amax: Mapping[Key, float]) -> None:
-        """End of a sampled step: emulated histories take the amax of each operand."""
+        """End a sampled step: add the amax of each operand to emulated histories."""
         self._emulated.observe(list(amax), torch.tensor(list(amax.values()), dtype=torch.float32))

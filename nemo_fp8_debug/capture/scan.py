@@ -1,4 +1,4 @@
-"""The one walk over a model: whoever classifies modules reads its result, and walks through nothing."""
+"""The only walk over a model. Code that classifies modules reads its result."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from torch import nn
 from ..core.layer_names import WRAPPERS
 from .backends.parallel import find_first_expert
 
-#: lists of a rank's own experts, in Megatron and DeepSpeed, two levels below what knows their group
+#: names of lists of a rank's experts in Megatron and DeepSpeed, two levels below the module that knows their group
 _EXPERT_LISTS = ("local_experts", "deepspeed_experts")
 
 
 class ScannedModule:
     """A module of a model, and where it is."""
 
-    #: runs inside torch.compile, where a hook would become part of the graph and change it
+    #: whether it runs inside torch.compile, where a hook would become part of the graph and change it
     compiled = False
 
     def __init__(self, module: nn.Module, holder: ScannedModule | None = None, key: str = "") -> None:
         """
         Args:
-            holder: the module that holds it; None: it is a root.
-            key: what it is called there.
+            holder: the parent module, or None for a root.
+            key: name in the parent.
         """
         self.module, self.holder, self.key = module, holder, key
 
@@ -47,7 +47,7 @@ class ScannedModule:
 
     @property
     def around(self) -> Sequence[nn.Module]:
-        """Return the modules that this one is in, innermost first."""
+        """Return the modules around this one, innermost first."""
         found, outer = [], self.holder
         while outer is not None:
             found.append(outer.module)
@@ -80,10 +80,10 @@ class ScannedModule:
 
 
 def scan_modules(roots: Iterable[nn.Module]) -> list[ScannedModule]:
-    """Return the modules of each root, in the order of `named_modules`: one that occurs twice in a root comes once.
+    """Return the modules of each root, in the order of `named_modules`: a module that occurs twice in a root comes once.
 
     Args:
-        roots: the model, or its chunks where a virtual pipeline splits it.
+        roots: the model, or its chunks if a virtual pipeline splits it.
     """
     found = [one for root in roots for one in _walk(root, set())]
     optimized: Any = getattr(sys.modules.get("torch._dynamo.eval_frame"), "OptimizedModule", None)
@@ -97,14 +97,14 @@ def scan_modules(roots: Iterable[nn.Module]) -> list[ScannedModule]:
 
 
 def find_inside(module: nn.Module) -> set[int]:
-    """Return the ids of the modules in a module, without its own."""
+    """Return the ids of all modules inside a module."""
     found: set[int] = set()
     _walk(module, found)
     return found - {id(module)}
 
 
 def _walk(root: nn.Module, seen: set[int]) -> list[ScannedModule]:
-    """Return the modules of a root, and add their ids to `seen`; a module whose id is there already is left out.
+    """Return the modules of a root, and add their ids to `seen`. Skip modules whose id is already there.
 
     Each sampled step walks through hundreds of modules, so this must be as fast as `named_modules`.
     """
@@ -122,7 +122,7 @@ def _walk(root: nn.Module, seen: set[int]) -> list[ScannedModule]:
 
 
 def _read_megatron_number(module: nn.Module) -> int | None:
-    """Return the number that Megatron gives a layer: 1-based, over all pipeline stages. Others count otherwise."""
+    """Return Megatron's number of a layer: 1-based, over all pipeline stages. Other frameworks count differently."""
     if not any(kind.__module__.partition(".")[0] == "megatron" for kind in type(module).__mro__):
         return None
     number = getattr(module, "layer_number", None)

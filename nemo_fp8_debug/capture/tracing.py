@@ -1,4 +1,4 @@
-"""Modules that torch.compile runs since a monitor was attached: their hooks are traced, and must not change the graph."""
+"""Recognize modules that torch.compile runs since a monitor was attached: their hooks must not change the graph."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from torch import nn
 
 from .scan import ScannedModule
 
-#: what Dynamo has traced a hook of, by `_name_of`
+#: names (`_name_of`) of modules with a hook that Dynamo has traced
 _traced: set[str] = set()
 
 
-#: of modules that have had a hook; no id, which another module gets later
+#: names of modules that have had a hook; an id could be reused for another module
 _names: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
 _numbers = itertools.count(1)
 
@@ -31,25 +31,25 @@ def _note(name: str) -> None:
     _traced.add(name)
 
 
-# Dynamo calls it while it traces, and puts nothing of it into the graph. So does torch.compiler.assume_constant_result,
-# which imports Dynamo.
+# Dynamo calls this function while it traces, and does not put it into the graph. torch.compiler.assume_constant_result does
+# the same, but imports Dynamo.
 _note._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 class Hook:
-    """A hook that stays with its module: a copy or pickle of the module gets one that does nothing."""
+    """A hook that stays with its module: a copy or pickle of the module has a hook that does nothing."""
 
     def __init__(self, call: Callable[..., Any] | None = None, module: nn.Module | None = None) -> None:
         """
         Args:
-            call: what it does; None: nothing.
-            module: whose hook it is, if it only looks: in a graph of torch.compile it does nothing then, which is noted.
+            call: function to call, if any.
+            module: module of a hook that only observes. In a graph of torch.compile, the hook notes this and does nothing.
         """
         self._call = call
         self._name = "" if module is None else _name_of(module)
 
     def __call__(self, *arguments: Any) -> Any:
-        """What torch calls."""
+        """Run when torch calls the hook."""
         if self._name and torch.compiler.is_compiling():
             _note(self._name)
             return None
@@ -60,7 +60,7 @@ class Hook:
 
 
 def find_compiled_by_now(scanned: Collection[ScannedModule]) -> set[int]:
-    """Return the ids of modules of a model that run inside torch.compile, as far as is known."""
+    """Return the ids of a model's modules that run inside torch.compile, as far as we know."""
     compiled = {id(one.module) for one in scanned if one.compiled}
     if _traced:
         compiled |= {id(one.module) for one in scanned if _names.get(one.module) in _traced}

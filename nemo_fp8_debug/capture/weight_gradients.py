@@ -1,14 +1,14 @@
-"""Gradients of weights: of all micro-batches and ranks, before anyone unscales, clips or uses them.
+"""Observe gradients of weights over all micro-batches and ranks, before anyone unscales, clips or uses them.
 
-A hook on each weight notes that a backward pass comes to it. Its gradient is handed over once that pass is over and the
-engine's own callbacks have run. That of a later micro-batch takes its place, so the last one is complete.
+A hook on each weight notes that a backward pass reaches it. We pass on its gradient after that pass and the engine's own
+callbacks. The gradient of a later micro-batch replaces it, so the last one is complete.
 
-DDP       its callback has added up the gradient over ranks by then, unless the pass was one under `no_sync`
+DDP       its callback has added up the gradient over ranks by this time, except in a pass under `no_sync`
 FSDP2     the same, and each rank has a part
 Megatron  `main_grad`, when `finish_grad_sync` of Megatron's DDP returns
-a step of the optimizer inside backward: the gradient as it arrives, because nothing is left at the end of the pass
+a step of the optimizer inside backward: the gradient as it arrives, because it is gone at the end of the pass
 
-A weight whose ranks add up gradients in another way is left out: a rank's own share would be taken for the whole.
+We leave out a weight whose gradients ranks add up in another way, because a rank's share would be mistaken for the whole.
 """
 
 from __future__ import annotations
@@ -35,61 +35,61 @@ from .scan import ScannedModule
 from .tensors import is_dtensor
 
 _LOOKING = "while looking at gradients of weights"
-#: of a weight that Megatron adds up once more after `finish_grad_sync`
+#: attributes of weights that Megatron adds up once more after `finish_grad_sync`
 ADDED_LATER = ("shared_embedding", "average_gradients_across_tp_domain")
 _FUSED = ("fuse_wgrad_accumulation", "gradient_accumulation_fusion")
 
 
 class WeightGradient(NamedTuple):
-    """A gradient, as of now in the step."""
+    """A gradient at the current point of the step."""
 
-    #: of the GEMMs that multiply the weight
+    #: names of the GEMMs that multiply the weight
     names: Sequence[str]
-    #: as it lies here: whole, a DTensor, or a flat part; None: what was handed over before is not complete
+    #: whole, a DTensor, or a flat part, as on this rank; None: the gradient passed on before is not complete
     x: torch.Tensor | None
 
 
 @dataclass(eq=False)
 class WatchedWeight:
-    """A weight whose gradient is looked at."""
+    """A weight whose gradient is observed."""
 
     names: list[str]
     module: nn.Module
-    #: where it is kept
+    #: module that holds the weight, and its name there
     holder: nn.Module
     key: str
-    #: that has the gradient: the weight or, under FSDP2, its sharded parameter
+    #: tensor that has the gradient: the weight or, under FSDP2, its sharded parameter
     parameter: Any
-    #: whether this rank counts what it has of a tensor that lies as the weight does
+    #: whether this rank counts its tensor in the weight's layout
     counts: Callable[[torch.Tensor], bool]
     is_sharded: bool = False
-    #: whether the module adds to `main_grad`, and autograd gets nothing of it
+    #: whether the module adds to `main_grad`, and autograd receives no gradient
     is_fused: bool = False
-    #: whether other ranks have summands, which DDP has to add up
+    #: whether other ranks have summands, which DDP must add up
     needs_ddp: bool = False
-    #: DDP adds them up in the pass that comes
+    #: whether DDP adds them up in the coming pass
     is_synced: bool = False
-    #: Megatron's buffer, and the DDP that has it
+    #: Megatron's buffer, and its DDP
     buffer: Any = None
     reducer: Any = None
-    #: version of the gradient as the pass came to the weight; None: it had none
+    #: version of the gradient when the pass reached the weight, or None if it had none
     _version: int | None = None
     _hooked: set[int] = field(default_factory=set)
 
     @property
     def is_due(self) -> bool:
-        """Return True if this rank is to count a part of the gradient."""
+        """True if this rank should count a part of the gradient."""
         if self.buffer is not None and _is_distributed(self.buffer):
             return not find_copied_part(self.module) and _part_of_bucket(self.buffer, self.parameter) is not None
         return self.counts(self.parameter)
 
     def is_counted(self, x: torch.Tensor) -> bool:
-        """Return True if no other rank counts what this one has of the gradient."""
+        """Return True if no other rank counts this rank's gradient."""
         return self.is_due if self.buffer is not None else self.counts(x)
 
 
 class WeightGradients:
-    """Of one sampled step on this rank."""
+    """Gradients of one sampled step on this rank."""
 
     def __init__(
         self,
@@ -102,32 +102,32 @@ class WeightGradients:
     ) -> None:
         """
         Args:
-            gemms: whose weights are looked at.
-            scanned: the modules of the model, as they are in this step.
-            ranks: that hold parts of the same tensors.
-            counts: of a GEMM: whether this rank counts a tensor that lies as its weight does.
-            guard: a context that keeps an exception out of the training loop.
-            dispatcher: of the step.
+            gemms: the GEMMs of these weights.
+            scanned: the modules of the model in this step.
+            ranks: number of ranks that hold parts of the same tensors.
+            counts: returns for a GEMM a test whether this rank counts a tensor in its weight's layout.
+            guard: returns a context that keeps an exception out of the training loop.
+            dispatcher: dispatcher of the step.
         """
         self._guard, self._dispatcher, self._ranks = partial(guard, _LOOKING), dispatcher, ranks
         self._gemms, self._scanned, self._counts = gemms, scanned, counts
         self._calls: list[Callable[[Sequence[WeightGradient]], None]] = []
         self.weights: Sequence[WatchedWeight] = ()
-        #: those that a backward pass came to, since the last were handed over and in all
+        #: weights that a backward pass has reached since the last time we passed on gradients, and in total
         self._arrived: list[WatchedWeight] = []
         self._of_ranks: dict[int, WatchedWeight] = {}
         self._passes: set[int] = set()
         self._ddp: dict[int, set[int]] = {}
 
     def watch(self, call: Callable[[Sequence[WeightGradient]], None]) -> Sequence[WatchedWeight]:
-        """Have `call` called with gradients, each time that they are complete so far; returns whose these will be."""
+        """Call `call` with gradients each time they are complete so far. Return the weights of these gradients."""
         if not self._calls:
             self.weights = self._find()
         self._calls.append(call)
         return self.weights
 
     def subscribe(self) -> None:
-        """Look at gradients from now on, if anyone asked."""
+        """Observe gradients from now on, if anyone watches."""
         for one in self.weights:
             if one.buffer is None and not one.is_sharded:
                 self._hook(one, one.parameter)
@@ -157,7 +157,7 @@ class WeightGradients:
         return list(found.values())
 
     def _is_known(self, one: WatchedWeight, buffers: Sequence[tuple[Any, Any]]) -> bool:
-        """Return True if it is known how ranks add up its gradient."""
+        """Return True if we know how ranks add up the gradient."""
         weight, of_megatron = one.parameter, count_gradient_ranks(one.module)
         ranks = self._ranks if of_megatron is None else of_megatron
         if is_split_by_zero(weight):
@@ -197,18 +197,18 @@ class WeightGradients:
         one._version = None if kept is None else kept._version
         of_ranks = one.is_sharded or one.needs_ddp
         if grad is not None and not of_ranks and getattr(one.parameter, "_post_accumulate_grad_hooks", None):
-            # One of them may step, and leave nothing for the end of the pass.
+            # One of them may step the optimizer, and clear the gradient before the end of the pass.
             self._hand_over([WeightGradient(one.names, grad if kept is None else None)])
         self._arrived.append(one)
         if of_ranks:
             self._of_ranks[id(one)] = one
-        # A reentrant checkpoint has a pass of its own within another.
+        # A reentrant checkpoint runs its own pass within another.
         if (task := torch._C._current_graph_task_id()) not in self._passes:
             self._passes.add(task)
             self._dispatcher.after_backward(self._guard, self._after_backward)
 
     def _after_backward(self) -> None:
-        """Hand over what this pass came to; of what ranks add up also what earlier ones did, which may have waited."""
+        """Pass on gradients that this pass reached, and gradients of earlier passes that ranks may have added up now."""
         arrived, self._arrived = {id(one): one for one in self._arrived}, []
         found = [found for one in (arrived | self._of_ranks).values() if (found := self._look(one)) is not None]
         self._hand_over(found)
@@ -220,11 +220,12 @@ class WeightGradients:
         if one.is_sharded:
             return WeightGradient(one.names, grad if self._sharded.is_reduced(one.holder, one.key) else None)
         if grad is None or grad._version == one._version:
-            return None  # nothing was added to it, as in torch.autograd.grad
+            return None  # nothing was added, as in torch.autograd.grad
+
         return WeightGradient(one.names, None if one.needs_ddp and not one.is_synced else grad)
 
     def _after_reduction(self, module: Any, _: Any) -> None:
-        """Hand over what a DDP of Megatron's has added up."""
+        """Pass on the gradients that one of Megatron's DDPs has added up."""
         with self._guard():
             found = list[WeightGradient]()
             for one in [one for one in self.weights if one.reducer is module]:
@@ -249,13 +250,13 @@ class WeightGradients:
 
 
 def _place_of(gemm: Gemm) -> tuple[nn.Module, str] | None:
-    """Return the module that has the parameter of a GEMM, and its name there; None: it is not known."""
+    """Return the module that holds the parameter of a GEMM, and its name there."""
     if gemm.backend.in_forward:
         path, _, key = parameter_name(gemm.module, gemm.part).rpartition(".")
         return gemm.module.get_submodule(path), key
     if not gemm.part or gemm.part.isdigit():
         return gemm.module, f"weight{gemm.part}"
-    return gemm.module, f"{gemm.part}_weight"  # of Transformer Engine's LayerNormMLP
+    return gemm.module, f"{gemm.part}_weight"  # Transformer Engine's LayerNormMLP
 
 
 def _is_usable(x: torch.Tensor | None) -> bool:
@@ -269,10 +270,10 @@ def _is_delayed(module: Any) -> bool:
 
 
 def adds_to_main_grad(module: nn.Module, weight: Any = None) -> bool:
-    """Return True if a GEMM adds the gradient of its weight to what is there, and autograd gets nothing of it.
+    """Return True if a GEMM adds the gradient of its weight to `main_grad`, so that autograd receives no gradient.
 
     Args:
-        weight: None: the one that the module calls so.
+        weight: the weight, by default the module's `weight`.
     """
     held = read_raw_weight(module) if weight is None else weight
     return hasattr(held, "main_grad") and any(getattr(module, name, False) for name in _FUSED)
@@ -283,7 +284,7 @@ def _is_distributed(buffer: Any) -> bool:
 
 
 def _part_of_bucket(buffer: Any, parameter: Any) -> slice | None:
-    """Return which values of a parameter's gradient this rank has added up: ranks have equal parts of each bucket."""
+    """Return the values of a parameter's gradient that this rank has added up. Ranks have equal parts of each bucket."""
     begin, end, number = buffer.param_index_map[parameter]
     bucket, group = buffer.buckets[number], buffer.data_parallel_group
     size = bucket.grad_data.numel() // group.size()

@@ -102,7 +102,7 @@ def test_no_match_lists_what_there_is() -> None:
 
 
 def test_model_without_gemm() -> None:
-    with pytest.raises(ConfigError, match="no GEMM layer that is known"):
+    with pytest.raises(ConfigError, match="no supported GEMM layer"):
         select_gemms(find_gemms([nn.Conv2d(1, 1, 1)]), None)
 
 

@@ -70,7 +70,7 @@ def test_under_fsdp_without_it_every_cast_is_read(results: Results) -> None:
 def test_what_tensor_parallelism_hides_is_unknown_or_left_out_and_said(results: Results, mode: str) -> None:
     found = results[0][mode]
     rows, (first, *more) = found["rows"][0], found["warnings"]
-    assert "its weight is split by tensor parallelism, and torchao takes amaxes over the ranks" in first
+    assert "its weight is split by tensor parallelism, and torchao reduces its amax over ranks" in first
     assert {row["scale_source"] for (layer, _), row in rows.items() if layer != "1.0"} == {"unknown"}
     assert {row["scale_source"] for (layer, _), row in rows.items() if layer == "1.0"} == {"engine"}
     if mode == "tp":

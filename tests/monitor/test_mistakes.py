@@ -154,7 +154,7 @@ class TestModels:
         assert message.startswith(
             "X of 0, W of 0, X of 1, W of 1 and 2 more operands are missing from the sample of step 1: "
         )
-        assert "it is torch.float64, which FP8 does not stand in for; bfloat16, float16 and float32 are measured" in message
+        assert "it is torch.float64, which FP8 does not replace; bfloat16, float16 and float32 are measured" in message
         assert sampled(tmp_path) == [0]
         empty = [line for line in capsys.readouterr().out.splitlines() if " at step 2, loss" in line]
         assert empty[0].endswith("0 of 0 tensors, worst first")

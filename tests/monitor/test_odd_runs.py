@@ -168,7 +168,7 @@ def test_an_operand_in_two_dtypes_is_left_out_and_said() -> None:
 def test_a_dtype_that_fp8_does_not_stand_in_for(dtype: torch.dtype) -> None:
     model = nn.Linear(4, 4, dtype=dtype)
     monitor, samples = monitored(model)
-    with pytest.warns(FP8DebugWarning, match="which FP8 does not stand in for"):
+    with pytest.warns(FP8DebugWarning, match="which FP8 does not replace"):
         with monitor.step(0):
             model(torch.randn(2, 4, dtype=dtype)).abs().sum().backward()
         monitor.close()

@@ -1,11 +1,11 @@
-"""One small file per framework: the only place that knows what its GEMM modules look like. Internal."""
+"""Backends: one small file per framework, the only place that knows its GEMM modules. Internal."""
 
 from __future__ import annotations
 
 from . import in_forward, megatron, torch_linear, torchao, transformer_engine
 from .base import Backend
 
-#: asked in this order; the first that owns a module serves it
+#: in order of precedence: the first backend that owns a module handles it
 BACKENDS: tuple[Backend, ...] = (
     transformer_engine.LINEAR,
     transformer_engine.LAYERNORM_MLP,

@@ -1,7 +1,7 @@
-"""Modules that multiply parameters inside their forward, where no argument and no output of theirs is an operand.
+"""Modules that multiply parameters inside their forward, so that no argument and no output is an operand.
 
-These are experts in parameters of three dimensions, `nn.MultiheadAttention`, and transformers' `Conv1D`. Their operands are
-seen at the operators of torch (`capture.matmul_capture`).
+These are experts in parameters of three dimensions, `nn.MultiheadAttention`, and transformers' `Conv1D`. We observe their
+operands at torch's operators (`capture.matmul_capture`).
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from .base import Backend, is_plain, read_raw_weight
 
 #: parameters that are never multiplied as matrices
 NO_MATRIX = re.compile(r"(?:^|_)bias(?:es)?$|norm")
-#: packages whose modules have kernels of their own, or are known not to multiply such parameters
+#: packages whose modules have their own kernels, or never multiply such parameters
 _OTHERS = ("transformer_engine", "torchao", "torch")
 
 
 def is_conv1d(module: nn.Module) -> bool:
-    """Whether it is the linear layer of GPT-2 and its like."""
+    """Return True for the linear layer of GPT-2 and similar models."""
     return type(module).__name__ == "Conv1D" and type(module).__module__ == "transformers.pytorch_utils"
 
 
 def parts(module: nn.Module) -> Sequence[str]:
-    """What is added to the name of a module for each parameter that it may multiply."""
+    """Return the name suffix of each parameter that a module may multiply."""
     if isinstance(module, nn.MultiheadAttention):
         inner = [name for name, p in module._parameters.items() if p is not None and name.endswith("proj_weight")]
         return [*(name.removesuffix("_weight") for name in inner), "out_proj"]
@@ -43,7 +43,7 @@ def _is_of_experts(name: str, parameter: torch.Tensor) -> bool:
 
 
 def is_computed(module: nn.Module) -> bool:
-    """Whether a Linear computes its weight of other parameters, as under weight norm."""
+    """Return True if a Linear computes its weight from other parameters, as with weight norm."""
     return (
         isinstance(module, nn.Linear)
         and read_raw_weight(module) is None
@@ -52,30 +52,30 @@ def is_computed(module: nn.Module) -> bool:
 
 
 def computed_of(module: nn.Module) -> dict[str, torch.Tensor]:
-    """What a weight may be computed of: all parameters of a module but its bias."""
+    """Return the parameters that a weight may be computed from: all but the bias."""
     return {name: p for name, p in module.named_parameters() if not NO_MATRIX.search(name)}
 
 
 def parameter_names(module: nn.Module, part: str) -> Sequence[str]:
-    """The parameter of a part, or those that it is computed of."""
+    """Return the parameter of a part, or the parameters that it is computed from."""
     return list(computed_of(module)) if is_computed(module) else [parameter_name(module, part)]
 
 
 def parameter_name(module: nn.Module, part: str) -> str:
-    """The parameter of a part, from its module on."""
+    """Return the name of a part's parameter within its module."""
     if isinstance(module, nn.MultiheadAttention):
         return "out_proj.weight" if part == "out_proj" else f"{part}_weight"
     return part or "weight"
 
 
 def find_parameter(module: nn.Module, name: str) -> torch.Tensor | None:
-    """A parameter by its name in a module, without the getters of sharding engines."""
+    """Return a parameter by its name in a module, without the getters of sharding engines."""
     path, _, key = name.rpartition(".")
     return read_raw_weight(module.get_submodule(path), key)
 
 
 def _no_output(out: object) -> torch.Tensor:
-    raise TypeError("operands are inside its forward, and its output is none")
+    raise TypeError("its operands are inside its forward, so it has no output to observe")
 
 
 BACKEND = Backend(

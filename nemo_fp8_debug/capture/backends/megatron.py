@@ -1,4 +1,4 @@
-"""Megatron-core's own parallel linear layers (those of Transformer Engine are another host)."""
+"""Megatron-core's own parallel linear layers (another backend handles its Transformer Engine layers)."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ def _owns(module: nn.Module) -> bool:
 
 
 def _weight(module: nn.Module, args: Args, kwargs: Kwargs, part: str) -> torch.Tensor | None:
-    # An output layer tied to the embedding owns no weight and is given it with each call.
+    # An output layer tied to the embedding has no weight, and receives it with each call.
     given: Any = args[1] if len(args) > 1 else kwargs.get("weight")
     return read_raw_weight(module) if given is None else given
 
 
-#: Megatron's names of recipes without a history
+#: rules of Megatron's recipes without a history
 _RULES: dict[str, CurrentScaling | Float8BlockScaling | MXFP8Scaling] = {
     "tensorwise": CurrentScaling(),
     "blockwise": Float8BlockScaling(),
@@ -34,7 +34,7 @@ _RULES: dict[str, CurrentScaling | Float8BlockScaling | MXFP8Scaling] = {
 
 
 def configured_recipe(module: nn.Module) -> Recipe | None:
-    """The FP8 options of Megatron's TransformerConfig; current scaling stands for recipes that are not known here."""
+    """Return the FP8 recipe of Megatron's TransformerConfig. Current scaling replaces unsupported recipes."""
     config: Any = getattr(module, "config", None)
     fp8 = getattr(config, "fp8", None)
     if not fp8:

@@ -1,4 +1,4 @@
-"""Which ranks of Megatron's groups hold copies of an operand: those count it once."""
+"""Find the ranks of Megatron's groups that hold copies of an operand, so that only one of them counts it."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from torch import nn
 
 
 def find_parallel_state() -> Any:
-    """Megatron's `parallel_state`, where the run uses it."""
+    """Return Megatron's `parallel_state` if the run uses it."""
     state: Any = sys.modules.get("megatron.core.parallel_state")
     return state if state is not None and state.model_parallel_is_initialized() else None
 
 
 def is_copy(module: nn.Module, role: str) -> bool | None:
-    """Whether this rank's `role` of a linear module is a copy of what another rank counts.
+    """Return True if another rank counts what this rank holds of a linear module's `role`.
 
-    None: every rank that has the module holds the same, as without Megatron's groups each rank does of a weight.
+    None: every rank with the module holds the same, as for weights without Megatron's groups.
     """
     state = find_parallel_state()
     if state is None:
@@ -32,7 +32,7 @@ def is_copy(module: nn.Module, role: str) -> bool | None:
 
 
 def find_copied_part(module: nn.Module) -> bool:
-    """Whether another rank counts this rank's part of a master weight: data-parallel ranks have a part each."""
+    """Return True if another rank counts this rank's part of a master weight. Data-parallel ranks have different parts."""
     state = find_parallel_state()
     if state is None or _kind(module) is not None:
         return False
@@ -40,7 +40,7 @@ def find_copied_part(module: nn.Module) -> bool:
 
 
 def _is_split(module: nn.Module, role: str, expert: bool) -> bool:
-    """Whether tensor-parallel ranks hold parts of an activation, by rows or by features, and not all of it each."""
+    """Return True if tensor-parallel ranks hold parts of an activation, by rows or features, and not copies."""
     of_sequence = not expert and _splits_sequence(module)
     kind = _kind(module)
     if kind == "column":
@@ -51,10 +51,10 @@ def _is_split(module: nn.Module, role: str, expert: bool) -> bool:
 
 
 def find_part(module: nn.Module, what: str) -> int | None:
-    """The part of a tensor that this rank has, of which others have copies; None: it is not known that anybody has one.
+    """Return the number of a tensor's part that this rank shares with others, or None if no other rank is known to share it.
 
     Args:
-        what: `weight`, `weight_gradient`, or `input`, of which tensor-parallel ranks have copies in column-parallel layers.
+        what: `weight`, `weight_gradient`, or `input`, which tensor-parallel ranks share in column-parallel layers.
     """
     state = find_parallel_state()
     expert = _is_expert(module)
@@ -68,7 +68,7 @@ def find_part(module: nn.Module, what: str) -> int | None:
 
 
 def list_parts() -> dict[str, int]:
-    """How many parts of a tensor there can be, by what is compared; the same on all ranks."""
+    """Return the number of parts of a tensor by what is compared. The same on all ranks."""
     state = find_parallel_state()
     if state is None:
         return {"weight": 1, "weight_gradient": 1, "master": 1}
@@ -80,7 +80,7 @@ def list_parts() -> dict[str, int]:
 
 
 def count_gradient_ranks(module: nn.Module) -> int | None:
-    """Ranks of Megatron's groups whose gradients of a weight are added up; None: it does not use them."""
+    """Return the number of Megatron's ranks that add up a weight's gradient, or None without Megatron's groups."""
     state = find_parallel_state()
     if state is None:
         return None
@@ -92,7 +92,7 @@ def count_gradient_ranks(module: nn.Module) -> int | None:
 
 
 def adds_up(module: nn.Module, product: str) -> bool:
-    """Whether a module adds up a product over ranks: Y of row-parallel layers, dX of column-parallel ones."""
+    """Return True if a module adds up a product over ranks: Y of row-parallel layers, dX of column-parallel layers."""
     state = find_parallel_state()
     kind = {"fprop": "row", "dgrad": "column"}.get(product)
     if state is None or kind is None or _kind(module) != kind or _others_communicate(module):
@@ -105,8 +105,10 @@ def adds_up(module: nn.Module, product: str) -> bool:
 
 
 def find_sequence_part(module: nn.Module, kind: str) -> tuple[int, int] | None:
-    """This rank and the number of ranks that split the sequence between modules of a kind, `column` or `row`, which gather
-    it; None: it is no such module."""
+    """Return this rank and the number of ranks that split the sequence between modules of a kind, `column` or `row`.
+
+    None if the module is not of this kind, which gathers the sequence.
+    """
     state = find_parallel_state()
     if state is None or _kind(module) != kind or _is_expert(module) or not _splits_sequence(module):
         return None
@@ -115,8 +117,8 @@ def find_sequence_part(module: nn.Module, kind: str) -> tuple[int, int] | None:
 
 
 def _splits_sequence(module: nn.Module) -> bool:
-    """Whether what tensor-parallel ranks do not split by features, they split by the sequence."""
-    if _kind(module) is None:  # Megatron marks weights whose gradients it has to add up over parts of the sequence
+    """Return True if tensor-parallel ranks split by the sequence whatever they do not split by features."""
+    if _kind(module) is None:  # Megatron marks weights whose gradients must be added up over parts of the sequence
         return any(getattr(p, "sequence_parallel", False) for p in module._parameters.values() if p is not None)
     if _others_communicate(module):
         return False
@@ -125,12 +127,12 @@ def _splits_sequence(module: nn.Module) -> bool:
 
 
 def _others_communicate(module: nn.Module) -> bool:
-    """Whether others gather and add up for it, as for shared experts that overlap with the dispatcher."""
+    """Return True if other modules gather and add up for this one, as for shared experts that overlap communication."""
     return bool(getattr(module, "explicit_expert_comm", False)) or getattr(module, "parallel_mode", "") is None
 
 
 def _kind(module: nn.Module) -> str | None:
-    """What tensor parallelism splits of the weight: its outputs (column), its inputs (row), or nothing."""
+    """Return what tensor parallelism splits of the weight: outputs (`column`), inputs (`row`), or nothing (None)."""
     mode = getattr(module, "parallel_mode", None)
     if mode in ("column", "row"):
         return str(mode)
@@ -139,7 +141,7 @@ def _kind(module: nn.Module) -> str | None:
 
 
 def _is_expert(module: nn.Module) -> bool:
-    """Whether it is split over the ranks of experts. Transformer Engine's wrappers say so in their parameters only."""
+    """Return True if the module is split over ranks of experts. In Transformer Engine's wrappers only parameters show it."""
     told = getattr(module, "is_expert", None)
     if told is None:
         return any(getattr(p, "allreduce", True) is False for p in module._parameters.values() if p is not None)
@@ -152,17 +154,17 @@ def _expert_tensor_rank(state: Any) -> int:
 
 
 def _expert_data_rank(state: Any) -> int:
-    """Up to 0.10 experts have no data-parallel group of this name."""
+    """Return this rank among an expert's data-parallel ranks. Up to 0.10 the group has another name."""
     get = getattr(state, "get_expert_data_parallel_rank", None) or state.get_data_modulo_expert_parallel_rank
     rank: int = get()
     return rank
 
 
 def find_first_expert(experts: int, owner: nn.Module | None = None) -> int:
-    """The global number of this rank's first expert, which has `experts` of them.
+    """Return the global number of the first of this rank's `experts` experts.
 
     Args:
-        owner: module that may know the group of ranks that experts are split over.
+        owner: a module that may know the group of ranks that experts are split over.
     """
     group = getattr(owner, "ep_group", None)
     if isinstance(group, dist.ProcessGroup):

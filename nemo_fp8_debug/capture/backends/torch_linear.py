@@ -9,7 +9,7 @@ from .base import Backend, find_foreign_forward, is_plain, read_raw_weight
 
 
 def _foreign(module: nn.Module) -> str:
-    """Why it may change or quantize its operands before it multiplies them; empty: it is `nn.Linear` and nothing more."""
+    """Return why the module may change or quantize its operands, or "" if it is a plain `nn.Linear`."""
     if why := find_foreign_forward(module, (nn.Linear,)):
         return why
     weight = read_raw_weight(module)

@@ -79,12 +79,12 @@ def test_other_subclasses_of_linear_are_unknown_and_their_class_is_named(
     module, x = others()[name], torch.randn(8, 32)
     samples = sampled(nn.Sequential(module), lambda: module(x).sum().backward())
     [warned] = said(recwarn)
-    assert f"its module is a {name}, which is not known here" in warned
+    assert f"its module is a {name}, which is not supported" in warned
     rows = samples.rows(0)
     assert {(role, row["scale_source"], row["recipe"]) for (_, role), row in rows.items()} == {
         (role, "unknown", "current-hybrid") for role in ROLES
     }
-    assert samples.fingerprint["recipe"]["fp8_engine"] == f"unknown: what {name} quantizes in training is not read"
+    assert samples.fingerprint["recipe"]["fp8_engine"] == f"unknown: training with {name} is not supported"
 
 
 def test_a_weight_that_is_stored_as_codes_is_left_out_and_its_class_named(recwarn: pytest.WarningsRecorder) -> None:
@@ -102,7 +102,7 @@ def test_a_weight_that_is_stored_as_codes_is_left_out_and_its_class_named(recwar
     warned = " ".join(said(recwarn))
     assert "it is stored as a torchao.prototype.quantized_training.int8.Int8QuantizedTrainingLinearWeight" in warned
     engine = samples.fingerprint["recipe"]["fp8_engine"]
-    assert engine.startswith("unknown: what torch.nn.modules.linear.Linear with weights of torchao.prototype.")
+    assert engine.startswith("unknown: training with torch.nn.modules.linear.Linear with weights of torchao.prototype.")
 
 
 @pytest.fixture
@@ -203,7 +203,7 @@ def test_mxfp8_in_its_emulation_is_measured_by_the_codes_that_torchao_multiplies
 )
 def test_mxfp8_by_kernels_or_in_another_mode_is_unknown(options: Any) -> None:
     for role in ROLES:
-        with pytest.raises(UnknownCast, match=f"{next(iter(options))}=.* is not known here"):
+        with pytest.raises(UnknownCast, match=f"unsupported value {next(iter(options))}="):
             find_cast(mxfp8(**options)[0], role)
 
 

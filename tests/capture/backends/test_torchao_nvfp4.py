@@ -104,7 +104,7 @@ def step(model: nn.Module, x: torch.Tensor, **options: Any) -> Samples:
 def test_metrics_are_those_of_what_its_gemms_multiplied(dtype: torch.dtype) -> None:
     model = layer(dtype)
     x = torch.randn(2, 128, 128, dtype=dtype, requires_grad=True)
-    with on_cpu() as gemms, pytest.warns(FP8DebugWarning, match="rounds dY stochastically, so that its codes"):
+    with on_cpu() as gemms, pytest.warns(FP8DebugWarning, match="rounds dY stochastically, so its codes"):
         samples = step(model, x)
     rows = samples.rows(0)
     (by_x, by_w), (_, by_wt), _ = gemms.seen
@@ -135,8 +135,8 @@ def test_outputs_and_gradients_are_bit_identical_with_the_monitor() -> None:
 
 
 UNKNOWN = {
-    "an attribute": (lambda m: setattr(m, "four_over_six", True), "has an attribute 'four_over_six'"),
-    "a buffer": (lambda m: m.register_buffer("_amax", torch.ones(1)), "has a buffer '_amax'"),
+    "an attribute": (lambda m: setattr(m, "four_over_six", True), "has an unsupported attribute 'four_over_six'"),
+    "a buffer": (lambda m: m.register_buffer("_amax", torch.ones(1)), "has an unsupported buffer '_amax'"),
     "a kernel": (lambda m: setattr(m, "kernel_preference", "cutedsl"), "kernel_preference=cutedsl"),
     "a group": (lambda m: setattr(m, "process_group", object()), "split by tensor parallelism"),
     "a forward": (lambda m: setattr(m, "forward", m.forward), "forward of its .*NVFP4Linear was replaced"),
@@ -155,7 +155,7 @@ def test_what_is_not_known_of_a_layer_is_named(case: str) -> None:
 
 def test_a_release_whose_kernels_were_not_read_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nvfp4, "RELEASES", ("0.17",))
-    with pytest.raises(UnknownCast, match=r"those of torchao 0\.18\.0.*, which were not read"):
+    with pytest.raises(UnknownCast, match=r"NVFP4Linear of torchao 0\.18\.0.* is not supported"):
         find_cast(layer()[0], "weight")
 
 

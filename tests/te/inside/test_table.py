@@ -22,7 +22,7 @@ EVERY = 14
 IN_BLOCKS = ("Float8BlockScaling", "MXFP8BlockScaling", "NVFP4BlockScaling", "CustomRecipe")
 #: options under which a cast is unknown, and why
 UNKNOWN = {
-    "no row-wise copy of it is made, since no gradient of X is asked for": "column-wise copies are not measured",
+    "it has no row-wise copy, because no gradient of X is needed": "column-wise copies are not measured",
 }
 
 pytestmark = pytest.mark.usefixtures("megatron")
@@ -68,7 +68,7 @@ def test_a_copy_that_is_not_made_is_unknown(tmp_path: Path) -> None:
     row |= {"qfactory": "hybrid", "layer": "GroupedLinear", "input_needs_grad": "no"}
     result = result_of("CustomRecipe", row, tmp_path)
     assert result.differing == [] and result.sources == {"engine": 8, "unknown": 4}
-    assert [*result.reasons] == ["no row-wise copy of it is made, since no gradient of X is asked for"]
+    assert [*result.reasons] == ["it has no row-wise copy, because no gradient of X is needed"]
 
 
 def test_a_weight_that_may_have_changed_since_it_was_cached_is_unknown(tmp_path: Path) -> None:

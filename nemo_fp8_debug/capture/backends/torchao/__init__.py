@@ -1,4 +1,4 @@
-"""Linear layers of torchao: `Float8Linear`, and others, whose casts are unknown unless `casts` reads them. Internal."""
+"""Linear layers of torchao: `Float8Linear`, and others whose casts are unknown unless `casts` supports them. Internal."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .weights import find_uncast, is_torchao, weight_in_high_precision
 
 
 def _owns(module: nn.Module) -> bool:
-    """Its subclasses of Linear, and a Linear whose weight is one of its tensors, which multiplies in its own way."""
+    """Return True for torchao's subclasses of Linear, and for a Linear whose weight is a torchao tensor."""
     if "torchao" not in sys.modules or not isinstance(module, nn.Linear):
         return False
     return any(base.__module__.partition(".")[0] == "torchao" for base in type(module).__mro__) or is_torchao(
@@ -29,11 +29,11 @@ def _owns(module: nn.Module) -> bool:
 def _input(module: nn.Module, args: Args, kwargs: Kwargs, part: str) -> torch.Tensor:
     x: torch.Tensor = find_uncast(args[0] if args else kwargs["input"])
     kind = name_layer_class(module)
-    if kind == NVFP4_LINEAR:  # whatever autocast says
+    if kind == NVFP4_LINEAR:  # ignores autocast
         return x.to(torch.bfloat16)
     if kind != FLOAT8_LINEAR:
         return view_as_multiplied(x)
-    if torch.is_autocast_enabled():  # `Float8Linear` asks for that of GPUs, whatever its device
+    if torch.is_autocast_enabled():  # `Float8Linear` checks autocast of GPUs, whatever its device
         x = x.to(torch.get_autocast_dtype("cuda"))
     return x if casts.is_cast_in_forward(module) else view_as_multiplied(x)
 
@@ -53,19 +53,19 @@ def _grad(grad: torch.Tensor, *_: Any) -> torch.Tensor:
 
 
 def _cast(module: nn.Module, kwargs: Kwargs, part: str, role: str, out: torch.Tensor) -> Any:
-    use: ScaleInUse = casts.find_cast(module, role)  # the configuration of this call: its backward has the same
+    use: ScaleInUse = casts.find_cast(module, role)  # the configuration of this call, which its backward shares
     return lambda: use
 
 
 def find_engine(modules: Iterable[nn.Module]) -> str:
-    """What quantizes in training: torchao, unknown if none of its classes is known to, and "" if there is no layer."""
+    """Return the engine that quantizes in training: torchao, "unknown" for unsupported classes, or "" without layers."""
     classes = {name_layer_class(module): module for module in modules}
     if not classes or classes.keys() & {FLOAT8_LINEAR, MXFP8_LINEAR, NVFP4_LINEAR}:
         return BACKEND.name if classes else ""
     kind, module = next(iter(classes.items()))
     weight = read_raw_weight(module)
     held = f" with weights of {find_class(getattr(weight, '_local_tensor', weight))}" if is_torchao(weight) else ""
-    return f"unknown: what {kind}{held} quantizes in training is not read"
+    return f"unknown: training with {kind}{held} is not supported"
 
 
 BACKEND = Backend(

@@ -1,4 +1,4 @@
-"""How a layer of torchao casts an operand: read from the module's own configuration.
+"""Find how a layer of torchao casts an operand, from the module's configuration.
 
 | product | operands | fields of `Float8LinearConfig` |
 |---|---|---|
@@ -6,9 +6,9 @@
 | dgrad | dY, W | `cast_config_grad_output`, `cast_config_weight_for_grad_input` |
 | wgrad | dY, X | `cast_config_grad_output_for_grad_weight`, `cast_config_input_for_grad_weight` |
 
-A row of the record has the cast of X and W in fprop, and of dY in dgrad. Every field of a configuration has to be known
-here: one that is not may change what is cast, so that the cast is unknown then. So has the arithmetic, which is tried out
-once (`trial`).
+A row of the record has the cast of X and W in fprop, and of dY in dgrad. Every field of a configuration must be supported,
+because an unsupported field may change the cast, which is then unknown. We also compare the arithmetic with ours once a
+sampled step (`trial`).
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from .nvfp4 import nvfp4_cast
 from .trial import find_difference
 from .weights import find_gathered_in_fp8, is_torchao
 
-#: by role: product -> field of the configuration; the first is what a row of the record has
+#: product -> field of the configuration, by role; a row of the record has the first
 CASTS: Mapping[str, Mapping[str, str]] = {
     "input": {"fprop": "cast_config_input", "wgrad": "cast_config_input_for_grad_weight"},
     "weight": {"fprop": "cast_config_weight", "dgrad": "cast_config_weight_for_grad_input"},
     "grad_output": {"dgrad": "cast_config_grad_output", "wgrad": "cast_config_grad_output_for_grad_weight"},
 }
-#: by class of a configuration: its fields that are read below, or change nothing in a cast
+#: supported fields by class of configuration: we read them, or they do not change a cast
 KNOWN: Mapping[str, frozenset[str]] = {
     "Float8LinearConfig": frozenset(
         (
@@ -52,29 +52,29 @@ KNOWN: Mapping[str, frozenset[str]] = {
     "Float8GemmConfig": frozenset(("use_fast_accum",)),
 }
 _FORMATS = {torch.float8_e4m3fn: FORMATS["e4m3"], torch.float8_e5m2: FORMATS["e5m2"]}
-#: attributes of a `MXFP8Linear` beside those of a Linear
+#: attributes of a `MXFP8Linear` in addition to a Linear's
 MXFP8_OPTIONS = frozenset(("kernel_preference", "scale_calculation_mode", "wgrad_with_hp"))
 
 
 def find_cast(module: nn.Module, role: str) -> ScaleInUse:
-    """How `role` is cast by the call of `module` that has just returned.
+    """Return how the call of `module` that has just returned casts `role`.
 
     Raises:
-        UnknownCast: its class, a field of its configuration, or a value, is not known here; names it.
+        UnknownCast: its class, a field of its configuration, or a value is not supported. The message names it.
     """
     kind, weight = name_layer_class(module), read_raw_weight(module)
     if kind not in _READERS:
         what = f"weight is a {find_class(weight)}" if is_torchao(weight) else f"module is a {kind}"
-        raise UnknownCast(f"its {what}, which is not known here")
+        raise UnknownCast(f"its {what}, which is not supported")
     if why := other_forward(module):
         raise UnknownCast(f"forward of its {kind} was replaced by {why}")
     if is_dtensor(weight):
-        raise UnknownCast("its weight is split by tensor parallelism, and torchao takes amaxes over the ranks")
+        raise UnknownCast("its weight is split by tensor parallelism, and torchao reduces its amax over ranks")
     return _READERS[kind](module, role)
 
 
 def is_cast_in_forward(module: Any) -> bool:
-    """Whether X and W of a `Float8Linear` are cast; True where that is not known."""
+    """Return True if X and W of a `Float8Linear` are cast, or if this is not known."""
     kind = getattr(getattr(module.config, "cast_config_input", None), "scaling_type", None)
     return getattr(kind, "name", None) != "DISABLED"
 
@@ -95,7 +95,7 @@ def _float8_cast(module: Any, role: str) -> ScaleInUse:
 
 
 def _cast_by(config: Any, field: str, role: str) -> ScaleInUse | None:
-    """What one field says; None: high precision."""
+    """Return the cast in one field, or None for high precision."""
     cast = getattr(config, field)
     _check_fields(cast, "CastConfig", field)
     kind = _choice(cast.scaling_type, "ScalingType", ("DYNAMIC", "DISABLED"), f"{field}.scaling_type")
@@ -105,16 +105,16 @@ def _cast_by(config: Any, field: str, role: str) -> ScaleInUse | None:
     if kind == "DISABLED":
         return None
     if cast.target_dtype not in _FORMATS:
-        raise UnknownCast(f"{field}.target_dtype={cast.target_dtype} of its Float8LinearConfig is not known here")
+        raise UnknownCast(f"unsupported value in its Float8LinearConfig: {field}.target_dtype={cast.target_dtype}")
     rounds = config.round_scales_to_power_of_2
     if not isinstance(rounds, bool):
-        raise UnknownCast(f"round_scales_to_power_of_2={rounds!r} of its Float8LinearConfig is not known here")
+        raise UnknownCast(f"unsupported value in its Float8LinearConfig: round_scales_to_power_of_2={rounds!r}")
     rule = RowwiseScaling(rounds) if granularity == "AXISWISE" else CurrentScaling(TORCHAO_EPSILON, rounds, rounds)
     return _tried(rule, _FORMATS[cast.target_dtype], config)
 
 
 def _gathered_cast(weight: Any, config: Any) -> ScaleInUse:
-    """Of a weight that was cast on its way through an all-gather: under one scale, which it carries, in both products."""
+    """Return the cast of a weight that an all-gather has cast under one scale, which it carries, for both products."""
     fmt = _FORMATS.get(weight._data.dtype)
     if fmt is None or weight._scale.numel() != 1:
         raise UnknownCast(f"it was gathered as {weight._data.dtype} with {weight._scale.numel()} scales")
@@ -124,12 +124,12 @@ def _gathered_cast(weight: Any, config: Any) -> ScaleInUse:
 
 def _tried(rule: CurrentScaling | RowwiseScaling, fmt: FloatFormat, config: Any) -> ScaleInUse:
     if why := find_difference(rule, fmt):
-        raise UnknownCast(f"this release of torchao casts otherwise than is known here ({why})")
+        raise UnknownCast(f"unsupported torchao version: its casts differ from release 0.18 ({why})")
     return _named(rule, fmt, config)
 
 
 def _named(rule: CurrentScaling | BlockRule, fmt: FloatFormat, config: Any) -> ScaleInUse:
-    """A cast, named as hybrid where the configuration as a whole is."""
+    """Return a cast, named "hybrid" if the configuration as a whole is hybrid."""
     targets = [getattr(config, next(iter(of_role.values()))).target_dtype for of_role in CASTS.values()]
     hybrid = targets == [torch.float8_e4m3fn, torch.float8_e4m3fn, torch.float8_e5m2]
     return ScaleInUse(rule, fmt, Recipe(rule, "hybrid" if hybrid else fmt.name), "engine")
@@ -152,21 +152,21 @@ _READERS: Mapping[str, Callable[[Any, str], ScaleInUse]] = {
 
 
 def _check_fields(config: Any, name: str, field: str) -> None:
-    """Every field of a configuration is known, and its class is torchao's own."""
+    """Raise UnknownCast unless every field of a configuration is supported, and its class is torchao's own."""
     if find_class(config) != f"torchao.float8.config.{name}":
-        raise UnknownCast(f"its {field} is a {find_class(config)}, which is not known here")
+        raise UnknownCast(f"its {field} is a {find_class(config)}, which is not supported")
     if strange := sorted((vars(config).keys() | type(config).__dataclass_fields__.keys()) - KNOWN[name]):
-        raise UnknownCast(f"its {name} has a field {strange[0]!r}, which is not known here")
+        raise UnknownCast(f"its {name} has an unsupported field {strange[0]!r}")
 
 
 def _choice(value: Any, enum: str, known: tuple[str, ...], field: str) -> str:
-    """The name of an enum's value, of those that are known."""
+    """Return the name of an enum's value if it is supported."""
     name = getattr(value, "name", None)
     if type(value).__name__ != enum or name not in known:
-        raise UnknownCast(f"{field}={value} is not known here")
+        raise UnknownCast(f"unsupported value {field}={value}")
     return str(name)
 
 
 def name_release() -> str:
-    """As `torchao 0.18.0`."""
+    """Return the installed release, such as `torchao 0.18.0`."""
     return f"torchao {getattr(sys.modules.get('torchao'), '__version__', '')}".strip()

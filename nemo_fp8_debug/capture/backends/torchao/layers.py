@@ -1,4 +1,4 @@
-"""Classes of layers that torchao quantizes in training, torchtitan's subclasses included, and their configurations."""
+"""Classes of layers that torchao quantizes in training, including torchtitan's subclasses, and their configurations."""
 
 from __future__ import annotations
 
@@ -20,27 +20,27 @@ MXFP8_LINEAR = "torchao.prototype.moe_training.mxfp8_linear.MXFP8Linear"
 NVFP4_LINEAR = "torchao.prototype.moe_training.nvfp4_training.nvfp4_training.NVFP4Linear"
 
 _TITAN = "torchtitan.components.quantization"
-#: classes of torchtitan that build and shard a layer, and leave its forward as it is
+#: torchtitan's classes that build and shard a layer, and keep its forward
 _SAME_FORWARD: Mapping[str, str] = {
     f"{_TITAN}.float8.Float8Linear": FLOAT8_LINEAR,
     f"{_TITAN}.mx.MXFP8Linear": MXFP8_LINEAR,
     f"{_TITAN}.nvfp4.NVFP4Linear": NVFP4_LINEAR,
 }
-#: all that the forward of torchtitan's NVFP4Linear names: it calls torchao's function without a group of ranks
+#: all names in the forward of torchtitan's NVFP4Linear, which calls torchao's function without a group of ranks
 _NVFP4_FORWARD = ("nvfp4_linear", "weight", "bias", "_sr_seed", "rht_sign_vector")
-#: attributes that FSDP2, and torchtitan's Module, add to a layer; none bears on a cast (of `forward`: `other_forward`)
+#: attributes that FSDP2 and torchtitan's Module add to a layer; none affects a cast (`forward`: see `other_forward`)
 _OF_OTHERS = frozenset(
     (
         *("_fsdp_use_orig_params", "_is_fsdp_managed_module"),
         *("_param_init", "_sharding_config", "_pos_arg_list", "_parallelized", "forward"),
     )
 )
-#: what torchtitan puts around a forward to move tensors between ranks, which without tensor parallelism it does not
+#: torchtitan's wrapper of a forward, which moves tensors between ranks, but not without tensor parallelism
 _REDISTRIBUTES = "torchtitan.protocols.module.Module.parallelize.<locals>.forward_with_redistribution"
 
 
 def find_class(x: Any) -> str:
-    """Where the class of an object is, as `package.module.Class`."""
+    """Return the class of an object as `package.module.Class`."""
     return _name(type(x))
 
 
@@ -49,7 +49,7 @@ def _name(kind: type) -> str:
 
 
 def name_layer_class(module: nn.Module) -> str:
-    """The class of a layer, torchao's where another one leaves its forward as it is; FSDP2 puts its own class before it."""
+    """Return a layer's class: torchao's if a subclass keeps its forward. Ignore the class that FSDP2 puts before it."""
     kind: type = type(module)
     return _layer_class(kind)
 
@@ -68,7 +68,7 @@ def _layer_class(kind: type) -> str:
 
 
 def other_forward(module: nn.Module) -> str:
-    """What a layer calls in place of the forward of its class; "": that."""
+    """Return the function that a layer calls instead of its class's forward, or "" if it calls that."""
     given = vars(module).get("forward")
     if given is None:
         return ""
@@ -79,19 +79,19 @@ def other_forward(module: nn.Module) -> str:
     held = {variable: cell.cell_contents for variable, cell in cells}
     if getattr(held.get("parallel_dims"), "tp", None) != 1:
         return f"{name}, which moves its operands between the ranks of tensor parallelism"
-    inside: Any = inspect.unwrap(held["fn"]) if callable(held.get("fn")) else None  # spmd_types marks it as local
+    inside: Any = inspect.unwrap(held["fn"]) if callable(held.get("fn")) else None  # spmd_types marks the function as local
     return "" if getattr(inside, "__self__", None) is module else f"{name} around {getattr(inside, '__qualname__', inside)}"
 
 
 def check_attributes(module: nn.Module, options: frozenset[str]) -> None:
-    """Every attribute of a layer is known: a Linear's, FSDP2's, torchtitan's, or one of `options`.
+    """Check that every attribute of a layer is supported: a Linear's, FSDP2's, torchtitan's, or one of `options`.
 
     Raises:
-        UnknownCast: one is not; names it.
+        UnknownCast: an attribute is not supported. The message names it.
     """
     if strange := sorted(vars(module).keys() - options - _attributes_of_linear() - _OF_OTHERS):
         name = name_layer_class(module).rpartition(".")[2]
-        raise UnknownCast(f"its {name} has an attribute {strange[0]!r}, which is not known here")
+        raise UnknownCast(f"its {name} has an unsupported attribute {strange[0]!r}")
 
 
 @functools.cache
@@ -103,7 +103,7 @@ def list_configurations(modules: Iterable[tuple[str, nn.Module]]) -> list[dict[s
     """Return each configuration, `config`, with the names of the layers that have it, `layers`.
 
     Args:
-        modules: all of a model, by global name.
+        modules: all modules of a model, with their global names.
     """
     if "torchao" not in sys.modules:
         return []

@@ -1,4 +1,4 @@
-"""How torchao's `NVFP4Linear` casts: its scales, and what cannot be told of its codes.
+"""Find how torchao's `NVFP4Linear` casts: its scales, and which codes cannot be determined.
 
 | product | operands |
 |---|---|
@@ -6,8 +6,8 @@
 | dgrad | dY 1x16, rounded stochastically; W 16x16, as in fprop |
 | wgrad | dY and X by column after a random Hadamard transform; dY rounded stochastically |
 
-Its kernels run on GPUs from compute capability 10.0 on only, so that nothing can be tried out elsewhere: releases of
-which they were read are in a list.
+Its kernels run only on GPUs with compute capability 10.0 or later, so that a trial is impossible elsewhere. Instead we list
+the releases whose kernels we have read.
 """
 
 from __future__ import annotations
@@ -21,32 +21,32 @@ from ....numerics.recipe import Recipe
 from ..base import ScaleInUse, UnknownCast
 from .layers import check_attributes
 
-#: releases of torchao whose kernels were read
+#: supported releases of torchao
 RELEASES = ("0.18",)
-#: attributes of a `NVFP4Linear` beside those of a Linear, and its buffers
+#: attributes of a `NVFP4Linear` in addition to a Linear's, and its buffers
 OPTIONS = frozenset(("kernel_preference", "process_group", "world_size", "tensor_parallel_style", "_rht_sign_vector_tuple"))
 BUFFERS = frozenset(("_sr_seed", "_rht_sign_vector"))
 
 
 def nvfp4_cast(module: Any, role: str) -> ScaleInUse:
-    """Of X in fprop and of W.
+    """Return the cast of X in fprop, or of W.
 
     Raises:
-        UnknownCast: of dY, and where anything of the module is not known here.
+        UnknownCast: always for dY, and if anything of the module is not supported.
     """
     version = str(getattr(sys.modules.get("torchao"), "__version__", ""))
     if ".".join(version.split(".")[:2]) not in RELEASES:
-        raise UnknownCast(f"the kernels of its NVFP4Linear are those of torchao {version}, which were not read")
+        raise UnknownCast(f"the NVFP4Linear of torchao {version} is not supported")
     check_attributes(module, OPTIONS)
     if strange := sorted(module._buffers.keys() - BUFFERS):
-        raise UnknownCast(f"its NVFP4Linear has a buffer {strange[0]!r}, which is not known here")
+        raise UnknownCast(f"its NVFP4Linear has an unsupported buffer {strange[0]!r}")
     if getattr(module.kernel_preference, "name", None) != "TRITON":
-        raise UnknownCast(f"kernel_preference={module.kernel_preference} of its NVFP4Linear is not known here")
+        raise UnknownCast(f"unsupported value in its NVFP4Linear: kernel_preference={module.kernel_preference}")
     if module.process_group is not None:
-        raise UnknownCast("its NVFP4Linear is split by tensor parallelism, and takes amaxes over the ranks")
+        raise UnknownCast("its NVFP4Linear is split by tensor parallelism, and reduces its amax over ranks")
     if role == "grad_output":
-        raise UnknownCast("its NVFP4Linear rounds dY stochastically, so that its codes cannot be told")
+        raise UnknownCast("its NVFP4Linear rounds dY stochastically, so its codes cannot be determined")
     rule = TorchaoNVFP4Scaling()
     use = ScaleInUse(rule, E2M1, Recipe(rule), "engine")
-    # The copy of X for wgrad is transformed before its cast, and not measured.
+    # The copy of X for wgrad is transformed before its cast, and we do not measure it.
     return ScaleInUse(use.scale, use.format, use.recipe, use.source, {"wgrad": None}) if role == "input" else use

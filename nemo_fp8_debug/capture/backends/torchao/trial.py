@@ -1,7 +1,7 @@
-"""Whether the release of torchao that is installed casts as its release 0.18 does: tried out once a sampled step.
+"""Check that the installed torchao casts as its release 0.18 does, once a sampled step.
 
-What is tried out is the function that `Float8Linear` itself calls, on few values and on some thousand. What it does to
-larger tensors only, or after the trial, cannot be seen.
+The trial runs the function that `Float8Linear` itself calls, on few values and on some thousand. It cannot detect
+differences in larger tensors only, or after the trial.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ from ....numerics.formats import FloatFormat, saturating_cast
 from ....numerics.metrics import compute_amax
 from ....numerics.tensor_scaling import CurrentScaling
 
-#: rows of large, small and usual values, of one that rounds to a power of two, and of zeros
+#: rows of large, small and ordinary values, of a value that rounds to a power of two, and of zeros
 _ROWS = ((3.0e4, -7.0, 1e-3), (1e-13, -3e-14, 0.0), (1.75, 0.3, -0.11), (-1.7500001, 448.0, 0.07), (0.0, -0.0, 0.0))
 
 
-#: values of another trial, as kernels may be chosen by size
+#: number of values in another trial, because kernels may be chosen by size
 _MANY = 1 << 12
 
 
 def forget_trials() -> str:
-    """Forget earlier trials: the arithmetic may be another in this step. Of torchao as a whole nothing is amiss."""
+    """Forget earlier trials, because the arithmetic may differ in this step. Return "": torchao as a whole is supported."""
     find_difference.cache_clear()
     return ""
 
 
 @functools.cache
 def find_difference(rule: CurrentScaling | RowwiseScaling, fmt: FloatFormat) -> str:
-    """What is different in a cast by torchao; empty: nothing. Tried once for each rule and sampled step."""
+    """Return the difference in a cast by torchao, or "" if there is no difference. Runs once a rule and sampled step."""
     with torch.no_grad():
         x = torch.tensor(_ROWS, device="cpu")
         many = torch.linspace(-1.7, 300.0, _MANY, device="cpu").view(-1, 64)

@@ -1,4 +1,4 @@
-"""Weights of torchao's layers as they are before the cast, FSDP2 with an all-gather in FP8 included."""
+"""Find the weights of torchao's layers before the cast, also if FSDP2 gathers them in FP8."""
 
 from __future__ import annotations
 
@@ -17,35 +17,35 @@ _TO_GATHER = "torchao.float8.fsdp_utils.WeightWithDynamicFloat8CastTensor"
 
 
 def is_torchao(x: Any) -> bool:
-    """Whether a tensor, or this rank's part of it, is one of torchao's: its values are not in its own memory."""
+    """Return True if a tensor, or this rank's part of it, is torchao's, whose values are not in its own memory."""
     return type(getattr(x, "_local_tensor", x)).__module__.partition(".")[0] == "torchao"
 
 
 def find_uncast(x: torch.Tensor) -> torch.Tensor:
-    """The tensor itself.
+    """Return the tensor itself.
 
     Raises:
-        TypeError: it is cast already, as under torchao's tensor parallelism.
+        TypeError: the tensor is already cast, as under torchao's tensor parallelism.
     """
     if is_torchao(x):
         kind = find_class(getattr(x, "_local_tensor", x))
         raise TypeError(
-            f"it arrives as a {kind}, whose values before the cast are gone: there is nothing to compare it with"
+            f"it arrives as a {kind}, whose values before the cast are gone, so that its error cannot be measured"
         )
     return x
 
 
 def find_gathered_in_fp8(module: nn.Module) -> Any:
-    """The weight that FSDP2 has gathered as codes and a scale; None where it gathered high precision, or nothing."""
+    """Return the weight that FSDP2 has gathered as codes and a scale, or None if it gathered high precision or nothing."""
     weight = read_raw_weight(module)
     return weight if find_class(weight) == _GATHERED else None
 
 
 def weight_in_high_precision(module: nn.Module) -> torch.Tensor | None:
-    """W before its cast; a DTensor of this rank's part where FSDP2 gathers codes.
+    """Return W before its cast, or a DTensor of this rank's part if FSDP2 gathers codes.
 
     Raises:
-        TypeError: the values are not to be had.
+        TypeError: the values are not available.
     """
     weight = read_raw_weight(module)
     if find_gathered_in_fp8(module) is not None:
@@ -54,10 +54,10 @@ def weight_in_high_precision(module: nn.Module) -> torch.Tensor | None:
 
 
 def _plain(weight: Any) -> torch.Tensor:
-    """A weight that will be cast as it is gathered, without the class that does so."""
+    """Return a weight that will be cast when gathered, without the class that casts it."""
     part = getattr(weight, "_local_tensor", weight)
     if find_class(part) != _TO_GATHER:
-        raise TypeError(f"it is stored as a {find_class(part)}, which is not read here")
+        raise TypeError(f"it is stored as a {find_class(part)}, which is not supported")
     values: torch.Tensor = part._tensor.detach()
     if not is_dtensor(weight):
         return values
@@ -70,7 +70,7 @@ def _plain(weight: Any) -> torch.Tensor:
 
 
 def _kept_by_fsdp(module: nn.Module) -> Any:
-    """The parameter of which FSDP2 has gathered the weight of `module`; only its own state has it."""
+    """Return the parameter from which FSDP2 has gathered the weight of `module`. Only FSDP2's own state has it."""
     states: Any = getattr(sys.modules.get("torch.distributed._composable_state"), "_module_state_mapping", {})
     for held in list(states.values()):
         state = held() if callable(held) else held
@@ -78,4 +78,4 @@ def _kept_by_fsdp(module: nn.Module) -> Any:
             for param in getattr(group, "fsdp_params", ()):
                 if param._module_info.module is module and param._module_info.param_name == "weight":
                     return param.sharded_param
-    raise TypeError("it was gathered in FP8, and the part that this rank has in high precision was not found")
+    raise TypeError("it was gathered in FP8, and this rank's part in high precision was not found")

@@ -1,6 +1,6 @@
 """Transformer Engine's linear modules, and Megatron's wrappers, which inherit them. Internal.
 
-What each version keeps where is in `casts.py`; nothing here imports Transformer Engine, or is decided by its version number.
+`casts.py` describes the differences between versions. No module here imports Transformer Engine or checks its version.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from .casts import find_node, read_call_facts, shares_amax, splits_accumulator
 from .environment import unread_release
 from .stored import read_stored_weight
 
-#: where Megatron's wrappers are, from core 0.9 on and before
+#: modules of Megatron's wrappers, from core 0.9 on and before
 _MEGATRON = ("megatron.core.extensions.transformer_engine", "megatron.core.transformer.custom_layers.transformer_engine")
-#: forwards of subclasses that were read: they call Transformer Engine's, and return its result beside the bias
+#: supported forwards of subclasses: they call Transformer Engine's, and return its result with the bias
 _READ_FORWARDS = frozenset(
     f"{module}.{name}.forward"
     for module in _MEGATRON

@@ -1,17 +1,17 @@
-"""How a call of a module of Transformer Engine casts an operand: read from what the call itself holds.
+"""Find how a call of a Transformer Engine module casts an operand, from what the call itself holds.
 
-| what moved | since | how it is told here |
+| what moved | since | how we find it |
 |---|---|---|
 | `FP8GlobalStateManager` from `fp8.py` to `quantization.py` | 2.9 | the module that has it |
-| what backward needs from the autograd node to an object of its own (Linear) | 2.16 | the attribute `backward_objects` |
-| quantizers, one for each operand | 2.0 | without them delayed scaling is all there is, and its state is read |
+| the state of the backward from the autograd node to its own object (Linear) | 2.16 | the attribute `backward_objects` |
+| quantizers, one for each operand | 2.0 | without them there is only delayed scaling, whose state we read |
 | the order of `LayerNormMLP`'s output gradients | 2.4 | `layernorm_mlp.py` |
 | the order of `GroupedLinear`'s slots | 2.3 | `grouped.py` |
 
-The autograd node that a forward call leaves holds the quantizers of the call and what its backward will do: whether it
-quantizes dY is decided for each call. A call without gradient leaves no node; X and W have the quantizers that the module
-holds. Quantizers are read when the forward has returned, before the end of an autocast moves delayed scales; that of dY when
-its gradient arrives. A scale that follows the tensor is not read but found by the same rule.
+The autograd node of a forward call holds the quantizers of the call and what its backward will do. Each call decides whether
+it quantizes dY. A call without gradient has no node, and X and W have the quantizers of the module. We read quantizers after
+the forward, before the end of an autocast moves delayed scales, and the quantizer of dY when its gradient arrives. A scale
+that follows the tensor is not read but computed by the same rule.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from ..base import Args, Kwargs, ScaleInUse, UnknownCast, make_unquantized_cast,
 from .environment import check_environment
 from .quantizers import make_cast, make_delayed_cast
 
-#: by role: the product that multiplies its column-wise copy
+#: product that multiplies the column-wise copy, by role
 PRODUCT = {"input": "wgrad", "weight": "dgrad", "grad_output": "wgrad"}
 #: products that multiply the row-wise copy
 _OTHERS = {"input": "fprop", "weight": "fprop", "grad_output": "dgrad"}
 
 
 def cast_with_copy(quantizer: Any, te_recipe: Any, role: str) -> ScaleInUse:
-    """How `quantizer` casts operand `role`, with its column-wise copy where that holds other values and is known.
+    """Return how `quantizer` casts operand `role`, with its column-wise copy if that is known and holds other values.
 
     Raises:
-        UnknownCast: what casts the row-wise copy is not known here.
+        UnknownCast: the quantizer of the row-wise copy is not supported.
     """
     use = make_cast(quantizer, te_recipe, role)
     if quantizer is None:
@@ -55,18 +55,18 @@ def cast_with_copy(quantizer: Any, te_recipe: Any, role: str) -> ScaleInUse:
 
 
 def without_copy(use: ScaleInUse, role: str) -> ScaleInUse:
-    """Of a call whose backward does not multiply the column-wise copy."""
+    """Return the cast in a call whose backward does not multiply the column-wise copy."""
     return replace(use, columnwise=None, products={**use.products, PRODUCT[role]: None})
 
 
 def _is_sampled(use: ScaleInUse | None) -> bool:
-    """Whether the error of outputs can be had of rows of an operand that is cast so."""
+    """Return True if rows of an operand with this cast suffice to compute the error of outputs."""
     rule = use and use.scale
     return use is not None and not (isinstance(rule, NVFP4Scaling) and (rule.stochastic or rule.hadamard))
 
 
 def _copy(quantizer: Any, use: ScaleInUse, te_recipe: Any, role: str) -> tuple[ScaleInUse | None, bool]:
-    """The column-wise copy, None if it is not quantized or not known; and whether it holds what the row-wise one does."""
+    """Return the column-wise copy, if it is quantized and known, and whether it has the values of the row-wise one."""
     if type(quantizer).__name__ == "HybridQuantizer":
         if quantizer.columnwise_source != "original":
             return None, False
@@ -89,7 +89,7 @@ def _copy(quantizer: Any, use: ScaleInUse, te_recipe: Any, role: str) -> tuple[S
     elif _is_square(rule, role):
         return None, True
     if isinstance(rule, NVFP4Scaling) and rule.row_scaled:
-        rule = replace(rule, row_scaled=False)  # the kernel gives the rows of X scales of their own, and not its columns
+        rule = replace(rule, row_scaled=False)  # the kernel gives scales to the rows of X, but not to its columns
     return replace(use, scale=rule, recipe=replace(use.recipe, scaling=rule)), False
 
 
@@ -104,37 +104,37 @@ def _is_quantized(use: ScaleInUse) -> bool:
 
 _HOLDERS = ("transformer_engine.pytorch.quantization", "transformer_engine.pytorch.fp8")
 _STATES = {"input": "scaling_fwd", "weight": "scaling_fwd", "grad_output": "scaling_bwd"}
-#: nodes between what a module returns and the node of its function: views, an added bias, checkpoints of an output
+#: most nodes between a module's output and the node of its function: views, an added bias, checkpoints of an output
 _FARTHEST = 8
 
 
 @dataclass(frozen=True)
 class Held:
-    """Where a call keeps the quantizer of an operand."""
+    """The place where a call keeps the quantizer of an operand."""
 
-    #: attribute of what its autograd node holds, as `input_quantizer`, and the number in it if it is a list
+    #: attribute of the autograd node's state, such as `input_quantizer`, and the index in it if it is a list
     name: str
     number: int | None
-    #: where the module's state for the direction keeps it
+    #: index in the module's state for the direction
     slot: int
 
 
 def find_cast(module: Any, role: str, held: Held, out: torch.Tensor, known: Kwargs) -> Callable[[], ScaleInUse]:
-    """What tells how `role` is cast by the call of `module` that has returned `out`: ask it in the backward for dY.
+    """Return a function that returns how the call that returned `out` casts `role`. For dY, call it in the backward.
 
     Args:
-        known: what was noted before the call, as `read_call_facts` returns it.
+        known: facts from before the call, as returned by `read_call_facts`.
 
     Raises:
-        UnknownCast: at once or when asked.
+        UnknownCast: here, or when calling the function.
     """
     check_environment(module, role)
     call = find_call(out)
     if role != "grad_output":
         return lambda: _not_moved(_forward_cast(module, role, held, call), known)
-    # Nothing here may hold the node: it would be freed late, with all that is saved for the backward.
+    # Do not keep the node alive: it would be freed late, with everything saved for the backward.
     if call is None or not hasattr(call, "fp8"):
-        raise UnknownCast("the autograd node of its call is not known here")
+        raise UnknownCast("the autograd node of its call is not supported")
     if not getattr(call, "debug", False) and (not call.fp8 or getattr(call, "backward_override", None) is not None):
         return lambda: make_unquantized_cast(role)
     te_recipe, quantizer = module.fp8_meta.get("recipe"), _quantizer_of(module, role, held, call)
@@ -142,10 +142,10 @@ def find_cast(module: Any, role: str, held: Held, out: torch.Tensor, known: Kwar
 
 
 def _not_moved(use: ScaleInUse, known: Kwargs) -> ScaleInUse:
-    """A scale that is read after the call, if it is still the one that was cast with: the outermost autocast moves it.
+    """Return a scale read after the call if it is still the one used: the outermost autocast moves it at its end.
 
     Raises:
-        UnknownCast: that autocast has ended, or it is not known that it has not.
+        UnknownCast: that autocast has ended, or may have.
     """
     if use.source == "engine" and isinstance(use.scale, torch.Tensor) and not known.get("autocasts"):
         raise UnknownCast("no autocast was seen around its call: one inside would have moved its scale by now")
@@ -153,7 +153,7 @@ def _not_moved(use: ScaleInUse, known: Kwargs) -> ScaleInUse:
 
 
 def autocast_depth() -> int | None:
-    """How many of Transformer Engine's autocasts are open; None: that is not known."""
+    """Return how many of Transformer Engine's autocasts are open, or None if unknown."""
     manager = find_state_manager()
     state = getattr(manager, "quantization_state", manager)
     names = ("autocast_depth", "AUTOCAST_DEPTH", "FP8_AUTOCAST_DEPTH")
@@ -163,20 +163,20 @@ def autocast_depth() -> int | None:
 def _forward_cast(module: Any, role: str, held: Held, call: Any) -> ScaleInUse:
     debug = getattr(call, "debug", False) if call is not None else getattr(module, "debug_enabled_in_this_iteration", False)
     if not hasattr(module, "fp8"):
-        raise UnknownCast("its module does not say whether it runs in FP8")
+        raise UnknownCast("its module does not show whether it runs in FP8")
     if not module.fp8 and not debug:
         return make_unquantized_cast(role)
     return _quantizer_of(module, role, held, call, debug)(module.fp8_meta.get("recipe"))
 
 
 def _quantizer_of(module: Any, role: str, held: Held, call: Any, debug: bool = False) -> Callable[[Any], ScaleInUse]:
-    """What tells a cast, given the recipe: the quantizer of the call, or that of the module."""
+    """Return a function from the recipe to the cast, for the quantizer of the call or of the module."""
     found = getattr(call, held.name, None)
     if isinstance(found, (list, tuple)) and held.number is not None:
         found = found[held.number]
     if found is None:
         if debug:
-            raise UnknownCast("nvdlfw_inspect looks into its module, and the call does not tell its quantizer")
+            raise UnknownCast("nvdlfw_inspect watches its module, and the call does not show its quantizer")
         if not hasattr(module, "quantizers"):
             scale = _state_before_quantizers(module, role).scale
             return lambda te_recipe: make_delayed_cast(scale[held.slot], te_recipe, role)
@@ -193,7 +193,7 @@ def _alone(use: ScaleInUse, role: str) -> ScaleInUse:
 
 
 def _multiplies_copy(module: Any, role: str, held: Held, call: Any) -> bool:
-    """Whether the backward of a call is known to multiply the column-wise copy of an operand."""
+    """Return True if the backward of a call is known to multiply the column-wise copy of an operand."""
     if call is None or not getattr(call, "fp8", False) or getattr(call, "backward_override", None) is not None:
         return False
     if role == "weight":
@@ -210,13 +210,13 @@ def _state_before_quantizers(module: Any, role: str) -> Any:
 
 
 def find_call(out: torch.Tensor) -> Any:
-    """What a call keeps for its backward; None: it has none, or none that is found."""
+    """Return the state that a call keeps for its backward, if it is found."""
     node = find_node(out)
     return node if node is None else getattr(node, "backward_objects", node)
 
 
 def find_node(out: torch.Tensor) -> Any:
-    """The autograd node of the call that has returned `out`; None: it has none, or none that is found."""
+    """Return the autograd node of the call that returned `out`, if it is found."""
     waiting, seen = deque([out.grad_fn] if out.grad_fn is not None else []), 0
     while waiting and seen < _FARTHEST:
         node, seen = waiting.popleft(), seen + 1
@@ -227,9 +227,9 @@ def find_node(out: torch.Tensor) -> Any:
 
 
 def splits_accumulator(module: Any, product: str) -> bool:
-    """Whether a product is added up in float32 between the sums of the tensor core, as the recipe in force says.
+    """Return True if a product is accumulated in float32 between the sums of the tensor core, under the recipe in force.
 
-    Without a word of the recipe as Transformer Engine does by itself: in dgrad and wgrad, and not in fprop.
+    If the recipe does not say, Transformer Engine does this in dgrad and wgrad, and not in fprop.
     """
     te_recipe = module.fp8_meta.get("recipe")
     option = getattr(getattr(te_recipe, f"fp8_gemm_{product}", None), "use_split_accumulator", None)
@@ -237,12 +237,12 @@ def splits_accumulator(module: Any, product: str) -> bool:
 
 
 def shares_amax(module: Any) -> bool:
-    """Whether ranks may share amaxes of a module's calls: they do under sequence parallelism."""
+    """Return True if ranks may share the amax of a module's calls, as they do under sequence parallelism."""
     return bool(getattr(module, "sequence_parallel", False)) and getattr(module, "tp_size", 1) > 1
 
 
 def find_active_recipe(module: Any) -> Any:
-    """Transformer Engine's recipe in force in a forward pass; None where the module runs in high precision."""
+    """Return Transformer Engine's recipe in force in a forward pass, or None if the module runs in high precision."""
     manager = find_state_manager()
     if manager is None or not manager.is_fp8_enabled():
         return None
@@ -250,16 +250,18 @@ def find_active_recipe(module: Any) -> Any:
 
 
 def find_state_manager() -> Any:
-    """Transformer Engine's global state; None where it is not imported."""
+    """Return Transformer Engine's global state, or None if it is not imported."""
     return next((getattr(sys.modules[m], "FP8GlobalStateManager", None) for m in _HOLDERS if m in sys.modules), None)
 
 
 def read_call_facts(module: Any, args: Args, kwargs: Kwargs, place: int = 1) -> Kwargs:
-    """What is to be known of a call that is about to run: whether it casts its weight and caches it (True), takes what is
-    cached (False), or caches nothing (None); and how many autocasts are open around it.
+    """Return facts about a call that is about to run: its weight caching, and how many autocasts are open around it.
+
+    `is_first_microbatch` is True if the call casts and caches its weight, False if it takes the cached one, None without
+    a cache.
 
     Args:
-        place: of the argument that says so.
+        place: position of this argument.
     """
     if hasattr(module, "is_first_microbatch"):  # Megatron's wrappers
         caches = not getattr(module, "disable_parameter_transpose_cache", False)
@@ -270,10 +272,10 @@ def read_call_facts(module: Any, args: Args, kwargs: Kwargs, place: int = 1) -> 
 
 
 def find_cached_weight_cast(module: Any, kwargs: Kwargs, name: str, read: Callable[[], ScaleInUse]) -> ScaleInUse:
-    """The cast of a weight, which is not cast anew if it was cached before the call.
+    """Return the cast of a weight, which may have been cached before the call.
 
     Raises:
-        UnknownCast: it was cached by a call before this step, and may have changed since.
+        UnknownCast: a call before this step cached it, and it may have changed since.
     """
     use = read()
     if use.source != "engine" or kwargs.get("is_first_microbatch") is not False:
@@ -287,5 +289,5 @@ def find_cached_weight_cast(module: Any, kwargs: Kwargs, name: str, read: Callab
 
 
 def is_quantized(x: Any) -> bool:
-    """Whether a tensor is one of Transformer Engine's, stored in FP8 or FP4 already."""
+    """Return True for a tensor of Transformer Engine that is already stored in FP8 or FP4."""
     return type(x).__module__.partition(".")[0] == "transformer_engine"

@@ -1,4 +1,4 @@
-"""Read the release and the environment of Transformer Engine: a variable or a later release may change casts unseen."""
+"""Read the release and the environment of Transformer Engine: a variable or a later release may change casts unnoticed."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ from packaging.version import InvalidVersion, Version
 
 from ..base import UnknownCast
 
-#: the last release whose sources were read, and whose casts were compared with those that are reported
+#: last supported release, whose sources we read, and whose casts we compared with the reported ones
 LAST_READ = Version("2.20")
 
 
 def unread_release() -> str:
-    """Why nothing is known of the casts of the release that is installed; empty: it was read."""
+    """Return why the casts of the installed release are unknown, or "" if it is supported."""
     module = sys.modules.get("transformer_engine")
     found = _installed(importlib.metadata.version, module, str(getattr(module, "__version__", "")))
     try:
         if Version(found).release[:2] <= LAST_READ.release:
             return ""
     except InvalidVersion:
-        return f"its release of Transformer Engine, {found or 'which does not tell its version'}, is not known here"
-    return f"Transformer Engine {found} is later than {LAST_READ}, the last release whose casts are known here"
+        return f"the release of its Transformer Engine, {found or 'which has no version'}, is not supported"
+    return f"Transformer Engine {found} is later than {LAST_READ}, the last supported release"
 
 
 @functools.lru_cache(maxsize=1)
 def _installed(look_up: Callable[[str], str], module: Any, says: str) -> str:
-    """Looked up once for a module that is imported: that takes longer than all else that is asked in a step.
+    """Look up the version once for each imported module, because the lookup takes longer than everything else in a step.
 
     Args:
-        look_up: tells the version of a package.
-        says: what it says itself, if packages do not tell.
+        look_up: returns the version of a package.
+        says: the module's own version, if no package is found.
     """
     for name in ("transformer_engine", "transformer-engine"):
         try:
@@ -50,7 +50,7 @@ _PREFIX = "NVTE_"
 _BUILD = """
     CUDA_INCLUDE_DIR FRAMEWORK PLUGIN PROJECT_BUILDING PYTORCH_FORCE_BUILD PYTORCH_FORCE_CXX11_ABI PYTORCH_SKIP_CUDA_BUILD
     RELEASE_BUILD UB_WITH_MPI USE_PYTORCH_TRITON WITH_CUBLASMP"""
-#: options of recipes, whose effect the quantizers of a call hold
+#: options of recipes, whose effect the quantizers of a call show
 _RECIPES = """
     BACKWARD_OVERRIDE FP8_BLOCK_SCALING_FP32_SCALES FP8_CURRENT_SCALING_POWER_2_SCALES NVFP4_4OVER6
     NVFP4_4OVER6_E4M3_USE_256 NVFP4_4OVER6_ERR_MODE NVFP4_DISABLE_2D_QUANTIZATION NVFP4_DISABLE_RHT
@@ -61,7 +61,7 @@ _ATTENTION = """
     DPA_FP8DS_AMAX_HISTLEN DPA_FP8DS_REDUCE_AMAX DPA_FP8_FORMAT DPA_FP8_RECIPE DPA_FP8_RECIPE_DPA DPA_FP8_RECIPE_MHA
     FLASH_ATTN FLASH_ATTN_V2 FLASH_ATTN_V3 FLASH_ATTN_V4 FP8_DPA_BWD FUSED_ATTN FUSED_ATTN_USE_FAv2_BWD FUSED_MLA_Q_UPROJ
     FUSED_RING_ATTENTION_USE_SCAN MASKED_SOFTMAX_FUSION UNFUSED_ATTN UnfusedDPA_Emulate_FP8"""
-#: modules that are not observed (te.ops), and what is fused beside GEMMs
+#: modules that are not observed (te.ops), and fusions around GEMMs
 _OPS = """
     BIAS_DROPOUT_FUSION BIAS_GELU_NVFUSION CUTEDSL_FUSED_GROUPED_MLP CUTEDSL_FUSED_GROUPED_MLP_FC1_GLU_RHT_AMAX_TMEM
     DISABLE_CUTEDSL_WGRAD_FUSED_GROUPED_MLP ENABLE_CUTEDSL_BACKEND GEMM_GELU_FUSION GROUPED_LINEAR_SINGLE_PARAM
@@ -71,36 +71,36 @@ _RUNNING = """
     ALLOW_UNSAFE_PICKLE_EXTRA_STATE BWD_LAYERNORM_SM_MARGIN COMPILE_OP_SIDE_EFFECTS CPU_OFFLOAD_V1 DEBUG DEBUG_LEVEL
     DISABLE_TRITON_AUTOTUNING EXT_MARGIN_SM FP8_GEMM_HIGH_PRECISION_ACCUMULATION FWD_LAYERNORM_SM_MARGIN
     INF_LAYERNORM_SM_MARGIN NORM_BWD_USE_CUDNN NVTX_ENABLED PRINT_LAYER_NUMBER PRINT_RANK TORCH_COMPILE UNFUSED_FP8_UPDATE"""
-#: change a norm that X comes out of, see `check_environment`
+#: options of the norm whose output is X, see `check_environment`
 _NORM = "NORM_FWD_USE_CUDNN ZERO_CENTERED_GAMMA_IN_WTYPE"
-#: variables that change no cast of a linear layer, or whose effect is told otherwise
+#: variables that change no cast of a linear layer, or whose effect is visible elsewhere
 KNOWN_VARIABLES = frozenset(
     _PREFIX + name for group in (_BUILD, _RECIPES, _ATTENTION, _OPS, _RUNNING, _NORM) for name in group.split()
 )
-#: of whom it is known that casts may change, and not how
+#: variables that may change casts in an unknown way
 NOT_MEASURED = frozenset(("NVTE_USE_FAST_MATH",))
 
 
 def check_environment(module: Any, role: str) -> None:
-    """Whether what is known here of a module's casts holds under the variables that are set.
+    """Check that the known casts of a module hold under the variables that are set.
 
     Raises:
-        UnknownCast: it may not; names the variable.
+        UnknownCast: they may not. The message names the variable.
     """
     if strange := _strange_variables():
-        raise UnknownCast(f"the environment variable {strange[0]} is set, and what it does to casts is not known here")
+        raise UnknownCast(f"the environment variable {strange[0]} is set, and its effect on casts is not supported")
     if role == "input" and hasattr(module, "layer_norm_weight"):
         for name, applies in (
             ("NVTE_ZERO_CENTERED_GAMMA_IN_WTYPE", module.zero_centered_gamma),
             ("NVTE_NORM_FWD_USE_CUDNN", _casts_in_blocks(module)),
         ):
             if applies and os.environ.get(name, "0") not in ("0", ""):
-                raise UnknownCast(f"under the environment variable {name} its norm is not made again here")
+                raise UnknownCast(f"under the environment variable {name} its norm cannot be reproduced")
 
 
 @dataclass
 class _Asked:
-    """What was set when variables were read last, as Python keeps it, which is compared far faster than it is read."""
+    """The variables at the last reading, as Python keeps them, because comparing is far faster than reading."""
 
     variables: dict[Any, Any] | None = None
     strange: list[str] = field(default_factory=list)
@@ -110,29 +110,29 @@ _asked = _Asked()
 
 
 def _strange_variables() -> list[str]:
-    """Asked at every cast: a script may set one while it runs, and a kernel may ask for it at each cast."""
+    """Return unsupported variables. Called at every cast, because a script may set one and a kernel may read it any time."""
     now = getattr(os.environ, "_data", None)
     if now is None or now != _asked.variables:
-        before = None if now is None else dict(now)  # one that is set while they are read differs from it next time
+        before = None if now is None else dict(now)  # a variable that is set during this reading differs next time
         mine = {name for name, value in os.environ.items() if name.startswith(_PREFIX) and value not in ("0", "")}
         _asked.strange, _asked.variables = sorted(mine - KNOWN_VARIABLES), before
     return _asked.strange
 
 
 def check_option(variable: str, asked: bool) -> None:
-    """Whether a variable that is set agrees with what a quantizer says.
+    """Check that a variable that is set agrees with a quantizer.
 
     Args:
-        asked: whether the quantizer has what the variable asks for.
+        asked: whether the quantizer has the option that the variable enables.
 
     Raises:
-        UnknownCast: it does not: which of the two the kernel follows is not known.
+        UnknownCast: they disagree, and it is not known which of them the kernel follows.
     """
     if not asked and os.environ.get(variable, "0") not in ("0", ""):
-        raise UnknownCast(f"the environment variable {variable} is set, and its quantizer says otherwise")
+        raise UnknownCast(f"the environment variable {variable} is set, but its quantizer does not have this option")
 
 
 def _casts_in_blocks(module: Any) -> bool:
-    """A norm of cuDNN casts to MXFP8 what it has not rounded."""
+    """Return True if the norm's output is cast in blocks: cuDNN's norm casts unrounded values to MXFP8."""
     quantizers = getattr(module, "quantizers", {}).get("scaling_fwd") or [None]
     return module.fp8 and "Float8" not in type(quantizers[0]).__name__

@@ -15,12 +15,12 @@ from .stored import is_read, read_stored_weight
 
 
 def parts(module: Any) -> Sequence[str]:
-    """The experts, by number."""
+    """Return the numbers of the experts as text."""
     return [str(i) for i in range(module.num_gemms)]
 
 
 def operand_x(module: Any, args: Args, kwargs: Kwargs, part: str) -> torch.Tensor | None:
-    """The rows of an expert; None where it gets none."""
+    """Return the rows of an expert, or None if it has none."""
     x = first_argument(args, kwargs)
     return None if is_quantized(x) else _rows(view_as_multiplied(x), args, kwargs, part)
 
@@ -31,7 +31,7 @@ def operand_w(module: Any, args: Args, kwargs: Kwargs, part: str) -> torch.Tenso
 
 
 def operand_dy(grad: torch.Tensor, module: Any, args: Args, kwargs: Kwargs, part: str) -> torch.Tensor | None:
-    """The rows of an expert; None where it gets none."""
+    """Return the rows of an expert, or None if it has none."""
     return _rows(grad, args, kwargs, part)
 
 
@@ -39,21 +39,21 @@ def _rows(x: torch.Tensor, args: Args, kwargs: Kwargs, part: str) -> torch.Tenso
     splits = args[1] if len(args) > 1 else kwargs["m_splits"]
     if torch.is_tensor(splits):
         if splits.device.type != "cpu":
-            raise RuntimeError("the tokens of experts are split on the device, and waiting for it would hold up the run")
+            raise RuntimeError("the tokens of experts are split on the device, and reading the split would block the run")
         splits = splits.tolist()
     rows = x.reshape(-1, x.shape[-1]).split(list(splits))[int(part)]
     return rows if len(rows) else None
 
 
 def unseen(module: Any, part: str) -> Collection[str]:
-    """Weights that are stored in a way that is not read, or all experts' in one parameter."""
+    """Return "weight" if it is stored in an unsupported way, or if one parameter holds all experts."""
     weight = read_raw_weight(module, f"weight{part}")
     unread = is_quantized(weight) and not is_read(read_stored_weight(module, f"weight{part}"))
     return ("weight",) if weight is None or unread else ()
 
 
 def cast(module: Any, kwargs: Kwargs, part: str, role: str, out: torch.Tensor) -> Callable[[], ScaleInUse]:
-    """What tells how `role` is cast by the call that has returned `out`."""
+    """Return a function that returns how the call that returned `out` casts `role`."""
     if role == "grad_output":
         _check_row_wise(find_call(out))
     read = find_cast(module, role, Held(f"{role}_quantizers", int(part), _slot(module, int(part), role)), out, kwargs)
@@ -61,18 +61,18 @@ def cast(module: Any, kwargs: Kwargs, part: str, role: str, out: torch.Tensor) -
 
 
 def _check_row_wise(call: Any) -> None:
-    """Of a HybridQuantizer a call makes those copies only that it multiplies.
+    """Check that a HybridQuantizer makes a row-wise copy: a call makes only the copies that it multiplies.
 
     Raises:
-        UnknownCast: none that is measured here.
+        UnknownCast: the call makes no row-wise copy, which is the one that we measure.
     """
     kinds = {type(quantizer).__name__ for quantizer in getattr(call, "grad_output_quantizers", None) or ()}
     if "HybridQuantizer" in kinds and not getattr(call, "requires_dgrad", True):
-        raise UnknownCast("no row-wise copy of it is made, since no gradient of X is asked for")
+        raise UnknownCast("it has no row-wise copy, because no gradient of X is needed")
 
 
 def _slot(module: Any, expert: int, role: str) -> int:
-    """Up to 2.2 slots lie role by role; from 2.3 on, which counts tensors a GEMM, expert by expert."""
+    """Return the slot of an expert. Up to 2.2 slots are ordered by role, and from 2.3 on by expert."""
     offset: int = module._offsets[role]
     strides = getattr(module, "_num_fp8_tensors_per_gemm", None)
     if strides is None:

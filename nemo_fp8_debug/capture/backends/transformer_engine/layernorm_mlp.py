@@ -1,4 +1,4 @@
-"""LayerNormMLP: two GEMMs in one module, with the activation between them out of a hook's sight."""
+"""LayerNormMLP: two GEMMs in one module. Hooks cannot observe the activation between them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _FORWARD = {("fc1", "input"): 0, ("fc1", "weight"): 1, ("fc2", "input"): 3, ("fc
 
 
 def operand_x(module: Any, args: Args, kwargs: Kwargs, part: str) -> torch.Tensor | None:
-    """X of fc1."""
+    """Return X of fc1. X of fc2 is not visible."""
     x = first_argument(args, kwargs)
     if part == "fc2" or is_quantized(x):
         return None
@@ -30,19 +30,19 @@ def operand_w(module: Any, args: Args, kwargs: Kwargs, part: str) -> torch.Tenso
 
 
 def unseen(module: Any, part: str) -> Collection[str]:
-    """X of fc2 and dY of fc1 exist inside only, where no hook sees them."""
+    """Return the roles that exist inside the module only, where no hook sees them: X of fc2 and dY of fc1."""
     hidden, weight = ["input"] if part == "fc2" else ["grad_output"], read_raw_weight(module, f"{part}_weight")
     unread = is_quantized(weight) and not is_read(read_stored_weight(module, f"{part}_weight"))
     return [*hidden, "weight"] if unread else hidden
 
 
 def cast(module: Any, kwargs: Kwargs, part: str, role: str, out: torch.Tensor) -> Callable[[], ScaleInUse]:
-    """What tells how `role` is cast by the call that has returned `out`."""
+    """Return a function that returns how the call that returned `out` casts `role`."""
     slot = _fc2_grad_slot(module) if role == "grad_output" else _FORWARD[part, role]
     read = find_cast(module, role, Held(f"{part}_{role}_quantizer", None, slot), out, kwargs)
     return (lambda: find_cached_weight_cast(module, kwargs, f"{part}_weight", read)) if role == "weight" else read
 
 
 def _fc2_grad_slot(module: Any) -> int:
-    """Slot 0 up to 2.3; 2 from 2.4 on, which brought the debug API."""
+    """Return slot 0 up to 2.3, and 2 from 2.4 on, which brought the debug API."""
     return 2 if hasattr(module, "_get_debug_quantizers") else 0

@@ -1,4 +1,4 @@
-"""Linear, and LayerNormLinear, whose X is made again here as its fused kernel makes it."""
+"""Linear, and LayerNormLinear, whose X we compute again as its fused kernel does."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ _HELD = {
 
 
 def first_argument(args: Args, kwargs: Kwargs) -> Any:
-    """What a module's forward was called with."""
+    """Return the first argument of a module's forward."""
     return args[0] if args else next(kwargs[name] for name in ("inp", "x") if name in kwargs)
 
 
 def operand_x(module: Any, args: Args, kwargs: Kwargs, part: str) -> torch.Tensor | None:
-    """X; None where it comes in FP8."""
+    """Return X, or None if it arrives in FP8."""
     x = first_argument(args, kwargs)
     if is_quantized(x):
         return None
@@ -39,7 +39,7 @@ def operand_w(module: Any, args: Args, kwargs: Kwargs, part: str) -> torch.Tenso
 
 
 def named_weight(module: Any, name: str = "weight") -> torch.Tensor | None:
-    """W as it is cast; in high precision as it is multiplied."""
+    """Return W before its cast, or, in high precision, as it is multiplied."""
     weight = read_raw_weight(module, name)
     if weight is None or is_quantized(weight):
         return None
@@ -47,23 +47,23 @@ def named_weight(module: Any, name: str = "weight") -> torch.Tensor | None:
 
 
 def unseen(module: Any, part: str) -> Collection[str]:
-    """Weights that are stored in a way that is not read."""
+    """Return "weight" if it is stored in an unsupported way."""
     return ("weight",) if is_quantized(read_raw_weight(module)) and not is_read(read_stored_weight(module)) else ()
 
 
 def cast(module: Any, kwargs: Kwargs, part: str, role: str, out: torch.Tensor) -> Callable[[], ScaleInUse]:
-    """What tells how `role` is cast by the call that has returned `out`."""
+    """Return a function that returns how the call that returned `out` casts `role`."""
     read = find_cast(module, role, _HELD[role], out, kwargs)
     return (lambda: find_cached_weight_cast(module, kwargs, "weight", read)) if role == "weight" else read
 
 
 def compute_norm(module: Any, x: torch.Tensor) -> torch.Tensor:
-    """Compute LayerNorm or RMSNorm of `x` in float32, by a module that has just run.
+    """Compute LayerNorm or RMSNorm of `x` in float32, for a module that has just run.
 
-    Under delayed scaling the kernel casts the float32 result; otherwise it is rounded to x's dtype first, and cast then.
+    Under delayed scaling the kernel casts the float32 result. Otherwise the result is rounded to x's dtype before the cast.
 
     Args:
-        x: [..., hidden], in the dtype of the activations.
+        x: [..., hidden], in the activations' dtype.
     """
     with torch.no_grad():
         gamma = _parameter(module, "layer_norm_weight", x.dtype)

@@ -1,8 +1,8 @@
-"""What a quantizer of Transformer Engine does to a tensor, told by the object itself.
+"""Find how a quantizer of Transformer Engine casts a tensor, from the object itself.
 
-Its class and every one of its attributes have to be known here. One that is not may change what a kernel does, whatever its
-value, so that the cast is unknown then. Read are row-wise copies here: of X and W in the forward GEMM, of dY in the GEMM
-that gives dX. Column-wise ones: `columnwise.py`.
+Its class and each of its attributes must be supported, because an unsupported attribute may change the cast, whatever its
+value. The cast is then unknown. We read row-wise copies: X and W in the forward GEMM, and dY in the GEMM for dX. For
+column-wise copies see `casts.py`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ....numerics.tensor_scaling import CurrentScaling, DelayedScaling
 from ..base import ScaleInUse, UnknownCast, make_unquantized_cast
 from .environment import check_option
 
-#: where each quantizer is defined, in `transformer_engine.pytorch.tensor`; another class may have its name elsewhere
+#: module of each quantizer in `transformer_engine.pytorch.tensor`; other classes elsewhere may have the same name
 _MODULES: Mapping[str, str] = {
     "Float8Quantizer": "float8_tensor",
     "Float8CurrentScalingQuantizer": "float8_tensor",
@@ -33,22 +33,22 @@ _MODULES: Mapping[str, str] = {
     "IdentityQuantizer": "identity_tensor",
     "HybridQuantizer": "hybrid_tensor",
 }
-#: of all quantizers: which copies are made, and in which layout
+#: attributes of all quantizers: which copies are made, and in which layout
 _LAYOUT = frozenset(("rowwise_usage", "columnwise_usage", "internal", "optimize_for_gemm"))
-#: Transformer Engine's names of formats; an int where it is an enum of the extension
+#: Transformer Engine's names of formats; an int if they are an enum of the extension
 _FORMATS = {"kFloat8E4M3": "e4m3", "kFloat8E5M2": "e5m2", "kFloat4E2M1": "e2m1"}
 _AMAX_REDUCTION = ("with_amax_reduction", "amax_reduction_group")
 _ROUNDING = ("force_pow_2_scales", "amax_epsilon")
-#: by class: attributes that are read below, or change nothing in the row-wise copy
+#: supported attributes by class: we read them below, or they do not change the row-wise copy
 KNOWN: Mapping[str, frozenset[str]] = {
     "Float8Quantizer": frozenset(("scale", "amax", "dtype")),
-    # Up to 2.15 with the buffers of its kernel.
+    # Up to 2.15 it has the buffers of its kernel too.
     "Float8CurrentScalingQuantizer": frozenset(
         ("dtype", *_ROUNDING, *_AMAX_REDUCTION, "scale", "amax", "use_existing_amax")
     ),
     "Float8BlockQuantizer": frozenset(("dtype", *_ROUNDING, "block_len", "block_scaling_dim", "all_gather_usage")),
     "MXFP8Quantizer": frozenset(("dtype", "with_2d_quantization")),
-    # The random Hadamard transform is of column-wise copies only.
+    # The random Hadamard transform affects column-wise copies only.
     "NVFP4Quantizer": frozenset(
         (
             *("dtype", "with_2d_quantization", "stochastic_rounding", "row_scaled_nvfp4", *_AMAX_REDUCTION),
@@ -62,14 +62,14 @@ KNOWN: Mapping[str, frozenset[str]] = {
 
 
 def make_cast(quantizer: Any, te_recipe: Any, role: str) -> ScaleInUse:
-    """How `quantizer` casts operand `role` at this moment.
+    """Return how `quantizer` casts operand `role` at this moment.
 
     Args:
-        quantizer: that a call of a module holds; None: the call does not quantize this operand.
+        quantizer: quantizer that a call of a module holds, or None if the call does not quantize this operand.
         te_recipe: Transformer Engine's recipe of the call, which gives the cast its name.
 
     Raises:
-        UnknownCast: its class, or one of its attributes, is not known here; names it.
+        UnknownCast: its class, or one of its attributes, is not supported. The message names it.
     """
     if quantizer is None:
         return make_unquantized_cast(role)
@@ -77,16 +77,16 @@ def make_cast(quantizer: Any, te_recipe: Any, role: str) -> ScaleInUse:
     if kind.__name__ == "DebugQuantizer" and _is_ours(kind):
         return _inspected(quantizer, te_recipe, role)
     if kind.__module__ != f"transformer_engine.pytorch.tensor.{_MODULES.get(kind.__name__)}":
-        raise UnknownCast(f"its quantizer is a {kind.__module__}.{kind.__qualname__}, which is not known here")
+        raise UnknownCast(f"its quantizer is a {kind.__module__}.{kind.__qualname__}, which is not supported")
     if strange := sorted((vars(quantizer).keys() | _class_attributes(kind)) - KNOWN[kind.__name__] - _LAYOUT):
-        raise UnknownCast(f"its {kind.__name__} has an attribute {strange[0]!r}, which is not known here")
+        raise UnknownCast(f"its {kind.__name__} has an unsupported attribute {strange[0]!r}")
     return _READERS[kind.__name__](quantizer, te_recipe, role)
 
 
 def _class_attributes(kind: type) -> Set[str]:
-    """What a class and those above it give each object, beside methods: defaults, properties and slots.
+    """Return the attributes that a class and its bases give each object, except methods: defaults, properties and slots.
 
-    Asked at every cast, and looked for again only if something was set on one of the classes since.
+    Called at every cast. We search again only if something was set on one of the classes since.
     """
     known = _attributes.get(kind)
     if known is None or any(vars(of) != then for of, then in known[0]):
@@ -104,33 +104,33 @@ def _attributes_of(kind: type) -> Set[str]:
     }
 
 
-#: by class: what it and those above it held then, and the names of attributes
+#: contents of a class and its bases when we searched, and the names of attributes, by class
 _attributes: dict[type, tuple[list[tuple[type, dict[str, Any]]], Set[str]]] = {}
 
 
 def _is_ours(kind: type) -> bool:
-    """Whether a class is Transformer Engine's own, and no user's subclass."""
+    """Return True for Transformer Engine's own classes, and False for a user's subclass."""
     return kind.__module__.partition(".")[0] == "transformer_engine"
 
 
 def _inspected(quantizer: Any, te_recipe: Any, role: str) -> ScaleInUse:
-    """Of a module that nvdlfw_inspect looks into: a feature may change the cast."""
+    """Return the cast in a module that nvdlfw_inspect watches. One of its features may change the cast."""
     plan = getattr(quantizer, "rowwise_tensor_plan", None)
     if plan == "High Precision":
         return make_unquantized_cast(role)
     if plan != "Quantize":
-        raise UnknownCast(f"a feature of nvdlfw_inspect takes part in its cast (its plan is {plan!r})")
+        raise UnknownCast(f"a feature of nvdlfw_inspect changes its cast (its plan is {plan!r})")
     return make_cast(quantizer.parent_quantizer, te_recipe, role)
 
 
 def make_delayed_cast(scale: torch.Tensor, te_recipe: Any, role: str) -> ScaleInUse:
-    """Of a release that has no quantizers: its format is the recipe's.
+    """Return the cast in a release without quantizers, with the format of the recipe.
 
     Args:
-        scale: float32 scalar that the state holds.
+        scale: float32 scalar of the module's state.
     """
     if type(te_recipe).__name__ != "DelayedScaling" or not _is_ours(type(te_recipe)):
-        raise UnknownCast(f"recipe {type(te_recipe).__name__} is not known here of a module without quantizers")
+        raise UnknownCast(f"recipe {type(te_recipe).__name__} is not supported for a module without quantizers")
     fmt = Recipe(DelayedScaling(), te_recipe.fp8_format.name.lower()).format_of(role)
     return _in_use(_history(te_recipe), scale.detach().reshape(()).clone(), fmt, te_recipe, role)
 
@@ -141,7 +141,7 @@ def _delayed(quantizer: Any, te_recipe: Any, role: str) -> ScaleInUse:
 
 
 def _history(te_recipe: Any) -> DelayedScaling:
-    """How scales follow amaxes, for the name: the scale itself is read."""
+    """Return the rule of the recipe, for its name only, because the scale itself is read."""
     algo = getattr(te_recipe, "amax_compute_algo", "max")
     return DelayedScaling(
         getattr(te_recipe, "margin", 0),
@@ -171,7 +171,7 @@ def _blockwise(quantizer: Any, te_recipe: Any, role: str) -> ScaleInUse:
 
 def _mxfp8(quantizer: Any, te_recipe: Any, role: str) -> ScaleInUse:
     square = _switch(quantizer, "with_2d_quantization", default=False)
-    # X and dY under a recipe with square weights are cast as without it, and so named.
+    # Under a recipe with square weights, X and dY are cast as without this option, and named so.
     rule = MXFP8Scaling(square_weights=square and role == "weight")
     _check(quantizer, not square or role == "weight", "with_2d_quantization")
     return _in_use(rule, rule, _format(quantizer), te_recipe, role)
@@ -218,7 +218,7 @@ _READERS: Mapping[str, Callable[[Any, Any, str], ScaleInUse]] = {
 
 
 def _switch(quantizer: Any, option: str, default: Any = None) -> bool:
-    """An option that is on or off, and nothing else."""
+    """Return an option that is on or off. Other values are not supported."""
     value = getattr(quantizer, option, default)
     _check(quantizer, isinstance(value, bool), option)
     return bool(value)
@@ -231,17 +231,17 @@ def _number(quantizer: Any, option: str) -> float:
 
 
 def _refuse(quantizer: Any, option: str) -> None:
-    """An option that changes the cast in a way that is not measured here."""
+    """Raise UnknownCast if an option is on that changes the cast in an unsupported way."""
     _check(quantizer, not getattr(quantizer, option, False), option)
 
 
 def _refuse_reduction(quantizer: Any) -> None:
-    """The amax is that of a group of ranks, and the shard of this rank does not tell it."""
+    """Raise UnknownCast if ranks share the amax, because this rank's shard does not determine it."""
     _check(quantizer, _amax_group(quantizer) is None, "with_amax_reduction")
 
 
 def _amax_group(quantizer: Any) -> Any:
-    """The ranks whose amaxes are reduced; None: this rank's own is the one."""
+    """Return the group of ranks that reduce the amax, or None if it is this rank's own."""
     if not getattr(quantizer, "with_amax_reduction", False):
         return None
     group = getattr(quantizer, "amax_reduction_group", None)
@@ -254,13 +254,13 @@ def _amax_group(quantizer: Any) -> Any:
 def _check(quantizer: Any, known: bool, attribute: str) -> None:
     if not known:
         value = getattr(quantizer, attribute, None)
-        raise UnknownCast(f"{attribute}={value!r} of its {type(quantizer).__name__} is not measured here")
+        raise UnknownCast(f"{attribute}={value!r} of its {type(quantizer).__name__} is not supported")
 
 
 def _format(quantizer: Any) -> FloatFormat:
     name = getattr(quantizer.dtype, "name", str(quantizer.dtype).rpartition(".")[2])
     if name not in _FORMATS:
-        raise UnknownCast(f"dtype={quantizer.dtype!r} of its {type(quantizer).__name__} is not known here")
+        raise UnknownCast(f"dtype={quantizer.dtype!r} of its {type(quantizer).__name__} is not supported")
     return FORMATS[_FORMATS[name]]
 
 
@@ -271,7 +271,7 @@ def _in_use(
     te_recipe: Any,
     role: str,
 ) -> ScaleInUse:
-    """Named as the recipe is where that gives this format, and otherwise by the format."""
+    """Return a cast with the name of the recipe if that gives this format, and otherwise with the name of the format."""
     asked = getattr(getattr(te_recipe, "fp8_format", None), "name", "").lower()
     return ScaleInUse(scale, fmt, _recipe_of(rule, asked, fmt, role), "engine")
 
@@ -280,5 +280,5 @@ def _in_use(
 def _recipe_of(rule: CurrentScaling | DelayedScaling | BlockRule, asked: str, fmt: FloatFormat, role: str) -> Recipe:
     usable = asked in rule.formats and Recipe(rule, asked).format_of(role) == fmt
     if not usable and fmt.name not in rule.formats:
-        raise UnknownCast(f"its quantizer casts to {fmt.name}, which is not known here of {type(rule).__name__}")
+        raise UnknownCast(f"its quantizer casts to {fmt.name}, which is not supported for {type(rule).__name__}")
     return Recipe(rule, asked if usable else fmt.name)

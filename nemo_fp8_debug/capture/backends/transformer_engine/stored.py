@@ -1,7 +1,7 @@
-"""Weights that are stored in FP8 or FP4: what their codes stand for.
+"""Decode weights that are stored in FP8 or FP4.
 
-A tensor of Transformer Engine keeps codes and scales in attributes, whose layout goes with its class; another class, or
-scales that are swizzled for a kernel, is not read. Row-wise copies are read, which fprop multiplies.
+A tensor of Transformer Engine keeps codes and scales in attributes, whose layout depends on its class. Other classes, and
+scales that are swizzled for a kernel, are not supported. We read row-wise copies, which fprop multiplies.
 """
 
 from __future__ import annotations
@@ -19,38 +19,38 @@ from .environment import unread_release
 from .quantizers import make_cast
 
 _PACKAGE = "transformer_engine.pytorch.tensor."
-#: names of formats, of an enum of Transformer Engine or of its extension: torch's type, and the code of its largest value
+#: torch's dtype and the code of the largest value, by name in an enum of Transformer Engine or of its extension
 _TYPES = {"kFloat8E4M3": (torch.float8_e4m3fn, 0x7E), "kFloat8E5M2": (torch.float8_e5m2, 0x7B)}
 
 
 @dataclass(frozen=True)
 class StoredWeight:
-    """A parameter that is stored in codes."""
+    """A parameter that is stored as codes."""
 
     parameter: Any
-    #: Transformer Engine's recipe that gives the cast its name
+    #: Transformer Engine's recipe, which gives the cast its name
     te_recipe: Any = None
 
     def decoded(self) -> Decoded:
-        """What the codes stand for, as float32 of the parameter's shape.
+        """Return the values of the codes, float32 in the parameter's shape.
 
         Raises:
-            UnknownCast: its class or layout is not known here.
+            UnknownCast: the class or layout is not supported.
         """
         if why := unread_release():
             raise UnknownCast(why)
         kept = self._row_wise()
         read, kind = _reader(kept), type(kept)
         if read is None:
-            raise UnknownCast(f"it is stored as a {kind.__module__}.{kind.__qualname__}, which is not known here")
+            raise UnknownCast(f"it is stored as a {kind.__module__}.{kind.__qualname__}, which is not supported")
         with torch.no_grad():
             return read(kept)
 
     def cast(self) -> ScaleInUse:
-        """How the codes came about, told by the quantizer that the parameter keeps.
+        """Return how the codes were cast, from the quantizer that the parameter keeps.
 
         Raises:
-            UnknownCast: that is not known here.
+            UnknownCast: the quantizer is not supported.
         """
         use = make_cast(self.parameter._quantizer, self.te_recipe, "weight")
         scale = getattr(self._row_wise(), "_scale_inv", None)
@@ -59,18 +59,18 @@ class StoredWeight:
         return use
 
     def _row_wise(self) -> Any:
-        """What has the row-wise copy: of a HybridQuantizer's tensor, whose copies are apart, a part of it."""
+        """Return the tensor with the row-wise copy: a part of a HybridQuantizer's tensor, or the parameter itself."""
         return getattr(self.parameter, "_rowwise_storage", self.parameter)
 
 
 def read_stored_weight(module: Any, name: str = "weight") -> StoredWeight | None:
-    """The parameter of a module if it is stored in codes."""
+    """Return the parameter of a module if it is stored as codes."""
     weight = read_raw_weight(module, name)
     return StoredWeight(weight, getattr(module, "fp8_meta", {}).get("recipe")) if is_quantized(weight) else None
 
 
 def is_read(stored: StoredWeight | None) -> bool:
-    """Whether codes of this class are."""
+    """Return True if codes of this class are supported."""
     return stored is not None and _reader(stored._row_wise()) is not None
 
 
@@ -81,14 +81,14 @@ def _reader(kept: Any) -> Callable[[Any], Decoded] | None:
 
 def _codes(x: torch.Tensor | None, what: str) -> torch.Tensor:
     if x is None or not x.numel():
-        raise UnknownCast(f"its {what} are not there")
+        raise UnknownCast(f"its {what} are missing")
     return x.detach()
 
 
 def _fp8(data: torch.Tensor, dtype: Any) -> tuple[torch.Tensor, torch.Tensor, FloatFormat]:
     name = getattr(dtype, "name", str(dtype).rpartition(".")[2])
     if name not in _TYPES:
-        raise UnknownCast(f"it is stored as {dtype!r}, which is not known here")
+        raise UnknownCast(f"it is stored as {dtype!r}, which is not supported")
     kind, largest = _TYPES[name]
     return data.view(kind).float(), (data & 0x7F) == largest, E4M3 if kind == torch.float8_e4m3fn else E5M2
 
@@ -133,13 +133,13 @@ def _high_precision(x: Any) -> Decoded:
 
 def _check_layout(x: Any) -> None:
     if getattr(x, "_with_gemm_swizzled_scales", False):
-        raise UnknownCast("its scales are swizzled for a kernel, which is not read here")
+        raise UnknownCast("its scales are swizzled for a kernel, which is not supported")
 
 
 def _times(
     values: torch.Tensor, scales: torch.Tensor, block: tuple[int, int], at_limit: torch.Tensor, fmt: FloatFormat
 ) -> Decoded:
-    """Each value under the scale of its block; scales may be padded."""
+    """Return each value times the scale of its block. Scales may be padded."""
     m = values.reshape(-1, values.shape[-1])
 
     def of_values() -> torch.Tensor:
