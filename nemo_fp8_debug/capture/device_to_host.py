@@ -36,9 +36,9 @@ class DeviceToHostCopy:
 
     def __init__(self, holders: Sequence[Holder], devices: Collection[torch.device]) -> None:
         """
-        holders: hold tensors on any device.
-        devices: devices of these tensors.
-        devices: that these are on.
+        Args:
+            holders: hold tensors on any device.
+            devices: devices of these tensors.
         """
         self._holders = holders
         self._over = {device: _mark(device) for device in set(devices) if device.type == "cuda"}

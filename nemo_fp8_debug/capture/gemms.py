@@ -127,7 +127,7 @@ def select_gemms(gemms: Iterable[Gemm], patterns: Sequence[str] | None) -> list[
 
 
 def drop_ends(gemms: Sequence[Gemm], first: int, last: int) -> list[Gemm]:
-    """Leave out the GEMMs of the first and the last transformer layers, which have `layers.N` in their names.
+    """Leave out GEMMs of the first `first` and last `last` transformer layers, by the `layers.N` in their names.
 
     Raises:
         ConfigError: no layer is left.

@@ -179,8 +179,7 @@ class _UnderScales:
 
 
 def _amax(operands: Sequence[Operand], histograms: Histograms, uses: Sequence[ScaleInUse]) -> torch.Tensor:
-    """Return float32 [P]: the amax that determines the cast of each histogram. Exact for float32 operands, whose histograms
-    are rounded."""
+    """Return float32 [P]: the amax for the cast of each histogram, exact for float32 operands with rounded histograms."""
     amax, inf, i = histograms.amax(), histograms.moments.inf.clone(), 0
     for operand in operands:
         if len(operand.moments) == len(operand.histograms):

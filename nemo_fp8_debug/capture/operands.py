@@ -148,8 +148,7 @@ class Operand:
             self.copy_sums.append(found.copy)
 
     def _count_nonfinite(self) -> None:
-        """Read the first call's number of non-finite values before other calls share its histogram, without host
-        synchronization."""
+        """Note the first call's non-finite values before other calls share its histogram. No host synchronization."""
         if self.calls == 1 and not self.moments:
             self._nonfinite = [(order, count_nonfinite(self.histograms[0])) for order, _ in self._nonfinite]
 

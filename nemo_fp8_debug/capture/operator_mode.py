@@ -118,7 +118,7 @@ def with_shared_amax(use: ScaleInUse, reduced: Reduced) -> ScaleInUse:
 
 
 def wait_for_backward(dispatcher: Dispatcher, node: Any) -> Callable[[Callable[[Reduced], None]], None]:
-    """Return a function that takes a callback, and calls it with the reductions during a node's run. Frees the node."""
+    """Return a function whose argument is called with the reductions during a node's run. Does not hold the node."""
     mode, waiting = AmaxReductions(), list[Callable[[Reduced], None]]()
 
     def begin(*_: Any) -> None:
@@ -138,7 +138,7 @@ def wait_for_backward(dispatcher: Dispatcher, node: Any) -> Callable[[Callable[[
 
 
 def wait_for_node(dispatcher: Dispatcher, node: Any) -> Callable[[Callable[[Reduced], None]], None]:
-    """Return a function that takes a callback, and calls it right before a node written in Python runs. Frees the node.
+    """Return a function whose argument is called once, before a node written in Python runs. Does not hold the node.
 
     Call this function when the gradient arrives, because hooks run in the order of their registration.
     """

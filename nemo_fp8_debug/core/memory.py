@@ -13,8 +13,8 @@ import sys
 import numpy as np
 import numpy.typing as npt
 
-#: options of `mallopt`: the size from which an array gets a mapping of its own, which is unmapped when the array is freed;
-#: how much free memory stays at the end; how much more than needed is requested at a time
+#: options of `mallopt`. The first is the size from which an array gets its own mapping, which is unmapped with the array.
+#: The others are how much free memory stays at the end, and how much more than needed is requested at a time
 _MMAP_THRESHOLD, _TRIM_THRESHOLD, _TOP_PAD = -3, -1, -2
 
 

@@ -61,7 +61,7 @@ class Recorder:
         """Prepare for a run that is about to start.
 
         Raises:
-        ConfigError: the destination cannot be written.
+            ConfigError: the destination cannot be written.
         """
 
     def record(self, sample: Sample) -> None:

@@ -1,5 +1,7 @@
-"""Split the error of an Adam or AdamW step into parts: the gradient's error, the errors of the moments as stored, and the
-error of adding the step to the weight. Everything is float64, for some values of a weight."""
+"""Split the error of an Adam or AdamW step into errors of the gradient, of the stored moments, and of adding the step.
+
+Everything is float64, for some values of a weight.
+"""
 
 from __future__ import annotations
 

@@ -154,7 +154,7 @@ class Float8BlockScaling(BlockRule):
             raise ConfigError(f"dimensions of blockwise are {self.dimensions}; use 1 (1x128), 2 (128x128) or 0 (default)")
 
     def block(self, role: str) -> Block:
-        """Return 128x128 for W and 1x128 for other operands, unless `dimensions` fixes one of them."""
+        """Return 1x128, or 128x128 for W, unless `dimensions` decides."""
         square = self.dimensions == 2 or (self.dimensions == 0 and role == "weight")
         return (128, 128) if square else (1, 128)
 

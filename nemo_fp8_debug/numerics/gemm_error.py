@@ -58,8 +58,8 @@ def spread_places(n: int, k: int, device: torch.device, step: int, columns: bool
 
     Do not write to the result, which is cached.
 
-    The place within its part moves by the golden ratio from part to part, so that periods of a model (heads, sequences,
-    batches) are not always sampled at the same point. From step to step all places move alike, and reach each place in turn.
+    The place within its part moves by the golden ratio from part to part. So periods of a model (heads, sequences, batches)
+    are not always sampled at the same point. From step to step all places move alike, and reach each place in turn.
     All ranks get the same places, without random numbers or host synchronization.
 
     Args:

@@ -179,8 +179,7 @@ class HistogramBatch:
 
     @functools.cached_property
     def _pairs(self) -> tuple[int, torch.Tensor]:
-        """Return a power of two that is at least any histogram's number of lanes, and each lane's place in a table of this
-        width."""
+        """Return a power of two that is at least any histogram's lanes, and each lane's place in a table of this width."""
         lanes = [lanes_of(length) for length in self.lengths]
         width = 1 << (max(lanes, default=1) - 1).bit_length() if max(lanes, default=1) > 1 else 1
         place = np.concatenate([np.zeros(0, np.int64), *(width * i + np.arange(n) for i, n in enumerate(lanes))])

@@ -19,8 +19,8 @@ LEAST_VALUES = 24
 FORMATS = ("e4m3", "e5m2")
 #: samples at the beginning of a run whose scales are not yet settled
 MADE_UP = 2
-#: how many times a limit a sample must reach if the previous one is within the limit: a spike of gradients clips for a
-#: step, and a healthy run goes on
+#: how many times a limit a sample must reach if the previous one is within the limit. A spike of gradients may clip for a
+#: step in a healthy run
 FAR = 3.0
 
 

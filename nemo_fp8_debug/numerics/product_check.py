@@ -28,8 +28,8 @@ _DTYPES = {
 }
 #: a smaller float32 operand or sum may be flushed to zero
 _FLUSHED = 2.0**-126
-#: How many standard bounds a sum of errors may reach. We expect 0.01 false alarms in a run of 500 GEMMs and 1,000 samples:
-#: each GEMM has three products, and each product a block of 64 rows and columns with two limits each.
+#: How many standard bounds a sum of errors may reach. We expect 0.01 false alarms in a run of 500 GEMMs and 1,000 samples.
+#: Each GEMM has three products, and each product a block of 64 rows and columns with two limits each.
 TIMES = math.sqrt(2 * math.log(2 * 500 * 1000 * 3 * (2 * 128 + 2) / 0.01))
 #: how many blocks are checked at once, so that their temporaries stay in a cache
 _TOGETHER = 8

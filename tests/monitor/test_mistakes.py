@@ -63,7 +63,7 @@ class TestOptions:
             (lambda: FP8PlanCallback(plan=5), "plan is 5; it takes the path of a plan"),
             (lambda: FP8DebugForwardStep(interval=1), "missing a required argument: 'forward_step'"),
             (lambda: FP8DebugForwardStep(5), "forward_step is 5; it must be the script's function"),
-            (lambda: FP8DebugTrainerCallback(100), "too many positional arguments.*by name, as interval=100"),
+            (lambda: FP8DebugTrainerCallback(100), "too many positional arguments.*by name, such as interval=100"),
             (lambda: Monitor(), "missing a required argument: 'model'"),
             (lambda: Monitor(two_layers()), "needs the folder of the record"),
             (lambda: Monitor("runs/a", "runs/b"), "model is 'runs/a'; Monitor takes a torch.nn.Module first"),

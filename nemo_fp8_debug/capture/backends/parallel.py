@@ -107,7 +107,7 @@ def adds_up(module: nn.Module, product: str) -> bool:
 def find_sequence_part(module: nn.Module, kind: str) -> tuple[int, int] | None:
     """Return this rank and the number of ranks that split the sequence between modules of a kind, `column` or `row`.
 
-    None if the module is not of this kind, which gathers the sequence.
+    Modules of this kind gather the sequence. For others, return None.
     """
     state = find_parallel_state()
     if state is None or _kind(module) != kind or _is_expert(module) or not _splits_sequence(module):

@@ -168,7 +168,7 @@ def load_sums(router: Router, chosen: torch.Tensor | None, out: Any) -> torch.Te
 
 
 def _experts_of_a_token(router: Router) -> int:
-    """Return how many experts each token requests, or 0 if the router does not have this number."""
+    """Return the number of experts of each token, or 0 if unknown."""
     for name in ("topk", "top_k", "k"):
         value = getattr(router.chooser, name, None)
         if isinstance(value, int) and not isinstance(value, bool):

@@ -35,9 +35,9 @@ _VALUES = ROWS * ROWS
 #: most that rounding to zero may lose, for float16 and for others, whose small values a framework may divide once more
 _SMALL, _TINY = {torch.float16: 2.0**-25}, 2.0**-100
 _FIRST_REASON = OTHER_REDUCTION
-#: numbers of a rank in addition to its values: 1 for taking part, the ranks that should take part, whether it had a backward
-#: pass, whether nothing but the factor multiplies the gradient. Then how many values of the reduced gradient it has, its
-#: number if it has the first of them, the rows and columns to compare, and a flag for each reason for not comparing
+#: numbers of a rank in addition to its values. First 1 for taking part, the ranks that should take part, whether it had a
+#: backward pass, and whether only the factor multiplies the gradient. Then the number of reduced values that it has, its own
+#: number if it has the first value, the rows and columns to compare, and a flag for each reason for not comparing
 _HEADER = ("ranks", "expected", "passes", "known", "held", "owner", "rows", "columns", *REASONS[_FIRST_REASON:])
 #: how many numbers a rank adds for each part of a weight
 NUMBERS = len(_HEADER) + 3 * _VALUES

@@ -106,7 +106,7 @@ def test_a_norm_that_returns_something_else_is_said(tmp_path: Path) -> None:
 
 def test_what_a_model_does_not_have_is_said(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
-    with pytest.warns(FP8DebugWarning, match="activations asks for 'norm', and the model has no module"):
+    with pytest.warns(FP8DebugWarning, match="activations includes 'norm', but the model has no supported module"):
         monitor_of(model, tmp_path).close()
 
 

@@ -35,7 +35,7 @@ _OF_OTHERS = frozenset(
         *("_param_init", "_sharding_config", "_pos_arg_list", "_parallelized", "forward"),
     )
 )
-#: torchtitan's wrapper of a forward, which moves tensors between ranks, but not without tensor parallelism
+#: torchtitan's wrapper of a forward, which moves tensors between ranks only under tensor parallelism
 _REDISTRIBUTES = "torchtitan.protocols.module.Module.parallelize.<locals>.forward_with_redistribution"
 
 

@@ -61,10 +61,10 @@ def cast(module: Any, kwargs: Kwargs, part: str, role: str, out: torch.Tensor) -
 
 
 def _check_row_wise(call: Any) -> None:
-    """Check that a HybridQuantizer makes a row-wise copy: a call makes only the copies that it multiplies.
+    """Check that a HybridQuantizer makes a row-wise copy. A call makes only the copies that it multiplies.
 
     Raises:
-        UnknownCast: the call makes no row-wise copy, which is the one that we measure.
+        UnknownCast: the call makes no row-wise copy.
     """
     kinds = {type(quantizer).__name__ for quantizer in getattr(call, "grad_output_quantizers", None) or ()}
     if "HybridQuantizer" in kinds and not getattr(call, "requires_dgrad", True):
