@@ -47,7 +47,7 @@ def test_a_rule_that_rounds_by_chance_is_measured_so() -> None:
 
 
 def test_other_formats_are_not_rounded_by_chance() -> None:
-    with pytest.raises(ValueError, match="not of e4m3"):
+    with pytest.raises(ValueError, match="not for e4m3"):
         expected_sums(torch.ones(1), torch.ones(1), torch.ones(1), E4M3)
 
 

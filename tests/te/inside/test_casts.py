@@ -150,7 +150,7 @@ def test_an_attribute_that_is_not_known_makes_its_operand_unknown(tmp_path: Path
     model = Block()
     stepping(model, recipe)(0)
     model.proj.quantizers["scaling_bwd"][0].new_rounding = None
-    with pytest.warns(FP8DebugWarning, match="dY of proj is unknown: .* an attribute 'new_rounding'"):
+    with pytest.warns(FP8DebugWarning, match="dY of proj is unknown: .* an unsupported attribute 'new_rounding'"):
         run(tmp_path, model, stepping(model, recipe), dump=[])
     rows = read_table(tmp_path, "metrics").filter(role="grad_output").select("layer", "scale_source").unique().rows()
     assert dict(rows) == {"qkv": "engine", "proj": "unknown"}
