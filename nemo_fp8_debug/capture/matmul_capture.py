@@ -52,7 +52,7 @@ class MatmulCapture:
         read_casts: bool = True,
         products: Mapping[str, ProductSink] | None = None,
     ) -> None:
-        """Arguments are those of `hooks.Capture`."""
+        """Take the arguments of `hooks.Capture`."""
         self._sinks, self._on_fault, self._read_casts = sinks, on_fault, read_casts
         self._products, self._dispatcher = products or {}, dispatcher
         self._weights: set[str] = set()

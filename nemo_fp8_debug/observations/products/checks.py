@@ -82,7 +82,7 @@ class CheckQueue:
         self._checks: list[ProductChecks] = []
 
     def serve(self, checks: ProductChecks) -> None:
-        """Also move the tensors of a GEMM's checks when moving the waiting blocks."""
+        """Move the tensors of a GEMM's checks together with the waiting blocks."""
         self._checks.append(checks)
 
     def add(self, checks: ProductChecks, product: str, block: Block) -> None:
