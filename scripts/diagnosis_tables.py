@@ -25,7 +25,7 @@ HELD_OUT = _VALIDATION / "held_out" / "counts.json"
 REPORTS = _VALIDATION / "bug_reports" / "said.json"
 GATE = _VALIDATION / "gate_coverage.json"
 PRODUCTS = _VALIDATION / "product_faults" / "results.json"
-_MARKS = {"right": "✔", "cannot tell": "?", "wrong": "✖"}
+_MARKS = {"right": "✔", "nothing": "○", "cannot tell": "?", "wrong": "✖"}
 _WAYS = ("same batches", "other seed", "alone")
 #: questions of the benchmark's counts, and how the page puts them
 _QUESTIONS = {
@@ -70,27 +70,21 @@ _DTYPES = {"bfloat16": "BF16", "float16": "FP16", "float32": "float32"}
 _FOUND, _LEAST_CHANCE = 0.95, 0.05
 
 
-def list_rules() -> Iterator[tuple[str, ...]]:
-    """Yield each rule and what it names: the first sentence of its docstring."""
-    yield "rule", "names"
-    for rule in load_rules():
-        sentence = re.split(r"(?<=\.) ", " ".join(rule.description.split()))[0]
-        yield f"**{rule.name}**", sentence.removeprefix("Name ").removesuffix(".")
-
-
 def list_causes() -> Iterator[tuple[str, ...]]:
-    """Yield each cause and what it means."""
-    yield "cause", "means"
+    """Yield each cause, what it means, and the rules that name it."""
+    yield "cause", "means", "rules"
     for name, cause in CAUSES.items():
         if cause.kind != "nothing":
-            yield f"`{name}`", re.sub("^its ", "a tensor's ", cause.means.replace("{tensor}", "a tensor"))
+            means = re.sub("^its ", "a tensor's ", cause.means.replace("{tensor}", "a tensor"))
+            yield f"`{name}`", means, ", ".join(rule.name for rule in load_rules() if name in rule.causes)
 
 
 def list_thresholds() -> Iterator[tuple[str, ...]]:
-    """Yield each threshold, its value, and its reason."""
+    """Yield each threshold of rules, its value, and its reason. Another table shows what confidence promises."""
     yield "threshold", "value", "reason"
     for each in thresholds.TABLE:
-        yield f"`{each.name}`", _show_threshold(each), each.reason
+        if each.unit != "of verdicts right":
+            yield f"`{each.name}`", _show_threshold(each), each.reason.removesuffix(".")
 
 
 def list_answers() -> Iterator[tuple[str, ...]]:
@@ -125,7 +119,7 @@ def count_confidence(reports: Sequence[Mapping[str, Any]]) -> dict[str, tuple[in
     verdicts = [said for each in reports for said in each["said"].values()]
     found = {}
     for level in ("high", "medium"):
-        here = [said["scores"] for said in verdicts if said["confidence"] == level]
+        here = [said for said in verdicts if said["confidence"] == level]
         found[level] = sum(_mark(each) != "wrong" for each in here), len(here)
     return found
 
@@ -140,21 +134,22 @@ def list_report_counts() -> Iterator[tuple[str, ...]]:
         "found by us, drawn": [each for each in reports if each["drawn"]],
     }
     for group, chosen in groups.items():
-        marks = [[_mark(each["said"][way]["scores"]) for each in chosen] for way in _WAYS]
+        marks = [[_mark(each["said"][way]) for each in chosen] for way in _WAYS]
         shown = (", ".join(f"{of_way.count(mark)} {_MARKS[mark]}" for mark in _MARKS) for of_way in marks)
         yield group, str(len(chosen)), *shown
 
 
 def list_reports() -> Iterator[tuple[str, ...]]:
     """Yield each bug report: what `diagnose` says, whether it is right, and the alarm of a monitor, if any."""
-    yield "report", "what it was", "`diagnose` says", "norms and NaN"
+    yield "report", "what it was", "`diagnose` names"
     for each in json.loads(REPORTS.read_text(encoding="utf-8")):
         owner, repository, *place = each["link"].removeprefix("https://github.com/").split("/")
         title = f"{owner}/{repository}" + (f"#{place[1]}" if place[0] in ("issues", "pull") else "")
         link = f"[{title}]({each['link']}){', drawn' if each['drawn'] else ''}"
-        marks = "".join(_MARKS[_mark(each["said"][way]["scores"])] for way in _WAYS)
-        says = _shorten(each["said"][_WAYS[0]]["headline"]).replace("|", "\\|")
-        yield link, each["what"], f"{marks} {says}", each["monitor"].replace("silent", "")
+        marks = "".join(_MARKS[_mark(each["said"][way])] for way in _WAYS)
+        alarm = "" if each["monitor"] == "silent" else f"; monitor: {each['monitor']}"
+        cause = _name_cause(each["said"][_WAYS[0]])
+        yield link, each["what"].removesuffix("."), f"{marks} {cause}".strip() + alarm
 
 
 def list_gates() -> Iterator[tuple[str, ...]]:
@@ -220,17 +215,20 @@ def _of_products(part: str) -> Any:
     return json.loads(PRODUCTS.read_text(encoding="utf-8"))["AVX-512"][part]
 
 
-def _mark(scores: Mapping[str, str]) -> str:
-    """Return the worse mark of tensor and cause."""
-    pair = scores["tensor"], scores["cause"]
-    return next((mark for mark in ("wrong", "cannot tell") if mark in pair), "right")
+def _mark(said: Mapping[str, Any]) -> str:
+    """Return the worse mark of tensor and cause, and if both are right, whether the verdict names a cause."""
+    pair = said["scores"]["tensor"], said["scores"]["cause"]
+    right = "nothing" if said["cause"] in ("none", "unknown") else "right"
+    return next((mark for mark in ("wrong", "cannot tell") if mark in pair), right)
 
 
-def _shorten(headline: str) -> str:
-    """Return the first sentence of a headline, and the second if only that one names a step."""
-    first, *others = re.split(r"(?<=\.) (?=[A-Z])", headline)
-    has_step = re.search(r"\bstep \d|first (sample|step)|nothing wrong", first)
-    return first if has_step or not others else f"{first} {others[0]}"
+def _name_cause(said: Mapping[str, Any]) -> str:
+    """Return cause, tensor and first step of a verdict; if it has no cause, what else its headline says."""
+    if said["cause"] in ("none", "unknown"):
+        first = said["headline"].partition(". ")[0]
+        return "" if first == "We found nothing wrong" else first
+    layer, _, role = (said["tensor"] or "").rpartition(" ")
+    return f"`{said['cause']}`{f' in {role} of {layer}' if layer else ''} at {said['step']}"
 
 
 def _show_threshold(each: thresholds.RuleThreshold) -> str:
@@ -253,7 +251,6 @@ def _show_share(right: int, count: int) -> str:
 
 
 TABLES: dict[str, Callable[[], Iterator[tuple[str, ...]]]] = {
-    "rules": list_rules,
     "causes": list_causes,
     "thresholds": list_thresholds,
     "answers": list_answers,

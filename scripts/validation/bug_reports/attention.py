@@ -33,7 +33,7 @@ class OwnCore(Training):
 @register(
     "pytorch/torchtitan/issues/1056 pytorch/torchtitan/issues/865",
     "2025-02",
-    "Row-wise FP8 runs into NaN after some 80 steps; the forward pass of attention returns it, and no cast.",
+    "Row-wise FP8 gives NaN after about 80 steps: attention's forward pass returns it.",
     "attention returns NaN",
     Answer(
         "Attention of layer 1 returns NaN, from step 83: X of layers.1.attn.proj shows it first.",
@@ -89,7 +89,7 @@ class _CorruptedAttention(torch.autograd.Function):
 @register(
     "Dao-AILab/flash-attention/issues/2481",
     "2026-04",
-    "The backward pass of attention returns corrupted dQ and dK, and dV is right.",
+    "The backward pass of attention corrupts dQ and dK, but not dV.",
     "the backward pass of attention is wrong",
     Answer(
         "Attention's backward pass is wrong, from the start: dY and dW of qkv.",
@@ -111,7 +111,7 @@ class WrongAttention(Detailed):
 @register(
     "jingyaogong/minimind/issues/567 NVIDIA/Megatron-LM/issues/1469",
     "2025-12",
-    "The router of a mixture of experts collapses because the loss that balances it is too weak.",
+    "The router of a mixture of experts collapses, because its balancing loss is too weak.",
     "a router collapses",
     Answer(
         "The router collapses, from step 60 to 75.",
@@ -162,7 +162,7 @@ def attend_by_tiles(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
 @register(
     "Dao-AILab/flash-attention/pull/2694",
     "2026-07",
-    "FP8 attention scales its weights by 2^8 against a running maximum that is one tile late, so that they saturate.",
+    "FP8 attention scales its weights by a maximum that is one tile late, so they saturate.",
     "attention weights are clipped against a stale maximum",
     Answer(
         "Outputs of attention are wrong where the maximum rises, from the start; no operand of a GEMM is at fault.",
@@ -236,7 +236,7 @@ class RotaryInBf16(OwnCore):
 @register(
     "NVIDIA/TransformerEngine/issues/3248",
     "2026-07",
-    "FP8 attention casts V with a scale that later tokens share, so that they leak into earlier outputs.",
+    "FP8 attention casts V with a scale that depends on later tokens, which so leak into earlier outputs.",
     "a scale holds what a mask hides",
     Answer(
         "No harm, nothing wrong that the record shows: earlier outputs depend on later tokens by a rounding only.",
@@ -259,7 +259,7 @@ class FutureInTheScale(OwnCore):
 @register(
     "AI-Hypercomputer/maxtext/pull/5293",
     "2026-09",
-    "The router's projection is quantized to FP8 with all other layers, which can change which experts are chosen.",
+    "The router is quantized to FP8 with all other layers, which can change the chosen experts.",
     "a router is quantized",
     Answer(
         "The routers are cast to FP8, from the start; no harm here.",

@@ -102,7 +102,7 @@ class ScalesRoundedLate(Kernels):
 @register(
     "huggingface/transformers/issues/47030",
     "2026-07",
-    "Scales are rounded up to powers of two, and codes are not made anew.",
+    "Scales are rounded up to powers of two, but values are not cast again.",
     "scales are changed after the codes",
     Answer(
         "Products of the FP8 linear layers are 1.9 times too large, from the start.",
@@ -151,7 +151,7 @@ class StoringMLP(GatedMLP):
 @register(
     "NVIDIA/Megatron-LM/pull/1751",
     "2025-08",
-    "The input of an activation is stored for backward by a plain cast to FP8 without a scale.",
+    "The input of an activation is stored for backward in FP8 without a scale.",
     "what backward reads is cast without a scale",
     Answer("No harm: the stored values are too small to be held, and the model learns all the same.", ("none",), steps=None),
     "none",
@@ -199,7 +199,7 @@ class ZeroCopy(TorchDispatchMode):
 @register(
     "modelscope/mcore-bridge/issues/125",
     "2026-06",
-    "After FP8 weights are loaded, the copy that dgrad multiplies by is still all zeros.",
+    "After FP8 weights are loaded, the copy for dgrad is still all zeros.",
     "the transposed copy of a weight is never filled",
     Answer(
         "dX of the frozen layers is zero, from the start; the first in a backward pass is layers.1.mlp.down_proj.base.",
@@ -234,7 +234,7 @@ class TransposedCopyZero(Training):
 @register(
     "AMD-AGI/Primus/pull/982",
     "2026-08",
-    "Late in MXFP4 training weights go back and forth between neighboring codes.",
+    "Late in MXFP4 training, weights oscillate between neighboring codes.",
     "weights oscillate between two codes",
     Answer(
         "A gap of less than 2%: four bits cost that much, and no tensor is at fault.",
@@ -277,7 +277,7 @@ class LimitOfOtherFormat(Kernels):
 @register(
     "ROCm/TransformerEngine/pull/485",
     "2026-03",
-    "Weights that are initialized in FP8 are scaled to 448 where the format of the GPU ends at 240.",
+    "Weights initialized in FP8 are scaled to 448, but the GPU's format ends at 240.",
     "the scale is made for the limit of another format",
     Answer(
         "W of all blocks is clipped at 54% of its largest value, from the start; too few values for harm.",
@@ -311,7 +311,7 @@ class NoFloor(Kernels):
 @register(
     "huggingface/kernels-community/issues/681 huggingface/kernels-community/pull/680 THUDM/slime/pull/2256",
     "2026-04",
-    "The kernel that casts activations computes amax / 448 without a floor, so that a block of zeros becomes NaN.",
+    "The cast of activations divides by amax without a floor, so a block of zeros becomes NaN.",
     "zero divided by the zero scale of an empty block",
     Answer(
         "layers.0.attn.proj returns NaN from step 60, when the first batch is padded: its X has blocks of zeros.",
@@ -371,7 +371,7 @@ class TileTranspose(Kernels):
 @register(
     "mlc-ai/pith-train/pull/74",
     "2026-07",
-    "Transposing an FP8 tile inside the cast kernel puts a quarter of its values in the wrong place.",
+    "The cast kernel's transpose puts a quarter of each tile in the wrong place.",
     "a transposed tile holds values in the wrong place",
     Answer(
         "dX of all linear layers of the blocks is wrong, from the start.",
@@ -414,7 +414,7 @@ class HalfWritten(Kernels):
 @register(
     "pytorch/ao/pull/1516",
     "2025-01",
-    "The store mask of the transposed copy swaps rows and columns, so that part of the copy is never written.",
+    "The store mask of the transposed copy swaps rows and columns, so a part is never written.",
     "part of a copy is memory that nobody wrote",
     Answer(
         "dX of layers that are not square is NaN, from the start; dY of layers.1.mlp.gate_proj and up_proj shows it first.",
@@ -452,7 +452,7 @@ class AutocastFlags:
 @register(
     "AMD-AGI/Primus/pull/1127",
     "2026-09",
-    "A pin that keeps QKV and the output projection in BF16 is dropped for the projection, which runs in FP4.",
+    "The output projection of attention is pinned to BF16, but runs in FP4.",
     "a module's own precision is lost in a nested context",
     Answer(
         "Operands of attn.proj are cast to FP4 although they are pinned to BF16, from the start; no harm.",
@@ -497,7 +497,7 @@ class PowerOfTwoScales(Kernels):
 @register(
     "PrimeIntellect-ai/prime-rl/pull/3112",
     "2026-07",
-    "Power-of-two scales, which only newer GPUs need, are switched on for all: coarser casts on Hopper.",
+    "Power-of-two scales, which only newer GPUs need, also make Hopper's casts coarser.",
     "scales are rounded where the hardware does not ask for it",
     Answer(
         "No harm to the loss, nothing wrong: casts are a little coarser from the start.",
@@ -538,7 +538,7 @@ class SameNoise(Kernels):
 @register(
     "AMD-AGI/Primus-Turbo/pull/365",
     "2026-06",
-    "The seed of stochastic rounding can be zero in every launch, so that all gradients meet the same noise.",
+    "The seed of stochastic rounding can be zero in every launch, so all gradients get the same noise.",
     "rounding by chance draws the same numbers again and again",
     Answer(
         "No harm, nothing wrong: over these few steps the same noise is as good as fresh noise.",
@@ -558,7 +558,7 @@ class SameRoundingNoise(OwnKernels):
 @register(
     "unslothai/unsloth/pull/6978",
     "2026-07",
-    "Scales of some FP8 weights are dropped when a checkpoint is loaded, so that raw codes serve as weights.",
+    "Loading a checkpoint drops scales of some FP8 weights, so raw codes serve as weights.",
     "codes are used without their scales",
     Answer(
         "W of mlp.gate_proj is hundreds of times too large, from the start, because its scale was dropped at loading.",

@@ -32,7 +32,7 @@ class Accumulating(Training):
 @register(
     "AMD-AGI/Primus/pull/1046",
     "2026-08",
-    "With gradient accumulation only the first micro-batch's dW of quantized layers is kept.",
+    "Gradient accumulation keeps only the first micro-batch's dW of quantized layers.",
     "later micro-batches are dropped behind the backward pass",
     Answer(
         "dW of the linear layers of the blocks lacks micro-batches 1 to 3, from the start.",
@@ -61,7 +61,7 @@ class FirstMicroBatchOnly(Accumulating):
 @register(
     "AMD-AGI/Primus/pull/1046",
     "2026-08",
-    "The same, where later micro-batches are lost inside the backward pass.",
+    "The same, but inside the backward pass.",
     "later micro-batches are dropped inside the backward pass",
     Answer(
         "dW of the linear layers of the blocks lacks micro-batches 1 to 3, from the start.",
@@ -104,7 +104,7 @@ class OldInput(TorchDispatchMode):
 @register(
     "NVIDIA/TransformerEngine/issues/1616",
     "2025-03",
-    "With overlapped communication a buffer of X is read after it was overwritten.",
+    "With overlapped communication, a buffer of X is read after it was overwritten.",
     "a buffer is read after it was used again",
     Answer(
         "dW of layers.1.mlp.down_proj is made with the X of another micro-batch, from step 40; no harm.",
@@ -162,7 +162,7 @@ class AveragedTwiceFromStart(AveragedTwice):
 @register(
     "deepspeedai/DeepSpeed/issues/7718 huggingface/accelerate/issues/3877",
     "2025-12",
-    "The same from an upgrade in mid-run on.",
+    "The same, but from step 80 on.",
     "gradients are averaged twice from an upgrade on",
     Answer(
         "All gradients are 1/4 of what they were, from step 80. No harm under Adam.",
@@ -183,7 +183,7 @@ class AveragedTwiceLater(AveragedTwice):
 @register(
     "deepspeedai/DeepSpeed/pull/7839 deepspeedai/DeepSpeed/issues/7837",
     "2026-02",
-    "BF16 with ZeRO-0 divides gradients by a loss scale that backward never multiplied by, and does not clear them.",
+    "BF16 with ZeRO-0 divides gradients by a loss scale that was never applied, and does not clear them.",
     "a loss scale is divided by and never applied",
     Answer(
         "Gradients are divided by 65,536 and not multiplied before, from the start.",
@@ -217,7 +217,7 @@ class DividedByUnappliedScale(Training):
 @register(
     "NVIDIA/Megatron-LM/issues/1528",
     "2025-04",
-    "Gradients of layer norms are as many times too large as there are tensor-parallel ranks.",
+    "Gradients of layer norms are too large by the number of tensor-parallel ranks.",
     "gradients of norms are summed over ranks that hold the same",
     Answer(
         "No harm: gradients of norms are 8 times too large, from the start, and no GEMM is concerned.",
@@ -315,7 +315,7 @@ class DeadLayers(Detailed):
 @register(
     "NVIDIA/TransformerEngine/pull/3281",
     "2026-07",
-    "The same from step 100 on.",
+    "The same, but from step 100 on.",
     "a cast of gradients returns zeros from mid-run on",
     Answer(
         "Gradients of all decoder GEMMs are zero, from step 100.",
@@ -333,7 +333,7 @@ class DeadFromMidRun(DeadLayers):
 @register(
     "NVIDIA/TransformerEngine/pull/3281",
     "2026-07",
-    "The same in one layer from step 100 on.",
+    "The same, but in one layer from step 100 on.",
     "a cast of gradients of one layer returns zeros",
     Answer(
         "Gradients of layer 1 are zero, from step 100.",
@@ -409,7 +409,7 @@ class NanWgrad(NaNInWeightGradient):
 @register(
     "NVIDIA-NeMo/Megatron-Bridge/issues/1255 NVIDIA-NeMo/Megatron-Bridge/issues/4168 marin-community/marin/issues/7480",
     "2025-11",
-    "The same where nothing is skipped, so that clipping spreads the NaN to all weights.",
+    "The same, but no step is skipped, so gradient clipping spreads the NaN to all weights.",
     "NaN in one weight gradient, and the step is taken",
     Answer("dW of layers.1.mlp.fc2 is NaN, in step 30.", ("nonfinite",), ("layers.1.mlp.fc2 dW",), steps=(30, 30)),
     "harmful",
@@ -438,7 +438,7 @@ class DropoutBlock(Block):
 @register(
     "allenai/OLMo-core/pull/828",
     "2026-08",
-    "Activation checkpointing does not keep the random state, so that the recomputation draws fresh dropout masks.",
+    "Activation checkpointing loses the random state, so recomputation draws other dropout masks.",
     "backward recomputes another random forward pass",
     Answer(
         "All gradients of the blocks belong to other dropout masks than the loss, from the start.",
@@ -498,7 +498,7 @@ class RingHead(nn.Linear):
 @register(
     "NVIDIA/Megatron-LM/pull/6624",
     "2026-08",
-    "dW of the output layer is reduced in BF16 although FP32 is asked for, because the product returns BF16.",
+    "dW of the output layer is reduced in BF16 although FP32 is requested.",
     "a reduction rounds at every hop",
     Answer(
         "No harm, nothing wrong: dW of lm_head is rounded to BF16 sixteen times, from the start.",
@@ -546,7 +546,7 @@ class GroupedProducts:
 @register(
     "tgale96/grouped_gemm/issues/36",
     "2026-01",
-    "The grouped GEMM skips experts without tokens, and their part of the output is memory that nobody wrote.",
+    "The grouped GEMM skips experts without tokens, and leaves their output uninitialized.",
     "the product of an empty group is memory that nobody wrote",
     Answer(
         "dW of experts without tokens is what lay in memory, from the first step in which an expert is empty.",

@@ -96,7 +96,7 @@ class TrainerRun(Training):
 @register(
     "hiyouga/LlamaFactory/issues/9500 axolotl-ai-cloud/axolotl/issues/3323 huggingface/trl/issues/3860",
     "2025-12",
-    "FP8 is asked for, BF16 wins, and the run trains in BF16 without a word about it.",
+    "FP8 is requested, but the run silently trains in BF16.",
     "an option has no effect",
     Answer(
         "Nothing is quantized: the run is in BF16.",
@@ -138,7 +138,7 @@ class Fp8FlagWithoutEffect(TrainerRun):
 @register(
     "huggingface/transformers/pull/48205",
     "2026-08",
-    "Rows behind the last expert's tokens are not initialized; gradients become NaN, and then the log says loss 0.",
+    "Rows behind the last expert's tokens are uninitialized: gradients become NaN, and the log shows loss 0.",
     "NaN is hidden by the filter of a log",
     Answer(
         "dY of layers.1.mlp.gate_proj is NaN, from step 39 to 41; the log shows a loss of 0.",
@@ -201,7 +201,7 @@ class Elsewhere(Training):
 @register(
     "deepspeedai/DeepSpeed/pull/7985",
     "2026-04",
-    "BF16 with ZeRO-1 adds the gradient of the last micro-batch behind the all-reduce, so that ranks drift apart.",
+    "BF16 with ZeRO-1 adds the last micro-batch's gradient after the all-reduce, so ranks drift apart.",
     "the last micro-batch is not reduced",
     Answer(
         "dW of the last micro-batch is not reduced, from step 40: weights of the two ranks differ.",
@@ -254,7 +254,7 @@ class LastMicroBatchNotReduced(Elsewhere):
 @register(
     "NVIDIA/NeMo/blob/a9a2b2ea8f298ad335f7a6c3a97fbf1b4bb0b30d/nemo/collections/llm/peft/lora.py",
     "2026-11",
-    "A layer of NeMo's LoRA on Transformer Engine adds to the product, and the check of products called that broken.",
+    "NeMo's LoRA layer adds to the product, which a check of products must not report as wrong.",
     "a healthy layer adds to its product",
     Answer("Nothing is wrong: the layer adds the product of its adapter.", ("none",), steps=None),
     "none",

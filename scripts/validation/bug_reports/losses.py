@@ -33,7 +33,7 @@ class _FusedLoss(torch.autograd.Function):
 @register(
     "NVIDIA/Megatron-LM/issues/1750",
     "2025-08",
-    "With the fused cross entropy of Transformer Engine the gradient at the logits is all zeros.",
+    "Transformer Engine's fused cross entropy returns a gradient of zeros.",
     "a fused loss returns a zero gradient",
     Answer(
         "dY of lm_head, and with it of all layers, is zero, from the start: nothing is learned.",
@@ -55,7 +55,7 @@ class FusedLossZero(Training):
 @register(
     "NVIDIA/Megatron-LM/issues/1750",
     "2025-08",
-    "The same from an upgrade in mid-run on.",
+    "The same, but from step 80 on.",
     "a fused loss returns a zero gradient from an upgrade on",
     Answer(
         "dY of lm_head, and with it of all layers, is zero, from step 80.",
@@ -125,7 +125,7 @@ class OneWeightForAllTokens(Training):
 @register(
     "unslothai/unsloth-zoo/pull/866",
     "2026-07",
-    "In float16 the backward pass overflows along the residual stream, and the optimizer skips step after step.",
+    "In float16, the backward pass overflows along the residual stream, and the optimizer skips all steps.",
     "float16 gradients overflow while values are small",
     Answer(
         "dY overflows behind layers.1.norm1, from step 60: layers.0.mlp.down_proj is the first GEMM; no step is taken.",
@@ -196,7 +196,7 @@ class PredictingGPT(GPT):
 @register(
     "NVIDIA-NeMo/Megatron-Bridge/issues/5306",
     "2026-08",
-    "The gradient norm is NaN in every step while the loss goes on as usual and nothing is skipped.",
+    "The gradient norm is NaN in every step, but the loss looks usual and no step is skipped.",
     "NaN in a branch of weight zero",
     Answer(
         "dY of mtp.fc2 is NaN, from step 50; the loss does not depend on it, so there is no harm.",

@@ -72,7 +72,7 @@ def orthogonalize(matrix: torch.Tensor, iterations: int = 5) -> torch.Tensor:
 @register(
     "deepspeedai/DeepSpeed/issues/8441 deepspeedai/DeepSpeed/pull/8442",
     "2026-09",
-    "Muon runs no Newton-Schulz iteration at ZeRO stage 0: matrices are trained by plain SGD, without an error.",
+    "Muon skips its Newton-Schulz iteration at ZeRO stage 0, and so silently becomes SGD.",
     "an optimizer leaves its main part to a class that is not there",
     Answer(
         "Steps of all matrices of the blocks are those of SGD and far too small, from the start.",
@@ -125,7 +125,7 @@ class MasterWeights(torch.optim.Optimizer):
 @register(
     "vllm-project/speculators/pull/765 NVIDIA/Model-Optimizer/pull/2322",
     "2026-07",
-    "Trained wholly in BF16, weights of norms stay at exactly 1: steps are below half the distance to the next value.",
+    "In pure BF16, weights of norms stay at 1, because rounding swallows each step.",
     "a weight is too coarse for its steps",
     Answer(
         "Weights of norms never move, from the start, and those of GEMMs in steps that are too coarse.",
@@ -215,7 +215,7 @@ class Adam8bit(torch.optim.Optimizer):
 @register(
     "bitsandbytes-foundation/bitsandbytes/issues/659 bitsandbytes-foundation/bitsandbytes/issues/227",
     "2023-07",
-    "The table of 8-bit codes of optimizer states is too long since an if-block is indented too far; its top is cut off.",
+    "A wrong indent makes the code table of 8-bit optimizer states too long, and its top is cut off.",
     "codes of optimizer states are not those of the format",
     Answer(
         "Second moments of all parameters are far too small where they are large, from the start; no operand is at fault.",

@@ -53,7 +53,7 @@ class Resumed(Training):
 @register(
     "huggingface/finetrainers/issues/246 NVIDIA/TransformerEngine/issues/982 NVIDIA/TransformerEngine/issues/759",
     "2025-01",
-    "After a resume without the FP8 state scales begin anew at 1.",
+    "After a resume without the FP8 state, scales restart at 1.",
     "the FP8 state is not in the checkpoint",
     Answer(
         "Scales of all blocks begin at 1 again at the resume, step 80: the FP8 state was not restored. No harm.",
@@ -83,7 +83,7 @@ class ResumedWithoutFp8State(Resumed):
 @register(
     "huggingface/finetrainers/issues/246 NVIDIA/TransformerEngine/issues/982 NVIDIA/TransformerEngine/issues/759",
     "2025-01",
-    "The same, and scales are not updated after the resume either.",
+    "The same, but scales also stay at 1.",
     "the FP8 state is lost and never made again",
     Answer(
         "Scales of all blocks stay at 1 from the resume on, step 80: dY of all blocks becomes zero.",
@@ -106,7 +106,7 @@ class ResumedWithoutFp8StateForGood(ResumedWithoutFp8State):
 @register(
     "NVIDIA/Megatron-LM/pull/4987 NVIDIA/Megatron-LM/pull/5470",
     "2026-05",
-    "float32 masters are seeded from weights that went through FP8.",
+    "float32 masters start from weights that were rounded to FP8.",
     "masters begin at rounded weights",
     Answer("No harm, nothing wrong: weights begin at E4M3 values.", ("none",), steps=None),
     "none",
@@ -130,7 +130,7 @@ class MastersFromFp8(Training):
 @register(
     "NovaSky-AI/SkyRL/pull/2149 databricks/megablocks/issues/80",
     "2026-09",
-    "Weights are loaded without the optimizer, whose masters keep their old values and overwrite them in the next step.",
+    "Weights are loaded without the optimizer, whose old masters overwrite them in the next step.",
     "stale masters overwrite weights that were loaded",
     Answer(
         "Loaded weights are lost in step 0: the loss jumps at step 1, when masters of the random start are copied back.",
@@ -191,7 +191,7 @@ class MomentsLost(Resumed):
 @register(
     "pytorch/torchtitan/pull/4615",
     "2026-09",
-    "A resume promotes BF16 moments to float32, so that later steps are no longer rounded.",
+    "A resume promotes BF16 moments to float32, so later steps are no longer rounded.",
     "moments change their type at a resume",
     Answer(
         "No harm, nothing wrong: from step 80 moments are held better than before.",

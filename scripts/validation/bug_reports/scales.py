@@ -43,7 +43,7 @@ class FixedScales(Kernels):
 @register(
     "KellerJordan/modded-nanogpt/pull/175 KellerJordan/modded-nanogpt/pull/172",
     "2025-12",
-    "The FP8 head has fixed scales, which had to be tuned again after another change.",
+    "The FP8 head has fixed scales, which another change made unfit.",
     "scales are constants: weights outgrow theirs",
     Answer(
         "No harm: weights of the head outgrow their fixed scale and are clipped, and the loss is the same.",
@@ -71,7 +71,7 @@ class FixedHeadScales(Training):
 @register(
     "KellerJordan/modded-nanogpt/pull/175 KellerJordan/modded-nanogpt/pull/172",
     "2025-12",
-    "The same head, with a scale of the gradient that is far too coarse.",
+    "The same, but the gradient's scale is far too coarse.",
     "scales are constants: gradients become zero",
     Answer(
         "dY of the head becomes zero in its cast, from the start.",
@@ -92,7 +92,7 @@ class CoarseHeadScales(FixedHeadScales):
 @register(
     "NVIDIA/TransformerEngine/pull/3284 AMD-AGI/Primus/pull/548",
     "2026-07",
-    "Under recompute, or with a shadowed counter, delayed scales are never updated and stay at 1.",
+    "Under recompute, delayed scales are never updated and stay at 1.",
     "scales are never updated",
     Answer(
         "Scales stay at 1, from the start: dY of all blocks is far below what E5M2 holds.",
@@ -115,7 +115,7 @@ class ScalesStayOne(Training):
 @register(
     "NVIDIA/TransformerEngine/pull/3284 AMD-AGI/Primus/pull/548",
     "2026-07",
-    "The same, with gradients as small as those of a loss that is averaged over many tokens.",
+    "The same, but with the small gradients of a loss averaged over many tokens.",
     "scales are never updated and gradients are small",
     Answer(
         "Scales stay at 1, from the start: dY of all blocks becomes zero.",
@@ -153,7 +153,7 @@ class CachedLinear(nn.Linear):
 @register(
     "NVIDIA/TransformerEngine/issues/2852",
     "2026-04",
-    "With FP8 weights cached over micro-batches the training curve differs from that without.",
+    "Caching FP8 weights over micro-batches changes the training curve.",
     "cached codes of weights go stale",
     Answer(
         "Layers of the blocks multiply by W of up to 7 steps ago, from step 60.",
@@ -206,7 +206,7 @@ class DelayedWeight(Kernels):
 @register(
     "NVIDIA/TransformerEngine/issues/1047",
     "2024-07",
-    "Later micro-batches read cached FP8 weights with the inverse of a scale that has moved on since.",
+    "Later micro-batches read cached FP8 weights with the inverse of a newer scale.",
     "the inverse of a newer scale is read with older codes",
     Answer(
         "Y of all blocks is wrong in the second and later micro-batches of step 0, and hardly afterwards. No harm.",
@@ -255,7 +255,7 @@ class TurnedScales(Kernels):
 @register(
     "pytorch/ao/pull/4229",
     "2026-04",
-    "In blockwise FP8 the scales of X have the wrong orientation in the product for dW.",
+    "In blockwise FP8, the scales of X have the wrong orientation in wgrad.",
     "block scales are paired with other blocks",
     Answer(
         "dW of all layers of the blocks is made of X with the scales of other blocks, from the start; hardly any harm.",
@@ -302,7 +302,7 @@ class GatheredInput(Kernels):
 @register(
     "NVIDIA/Megatron-LM/pull/442",
     "2023-08",
-    "amax is reduced over data-parallel ranks and not over tensor-parallel ones, whose scales drift apart.",
+    "amax is not reduced over tensor-parallel ranks, so their scales drift apart.",
     "codes of another rank are read with this rank's scale",
     Answer(
         "X of qkv, gate_proj and up_proj is wrong for the other rank's half of the sequence, from the start; no harm here.",
@@ -376,7 +376,7 @@ class BufferedTraining(Training):
 @register(
     "NVIDIA-NeMo/Megatron-Bridge/pull/3076",
     "2026-04",
-    "In the first iteration after the warm-up of CUDA graphs, parameters are gathered from a buffer that was just cleared.",
+    "After the warm-up of CUDA graphs, parameters are once gathered from a cleared buffer.",
     "weights are zero for one iteration",
     Answer(
         "W of all blocks is zero in step 20, for one step; no harm afterwards.",
@@ -403,7 +403,7 @@ class ZeroWeightsOnce(BufferedTraining):
 @register(
     "NVIDIA/Megatron-LM/pull/5487 NVIDIA/Megatron-LM/pull/5464",
     "2026-06",
-    "After an evaluation the parameters that were staged in the gradients' buffer are not cleared from it.",
+    "After an evaluation, parameters that were staged in the gradient buffer are not cleared from it.",
     "gradients are added to parameters that were left in their buffer",
     Answer(
         "dW of all blocks is W itself in step 40, and again after each evaluation.",
