@@ -75,7 +75,7 @@ def list_causes() -> Iterator[tuple[str, ...]]:
     yield "cause", "means", "rules"
     for name, cause in CAUSES.items():
         if cause.kind != "nothing":
-            means = re.sub("^its ", "a tensor's ", cause.means.replace("{tensor}", "a tensor"))
+            means = re.sub("^(all )?its ", r"\1a tensor's ", cause.means.replace("{tensor}", "a tensor"))
             yield f"`{name}`", means, ", ".join(rule.name for rule in load_rules() if name in rule.causes)
 
 
