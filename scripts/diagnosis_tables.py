@@ -49,7 +49,6 @@ _HELD_OUT_QUESTIONS = {
     "harm right where stated": "harm right, if stated",
     "harm cannot be told, harmed": "harm unknown, though harmed",
     "harm cannot be told, not harmed": "harm unknown, not harmed",
-    "says nothing is wrong, high confidence, falsely": "called healthy with high confidence, falsely",
     "clean, accused": "healthy run accused",
     "clean, called harmed": "healthy run called harmed",
     "a sentence is false": "verdict with a false sentence",
@@ -66,6 +65,16 @@ _PRODUCT_FAULTS = {
     "rounded_sums": "sums kept in BF16",
 }
 _DTYPES = {"bfloat16": "BF16", "float16": "FP16", "float32": "float32"}
+#: subjects of thresholds, by the first threshold of each
+_SUBJECTS = {
+    "IN_A_ROW": "what lasts",
+    "SCALE_OFF": "operands",
+    "RATE_DIFFERS": "settings and gradients",
+    "DECAY": "weights",
+    "TIMES_USUAL": "attention and routers",
+    "MAX_GAP": "loss",
+    "HIGH": "confidence",
+}
 #: share of flipped bits that counts as found, and the least chance that the page shows
 _FOUND, _LEAST_CHANCE = 0.95, 0.05
 
@@ -80,21 +89,25 @@ def list_causes() -> Iterator[tuple[str, ...]]:
 
 
 def list_thresholds() -> Iterator[tuple[str, ...]]:
-    """Yield each threshold of rules, its value, and its reason. Another table shows what confidence promises."""
-    yield "threshold", "value", "reason"
+    """Yield the thresholds of each subject with their values. The code has the reasons."""
+    yield "subject", "thresholds"
+    by_subject: dict[str, list[str]] = {}
+    subject = ""
     for each in thresholds.TABLE:
-        if each.unit != "of verdicts right":
-            yield f"`{each.name}`", _show_threshold(each), each.reason.removesuffix(".")
+        subject = _SUBJECTS.get(each.name, subject)
+        by_subject.setdefault(subject, []).append(f"`{each.name}` {_show_threshold(each)}")
+    for subject, shown in by_subject.items():
+        yield subject, ", ".join(shown)
 
 
 def list_answers() -> Iterator[tuple[str, ...]]:
     """Yield how often verdicts on the benchmark are right, with 95% intervals (Wilson)."""
     counts = json.loads(COUNTS.read_text(encoding="utf-8"))
-    yield "question", "sampled every", "same batches", "another seed", "no baseline"
+    yield "question", "same batches", "another seed", "no baseline"
     for title, shown in _QUESTIONS.items():
-        for interval in ("5", "20") if title in _BY_INTERVAL else ("20",):
+        for interval in ("20", "5") if title in _BY_INTERVAL else ("20",):
             shares = (_show_share(*counts[interval][title][kind]) for kind in ("near", "other", "none"))
-            yield shown, f"{interval} steps", *shares
+            yield shown + (f", sampled every {interval} steps" if interval != "20" else ""), *shares
 
 
 def list_held_out() -> Iterator[tuple[str, ...]]:
@@ -166,27 +179,26 @@ def list_gates() -> Iterator[tuple[str, ...]]:
 
 
 def list_clean_products() -> Iterator[tuple[str, ...]]:
-    """Yield how many products of healthy models were checked, and how near the farthest came to its bound."""
-    yield "CPU", "blocks", "values", "called wrong", "largest error over its bound"
-    for cpu, found in json.loads(PRODUCTS.read_text(encoding="utf-8")).items():
-        clean = found["clean"]
-        yield (
-            cpu,
-            f"{clean['blocks']:,}",
-            f"{clean['values'] / 1e6:.0f} million",
-            str(len(clean["wrong"])),
-            f"{clean['largest']:.3f}",
-        )
+    """Yield how many products of healthy models were checked on each CPU, and how near the farthest came to its bound."""
+    clean = [found["clean"] for found in json.loads(PRODUCTS.read_text(encoding="utf-8")).values()]
+    yield "blocks", "values", "called wrong", "largest error over its bound"
+    yield (
+        f"{min(each['blocks'] for each in clean):,}",
+        f"{min(each['values'] for each in clean) / 1e6:.0f} million",
+        str(sum(len(each["wrong"]) for each in clean)),
+        f"{max(each['largest'] for each in clean):.3f}",
+    )
 
 
 def list_product_faults() -> Iterator[tuple[str, ...]]:
-    """Yield how often a faulty product was named."""
-    yield "fault", "BF16", "float32"
+    """Yield how often a faulty product was named, for faults that were named equally often."""
+    faults: dict[tuple[str, ...], list[str]] = {}
     for name, by_dtype in _of_products("recall").items():
-        yield (
-            _PRODUCT_FAULTS[name],
-            *(f"{100 * by_dtype[dtype]['named'] / by_dtype[dtype]['runs']:g}%" for dtype in ("bfloat16", "float32")),
-        )
+        shares = (100 * by_dtype[dtype]["named"] / by_dtype[dtype]["runs"] for dtype in ("bfloat16", "float32"))
+        faults.setdefault(tuple(f"{share:g}%" for share in shares), []).append(_PRODUCT_FAULTS[name])
+    yield "faults", "BF16", "float32"
+    for shown, names in faults.items():
+        yield "; ".join(names), *shown
 
 
 def list_flips() -> Iterator[tuple[str, ...]]:
@@ -196,7 +208,7 @@ def list_flips() -> Iterator[tuple[str, ...]]:
         first = {}
         for product, shares in by_product.items():
             missed = [bit for bit, share in enumerate(shares) if share < _FOUND]
-            first[product] = f"bit {max(missed) + 1 if missed else 0}"
+            first[product] = str(max(missed) + 1 if missed else 0)
         width = str(len(by_product["fprop"]))
         yield _DTYPES[dtype], width, *(first[product] for product in ("fprop", "dgrad", "wgrad"))
 
@@ -239,7 +251,7 @@ def _show_threshold(each: thresholds.RuleThreshold) -> str:
         return f"{shown} {unit}"
     if unit.startswith("%"):
         return f"{value:g}{unit}"
-    return f"{value:g} {unit.removesuffix('s') if value == 1 else unit}".strip()
+    return f"{value:g} {unit.removesuffix('s') if value == 1 else unit.replace('standard deviations', 'sigma')}".strip()
 
 
 def _show_share(right: int, count: int) -> str:
