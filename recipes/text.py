@@ -24,6 +24,7 @@ class Text(pl.LightningDataModule):
         )
 
     def train_dataloader(self) -> DataLoader:
+        self.data_sampler.init_global_step = self.trainer.global_step  # the sampler counts from where the run resumes
         return DataLoader(TextWindows(1_000_000, self.sequence))
 
     def state_dict(self) -> dict[str, int]:

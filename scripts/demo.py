@@ -1,4 +1,4 @@
-"""Trains the three variants of recipes/nemo_gpt.py side by side, then says which run is bad, why, and how to see it."""
+"""Train four variants of recipes/nemo_gpt.py, diagnose the two bad ones, and repair the one that FP8 broke."""
 
 from __future__ import annotations
 
@@ -12,18 +12,46 @@ import re
 import signal
 import socket
 import sys
+import textwrap
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from nemo_fp8_debug.core.keys import SHOWN_AS
+
+if TYPE_CHECKING:
+    from nemo_fp8_debug.analysis.diagnosis.diagnose import Diagnosis
 
 ROOT = Path(__file__).parents[1]
-VARIANTS = ("baseline", "bad", "reference")
-INTERVAL = 10
+RESCUED = "rescued"
+ABOUT = {
+    "baseline": "a good run in FP8",
+    "learning_rate": "its learning rate rises until it diverges",
+    "reference": "learning_rate in BF16",
+    "stale_scale": "the FP8 scale of one tensor stops following its values",
+    RESCUED: "stale_scale, resumed with the advised change",
+}
+VARIANTS = tuple(name for name in ABOUT if name != RESCUED)
+#: steps from a sample to the next, and the last steps whose loss is averaged
+INTERVAL, LAST = 10, 20
 #: seconds between two lines of progress, and those that a run has to end by itself
 REPORTED, ENDS_WITHIN = 10, 5
 PORT = 6006
+
+
+@dataclass(frozen=True)
+class Rescue:
+    """A run to resume: from which step, with which changes, and the options of the recipe that do so."""
+
+    step: int
+    changes: str
+    options: dict[str, str]
 
 
 class Stopped(Exception):
@@ -35,13 +63,12 @@ def main() -> int:
     parser.add_argument(
         "--output", type=Path, default=ROOT / "runs" / "demo", help="folder of the records; never overwritten"
     )
-    parser.add_argument("--steps", type=int, default=360, help="of each run")
+    parser.add_argument("--steps", type=int, default=240, help="of each run")
     arguments = parser.parse_args()
     output = fresh_folder(arguments.output)
     output.mkdir(parents=True)
     try:
         train_all(output, arguments.steps)
-        report(output)
     except (KeyboardInterrupt, Stopped):
         print(f"\nStopped. What was recorded so far is in {output}", file=sys.stderr)
         return 130
@@ -58,18 +85,32 @@ def fresh_folder(wanted: Path) -> Path:
 
 
 def train_all(output: Path, steps: int) -> None:
-    """Train all variants at once and print their progress.
+    """Train all variants at once, diagnose the bad ones, and repair the one that FP8 broke.
 
     Raises:
-        RuntimeError: one of them failed; the others are ended.
-        Stopped: the demo was told to end, and so were they.
+        RuntimeError: a run failed. The others are ended.
+        Stopped: somebody ended the demo. All runs are ended.
     """
     signal.signal(signal.SIGTERM, stop)
-    names = ", ".join(VARIANTS)
-    print(f"Three runs of {steps} steps ({names}), recorded in {output}; NeMo takes half a minute to start.", flush=True)
+    print(f"Four runs of {steps} steps, recorded in {output}. NeMo takes half a minute to start.", flush=True)
     import_nemo(output / "imports.log")
+    checkpoints = steps // 6
+    save = {"stale_scale": {"save_interval": checkpoints}}
+    train_runs({name: save.get(name, {}) for name in VARIANTS}, output, steps)
+    verdicts = diagnose_runs(output)
+    rescue = advise(output, verdicts["stale_scale"], checkpoints)
+    if rescue:
+        print(f"\nWe resume stale_scale from step {rescue.step}, with {rescue.changes}:", flush=True)
+        train_runs({RESCUED: rescue.options}, output, steps)
+    report(output, verdicts, rescue)
+
+
+def train_runs(wanted: dict[str, dict[str, Any]], output: Path, steps: int) -> None:
+    """Train variants at once, each with its own options of the recipe, and print their progress."""
     fork = multiprocessing.get_context("fork")  # importing NeMo takes as long as a fourth of a run
-    runs: dict[str, BaseProcess] = {n: fork.Process(target=run, args=(n, output, steps)) for n in VARIANTS}
+    runs: dict[str, BaseProcess] = {
+        name: fork.Process(target=run, args=(name, output, steps, options)) for name, options in wanted.items()
+    }
     try:
         for process in runs.values():
             process.start()
@@ -108,7 +149,7 @@ def printing_to(log: Path) -> Iterator[None]:
             os.close(descriptor)
 
 
-def run(name: str, output: Path, steps: int) -> None:
+def run(name: str, output: Path, steps: int, options: dict[str, Any]) -> None:
     """Train one variant, in a process that ends with the demo."""
     from nemo_gpt import train
 
@@ -118,7 +159,7 @@ def run(name: str, output: Path, steps: int) -> None:
     with printing_to(output / f"{name}.log"):
         sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
         try:
-            train(name, output, steps, interval=INTERVAL)
+            train(name, output, steps, interval=INTERVAL, **options)
         except Exception:
             traceback.print_exc()
             sys.exit(1)
@@ -126,13 +167,16 @@ def run(name: str, output: Path, steps: int) -> None:
 
 def watch(runs: dict[str, BaseProcess], output: Path, steps: int) -> None:
     """Print where the runs are until all have ended."""
-    began = time.monotonic()
+    began, shown = time.monotonic(), {-1}
+    print(write_row("time", "left", "step", *runs))
     while any(process.is_alive() for process in runs.values()):
         multiprocessing.connection.wait([p.sentinel for p in runs.values() if p.is_alive()], timeout=REPORTED)
         if failed := [name for name, process in runs.items() if process.exitcode]:
             raise RuntimeError(failure(output / f"{failed[0]}.log"))
-        reached = {name: last_sample(output / f"{name}.log") for name in runs}
-        print(progress(reached, steps, time.monotonic() - began), flush=True)
+        losses = {name: read_losses(output / f"{name}.log") for name in runs}
+        if (step := max(set.intersection(*map(set, losses.values())), default=-1)) not in shown:
+            shown.add(step)
+            print(progress(losses, steps, time.monotonic() - began), flush=True)
 
 
 def failure(log: Path) -> str:
@@ -141,21 +185,26 @@ def failure(log: Path) -> str:
     return f"The run '{log.stem}' failed: {last.strip()}\nAll that it printed is in {log}"
 
 
-def last_sample(log: Path) -> tuple[int, str]:
-    """Step and loss in the title of the last table that a run has printed."""
+def read_losses(log: Path) -> dict[int, str]:
+    """Return the loss of each sampled step, from the titles of the tables that a run has printed."""
     found = re.findall(
         r"(?:FP8|what FP8 would do) at step (\d+), loss ([\d.]+|nan|inf)",
         log.read_text(errors="replace") if log.exists() else "",
     )
-    return (int(found[-1][0]), found[-1][1]) if found else (0, "-")
+    return {int(step): loss for step, loss in found}
 
 
-def progress(reached: dict[str, tuple[int, str]], steps: int, seconds: float) -> str:
-    """A line that fits 80 columns: how far the slowest run is, an estimate of what is left, and the losses."""
-    done = min(step for step, _ in reached.values())
-    left = f"about {seconds * (steps - done) / done:.0f} s left" if done else "starting"
-    losses = ", ".join(loss for _, loss in reached.values())
-    return f"[{seconds:4.0f} s] step {done} of {steps}, {left}; losses {losses}"
+def progress(losses: dict[str, dict[int, str]], steps: int, seconds: float) -> str:
+    """Return a row of the losses of all runs at the last step that all have sampled."""
+    common = set.intersection(*map(set, losses.values()))
+    step, first = max(common, default=0), min(common, default=0)
+    left = f"{seconds * (steps - step) / max(step - first, INTERVAL):.0f} s" if common else "?"
+    return write_row(f"{seconds:.0f} s", left, str(step), *(each.get(step, "") for each in losses.values()))
+
+
+def write_row(passed: str, left: str, step: str, *losses: str) -> str:
+    """Return a row of the table of progress, which fits 80 columns."""
+    return f"{passed:>6}{left:>8}{step:>6}" + "".join(f"{each[:13]:>15}" for each in losses)
 
 
 def end(runs: dict[str, BaseProcess]) -> None:
@@ -169,21 +218,66 @@ def end(runs: dict[str, BaseProcess]) -> None:
         process.join()
 
 
-def report(output: Path) -> None:
-    """Print the verdict, and where to see what it rests on."""
-    from nemo_fp8_debug.analysis.diagnosis.diagnose import diagnose
+def diagnose_runs(output: Path) -> dict[str, Diagnosis]:
+    """Return what is wrong with each of the two bad runs."""
+    from nemo_fp8_debug import diagnose
 
-    baseline, bad, reference = (output / name for name in VARIANTS)
-    print(f"\n{diagnose(bad, baseline, reference).verdict()}\n")
-    commands = Path(sys.executable).parent
-    port = free_port(PORT)
+    return {
+        "learning_rate": diagnose(output / "learning_rate", output / "baseline", output / "reference"),
+        "stale_scale": diagnose(output / "stale_scale", output / "baseline"),
+    }
+
+
+def advise(output: Path, diagnosis: Diagnosis, checkpoints: int) -> Rescue | None:
+    """Write the advised plan, and return it with the checkpoint to resume from. None: there is nothing to change."""
+    from nemo_fp8_debug import recommend
+
+    plan = recommend(output / "stale_scale", output / "baseline").plan
+    if diagnosis.culprit is None or diagnosis.culprit.since is None or not plan.changes:
+        return None
+    step = (diagnosis.culprit.since - INTERVAL) // checkpoints * checkpoints  # the sample before was good
+    resume = output / "stale_scale" / "checkpoints" / f"step_{step}"
+    if not resume.exists():
+        return None
+    plan.save(output / "plan.json")
+    changes = ", ".join(
+        f"{' and '.join(map(SHOWN_AS.__getitem__, c.roles))} of {c.layer} in {c.recipe}" for c in plan.changes
+    )
+    return Rescue(step, changes, {"plan": str(output / "plan.json"), "resume": str(resume)})
+
+
+def report(output: Path, verdicts: dict[str, Diagnosis], rescue: Rescue | None) -> None:
+    """Print how the runs ended, the verdicts, the repair, and where to see what they rest on."""
+    from nemo_fp8_debug import diagnose
+    from nemo_fp8_debug.analysis.diagnosis.narrator import tell_loss
+
+    names = (*VARIANTS, *([RESCUED] if rescue else []))
+    print(f"\n{compare_ends(output, names)}")
+    said = {name: verdict.verdict() for name, verdict in verdicts.items()}
+    if rescue:
+        loss = tell_loss(diagnose(output / RESCUED, output / "baseline").loss)
+        said[RESCUED] = f"stale_scale from step {rescue.step} on, with {rescue.changes}. {loss}"
+    for name, verdict in said.items():
+        print("\n" + textwrap.fill(f"{name}: {verdict}", 100, break_on_hyphens=False))
+    commands, port = Path(sys.executable).parent, free_port(PORT)
     if port != PORT:
-        print(f"Port {PORT} is taken, so this uses port {port}.")
-    print(f"To see it:  {commands / 'tensorboard'} --logdir {output} --port {port}")
+        print(f"\nPort {PORT} is taken, so this uses port {port}.")
+    command = f"{commands / 'nemo-fp8-debug'} diagnose {output / 'stale_scale'} --baseline {output / 'baseline'}"
+    print(f"\nTo see it:  {commands / 'tensorboard'} --logdir {output} --port {port}")
     print(f"and open    {address(port, view='verdict')}")
-    print(f"In tables:  {commands / 'nemo-fp8-debug'} compare {bad} --baseline {baseline} --reference {reference}")
-    print(f"            {commands / 'nemo-fp8-debug'} diagnose {bad} --baseline {baseline} --reference {reference}")
-    print(f"Records:    {baseline}, {bad}, {reference}")
+    print(f"In a table: {command}")
+
+
+def compare_ends(output: Path, names: Sequence[str]) -> str:
+    """Return a table of the runs: what each is, its mean loss of the last steps, and how far the baseline's is."""
+    from nemo_fp8_debug.analysis.runs.run import Run
+
+    ends = {name: float(np.nanmean(Run.read(output / name).loss.losses[-LAST:])) for name in names}
+    lines = [f"{'run':14}{'loss':>6}{'to baseline':>13}   what it is"]
+    for name, end in ends.items():
+        gap = "" if name == "baseline" else f"{100 * (end / ends['baseline'] - 1):+.1f}%".replace("-", "\N{MINUS SIGN}")
+        lines.append(f"{name:14}{end:6.2f}{gap:>13}   {ABOUT[name]}")
+    return "\n".join(lines)
 
 
 def free_port(wanted: int) -> int:
@@ -197,10 +291,10 @@ def free_port(wanted: int) -> int:
 
 
 def address(port: int, **state: object) -> str:
-    """At which the tab shows a state of the three runs."""
+    """Return the address at which the tab shows a state of the runs."""
     from nemo_fp8_debug.tensorboard_plugin.web import link
 
-    return link(f"http://localhost:{port}", run="bad", baseline="baseline", reference="reference", **state)
+    return link(f"http://localhost:{port}", run="stale_scale", baseline="baseline", **state)
 
 
 if __name__ == "__main__":

@@ -50,8 +50,8 @@ def main() -> None:
             page.screenshot(path=IMAGES / f"{name}.png")
             page.close()
 
-        state = {"run": "bad", "baseline": "baseline", "reference": "reference", "metric": "underflow_pct", "step": 300}
-        state |= first_tensor(*(runs / name for name in ("bad", "baseline", "reference")))
+        state = {"run": "stale_scale", "baseline": "baseline", "metric": "underflow_pct", "step": 230}
+        state |= first_tensor(runs / "stale_scale", runs / "baseline")
         for view, ready in VIEWS.items():
             take(f"tab_{view}", lambda page, v=view, r=ready: tab(page, link(address, view=v, **state), r))
         dark = link(address, view="distribution", **state).replace("/#", "/?darkMode=true#")
@@ -62,12 +62,12 @@ def main() -> None:
 
 def verdict_of(runs: Path) -> str:
     """Return what the demo prints of its runs."""
-    return diagnose(runs / "bad", runs / "baseline", runs / "reference").verdict()
+    return diagnose(runs / "stale_scale", runs / "baseline").verdict()
 
 
-def first_tensor(run: Path, baseline: Path, reference: Path) -> dict[str, str]:
-    """That the verdict names."""
-    first = story(diagnose(run, baseline, reference))["headline"]["first"]
+def first_tensor(run: Path, baseline: Path) -> dict[str, str]:
+    """Return the tensor that the verdict names."""
+    first = story(diagnose(run, baseline))["headline"]["first"]
     return {name: first[name] for name in ("layer", "role")}
 
 
@@ -87,7 +87,7 @@ def comparison(page: Page, runs: Path) -> None:
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.html"
         command = Path(sys.executable).with_name("nemo-fp8-debug")
-        arguments = ["compare", runs / "bad", "--baseline", runs / "baseline", "--html", report]
+        arguments = ["compare", runs / "stale_scale", "--baseline", runs / "baseline", "--html", report]
         subprocess.run([command, *arguments], check=True, stdout=subprocess.DEVNULL)
         page.goto(report.as_uri())
         page.locator(".report-figure").last.locator("[data-drawn]").first.wait_for(timeout=120_000)

@@ -29,7 +29,7 @@ from nemo_fp8_debug.analysis.story.summary import to_json
 from nemo_fp8_debug.errors import ConfigError, RecordError
 
 DEMO = Path(__file__).parents[2] / "scripts" / "validation" / "main_job" / "records"
-NAMES = ("baseline", "bad", "reference")
+NAMES = ("baseline", "learning_rate", "reference")
 
 
 @pytest.fixture
@@ -83,7 +83,7 @@ def test_a_weight_has_the_size_that_it_has_with_all_ranks(last: dict[str, Any]) 
 
 
 def test_steps_layers_and_rows_can_be_chosen() -> None:
-    needed, of_held = (Run.read(DEMO / "bad", held=rows).metrics for rows in (0, metrics.HELD))
+    needed, of_held = (Run.read(DEMO / "learning_rate", held=rows).metrics for rows in (0, metrics.HELD))
     axis = pl.DataFrame({"step": needed.steps[::2], "sample": needed.steps[::2] * 64})
     names = {"decoder.layers.0.mlp.linear_fc1": "first.fc1"}
     chosen = [

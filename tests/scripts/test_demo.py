@@ -1,4 +1,4 @@
-"""The README's main job: three real NeMo runs, short ones, and what the records of long ones tell."""
+"""The README's main job: real NeMo runs, short ones, and what the records of full length show."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
+import numpy as np
 import psutil
 import pytest
 from browser import chromium, serving, tensorboard, window
@@ -23,12 +24,15 @@ from playwright.sync_api import Browser, FrameLocator, Page, expect
 from processes import GUARD, end_all, finished, found_in, wait_until
 
 from nemo_fp8_debug.analysis.diagnosis.diagnose import diagnose
+from nemo_fp8_debug.analysis.runs.run import Run
 from nemo_fp8_debug.analysis.story.story import story
 
 ROOT = Path(__file__).parents[2]
 #: of a job of full length, made by scripts/validation/main_job/train.py
 RECORDS = ROOT / "scripts/validation/main_job/records"
 STEPS = 40
+#: layer and role of the tensor that FP8 breaks
+STALE = ("decoder.layers.0.mlp.linear_fc2", "input")
 
 
 @dataclass(frozen=True)
@@ -69,65 +73,86 @@ def said(command: str, *arguments: str | Path) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def comparison() -> dict[str, Any]:
-    return said("compare", RECORDS / "bad", "--baseline", RECORDS / "baseline", "--reference", RECORDS / "reference")
+def learning_rate() -> dict[str, Any]:
+    baseline, reference = RECORDS / "baseline", RECORDS / "reference"
+    return said("diagnose", RECORDS / "learning_rate", "--baseline", baseline, "--reference", reference)
 
 
 @pytest.fixture(scope="module")
-def diagnosis() -> dict[str, Any]:
-    return said("diagnose", RECORDS / "bad", "--baseline", RECORDS / "baseline", "--reference", RECORDS / "reference")
+def stale_scale() -> dict[str, Any]:
+    return said("diagnose", RECORDS / "stale_scale", "--baseline", RECORDS / "baseline")
 
 
-def test_the_bad_run_diverges_in_mid_run_and_the_good_one_does_not(comparison: dict[str, Any]) -> None:
-    runs = comparison["runs"]
-    assert runs["baseline"]["diverged_at"] is None
-    assert 120 < runs["run"]["diverged_at"] < 300
-    assert runs["run"]["final_loss"] > 1.2 * runs["baseline"]["final_loss"]
+class TestFullLength:
+    """What `diagnose` and `compare` say of the demo's runs of full length."""
+
+    def test_a_rising_learning_rate_is_named_and_fp8_is_not_blamed(self, learning_rate: dict[str, Any]) -> None:
+        named = (learning_rate["cause"], learning_rate["culprit"], learning_rate["harm"])
+        assert named == ("learning_rate", None, "harmful")
+        assert learning_rate["verdict"].startswith("The learning rate is wrong at step 81 (high confidence). ")
+        assert "The reference run diverged too" in learning_rate["verdict"]
+        assert "so FP8 does not explain the loss" in learning_rate["verdict"]
+
+    def test_a_stale_scale_is_named_with_tensor_cause_and_step(self, stale_scale: dict[str, Any]) -> None:
+        culprit = stale_scale["culprit"]
+        assert (culprit["layer"], culprit["role"]) == STALE
+        assert (stale_scale["cause"], stale_scale["harm"]) == ("corrupted_scale", "harmful")
+        assert abs(culprit["since"] - 120) <= 10
+        assert "cast X of decoder.layers.0.mlp.linear_fc2 in current-hybrid" in stale_scale["verdict"]
+
+    def test_underflow_is_that_of_the_classic_picture(self) -> None:
+        found = said("compare", RECORDS / "stale_scale", "--baseline", RECORDS / "baseline")["tensors"][0]
+        assert (found["layer"], found["role"]) == STALE
+        assert found["underflow_pct_run"] > 80 and found["underflow_pct_baseline"] < 1
+
+    def test_the_advised_change_brings_the_loss_back(self, stale_scale: dict[str, Any]) -> None:
+        bad, rescued = (diagnose(RECORDS / name, RECORDS / "baseline").loss for name in ("stale_scale", "rescued"))
+        assert bad.gap and rescued.gap and bad.gap.paired and rescued.gap.paired
+        assert bad.gap.percent > 2 and abs(rescued.gap.percent) < 1
+        assert rescued.run.steps[0] == 80
+
+    def test_no_loss_of_the_good_run_jumps(self) -> None:
+        losses = np.array(Run.read(RECORDS / "baseline").loss.losses)
+        assert (losses[1:] / losses[:-1]).max() < 1.5
 
 
-def test_compare_names_the_input_of_linear_fc2(comparison: dict[str, Any]) -> None:
-    first = comparison["tensors"][0]
-    assert first["layer"].endswith("mlp.linear_fc2")
-    assert first["role"] == "input"
-    assert first["mse_ratio"] >= 1000
-    assert first["underflow_pct_run"] >= 10 * first["underflow_pct_baseline"]
-    assert f"X of {first['layer']}" in comparison["verdict"]
+# Long tests rest on scripts/demo.py and recipes/nemo_gpt.py.
+@pytest.mark.long
+def test_the_demo_of_full_length_names_the_culprit_and_recovers(tmp_path: Path) -> None:
+    done = finished(*DEMO, tmp_path / "runs", env=ENVIRONMENT)
+    printed = " ".join(done.stdout.split())
+    assert "stale_scale: X of decoder.layers.0.mlp.linear_fc2 went wrong by step 120" in printed
+    assert "learning_rate: The learning rate is wrong at step 81" in printed
+    gap = re.search(r"rescued: .*? ended ([\d.]+)% (above|below) the baseline", printed)
+    assert gap and float(gap[1]) < 1
 
 
-def test_the_first_x_to_leave_the_baselines_band_is_among_the_farthest_apart(comparison: dict[str, Any]) -> None:
-    """In which layer it is depends on how a CPU adds up: from then on the runs have nothing in common."""
-    first = next(row for row in comparison["out_of_band"] if row["role"] == "input")
-    far = {(t["layer"], t["role"]) for t in comparison["tensors"] if (t["mse_ratio"] or 0) >= 1000}
-    assert (first["layer"], first["role"]) in far
-    assert first["layer"].endswith("mlp.linear_fc2")
-    assert comparison["out_of_band"][0]["onset"] > 120  # the runs are the same until then
+def test_the_demo_ends_with_the_verdicts_and_where_to_see_them(job: Demo) -> None:
+    printed, baseline = " ".join(job.printed.split()), job.output / "baseline"
+    with_reference = ("--reference", job.output / "reference")
+    for name, options in {"learning_rate": with_reference, "stale_scale": ()}.items():
+        assert f"{name}: {said('diagnose', job.output / name, '--baseline', baseline, *options)['verdict']}" in printed
+    assert re.search(
+        r"rescued: stale_scale from step \d+ on, with X of decoder\.layers\.0\.mlp\.linear_fc2 in current", printed
+    )
+    assert "Port 6006 is taken, so this uses port 6007." in printed
 
 
-def test_compare_says_whether_the_twin_diverged(comparison: dict[str, Any]) -> None:
-    left = comparison["runs"]["reference"]["above_baseline_since"]
-    assert left is not None
-    assert f"The reference run diverged too, at step {left}." in comparison["verdict"]
-    assert "so FP8 does not explain the loss" in comparison["verdict"]
+def test_one_table_has_the_end_of_each_run(job: Demo) -> None:
+    rows = re.findall(r"^(\w+) +([\d.]+) +(?:[^\w ][\d.]+%)?   [a-z]", job.printed, re.MULTILINE)
+    assert [row[0] for row in rows] == ["baseline", "learning_rate", "reference", "stale_scale", "rescued"]
+    for name, shown in rows:
+        assert float(shown) == pytest.approx(np.mean(Run.read(job.output / name).loss.losses[-20:]), abs=0.006)
 
 
-def test_the_verdict_has_six_sentences(diagnosis: dict[str, Any], comparison: dict[str, Any]) -> None:
-    since, verdict = comparison["runs"]["run"]["above_baseline_since"], diagnosis["verdict"]
-    assert verdict.startswith("The learning rate is wrong at step 121 (high confidence). ")
-    assert f" The loss diverged at step {since} and ended " in verdict and verdict.count(". ") == 5
-
-
-def test_the_demo_ends_with_the_verdict_and_says_where_all_is(job: Demo) -> None:
-    verdict, *ending = [line for line in job.printed.splitlines() if not line.startswith(("[", "Three runs"))][1:]
-    bad, baseline, reference = (job.output / name for name in ("bad", "baseline", "reference"))
-    assert verdict == said("diagnose", bad, "--baseline", baseline, "--reference", reference)["verdict"]
-    assert "Port 6006 is taken, so this uses port 6007." in ending
-    assert all(str(job.output / name) in ending[-1] for name in ("baseline", "bad", "reference"))
-
-
-def test_progress_has_an_estimate_and_fits_a_terminal(job: Demo) -> None:
-    lines = [line for line in job.printed.splitlines() if line.startswith("[")]
-    assert any(re.search(rf"step \d+ of {STEPS}, about \d+ s left", line) for line in lines)
-    assert max(map(len, lines)) <= 80
+def test_progress_has_a_loss_for_each_run_and_fits_a_terminal(job: Demo) -> None:
+    lines = job.printed.splitlines()
+    header = next(i for i, line in enumerate(lines) if line.split()[:3] == ["time", "left", "step"])
+    assert lines[header].split()[3:] == ["baseline", "learning_rate", "reference", "stale_scale"]
+    rows = [line for line in lines[header + 1 :] if re.match(r" +\d+ s ", line)]
+    assert rows and max(map(len, rows)) <= 80
+    _, *losses = rows[0].rsplit(maxsplit=4)
+    assert all(float(loss) > 1 for loss in losses)
 
 
 # Long tests rest on scripts/demo.py.
@@ -138,17 +163,13 @@ def test_ctrl_c_ends_the_runs(tmp_path: Path) -> None:
     ) as demo:
         try:
             assert demo.stdout
-            wait_until(lambda: len(psutil.Process(demo.pid).children()) == 3)
+            wait_until(lambda: len(psutil.Process(demo.pid).children()) == 4)
             runs = psutil.Process(demo.pid).children()
             demo.send_signal(signal.SIGINT)
             assert demo.wait(GUARD) == 130
             assert not [run for run in runs if run.is_running()]
         finally:
             end_all(demo)
-
-
-def test_diagnose_blames_no_operand_for_a_learning_rate(diagnosis: dict[str, Any]) -> None:
-    assert (diagnosis["cause"], diagnosis["culprit"], diagnosis["harm"]) == ("learning_rate", None, "harmful")
 
 
 @pytest.fixture(scope="module")
@@ -178,16 +199,15 @@ def tab(page: Page) -> FrameLocator:
     return page.frame_locator("iframe")
 
 
-def test_the_printed_address_opens_on_the_verdict_of_the_three_runs(page: Page, job: Demo) -> None:
-    """What 40 steps show depends on the CPU: with some, a loss that rises in both runs hides the gap."""
-    told = story(diagnose(*(job.output / name for name in ("bad", "baseline", "reference"))))["headline"]
+def test_the_printed_address_opens_on_the_verdict(page: Page, job: Demo) -> None:
+    told = story(diagnose(*(job.output / name for name in ("stale_scale", "baseline"))))["headline"]
     headline = tab(page).locator(".headline[data-stage=all]")
     headline.wait_for()
     shown = " ".join(headline.inner_text().split())
     assert told["title"] in shown and told["cause_told"] in shown
     expect(tab(page).get_by_role("tab", name="Verdict")).to_have_attribute("aria-selected", "true")
     state = parse_qs(urlsplit(page.url).fragment)
-    assert [state[f"p.fp8.{name}"] for name in ("run", "baseline", "reference")] == [["bad"], ["baseline"], ["reference"]]
+    assert [state[f"p.fp8.{name}"] for name in ("run", "baseline")] == [["stale_scale"], ["baseline"]]
 
 
 @pytest.fixture(scope="module")
@@ -208,10 +228,10 @@ def test_every_view_opens(page_of_a_tensor: Page, view: str) -> None:
 def test_the_headline_names_the_learning_rate_and_calls_the_first_tensor_a_consequence(browser: Browser) -> None:
     with serving(RECORDS) as address:
         page = window(browser).new_page()
-        page.goto(f"{address}#p.fp8.run=bad&p.fp8.baseline=baseline&p.fp8.reference=reference")
+        page.goto(f"{address}#p.fp8.run=learning_rate&p.fp8.baseline=baseline&p.fp8.reference=reference")
         headline = page.locator(".headline[data-stage=all]")
         headline.wait_for()
         shown = " ".join(headline.inner_text().split())
-    assert "not FP8" in shown and "The learning rate is wrong at step 121" in shown
+    assert "not FP8" in shown and "The learning rate is wrong at step 81" in shown
     assert re.search(r"The loss diverged at step \d+", shown)
     assert re.search(r"First tensor, a consequence:?\s*X of decoder\.layers\.", shown)

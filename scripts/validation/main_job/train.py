@@ -1,6 +1,6 @@
 """Runs the README's main job, and keeps its records: `scripts/validation/main_job/train.py`.
 
-It takes 1.5 minutes on two cores. Metrics, steps and fingerprints go to `records/`; histograms, which no verdict takes, do
+It takes two minutes on two cores. Metrics, steps and fingerprints go to `records/`; histograms, which no verdict takes, do
 not. The tests judge these records; the job itself they run for few steps.
 """
 
@@ -14,7 +14,7 @@ import tempfile
 from pathlib import Path
 
 RECORDS = Path(__file__).with_name("records")
-VARIANTS = ("baseline", "bad", "reference")
+RUNS = ("baseline", "learning_rate", "reference", "stale_scale", "rescued")
 _SCRIPTS = Path(__file__).parents[2]
 _KEPT = shutil.ignore_patterns("histograms", "status.json")
 
@@ -25,7 +25,7 @@ def main() -> None:
         job = [sys.executable, "-W", "ignore", str(_SCRIPTS / "demo.py"), "--output", f"{folder}/runs"]
         subprocess.run(job, check=True, env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"})
         shutil.rmtree(RECORDS, ignore_errors=True)
-        for name in VARIANTS:
+        for name in RUNS:
             shutil.copytree(f"{folder}/runs/{name}/fp8_debug", RECORDS / name / "fp8_debug", ignore=_KEPT)
 
 
