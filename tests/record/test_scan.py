@@ -26,7 +26,7 @@ from nemo_fp8_debug.record.reader import read_table
 from nemo_fp8_debug.record.scan import Scan
 
 #: written when checksums were of 64 KiB, and footers told nothing of columns whose rows are alike
-DEMO = Path(__file__).parents[2] / "scripts" / "validation" / "main_job" / "records" / "baseline" / "fp8_debug"
+OLD = Path(__file__).with_name("old") / "schema_3" / "bad"
 
 
 def rows(step: int, layers: int = 3) -> list[dict[str, Any]]:
@@ -140,7 +140,7 @@ def test_a_footer_that_tells_what_no_run_writes_is_refused(run: Path, value: Any
 
 
 def test_checksums_of_earlier_releases_count() -> None:
-    part = max((DEMO / "metrics").iterdir())
+    part = max((OLD / "steps").iterdir())
     content = part.read_bytes()
     checksum = part.stem[-8:]
     assert b"crc32_of_64_KiB_blocks" in content and parquet.PartFile(io.BytesIO(content), checksum).count
