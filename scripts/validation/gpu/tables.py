@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import textwrap
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -42,30 +44,28 @@ COLUMNS: dict[str, tuple[str, str, bool]] = {
 
 #: measures that the page shows, and their names there; `tables_of` has all of them
 SHOWN = {
-    "tensors in which it finds what a CPU does (equal, count by count)": "tensors counted exactly as on a CPU",
-    "tensors in which it finds what a CPU does (counts and extremes equal, sums within 1e-12)": "tensors found as on a CPU",
-    "tensors in which it finds what a CPU does (counts equal, sums within 1e-12)": "tensors found as on a CPU",
+    "tensors in which it finds what a CPU does (equal, count by count)": "tensors as on a CPU",
+    "tensors in which it finds what a CPU does (counts and extremes equal, sums within 1e-12)": "tensors as on a CPU",
+    "tensors in which it finds what a CPU does (counts equal, sums within 1e-12)": "tensors as on a CPU",
     "lines in which all is the device's, bit by bit": "transfers identical to the device's histograms",
     "amax that is theirs": "amax equal to theirs",
     "scale and theirs, relative": "relative difference of scales",
-    "losses with the monitor that are those without, bit by bit": "losses identical with and without the monitor",
+    "losses with the monitor that are those without, bit by bit": "losses identical with the monitor",
     "scales of X and W that Transformer Engine's own tensors carry": "scales equal to Transformer Engine's",
     "histograms that are the CPU's, count by count": "histograms equal to a CPU's",
-    "metrics from histograms that are the CPU's, bit by bit": "metrics of histograms equal to a CPU's",
+    "metrics from histograms that are the CPU's, bit by bit": "metrics equal to a CPU's",
     "metrics from sums over float32 or blocks that are the CPU's, bit by bit: the others, relative": (
-        "relative difference of the other metrics"
+        "relative difference of others"
     ),
     "products that are within their bounds": "products within their bounds",
-    "fprop that is wrong by a factor is named, and no other": "smallest wrong factor found in an fprop",
-    "dgrad that is wrong by a factor is named, and no other": "smallest wrong factor found in a dgrad",
-    "wgrad that is wrong by a factor is named, and no other": "smallest wrong factor found in a wgrad",
+    "fprop that is wrong by a factor is named, and no other": "smallest wrong factor found in fprop",
+    "dgrad that is wrong by a factor is named, and no other": "in dgrad and wgrad",
+    "wgrad that is wrong by a factor is named, and no other": "in dgrad and wgrad",
     "sampled step, until the next can start": "a sampled step, until the next can start",
-    "sampled step, with all that it costs the next four": "the same, with what it costs the next four",
+    "sampled step, with all that it costs the next four": "the same, with its effect on the next four",
     "average at interval 100": "added to all steps at interval 100",
-    "an unsampled step": "an unsampled step",
     "unsampled step, attached": "an unsampled step with the monitor",
     "hooks in unsampled steps": "hooks in an unsampled step",
-    "peak of device memory in sampled steps: more than in unsampled ones": "extra device memory of a sampled step",
 }
 
 
@@ -104,13 +104,22 @@ def _summary(files: list[dict[str, Any]]) -> str:
     emulated = files[-1]["emulated"]
     done = {part.name: newest[part.name] for part in PARTS if newest.get(part.name, {}).get("status") == "done"}
     tables = {name: _rows_of(attempt["results"], emulated) for name, attempt in done.items()}
-    rows = [[f"`{name}`" if row is table[0] else "", *row] for name, table in tables.items() for row in table]
+    cells: dict[str, list[list[str]]] = {}
+    for result, *row in itertools.chain(*tables.values()):
+        cells.setdefault(result, []).append(row)
+    rows = [[result, *map(_joined, zip(*found, strict=True))] for result, found in cells.items()]
     not_kept = [f"`{name}`" for name, attempt in done.items() if broken(attempt, emulated)]
     said = f"All limits are kept except in {', '.join(not_kept)}." if not_kept else "All limits are kept."
-    about = f"**Emulated kernels on a CPU**: {len(done)} of {len(PARTS)} parts finished. No time here means anything."
+    finished = f"{len(done)} of {len(PARTS)} parts finished ({', '.join(f'`{name}`' for name in done)})"
+    about = f"**Emulated kernels on a CPU**: {finished}. No time here means anything."
     if not emulated:
-        about = f"**Run on {_device(files[-1])}: {len(done)} of {len(PARTS)} parts finished. {said}"
-    return f"{_wrapped(about)}\n\n{_table(['part', 'result', 'measured', 'limit'], rows)}"
+        about = f"**Run on {_device(files[-1])}: {finished}. {said}"
+    return f"{_wrapped(about)}\n\n{_table(['result', 'measured', 'limit'], rows)}"
+
+
+def _joined(cells: Iterable[str]) -> str:
+    """Put cells of several parts into one, each text once."""
+    return ", ".join(dict.fromkeys(filter(None, cells)))
 
 
 def _device(data: dict[str, Any]) -> str:
@@ -132,10 +141,9 @@ def _rows_of(results: dict[str, Any], emulated: bool) -> list[list[str]]:
             limit = m["limit"] + (": **not kept**" if m["kept"] is False and not meaningless else "")
             rows.append([SHOWN.get(before, before), EMULATED if meaningless else _measured(m), limit])
     lines = results.get("lines", [])
-    for key, name, unit in (("ratio", "rate, compared with a copy", ""), ("host_us", "host time of a call", " us")):
-        if values := [line[key] for line in lines if line.get(key) is not None]:
-            low, high = (_cell(value, COLUMNS[key][1]) for value in (min(values), max(values)))
-            rows.append([name, EMULATED if emulated else f"{low} to {high}{unit}", ""])
+    if ratios := [line["ratio"] for line in lines if line.get("ratio") is not None]:
+        low, high = (_cell(value, COLUMNS["ratio"][1]) for value in (min(ratios), max(ratios)))
+        rows.append(["rate, compared with a copy", EMULATED if emulated else f"{low} to {high}", ""])
     for line in (line for line in lines if "tool" in line):
         cost = EMULATED if emulated else f"{_cell(line['sampled'], COLUMNS['sampled'][1])} unsampled steps"
         rows.append([f"a sampled step with {line['tool']}", cost, ""])
