@@ -60,9 +60,9 @@ def main() -> None:
         take("compare", lambda page: comparison(page, runs))
 
 
-def verdict_of(runs: Path) -> str:
-    """Return what the demo prints of its runs."""
-    return diagnose(runs / "stale_scale", runs / "baseline").verdict()
+def verdict_of(runs: Path) -> object:
+    """Return the headline of the run that FP8 breaks."""
+    return diagnose(runs / "stale_scale", runs / "baseline").to_json()["headline"]
 
 
 def first_tensor(run: Path, baseline: Path) -> dict[str, str]:
