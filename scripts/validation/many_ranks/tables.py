@@ -10,18 +10,18 @@ from .fault_cases import FAULTS
 from .faults import longest
 from .simulation import WHOLE
 
-#: what follows from each fault, if all is as promised
+#: what follows from each fault, if all is as promised. Faults with the same text share a row
 FOLLOWS = {
     "killed": "the lowest other rank warned, sampling ended",
-    "stopped": "as killed. The rank stayed silent when it went on after 9 s",
-    "delayed": "no sample is missing (delay 1.5 s)",
+    "stopped": "the lowest other rank warned, sampling ended",
+    "delayed": "no sample is missing",
     "cut off": "one rank on each side warned, sampling ended",
-    "disk full": "rank 0 warned. No sample is missing once there was room",
-    "restarted": "as killed. The new process trained unmonitored",
-    "other batch": "its rows count too",
-    "other shapes": "its histograms count too",
+    "disk full": "no sample is missing",
+    "restarted": "the lowest other rank warned, sampling ended",
+    "other batch": "all ranks count",
+    "other shapes": "all ranks count",
     "other GEMMs": "rows give their number of ranks",
-    "other dtype": "a warning names the operands that are left out",
+    "other dtype": "a warning names the operands left out",
     "other steps": "rank 0 warned, sampling ended",
 }
 
@@ -32,28 +32,37 @@ def read(name: str) -> dict[str, Any]:
 
 
 def waits() -> list[str]:
-    worlds = read("waits.json")["worlds"]
-    return [row(world, of["net_ms"]["median"], of["net_ms"]["p95"], of["net_ms"]["most"]) for world, of in worlds.items()]
+    """Return a row of all numbers of processes but the largest, and one of the largest."""
+    worlds = sorted(read("waits.json")["worlds"].items(), key=lambda item: int(item[0]))
+    return [_waits_of(worlds[:-1]), _waits_of(worlds[-1:])]
+
+
+def _waits_of(worlds: list[tuple[str, Any]]) -> str:
+    medians = sorted(of["net_ms"]["median"] for _, of in worlds)
+    ranges = [(worlds[0][0], worlds[-1][0]), (shown(medians[0]), shown(medians[-1]))]
+    return row(*(" to ".join(dict.fromkeys(ends)) for ends in ranges), max(of["net_ms"]["most"] for _, of in worlds))
 
 
 def faults() -> list[str]:
     runs = read("faults.json")["faults"]
-    return [row(name, FOLLOWS[name], longest(runs[name])) for name in FAULTS]
+    alike = {text: [name for name in FAULTS if FOLLOWS[name] == text] for text in FOLLOWS.values()}
+    return [row(", ".join(names), text, max(longest(runs[name]) for name in names)) for text, names in alike.items()]
 
 
 def compared() -> list[str]:
-    rows = []
-    for world, of in read("simulation.json")["worlds"].items():
-        both = [sum(of[kind][part] for part in ("packing", "reducing")) for kind in ("predicted", "measured")]
-        pairs = [(of["predicted"][part], of["measured"][part], of["off_by"][part]) for part in ("message", "gathering")]
-        cells = [f"{p:.2g} ({m:.2g}), {off:+.0%}" for p, m, off in [(*both, of["off_by"][WHOLE]), *pairs]]
-        rows.append(row(world, *cells))
-    return rows
+    """Return one sentence: how far predictions are off, over all parts of a sample."""
+    worlds = read("simulation.json")["worlds"]
+    off = [abs(of["off_by"][part]) for of in worlds.values() for part in (WHOLE, "message", "gathering")]
+    fewest, most = min(map(int, worlds)), max(map(int, worlds))
+    return [f"On {fewest} to {most} real processes, it was off by {min(off):.0%} to {max(off):.0%}."]
 
 
 def predicted() -> list[str]:
-    names = ("packing", "reducing", "gathering", "message")
-    return [row(f"{of['ranks']:,}", of["stages"], *(of[name] for name in names)) for of in read("simulation.json")["table"]]
+    rows = []
+    for of in read("simulation.json")["table"]:
+        added = of["packing"] + of["reducing"]
+        rows.append(row(f"{of['ranks']:,}", of["stages"], added, of["gathering"], of["message"]))
+    return rows
 
 
 def row(*cells: object) -> str:
