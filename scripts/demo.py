@@ -294,7 +294,7 @@ def address(port: int, **state: object) -> str:
     """Return the address at which the tab shows a state of the runs."""
     from nemo_fp8_debug.tensorboard_plugin.web import link
 
-    return link(f"http://localhost:{port}", run="stale_scale", baseline="baseline", **state)
+    return link(f"http://localhost:{port}", run="stale_scale", baseline="baseline", reference="", **state)
 
 
 if __name__ == "__main__":

@@ -50,7 +50,7 @@ def main() -> None:
             page.screenshot(path=IMAGES / f"{name}.png")
             page.close()
 
-        state = {"run": "stale_scale", "baseline": "baseline", "metric": "underflow_pct", "step": 230}
+        state = {"run": "stale_scale", "baseline": "baseline", "reference": "", "metric": "underflow_pct", "step": 230}
         state |= first_tensor(runs / "stale_scale", runs / "baseline")
         for view, ready in VIEWS.items():
             take(f"tab_{view}", lambda page, v=view, r=ready: tab(page, link(address, view=v, **state), r))

@@ -7,10 +7,9 @@ from typing import Any
 
 from tensorboard.plugins import base_plugin
 
-from ..analysis.diagnosis.rules.learning_rate import find_departure
 from ..analysis.formatting import make_jsonable
 from ..analysis.runs.run import UNITS
-from ..analysis.runs.settings import list_differences
+from ..analysis.runs.settings import find_departure, list_differences
 from ..errors import capture_warnings
 from ..record.reader import read_fingerprint, read_table
 from .cache import Cache

@@ -100,6 +100,18 @@ class TestFullLength:
         assert abs(culprit["since"] - 120) <= 10
         assert "cast X of decoder.layers.0.mlp.linear_fc2 in current-hybrid" in stale_scale["verdict"]
 
+    @pytest.mark.parametrize("baseline", ["baseline", None])
+    def test_a_reference_of_another_learning_rate_acquits_nobody(self, baseline: str | None) -> None:
+        """The reference run of the other bad run diverges, which says nothing about this one."""
+        against = baseline and RECORDS / baseline
+        found = diagnose(RECORDS / "stale_scale", against, RECORDS / "reference")
+        assert found.cause == diagnose(RECORDS / "stale_scale", against).cause != "software"
+        assert any("learning rate is not this run's from step 90 on" in note for note in found.notes)
+        assert not any(
+            "left out" in note or "leave it out" in note
+            for note in diagnose(RECORDS / "learning_rate", against, RECORDS / "reference").notes
+        )
+
     def test_underflow_is_that_of_the_classic_picture(self) -> None:
         found = said("compare", RECORDS / "stale_scale", "--baseline", RECORDS / "baseline")["tensors"][0]
         assert (found["layer"], found["role"]) == STALE

@@ -21,7 +21,7 @@ from ..loss.outcome import MAX_GAP, LossOutcome
 from ..loss.seeds import Beside, choose_baseline_loss
 from ..runs.metrics import Metrics
 from ..runs.run import Run
-from ..runs.settings import coverage_notes, list_differences, list_remarks
+from ..runs.settings import choose_reference, coverage_notes, list_differences, list_remarks
 from .drift import TAIL, group_tensors, measure_drifts
 from .layer_matching import (
     count_depths,
@@ -74,7 +74,8 @@ class Comparison:
         same_model = None not in sizes.values() and sizes == read_weight_sizes(self.baseline.metrics)
         beside = Beside(self.baseline.loss) if self.beside is None else self.beside
         found = LossOutcome.of(self.run.loss, beside.curve, self.max_gap, same_model, beside.seeds)
-        return found if self.reference is None else replace(found, reference=self.reference.loss)
+        reference, _ = choose_reference(self.run, self.reference)
+        return found if reference is None else replace(found, reference=reference.loss)
 
     @cached_property
     def sampled_alike(self) -> bool:
@@ -167,6 +168,7 @@ def compare(
     tensors, experts = split_experts(ranked)
     notes = [
         *_mistaken(first, second),
+        *choose_reference(second, other)[1],
         *expected.notes,
         *depths,
         *notes,

@@ -174,7 +174,7 @@ class Answer:
             return [*self.comparison.notes, *self._list_unsampled()]
         known = [*filter(None, [describe_quantization(self.run.quantization)]), *coverage_notes(self.run.fingerprint)]
         bands = [self.judged_by] if self.judged_by and self.run.quantization == QUANTIZED else []
-        return [*known, *bands, *self._list_unsampled()]
+        return [*self.records.notes, *known, *bands, *self._list_unsampled()]
 
     def _list_unsampled(self) -> list[str]:
         apart, unit = measure_interval(self.run.metrics.steps), self.run.unit

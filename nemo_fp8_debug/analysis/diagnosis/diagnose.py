@@ -19,6 +19,7 @@ from ..recommendation.options import Budget
 from ..recommendation.recommend import Recommendation
 from ..runs.grid import measure_interval
 from ..runs.run import Run
+from ..runs.settings import choose_reference
 from .decide import Circumstances, Decision, decide
 from .diagnosis import Diagnosis
 from .facts import Facts, Records
@@ -83,11 +84,12 @@ def measure_facts(
     """
     if baselines:
         return _measure_compared(compare_for_diagnosis(run, baselines, reference, by, max_gap))
-    mine, other = _read(run, by), _read_reference(reference, by)
+    mine = _read(run, by)
+    other, left_out = choose_reference(mine, _read_reference(reference, by))
     if mine.metrics.is_empty():
         raise RecordError(f"{mine.path} has no sampled step, so there is nothing to go by")
     chosen = choose_bands(mine, bands)
-    records = Records(mine, bands=None if chosen is None else judge_by_bands(mine, chosen))
+    records = Records(mine, bands=None if chosen is None else judge_by_bands(mine, chosen), notes=left_out)
     return Facts.of(records, _judge_loss_alone(mine, other, max_gap)), records
 
 

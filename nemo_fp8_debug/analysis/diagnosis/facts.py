@@ -28,6 +28,8 @@ class Records:
     comparison: Comparison | None = None
     #: bands of healthy runs that stand for a baseline
     bands: JudgedRun | None = None
+    #: what was left out, in sentences
+    notes: Sequence[str] = ()
 
 
 def read_unusual(

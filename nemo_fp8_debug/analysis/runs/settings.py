@@ -15,6 +15,9 @@ from .grid import Ints
 from .metrics import Metrics
 from .run import Run
 
+#: relative difference of learning rates that rounding makes
+_ROUNDING = 1e-5
+
 
 def usual_casts(metrics: Metrics) -> pl.DataFrame:
     """layer, role, recipe (that it has most often, null if none is known), cast (whether it is cast most of the time).
@@ -93,3 +96,48 @@ def list_remarks(baseline: Run, run: Run) -> list[str]:
         describe_quantization(each.quantization, name) for each, name in ((baseline, "the baseline"), (run, "the run"))
     ]
     return told + [sentence for sentence in notices if sentence]
+
+
+def find_departure(run: pl.DataFrame, baseline: pl.DataFrame) -> dict[str, Any] | None:
+    """Return where two learning rates first differ by more than rounding, or None if they do not.
+
+    Args:
+        run: a table with step and lr.
+        baseline: likewise.
+
+    Returns:
+        step, run and baseline (the rate of each there), and before (the last earlier step that both know).
+
+    Example:
+        >>> find_departure(
+        ...     pl.DataFrame({"step": [0, 9], "lr": [1.0, 4.0]}), pl.DataFrame({"step": [0, 9], "lr": [1.0, 1.0]})
+        ... )
+        {'step': 9, 'run': 4.0, 'baseline': 1.0, 'before': 0}
+    """
+    both = read_rates(run).join(read_rates(baseline), on="step", suffix="_baseline").sort("step")
+    apart = (both["lr"] / both["lr_baseline"] - 1).abs() > _ROUNDING
+    if not apart.any():
+        return None
+    first = int(apart.arg_max() or 0)
+    step, mine, theirs = both.row(first)
+    return {"step": step, "run": mine, "baseline": theirs, "before": both["step"][first - 1] if first else None}
+
+
+def choose_reference(run: Run, reference: Run | None) -> tuple[Run | None, list[str]]:
+    """Return the reference run if it can show what precision does, or None and the reason, a sentence.
+
+    Args:
+        run: the run to explain.
+        reference: the same run in higher precision, as the user says.
+    """
+    departure = None if reference is None else find_departure(reference.steps, run.steps)
+    if departure is None:
+        return reference, []
+    why = f"The reference run's learning rate is not this run's from step {departure['step']} on"
+    return None, [f"{why}, so it does not show what precision does. We leave it out."]
+
+
+def read_rates(steps: pl.DataFrame) -> pl.DataFrame:
+    """Return step and lr where it is known and above 0."""
+    rows = steps.select("step", pl.col("lr").fill_nan(None)).drop_nulls().unique("step", keep="last")
+    return rows.filter(pl.col("lr").is_finite() & (pl.col("lr") > 0)).sort("step")

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import polars as pl
 
 from ... import thresholds
 from ...formatting import format_number
+from ...runs.settings import read_rates
 from ..facts import Facts, Records, fact
 from ..finding import Finding
 from ..rule import rule
-
-#: relative difference that rounding makes
-_ROUNDING = 1e-5
 
 
 class LearningRates(NamedTuple):
@@ -28,7 +26,7 @@ class LearningRates(NamedTuple):
 @fact
 def learning_rates(records: Records) -> LearningRates:
     """Return positive learning rates by step."""
-    mine, theirs = (None if each is None else _read_rates(each.steps) for each in (records.run, records.baseline))
+    mine, theirs = (None if each is None else read_rates(each.steps) for each in (records.run, records.baseline))
     assert mine is not None
     return LearningRates(mine, theirs)
 
@@ -83,36 +81,6 @@ def _show_factor(times: float) -> str:
         ('4', '2,895')
     """
     return f"{times:,.0f}" if times >= 100 else f"{times:.3g}"
-
-
-def find_departure(run: pl.DataFrame, baseline: pl.DataFrame) -> dict[str, Any] | None:
-    """Return where two learning rates first differ by more than rounding, or None if they do not.
-
-    Args:
-        run: a table with step and lr.
-        baseline: likewise.
-
-    Returns:
-        step, run and baseline (the rate of each there), and before (the last earlier step that both know).
-
-    Example:
-        >>> find_departure(
-        ...     pl.DataFrame({"step": [0, 9], "lr": [1.0, 4.0]}), pl.DataFrame({"step": [0, 9], "lr": [1.0, 1.0]})
-        ... )
-        {'step': 9, 'run': 4.0, 'baseline': 1.0, 'before': 0}
-    """
-    both = _read_rates(run).join(_read_rates(baseline), on="step", suffix="_baseline").sort("step")
-    apart = (both["lr"] / both["lr_baseline"] - 1).abs() > _ROUNDING
-    if not apart.any():
-        return None
-    first = int(apart.arg_max() or 0)
-    step, mine, theirs = both.row(first)
-    return {"step": step, "run": mine, "baseline": theirs, "before": both["step"][first - 1] if first else None}
-
-
-def _read_rates(steps: pl.DataFrame) -> pl.DataFrame:
-    rows = steps.select("step", pl.col("lr").fill_nan(None)).drop_nulls().unique("step", keep="last")
-    return rows.filter(pl.col("lr").is_finite() & (pl.col("lr") > 0)).sort("step")
 
 
 def _first_in_a_row(differs: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> int | None:
