@@ -38,8 +38,8 @@ ABOUT = {
     RESCUED: "stale_scale, resumed with the advised change",
 }
 VARIANTS = tuple(name for name in ABOUT if name != RESCUED)
-#: steps from a sample to the next, and the last steps whose loss is averaged
-INTERVAL, LAST = 10, 20
+#: steps from a sample to the next
+INTERVAL = 10
 #: seconds between two lines of progress, and those that a run has to end by itself
 REPORTED, ENDS_WITHIN = 10, 5
 PORT = 6006
@@ -252,7 +252,8 @@ def report(output: Path, verdicts: dict[str, Diagnosis], rescue: Rescue | None) 
     from nemo_fp8_debug.analysis.diagnosis.narrator import tell_loss
 
     names = (*VARIANTS, *([RESCUED] if rescue else []))
-    print(f"\n{compare_ends(output, names)}")
+    gap = verdicts["stale_scale"].loss.gap
+    print(f"\n{compare_ends(output, names, gap.first if gap else 0)}")
     said = {name: verdict.verdict() for name, verdict in verdicts.items()}
     if rescue:
         loss = tell_loss(diagnose(output / RESCUED, output / "baseline").loss)
@@ -268,11 +269,12 @@ def report(output: Path, verdicts: dict[str, Diagnosis], rescue: Rescue | None) 
     print(f"In a table: {command}")
 
 
-def compare_ends(output: Path, names: Sequence[str]) -> str:
-    """Return a table of the runs: what each is, its mean loss of the last steps, and how far the baseline's is."""
+def compare_ends(output: Path, names: Sequence[str], first: int) -> str:
+    """Return a table of the runs: what each is, its mean loss from a step on, and how far the baseline's is."""
     from nemo_fp8_debug.analysis.runs.run import Run
 
-    ends = {name: float(np.nanmean(Run.read(output / name).loss.losses[-LAST:])) for name in names}
+    losses = {name: Run.read(output / name).loss for name in names}
+    ends = {name: float(np.nanmean(each.losses[each.steps >= first])) for name, each in losses.items()}
     lines = [f"{'run':14}{'loss':>6}{'to baseline':>13}   what it is"]
     for name, end in ends.items():
         gap = "" if name == "baseline" else f"{100 * (end / ends['baseline'] - 1):+.1f}%".replace("-", "\N{MINUS SIGN}")

@@ -249,14 +249,12 @@ class TestOutput:
 
     def test_of_the_demo(self, demo_runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(demo, "free_port", lambda wanted: wanted)
+        (demo_runs / "stale_scale/checkpoints/step_80").mkdir(parents=True)
+        verdicts = demo.diagnose_runs(demo_runs)
         with contextlib.redirect_stdout(io.StringIO()) as printed:
-            demo.report(demo_runs)
-        told = printed.getvalue().strip().replace(f"{Path(sys.executable).parent}/", ".venv/bin/")
-        verdict, *rest = told.splitlines()
-        command = next(line for line in rest if " diagnose " in line)
-        rest[rest.index(command)] = command.replace(" --reference", " \\\n                --reference")
-        rest = [cut(line) for line in "\n".join(rest).splitlines()]
-        check_text(find_block("text", "start.md#the-demo"), "\n".join([wrapped(verdict), *rest]))
+            demo.report(demo_runs, verdicts, demo.advise(demo_runs, verdicts["stale_scale"], 40))
+        shown = printed.getvalue().strip().replace(f"{Path(sys.executable).parent}/", ".venv/bin/")
+        check_text(find_block("text", "start.md#the-demo"), shown)
 
     @pytest.mark.parametrize(("section", "made"), [("gate.md", GATED), (LEARN, LEARNED)])
     def test_of_benchmark_runs(self, section: str, made: dict[str, Any], place: Path) -> None:
@@ -267,7 +265,7 @@ class TestOutput:
         check_text(find_block("text", section), "\n".join(told[shown]))
 
     def test_of_a_comparison(self) -> None:
-        found = compare(*(RECORDS / name for name in ("bad", "baseline", "reference")))
+        found = compare(*(RECORDS / name for name in ("stale_scale", "baseline")))
         check_text(find_block("text", "compare.md"), wrapped(summarize(found)))
 
     def test_of_a_stale_scale(self, place: Path) -> None:

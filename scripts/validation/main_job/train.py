@@ -1,7 +1,7 @@
 """Runs the README's main job, and keeps its records: `scripts/validation/main_job/train.py`.
 
-It takes two minutes on two cores. Metrics, steps and fingerprints go to `records/`; histograms, which no verdict takes, do
-not. The tests judge these records; the job itself they run for few steps.
+It takes two minutes on two cores. Metrics, steps and fingerprints go to `records/`, and histograms of the run for which
+the demo advises a change. The tests judge these records, and run the job itself for few steps.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from pathlib import Path
 RECORDS = Path(__file__).with_name("records")
 RUNS = ("baseline", "learning_rate", "reference", "stale_scale", "rescued")
 _SCRIPTS = Path(__file__).parents[2]
-_KEPT = shutil.ignore_patterns("histograms", "status.json")
+_LEFT_OUT = {"stale_scale": shutil.ignore_patterns("status.json")}
+_USUALLY_LEFT_OUT = shutil.ignore_patterns("histograms", "status.json")
 
 
 def main() -> None:
@@ -26,7 +27,8 @@ def main() -> None:
         subprocess.run(job, check=True, env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"})
         shutil.rmtree(RECORDS, ignore_errors=True)
         for name in RUNS:
-            shutil.copytree(f"{folder}/runs/{name}/fp8_debug", RECORDS / name / "fp8_debug", ignore=_KEPT)
+            ignore = _LEFT_OUT.get(name, _USUALLY_LEFT_OUT)
+            shutil.copytree(f"{folder}/runs/{name}/fp8_debug", RECORDS / name / "fp8_debug", ignore=ignore)
 
 
 if __name__ == "__main__":
