@@ -1,1 +1,1 @@
-"""What a run's loss did, and how far it lies above another's. Internal."""
+"""Judge the loss of a run: its rises, its jumps and its gap to a baseline. Internal."""

@@ -1,4 +1,4 @@
-"""Describe the loss of a run: how low it fell, whether it went bad, and since when."""
+"""Describe the loss of a run: its minimum, its noise, and the step at which it diverged."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from .. import thresholds
 
 Floats = npt.NDArray[np.float64]
 
-#: values before that an autoregression looks at, at most, and what it carries on of them in all, at most
+#: largest order of an autoregression, and largest sum of its weights
 _MOST_LAGS, _MOST_CARRIED = 10, 0.97
 
 
 def running_median(values: Floats, half: int) -> Floats:
-    """Over `half` values on either side, windows as wide at either end as in the middle."""
+    """Return the running median over `half` values on either side. At both ends, the window keeps its full width."""
     width = min(len(values), 2 * half + 1)
     if not width:
         return values
@@ -30,10 +30,10 @@ def running_median(values: Floats, half: int) -> Floats:
 
 
 def standard_error(values: Floats) -> tuple[float, int]:
-    """Of the mean of a series whose values depend on those before, and its degrees of freedom for Student's t.
+    """Return the standard error of the mean of an autocorrelated series, and its degrees of freedom for Student's t.
 
-    An autoregression takes most of the dependence out (Andrews and Monahan, Econometrica 60, 1992; its order by AIC). The
-    variance of the mean of what remains is the mean of the squares of its first cosine coefficients, 0.41 n^(2/3) of them
+    An autoregression of an order chosen by AIC removes most dependence (Andrews and Monahan, Econometrica 60, 1992).
+    The variance of the mean of its residuals is the mean square of their first 0.41 n^(2/3) cosine coefficients
     (Lazarus, Lewis, Stock and Watson, JBES 36, 2018).
 
     Args:
@@ -51,13 +51,13 @@ def standard_error(values: Floats) -> tuple[float, int]:
     n, freedom = len(rest), min(len(rest) - 1, max(4, int(0.41 * len(rest) ** (2 / 3))))
     coefficients = dct(rest - rest.mean(), norm="ortho")[1 : freedom + 1]
     carried = float(weights.sum())
-    if len(weights):  # its estimate is too small by that much (Kendall, Biometrika 41, 1954)
+    if len(weights):  # corrects the bias of the estimate (Kendall, Biometrika 41, 1954)
         carried = min(carried + (1 + 3 * carried) / n, _MOST_CARRIED)
     return float(np.sqrt(np.mean(coefficients**2) / len(values))) / (1 - carried), freedom
 
 
 def _autoregression(apart: Floats) -> Floats:
-    """Weights of the values before, the last one first; of the order that Akaike's criterion prefers."""
+    """Return the weights of an autoregression, lag 1 first. Akaike's criterion chooses its order."""
     most = min(int(len(apart) ** (1 / 3)), _MOST_LAGS)
     if not apart.any():
         return np.zeros(0)
@@ -71,16 +71,16 @@ def _autoregression(apart: Floats) -> Floats:
 
 
 def _lagged(values: Floats, order: int) -> Floats:
-    """[n - order, order]: of each value those before it, the last one first."""
+    """Return the `order` values before each value, lag 1 first, [n - order, order]."""
     if not order:
         return np.empty((len(values), 0))
     return np.lib.stride_tricks.sliding_window_view(values[:-1], order)[:, ::-1]
 
 
 def measure_persistence(noise: Floats) -> float:
-    """By what factor dependence on the value before widens the standard error of a mean, as if of first order.
+    """Return the factor by which first-order autocorrelation widens the standard error of a mean.
 
-    Values beyond three standard deviations count as three: a steep part of a curve is not its noise.
+    Values are clipped at three standard deviations, because a steep part of a curve is not noise.
     """
     finite = noise[np.isfinite(noise)]
     most = 3 * np.median(np.abs(finite)) / 0.6745 if len(finite) else 0.0
@@ -91,19 +91,21 @@ def measure_persistence(noise: Floats) -> float:
     return float(np.sqrt((1 + first) / (1 - first)))
 
 
-#: standard deviations from which on values count as equally high: a steep rise is found where it begins
+#: standard deviations at which values are clipped, so that a steep rise is found at its first step
 _HIGH = 6.0
-#: of the largest value, the standard deviation that is assumed where there is no noise
+#: smallest standard deviation, as a part of the largest value, for series without noise
 _LEAST = 1e-6
 
 
 def find_lasting_start(high: npt.NDArray[np.bool_], apart: Floats, half: int, after: int = -1) -> int | None:
-    """First place behind `after` from which a series is high to its end, for longer than half a window; None: it is not.
+    """Return the first index after `after` from which a series stays high to its end, or None if there is none.
+
+    A stretch shorter than half a window does not count.
 
     Args:
         high: whether the smoothed series is high.
-        apart: the series itself, less what is usual; medians turn a little early or late, it tells exactly.
-        half: half the width of the smoothing.
+        apart: the series before smoothing, minus its usual value. It locates the start exactly, which medians shift.
+        half: half the width of the smoothing window.
 
     Example:
         >>> apart = np.repeat([0.0, 1.0], 20)
@@ -118,7 +120,7 @@ def find_lasting_start(high: npt.NDArray[np.bool_], apart: Floats, half: int, af
 
 
 def _exactly(apart: Floats, first: int, half: int) -> int:
-    """The place around `first` that splits the values best in two levels."""
+    """Return the index near `first` that best splits the values into two levels."""
     start, stop = max(first - 2 * half, 0), min(first + 2 * half, len(apart))
     before = apart[max(start - half, 0) : max(first - half, 2)] if first else np.zeros(1)
     before = before[np.isfinite(before)]
@@ -133,32 +135,32 @@ def _exactly(apart: Floats, first: int, half: int) -> int:
     explained = counts * left**2 + (len(values) - counts) * right**2
     near = slice(max(first - half - start - 1, 0), first + half - start)
     at = near.start + int(np.argmax(explained[near]))
-    # What is high from the beginning has no lower level before.
+    # A series that is high from the beginning has no lower level before.
     return 0 if first == 0 and left[at] > right[at] / 2 else start + 1 + at
 
 
-#: part of the losses left out at either end of their range: a single spike sets neither the range nor the signs
+#: part of the losses left out at either end of their range, so that a single spike sets neither the range nor the signs
 _TAIL = 0.01
 
 
 class Scale(NamedTuple):
-    """What 100% of a rise or gap are, of a loss whose level cannot serve at every step."""
+    """The value that counts as 100% of a rise or gap, for a loss whose own level is not usable at every step."""
 
     value: float
-    #: whether it is the range of the losses, and not the level they end at
+    #: True if the value is the range of the losses, False if it is their final level
     is_range: bool
 
     @staticmethod
     def choose(scale: Scale | None, level: float) -> float:
-        """Return what 100% are: the scale, or without one the level."""
+        """Return the value that counts as 100%: the scale, or without a scale the level."""
         return abs(level) if scale is None else scale.value
 
 
 def measure_scale(losses: Floats) -> Scale | None:
-    """Return the scale of losses that cross zero or come very near it. None: their level serves at every step.
+    """Return the scale of losses that cross zero or come very near it; None for all other losses.
 
-    A loss that crosses zero passes levels of which percents have any size, so one scale serves all steps: the level that
-    it ends at. If that level is near zero too, or if the loss fell to a thousandth, the scale is the range of the losses.
+    Percents of a level near zero have any size, so such losses use one scale for all steps: their final level. If that
+    level is near zero too, or if the loss fell to a thousandth, the scale is the range of the losses.
 
     Example:
         >>> measure_scale(np.linspace(3, 1, 500)), measure_scale(np.linspace(-1, -3, 500))
@@ -177,7 +179,7 @@ def measure_scale(losses: Floats) -> Scale | None:
 
 @dataclass(frozen=True)
 class LossCurve:
-    """Losses by step, and their running median over a sixth of the run, which a lone spike does not move."""
+    """Losses by step, and their running median over a sixth of the run, which a single spike does not move."""
 
     steps: npt.NDArray[np.int64]
     losses: Floats
@@ -187,7 +189,7 @@ class LossCurve:
 
     @classmethod
     def of(cls, table: pl.DataFrame) -> LossCurve:
-        """From the `steps` table of a record; a non-finite loss counts as infinite."""
+        """Build a curve from the `steps` table of a record. A non-finite loss becomes infinite."""
         table = table.filter(pl.col("loss").is_not_null()).unique("step", keep="last").sort("step")
         losses = table["loss"].to_numpy().astype(np.float64)
         losses = np.where(np.isfinite(losses), losses, np.inf)
@@ -196,17 +198,17 @@ class LossCurve:
 
     @cached_property
     def scale(self) -> Scale | None:
-        """What 100% of a rise above this loss are; None: its level. See `measure_scale`."""
+        """Return the scale for rises above this loss, or None if its level is the scale. See `measure_scale`."""
         return measure_scale(self.losses)
 
     @property
     def vanishes(self) -> bool:
-        """Return True if the loss falls to a thousandth, so that most gradients are nearly zero and some are not."""
+        """Return True if the loss falls to a thousandth, so that most gradients are nearly zero."""
         return self.scale is not None and self.scale.is_range and bool((self.losses >= 0).all())
 
     @property
     def is_negative_from_zero(self) -> bool:
-        """Whether the loss is negative and its first values are within a tenth of its range from zero."""
+        """Return True if the loss is negative and begins within a tenth of its range from zero."""
         finite = self.losses[np.isfinite(self.losses)]
         if not len(finite) or np.median(finite) >= 0:
             return False
@@ -214,7 +216,7 @@ class LossCurve:
         return abs(first) < thresholds.LEVEL_NEAR_ZERO * float(np.ptp(finite))
 
     def scale_before(self, step: int) -> Scale | None:
-        """Return the same for the losses before a step."""
+        """Return the scale of the losses before a step; see `measure_scale`."""
         return measure_scale(self.losses[self.steps < step])
 
     def raised(self, percent: float) -> LossCurve:
@@ -224,17 +226,17 @@ class LossCurve:
         return LossCurve(self.steps, losses, smooth, self.half)
 
     def same_as(self, other: LossCurve) -> bool:
-        """Whether all losses are the same: a record may have two names."""
+        """Return True if all losses are equal, as if one record is given under two names."""
         return np.array_equal(self.steps, other.steps) and np.array_equal(self.losses, other.losses)
 
     @property
     def final(self) -> float | None:
-        """Smoothed loss at the end; None without losses."""
+        """Return the smoothed loss at the end, or None without losses."""
         return float(self.smooth[-1]) if len(self.smooth) else None
 
     @property
     def lowest(self) -> tuple[int, float] | None:
-        """Step and value of the smoothed minimum; None without losses that are finite."""
+        """Return step and value of the smoothed minimum, or None without finite losses."""
         if not np.isfinite(self.smooth).any():
             return None
         i = int(np.argmin(self.smooth))
@@ -242,7 +244,7 @@ class LossCurve:
 
     @property
     def scatter(self) -> float:
-        """Standard deviation of the losses around the smoothed one, from their median distance."""
+        """Return the standard deviation of the losses around the smoothed loss, from the median distance."""
         finite = np.isfinite(self.losses) & np.isfinite(self.smooth)
         if not finite.any():
             return 0.0
@@ -250,19 +252,19 @@ class LossCurve:
 
     @property
     def noise(self) -> float:
-        """Standard deviation of the smoothed loss: that of a median over Gaussian noise that persists as this one does."""
+        """Return the standard deviation of the smoothed loss: a median over Gaussian noise with the same persistence."""
         with np.errstate(invalid="ignore"):
             lasting = measure_persistence(self.losses - self.smooth)
         return float(np.sqrt(np.pi / 2) * self.scatter * lasting / np.sqrt(2 * self.half + 1))
 
     @property
     def has_enough(self) -> bool:
-        """Whether there are enough losses to tell whether they diverge."""
+        """Return True if there are enough losses to decide whether they diverge."""
         return len(self.losses) > 2 * self.half
 
     @property
     def lost_at(self) -> int | None:
-        """First step from which no loss is a number any longer, for two or more; None: the last two are not all lost."""
+        """Return the first step from which all losses are NaN or infinite, or None if one of the last two is finite."""
         lost = ~np.isfinite(self.losses)
         if len(lost) < 2 or not lost[-2:].all():
             return None
@@ -271,34 +273,34 @@ class LossCurve:
 
     @cached_property
     def scale_to_lowest(self) -> Scale | None:
-        """What 100% of a rise above the smoothed minimum are: how far it rises later does not count; None: the minimum."""
+        """Return the scale for rises above the smoothed minimum, from the losses up to it; None: the minimum's value."""
         return measure_scale(self.losses[: int(np.argmin(self.smooth)) + self.half + 1]) if len(self.smooth) else None
 
     def _whole(self, floor: float) -> float:
         return Scale.choose(self.scale_to_lowest, floor)
 
     def _least_rise(self, floor: float) -> float:
-        # The minimum of a noisy curve lies below it by chance, by 3 to 4 standard deviations.
+        # The minimum of a noisy curve lies 3 to 4 standard deviations below the curve by chance.
         return max(thresholds.MAX_GAP / 100 * self._whole(floor), 2 * thresholds.DEPARTS_SIGMAS * self.noise)
 
     @property
     def visible_rise(self) -> float:
-        """The smallest rise above the smoothed minimum that counts, in percent; NaN without losses."""
+        """Return the smallest rise above the smoothed minimum that counts, in percent; NaN without losses."""
         floor = float(self.smooth.min()) if len(self.smooth) else 0.0
         return 100 * self._least_rise(floor) / whole if (whole := self._whole(floor)) else float("nan")
 
     @cached_property
     def stepped_up(self) -> tuple[int, float] | None:
-        """The step at which the loss goes up to another level, and by how many percent; None: at none.
+        """Return the step at which the loss goes up to another level, and by how many percent, or None if there is none.
 
-        The median of a twelfth of the losses before is compared with that of as many after it, and of as many again later:
-        a spike comes back, and a loss that learns goes down.
+        Compare the median of a twelfth of the losses before a step with the lower of the next two such medians. A spike
+        comes back, and a loss that learns goes down.
         """
         before, after = self._levels()
         if not len(before):
             return None
         noise = np.sqrt(2) * self.noise * np.sqrt((2 * self.half + 1) / self.half)
-        with np.errstate(invalid="ignore"):  # where neither is a number
+        with np.errstate(invalid="ignore"):  # infinity minus infinity
             rise = after - before
         at = int(np.argmax(np.where(np.isfinite(rise), rise, -np.inf)))
         step = int(self.steps[at + self.half])
@@ -308,14 +310,14 @@ class LossCurve:
         return step, 100 * float(rise[at]) / whole
 
     def _levels(self) -> tuple[Floats, Floats]:
-        """[N]: medians of `half` losses before a place; and of the `half` after it or the next ones, whichever is lower."""
+        """Return the median of `half` losses before each place, and the lower of the next two medians, [N] each."""
         medians = pl.Series(self.losses).rolling_median(self.half).to_numpy()[self.half - 1 :]
         later = medians[self.half :]
         return medians[: len(later)], np.minimum(later, _shifted(later, self.half))
 
     @property
     def diverged_at(self) -> int | None:
-        """First step from which the smoothed loss stays above its own minimum for good; None: it does not."""
+        """Return the first step from which the smoothed loss stays above its own minimum, or None if there is none."""
         if not len(self.smooth):
             return None
         lowest = int(np.argmin(self.smooth))
@@ -327,6 +329,6 @@ class LossCurve:
 
 
 def _shifted(values: Floats, by: int) -> Floats:
-    """What comes `by` places later; at the end the last of all."""
+    """Return the values `by` places later. At the end, repeat the last value."""
     later: Floats = values[np.minimum(np.arange(len(values)) + by, len(values) - 1)]
     return later

@@ -1,4 +1,4 @@
-"""Lay two losses side by side: whether both saw the same batches, how far apart they end, and since when."""
+"""Compare two losses: whether both runs saw the same batches, how far apart they end, and since which step."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from .curve import LossCurve, Scale, find_lasting_start, measure_persistence, ru
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 
-#: part of the steps of the run with fewer that both must have, or else means over stretches of steps are compared
+#: part of the steps of the shorter run that both runs must share. Otherwise, means over stretches of steps are compared
 _SHARED = 0.9
-#: correlation of what the losses move by from step to step that shows the same batches: the least, and in standard errors
+#: least correlation of step-to-step moves that shows the same batches, as a value and in standard errors
 _ALIKE, _ERRORS = 0.1, 4.0
 
 
 @dataclass(frozen=True)
 class Aligned:
-    """Losses of a run and of a baseline at the same places; non-finite ones are infinite."""
+    """Losses of a run and of a baseline at the same places. Non-finite losses are infinite."""
 
     #: steps, or the first step of each stretch
     steps: Ints
@@ -31,19 +31,19 @@ class Aligned:
     baseline: Floats
     #: steps from one place to the next
     spacing: int
-    #: of what either loss moves by from one place to the next; NaN if there are too few
+    #: correlation of the two losses' moves from place to place; NaN if there are too few
     correlation: float
-    #: what 100% of a gap are; None: the baseline's level
+    #: the value that counts as 100% of a gap; None: the baseline's level
     scale: Scale | None = None
 
     @property
     def paired(self) -> bool:
-        """Whether the noise of the two is the same in part, as of runs that see the same batches in the same order."""
+        """Return True if the two losses share noise, as in runs that see the same batches in the same order."""
         least = max(_ALIKE, _ERRORS / max(len(self.steps), 1) ** 0.5)
         return bool(self.correlation > least)
 
     def last(self, part: float, after: int | None, least: int) -> Aligned:
-        """The last part of the places, or those after a step; at least so many, if there are as many."""
+        """Return the last part of the places, at least `least` of them if available, or all places after a step."""
         if after is None:
             n = max(round(part * len(self.steps)), min(least, len(self.steps)))
             kept = slice(len(self.steps) - n, None)
@@ -53,7 +53,7 @@ class Aligned:
 
 
 def align_losses(run: LossCurve, baseline: LossCurve) -> Aligned:
-    """Where both have losses: at the steps of both, or, if they share few, as means over stretches that both cover.
+    """Align two losses at the steps they share. If they share few, take means over stretches that both cover.
 
     Example:
         >>> import polars as pl
@@ -82,7 +82,7 @@ def _spacing(steps: Ints) -> int:
 
 
 def _means(curve: LossCurve, edges: Ints, width: int) -> Floats:
-    """Mean loss of each stretch of `width` steps; NaN where it has none."""
+    """Return the mean loss of each stretch of `width` steps; NaN for a stretch without losses."""
     at = (curve.steps - edges[0]) // width
     kept = (curve.steps >= edges[0]) & (at < len(edges))
     sums = np.bincount(at[kept], curve.losses[kept], len(edges))
@@ -93,90 +93,93 @@ def _means(curve: LossCurve, edges: Ints, width: int) -> Floats:
 
 
 def _correlation(run: Floats, baseline: Floats) -> float:
-    """Of the moves from place to place, less what they are around there: a loss that falls steeply moves as any other does.
-    Large ones, as of spikes, count as much as others (ranks)."""
+    """Return the rank correlation of the two losses' moves from place to place.
+
+    Subtract each move's running median first, because steep losses move alike. Ranks keep spikes from dominating.
+    """
     finite = np.isfinite(run) & np.isfinite(baseline)
     moves = [np.diff(losses[finite]) for losses in (run, baseline)]
     if len(moves[0]) < 8:
         return float("nan")
     mine, theirs = (_ranks(each - running_median(each, 5)) for each in moves)
-    with np.errstate(invalid="ignore"):  # of losses that do not move
+    with np.errstate(invalid="ignore"):  # constant losses divide by zero
         return float(np.corrcoef(mine, theirs)[0, 1])
 
 
 def _ranks(values: Floats) -> Floats:
-    """Of equal ones the same: their order says nothing."""
+    """Return the rank of each value. Equal values share their mean rank."""
     _, which, counts = np.unique(values, return_inverse=True, return_counts=True)
     ranks: Floats = (np.cumsum(counts) - (counts - 1) / 2)[which]
     return ranks
 
 
-#: part of the steps in common, from the end, whose mean is compared, and the least number of losses in it
+#: last part of the shared steps, whose mean is compared, and the least number of losses in this part
 PART, FEWEST = 0.2, 20
-#: losses below which nothing is said
+#: with fewer losses, no gap is measured
 TOO_FEW = 10
-#: of the interval that is printed, and the chance with which a gap of the smallest visible size is seen
+#: confidence of the printed interval, and the chance to see a gap of the smallest visible size
 CONFIDENCE, POWER = 0.95, 0.8
 CHECK_DATA = "Before you trust this loss, check for repeated data, leaked labels or a missing mask."
 
 
 @dataclass(frozen=True)
 class Gap:
-    """The mean loss of a run over the last part of its steps, above that of a baseline, in percent of the latter or of its
-    range; negative: the run's is lower."""
+    """How far the mean loss of a run lies above a baseline's over the last part of its steps, in percent.
+
+    Percents are of the baseline's level or range. They are negative if the run's loss is lower.
+    """
 
     percent: float
     #: standard error of `percent`, and its degrees of freedom
     error: float
     freedom: int
-    #: first and last step, and the number of losses
+    #: first and last step compared, and the number of losses
     first: int
     last: int
     n: int
-    #: whether both runs saw the same batches in the same order, and the correlation of their losses that shows it
+    #: whether both runs saw the same batches in the same order, and the correlation that shows this
     paired: bool
     correlation: float
-    #: losses of either run that are NaN or infinite and were left out
+    #: places left out because a loss of either run is NaN or infinite
     left_out: int = 0
     #: whether percents are of the range of the baseline's losses, which cross zero or come very near it
     of_range: bool = False
 
     def interval(self, confidence: float = CONFIDENCE) -> tuple[float, float]:
-        """Percent, two-sided."""
+        """Return the two-sided confidence interval, in percent."""
         reach = self.error * float(stdtrit(self.freedom, 0.5 + confidence / 2)) if self.error else 0.0
         return self.percent - reach, self.percent + reach
 
     @property
     def visible(self) -> float:
-        """The smallest gap, in percent, that would have been seen with a chance of 80%: its interval would not hold 0."""
+        """Return the smallest gap, in percent, whose interval excludes 0 with a chance of 80%."""
         reach = stdtrit(self.freedom, 0.5 + CONFIDENCE / 2) + stdtrit(self.freedom, POWER)
         return self.error * float(reach) if self.error else 0.0
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values: percent, low, high (of the 95% interval), visible, first, last, n, paired, left_out, of_range."""
+        """Return percent, low, high (of the 95% interval), visible, first, last, n, paired, left_out and of_range."""
         low, high = self.interval()
         named = {name: getattr(self, name) for name in ("first", "last", "n", "paired", "left_out", "of_range")}
         return {"percent": self.percent, "low": low, "high": high, "visible": self.visible} | named
 
     @property
     def infinite(self) -> bool:
-        """Whether the run has no loss left to take a mean of."""
+        """Return True if the run has no finite losses left to average."""
         return not np.isfinite(self.percent)
 
 
 def measure_gap(run: LossCurve, baseline: LossCurve, part: float = PART, after: int | None = None) -> Gap | None:
-    """The gap of a run to a baseline.
+    """Measure the gap of a run's loss to a baseline's, at the steps of both.
 
-    Losses are compared where both have them. The standard error is that of the mean of run - ratio * baseline, by the delta
-    method, and it takes into account that losses depend on those before. It holds for runs of the same batches, whose
-    noise cancels, and of others, whose noise adds up.
+    The standard error belongs to the mean of run - ratio * baseline (delta method) and accounts for autocorrelation. It is
+    valid for runs of the same batches, whose noise cancels, and of other batches, whose noise adds up.
 
     Args:
-        part: of the steps that both cover, from the end.
-        after: step; only later ones are compared, instead of `part`.
+        part: last part of the shared steps that is compared.
+        after: compare only steps after this one, instead of `part`.
 
     Returns:
-        None if the two share fewer than 10 losses, or the baseline's are all zero.
+        None if the two share fewer than 10 losses, or if the baseline's losses are all zero.
 
     Example:
         >>> import numpy as np, polars as pl
@@ -190,7 +193,7 @@ def measure_gap(run: LossCurve, baseline: LossCurve, part: float = PART, after: 
 
 
 def measure_aligned_gap(aligned: Aligned, part: float = PART, after: int | None = None, fewest: int = FEWEST) -> Gap | None:
-    """Return the gap of losses that are aligned already; see `measure_gap`."""
+    """Measure the gap of losses that are already aligned; see `measure_gap`."""
     aligned = aligned.last(part, after, fewest)
     known = np.isfinite(aligned.baseline)
     finite = known & np.isfinite(aligned.run)
@@ -205,10 +208,10 @@ def measure_aligned_gap(aligned: Aligned, part: float = PART, after: int | None 
 
 
 def relative(run: Floats, baseline: Floats, whole: float | None = None) -> tuple[float, float, int]:
-    """Return the gap in percent, its standard error and degrees of freedom, of losses at the same places.
+    """Return the gap in percent, its standard error and its degrees of freedom, for losses at the same places.
 
     Args:
-        whole: what 100% are; None: the baseline's level, of either sign.
+        whole: the value that counts as 100%; None: the baseline's level, of either sign.
     """
     if whole is not None:
         error, freedom = standard_error(run - baseline)
@@ -220,15 +223,15 @@ def relative(run: Floats, baseline: Floats, whole: float | None = None) -> tuple
 
 
 def _gone(losses: Floats) -> bool:
-    """Whether the losses end in NaN or infinity, more than one."""
+    """Return True if the last two losses are NaN or infinite."""
     return bool(len(losses) > 1 and not np.isfinite(losses[-2:]).any())
 
 
 def find_rise_above(run: LossCurve, baseline: LossCurve) -> int | None:
-    """First step from which a run's loss stays above a baseline's for good; None: it does not, or that cannot be seen.
+    """Return the first step from which a run's loss stays above a baseline's, or None if no such rise is visible.
 
-    The run is compared with the baseline batch by batch or with the baseline's running median, whichever leaves less noise:
-    runs of the same batches have most of it in common.
+    Compare the run with the baseline batch by batch or with the baseline's running median, whichever leaves less noise.
+    Runs of the same batches share most of their noise.
 
     Example:
         >>> import polars as pl
@@ -247,16 +250,16 @@ def find_rise_above(run: LossCurve, baseline: LossCurve) -> int | None:
     first = find_lasting_start(smooth > thresholds.DEPARTS_SIGMAS * noise, apart, half)
     if first is None:
         return None
-    # Three times as far needs no second test.
+    # A rise of three times the limit needs no second test.
     plain = float(np.median(smooth[first:])) > 3 * thresholds.DEPARTS_SIGMAS * noise
     return int(aligned.steps[first]) if plain or _is_sure(aligned, first) else None
 
 
 def _apart(aligned: Aligned, by_batch: bool, half: int) -> tuple[Floats, Floats, float]:
-    """How far the run lies above the baseline, its running median, and the noise of that."""
+    """Return how far the run lies above the baseline, the running median of this distance, and the median's noise."""
     reference = aligned.baseline if by_batch else running_median(aligned.baseline, half)
     with np.errstate(invalid="ignore"):
-        # Where neither is a number, neither is above the other.
+        # If both losses are infinite, neither is above the other.
         apart = np.nan_to_num(aligned.run - reference, nan=0.0, posinf=np.inf, neginf=-np.inf)
         smooth = running_median(apart, half)
         noise = _noise(apart - smooth, half)
@@ -266,7 +269,7 @@ def _apart(aligned: Aligned, by_batch: bool, half: int) -> tuple[Floats, Floats,
 
 
 def _noise(apart: Floats, half: int) -> float:
-    """Standard deviation of a running median of noise like this."""
+    """Return the standard deviation of a running median over such noise."""
     finite = apart[np.isfinite(apart)]
     if not len(finite):
         return 0.0
@@ -275,7 +278,7 @@ def _noise(apart: Floats, half: int) -> float:
 
 
 def _is_sure(aligned: Aligned, first: int) -> bool:
-    """Whether the mean over the last part, and not before `first`, is above the baseline's; of few losses, yes."""
+    """Return True if the mean after `first`, over at most the last part, is above the baseline's, or losses are few."""
     n = len(aligned.steps)
     start = max(min(max(first, round((1 - PART) * n)), n - TOO_FEW), 0)
     found = measure_aligned_gap(aligned, after=int(aligned.steps[start]) - 1)

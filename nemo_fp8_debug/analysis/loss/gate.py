@@ -1,4 +1,4 @@
-"""Accept a run, or not, by its gap to a baseline and by the losses of its evaluations."""
+"""Accept or reject a run by its gap to a baseline and by the losses of its evaluations."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from .. import thresholds
 from .curve import LossCurve
 from .gap import FEWEST, PART, Gap, align_losses, measure_aligned_gap
 
-#: chance of passing a run whose gap is the limit, and of failing one whose gap is the limit
+#: chance of passing, and of failing, a run whose gap equals the limit
 ERROR = 0.05
 PASS, FAIL, CANNOT_TELL = "pass", "fail", "cannot tell"
-#: gaps to BF16, or as it says, that were published for recipes that were accepted
+#: published gaps of accepted recipes, to BF16 unless the entry says otherwise
 PUBLISHED = (
     ("below 0.25%", "FP8 with fine scaling, 671B mixture of experts (DeepSeek-V3, arXiv:2412.19437)"),
     ("below 1%, 1.5% at the end", "NVFP4 against FP8, 12B on 10T tokens (arXiv:2509.25149)"),
@@ -28,28 +28,30 @@ PUBLISHED = (
 
 @dataclass(frozen=True)
 class Gate:
-    """The answer, with what it rests on."""
+    """The outcome for one loss, with the gap and limits that decide it."""
 
-    #: percent
+    #: limit of the gap, percent
     max_gap: float
-    #: percent, its standard error and degrees of freedom
+    #: gap in percent, its standard error and degrees of freedom
     gap: float
     error: float
     freedom: int
     #: `this pair` or `the recipe`
     of: str
-    #: of the runs, in their order, each against its baseline or the mean of all
+    #: gaps of the runs, in order, each to its baseline or to the mean of all baselines
     gaps: Sequence[Gap]
-    #: steps from one loss to the next, and the part of the run that is looked at; 1: all after a step
+    #: steps from one loss to the next, and the part of the run that is judged; 1: all steps after a given one
     spacing: int
     part: float
-    #: losses that are judged together: one of them above the limit fails the run
+    #: number of losses judged together. The run fails if one of them is above the limit
     together: int = 1
 
     @property
     def bounds(self) -> tuple[float, float]:
-        """Percent above which, and below which, the gap lies with a confidence of 95% each. Of several losses, all are above
-        theirs with 95%."""
+        """Return one-sided lower and upper bounds of the gap, in percent, each with 95% confidence.
+
+        If several losses are judged, the lower bounds hold together with 95% confidence.
+        """
         return self.gap - self._reach(1 - ERROR / self.together), self.gap + self._reach(1 - ERROR)
 
     def _reach(self, confidence: float) -> float:
@@ -57,7 +59,7 @@ class Gate:
 
     @property
     def outcome(self) -> str:
-        """`pass`: the gap is below the limit; `fail`: the gap is above it, or the loss is far below; `cannot tell`."""
+        """Return `pass` (gap below the limit), `fail` (gap above it, or loss far below) or `cannot tell`."""
         low, high = self.bounds
         if self.is_far_below:
             return FAIL
@@ -67,12 +69,12 @@ class Gate:
 
     @property
     def is_far_below(self) -> bool:
-        """Whether the loss ends so far below the baseline's that the data must be checked before it counts as a gain."""
+        """Return True if the loss ends so far below the baseline's that a fault in the data is likely."""
         return self.bounds[1] < min(self.max_gap, 0.0) - thresholds.OTHER_SEEDS
 
     @property
     def more_steps(self) -> int | None:
-        """About how many more steps would tell if the gap is what it seems; None: it has told, or seeds are missing."""
+        """Estimate how many more steps decide if the gap stays as it is, or None if it is decided, or needs more seeds."""
         if self.outcome != CANNOT_TELL or self.of != THIS_PAIR:
             return None
         apart, n = abs(self.gap - self.max_gap), self.gaps[0].n
@@ -83,7 +85,7 @@ class Gate:
         return max(1, math.ceil((needed - n) * self.spacing / self.part))
 
     def to_json(self) -> dict[str, Any]:
-        """Return what JSON shows, for `make_jsonable`."""
+        """Return the gate as plain values, for `make_jsonable`."""
         low, high = self.bounds
         return {
             "outcome": self.outcome,
@@ -112,22 +114,22 @@ def gate(
 ) -> Gate | None:
     """Judge the mean gap over the last part of the runs.
 
-    One run and one baseline tell the gap of this pair: what the recipe does and what the seed does cannot be told apart.
-    Several runs, each with a baseline of the same batches, or several baselines, tell that of the recipe.
+    One run and one baseline give the gap of this pair, which mixes the effects of recipe and seed. Several baselines, or
+    several runs that each have a baseline of the same batches, give the gap of the recipe.
 
     Args:
-        runs: one, or several that differ in their seed.
-        baselines: likewise; if as many as runs, the first belongs to the first run, and so on.
-        max_gap: percent.
-        part: of the steps that both cover, from the end.
-        after: step; only later ones are compared, instead of `part`.
-        fewest: losses that the last part takes at least, if there are as many.
+        runs: one run, or several that differ in their seed.
+        baselines: one baseline, or several; if as many as runs, they pair up in order.
+        max_gap: limit of the gap, percent.
+        part: last part of the shared steps that is compared.
+        after: compare only steps after this one, instead of `part`.
+        fewest: least number of losses in the last part, if there are as many.
 
     Returns:
-        None if a run and its baseline share fewer than 10 losses, or the baseline's are all zero.
+        None if a run and its baseline share fewer than 10 losses, or if the baseline's losses are all zero.
 
     Raises:
-        ConfigError: the numbers of runs and baselines do not fit, or a limit cannot be used.
+        ConfigError: the numbers of runs and baselines do not match, or a limit is invalid.
 
     Example:
         >>> import polars as pl
@@ -155,16 +157,16 @@ def gate(
 def _check(runs: Sequence[LossCurve], baselines: Sequence[LossCurve], max_gap: float, part: float) -> None:
     if not math.isfinite(max_gap) or not 0 < part <= 1:
         raise ConfigError(
-            f"max_gap is a number of percent and the last part above 0% and at most 100%, not {max_gap}, {part:%}"
+            f"max_gap must be a finite number of percent, and the last part above 0% and at most 100%: {max_gap}, {part:%}"
         )
     if not runs or not baselines or (len(runs) > 1 and len(runs) != len(baselines)):
         raise ConfigError(
             f"{len(runs)} runs and {len(baselines)} baselines: give one run with one or several baselines, or as many "
-            "baselines as runs, in the order of the runs that they belong to"
+            "baselines as runs, in the same order"
         )
     for which, curves in (("runs", runs), ("baselines", baselines)):
         if any(one.same_as(other) for one, other in combinations(curves, 2)):
-            raise ConfigError(f"two of the {which} have the same losses: give each once, or the gap seems surer than it is")
+            raise ConfigError(f"two of the {which} have the same losses: give each run once, or the gap looks too certain")
 
 
 def _pairs(runs: Sequence[LossCurve], baselines: Sequence[LossCurve]) -> list[tuple[LossCurve, LossCurve]]:
@@ -178,11 +180,11 @@ def _of_a_pair(gap: Gap) -> tuple[float, float, int]:
 def _of_the_recipe(
     runs: Sequence[LossCurve], baselines: Sequence[LossCurve], gaps: Sequence[Gap]
 ) -> tuple[float, float, int]:
-    """Mean gap, and its standard error from what seeds differ by."""
+    """Return the mean gap, its standard error from the spread between seeds, and its degrees of freedom."""
     percents = np.array([gap.percent for gap in gaps])
     n = len(percents)
     spread = float(percents.std(ddof=1))
-    # Of one run, its own seed adds as much as each of the baselines'.
+    # A single run's own seed adds as much variance as one baseline's.
     error = spread / np.sqrt(n) if len(runs) == len(baselines) else spread * np.sqrt(1 + 1 / n)
     return float(percents.mean()), float(error), n - 1
 
@@ -191,46 +193,46 @@ TRAINING = "training"
 
 
 class Recorded(Protocol):
-    """What is read of a run."""
+    """The losses of a run that `accept` reads."""
 
     @property
     def loss(self) -> LossCurve:
-        """Of training."""
+        """Return the training loss."""
 
     @property
     def validation(self) -> Mapping[str, LossCurve]:
-        """Losses of evaluations by name."""
+        """Return the losses of evaluations by name."""
 
 
 @dataclass(frozen=True)
 class Acceptance:
-    """The answer, with what it rests on."""
+    """The outcome for all losses of a run."""
 
-    #: by training
+    #: outcome for the training loss
     loss: Gate
-    #: by each loss of the evaluations
+    #: outcomes for the losses of evaluations, by name
     validation: Mapping[str, Gate]
-    #: losses of evaluations that are not judged, and why
+    #: reasons why some losses of evaluations are not judged, by name
     not_judged: Mapping[str, str]
 
     @property
     def gates(self) -> Mapping[str, Gate]:
-        """All by name, that of training first."""
+        """Return all gates by name, the training loss first."""
         return {TRAINING: self.loss} | {f"validation, {name}": each for name, each in self.validation.items()}
 
     @property
     def outcome(self) -> str:
-        """`pass`: all gaps are below the limit; `fail`: one is above it, or a loss is far below; `cannot tell`."""
+        """Return `pass` (all gaps below the limit), `fail` (one above it, or a loss far below) or `cannot tell`."""
         found = [each.outcome for each in self.gates.values()]
         return FAIL if FAIL in found else CANNOT_TELL if CANNOT_TELL in found else PASS
 
     @property
     def decisive(self) -> str:
-        """The name of the first loss that has this outcome."""
+        """Return the name of the first loss that has the overall outcome."""
         return next(name for name, each in self.gates.items() if each.outcome == self.outcome)
 
     def to_json(self) -> dict[str, Any]:
-        """Return what JSON shows, for `make_jsonable`: the training loss, and by name those of evaluations."""
+        """Return plain values for `make_jsonable`: the training loss's gate, and the evaluations' gates by name."""
         whole = {"outcome": self.outcome, "validation": self.validation, "not_judged": self.not_judged}
         return self.loss.to_json() | whole
 
@@ -242,16 +244,16 @@ def accept(
     part: float = PART,
     after: int | None = None,
 ) -> Acceptance | None:
-    """Judge runs by all losses that they and their baselines record; arguments as those of `gate`.
+    """Judge runs by all losses that they and their baselines record. The arguments are as in `gate`.
 
-    A gap of an evaluation is one of the same data, so its noise is that of the weights alone, which move slowly: fewer than
-    20 evaluations give no interval that holds what it says.
+    Evaluations use the same data each time, so the noise of their gap comes only from the weights, which change slowly.
+    Fewer than 20 evaluations give no reliable interval.
 
     Returns:
-        None if a run and its baseline share fewer than 10 training losses, or the baseline's are all zero.
+        None if a run and its baseline share fewer than 10 training losses, or if the baseline's losses are all zero.
 
     Raises:
-        ConfigError: as `gate`.
+        ConfigError: as in `gate`.
     """
     trained = gate([run.loss for run in runs], [run.loss for run in baselines], max_gap, part, after)
     if trained is None:

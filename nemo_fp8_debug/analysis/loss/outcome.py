@@ -1,4 +1,4 @@
-"""What a run's loss came to: above a baseline's or not, since when, by how much, and what could not have been seen."""
+"""Judge whether a run's loss was harmed: since which step, by how much, and how small a rise would be visible."""
 
 from __future__ import annotations
 
@@ -14,30 +14,29 @@ from .gap import Gap, find_rise_above, measure_gap
 from .seeds import Seeds
 from .step_change import find_jump, measure_rise
 
-#: percent by which the mean loss over the last part may lie above the baseline's before it counts as harm
+#: largest gap of the mean loss over the last part to the baseline's that is no harm, percent
 MAX_GAP = thresholds.MAX_GAP
-#: of several baselines: confidence that a gap is harm by itself, and that it is beyond other seeds; and the part of other
-#: seeds that is passed where harm begins
+#: for several baselines: confidence that a gap is beyond other seeds, and part of other seeds that a rise must pass
 _LIKELY, _MOST = 0.95, 0.8
-#: what follows percents that are not of the level of a loss
+#: suffix of percents that are of a loss's range instead of its level
 OF_RANGE = " of the loss's range"
 
 
 @dataclass(frozen=True)
 class LossOutcome:
-    """A run's loss, judged against a baseline's, or alone against its own minimum."""
+    """A run's loss, judged against a baseline's or, without a baseline, against its own minimum."""
 
     run: LossCurve
     baseline: LossCurve | None = None
-    #: percent
+    #: largest gap that is no harm, percent
     max_gap: float = MAX_GAP
-    #: step at which something else went wrong and the loss rose, and by how many percent; None: none is known
+    #: step at which a finding and a rise of the loss coincide, and the rise in percent; None: unknown
     rise: tuple[int, float] | None = None
-    #: whether the baseline is of the same model, as far as can be told
+    #: whether the baseline is of the same model, as far as its record shows
     same_model: bool = False
-    #: of several baselines of other batches, whose mean `baseline` is; None: it is one run
+    #: spread of several baselines of other batches, whose mean `baseline` is; None for one baseline
     seeds: Seeds | None = None
-    #: loss of a run that differs from this one in precision alone; None: there is none
+    #: loss of a run that differs from this one only in precision; None without such a run
     reference: LossCurve | None = None
 
     @classmethod
@@ -49,18 +48,18 @@ class LossOutcome:
         same_model: bool = False,
         seeds: Seeds | None = None,
     ) -> LossOutcome:
-        """Against a baseline, if it has enough losses to be one."""
+        """Judge a run's loss against a baseline's, or alone if the baseline has too few losses."""
         known = baseline is not None and baseline.has_enough
         return cls(run, baseline if known else None, max_gap, same_model=same_model, seeds=seeds)
 
     @cached_property
     def gap(self) -> Gap | None:
-        """To the baseline, over the last part; None without one, or with too few losses in common."""
+        """Return the gap to the baseline over the last part, or None without a baseline, or with too few shared losses."""
         return None if self.baseline is None else measure_gap(self.run, self.baseline)
 
     @cached_property
     def reference_outcome(self) -> LossOutcome | None:
-        """The reference run's loss, judged against the same baseline; None without a reference that has losses."""
+        """Return the reference run's loss, judged against the same baseline; None without enough losses of a reference."""
         if self.reference is None or not self.reference.has_enough:
             return None
         other = None if self.baseline is self.reference else self.baseline
@@ -68,15 +67,15 @@ class LossOutcome:
 
     @cached_property
     def gap_to_reference(self) -> Gap | None:
-        """How far the run lies above the reference run, over the last part; None if that cannot be measured."""
+        """Return the gap of the run to the reference run over the last part, or None if it cannot be measured."""
         return None if self.reference is None else measure_gap(self.run, self.reference)
 
     @property
     def differs_from_reference(self) -> bool | None:
-        """Whether the run lies above the reference run; None if nobody can tell.
+        """Return True if the run lies above the reference run, False if it does not, or None if this is undecided.
 
-        True if the 95% interval of their gap lies above 0. False if the interval also excludes a gap as large as the run's
-        own to the baseline, or as large as counts as harm, up to the end of the run.
+        True if the 95% interval of their gap lies above 0. False if, up to the end of the run, the interval excludes both
+        the limit for harm and the run's own gap to the baseline.
         """
         found = self.gap_to_reference
         if found is None:
@@ -89,7 +88,7 @@ class LossOutcome:
 
     @property
     def reference_lasts(self) -> bool:
-        """Whether the reference run reaches the last twentieth of the run."""
+        """Return True if the reference run reaches the last twentieth of the run."""
         return self.gap_to_reference is not None and self._lasts(self.gap_to_reference)
 
     def _lasts(self, found: Gap) -> bool:
@@ -97,10 +96,10 @@ class LossOutcome:
 
     @cached_property
     def since(self) -> int | None:
-        """First step from which the loss stays above the baseline's, or alone above its own minimum; None: it does not.
+        """Return the first step from which the loss stays above the baseline's, or above its own minimum, or None if none.
 
-        Of one that rises at a known step it is that step: another seed explains that it lay above before. Beside several
-        baselines it is that from which it stays above what most other seeds would reach, if it does.
+        If the loss rises at a known step, return this step, because another seed explains a gap before. With several
+        baselines, return the step from which the loss stays above most other seeds, if there is one.
         """
         stays = None if self.rise else self._risen
         found = (stays, self.run.lost_at, self.rise and self.rise[0], self.stepped_up and self.stepped_up[0])
@@ -108,15 +107,15 @@ class LossOutcome:
 
     @cached_property
     def stepped_up(self) -> tuple[int, float] | None:
-        """The step at which it goes up to another level, and by how many percent; None: at none, or that is not asked.
+        """Return the step at which the loss goes up to another level, and by how many percent, or None if there is none.
 
-        With a baseline it is asked where the run ends above one of other batches: another seed explains that, but no jump.
+        With a baseline, search only if the run ends above it and saw other batches: a seed explains a gap, but no jump.
         """
         if self.baseline is None:
             return self.run.stepped_up
         if self.gap is None or self.gap.infinite or self.gap.paired or self.gap.percent <= self.max_gap:
             return None
-        if self.gap.interval()[0] <= 0:  # noise may have brought it to where it ends
+        if self.gap.interval()[0] <= 0:  # noise may explain the gap
             return None
         return find_jump(self.run, self.baseline, self.max_gap)
 
@@ -134,9 +133,11 @@ class LossOutcome:
 
     @property
     def harm(self) -> str:
-        """`harmful`; `likely`: it goes up to another level at a step; `gap`: above the baseline's by no more than `max_gap`;
-        `none`; or `unknown`: there are too few losses, a gap of more than `max_gap` cannot be excluded, or the run ends far
-        below the baseline."""
+        """Return `harmful`, `likely` (goes up to another level), `gap` (above by at most `max_gap`), `none` or `unknown`.
+
+        The harm is unknown if there are too few losses, if the gap may exceed `max_gap`, or if the run ends far below the
+        baseline.
+        """
         if self.run.lost_at is not None or self.rise is not None:
             return "harmful"
         if not self.run.has_enough:
@@ -154,7 +155,7 @@ class LossOutcome:
         return "gap" if self.gap.interval()[0] > 0 else "none"
 
     def _harm_of(self, found: Gap | None) -> str:
-        """Of a loss that stays above the baseline's."""
+        """Return the harm of a loss that stays above the baseline's."""
         if found is None or found.infinite:
             return "harmful"
         if found.percent <= self.max_gap:
@@ -166,7 +167,7 @@ class LossOutcome:
         least = thresholds.OTHER_SEEDS if self.same_model else 2 * thresholds.OTHER_SEEDS
         if rise is not None and rise > least:
             return "harmful"
-        # The loss of a deeper model falls farther, but neither rises by itself nor at a step.
+        # A shallower model ends above a deeper one, but its loss rises neither slowly nor at a step.
         moved = rise is not None or self.run.diverged_at is not None or self.run.stepped_up is not None
         if moved and found.percent > 2 * thresholds.OTHER_SEEDS:
             return "harmful"
@@ -174,7 +175,7 @@ class LossOutcome:
 
     @property
     def is_far_below(self) -> bool:
-        """Whether the loss ends so far below the baseline's that another seed hardly explains that."""
+        """Return True if the loss ends so far below the baseline's that another seed hardly explains it."""
         if self.gap is None:
             return False
         least = thresholds.OTHER_SEEDS if self.same_model else thresholds.OTHER_MODELS
@@ -184,10 +185,9 @@ class LossOutcome:
 
     @property
     def beyond_seeds(self) -> float:
-        """Percent beyond which another seed does not explain a gap.
+        """Return the percent beyond which another seed does not explain a gap.
 
-        The mean of several baselines lies nearer than one of them does, and what they differ by tells more than what seeds
-        usually do.
+        The mean of several baselines lies nearer than a single one, and their own spread is a better measure than the usual.
         """
         least = max(thresholds.OTHER_SEEDS if self.same_model else thresholds.OTHER_MODELS, self.max_gap)
         if self.seeds is None or not self.same_model:
@@ -197,7 +197,7 @@ class LossOutcome:
 
     @property
     def is_negative_from_zero(self) -> bool:
-        """Whether the loss begins at zero and is negative, as in reinforcement learning.
+        """Return True if the loss begins at zero and is negative, as in reinforcement learning.
 
         Such a loss is a mean advantage, so a rise by itself is no harm.
         """
@@ -205,19 +205,19 @@ class LossOutcome:
 
     @property
     def diverges(self) -> bool:
-        """Whether the loss rises for good: above its own minimum, or to what is no number."""
+        """Return True if the loss stays above its own minimum or ends in NaN or infinity."""
         return self.run.lost_at is not None or self.run.diverged_at is not None
 
     @property
     def harmful_since(self) -> int | None:
-        """`since` of a run that is harmed, or likely to be; None: it is not, or that is not known."""
+        """Return `since` if the run is harmed or likely harmed, otherwise None."""
         return self.since if self.harm in ("harmful", "likely") else None
 
     def percents(self, value: float, step: int | None = None) -> str:
-        """Return percents of the loss in words, with what they are of unless that is its level.
+        """Return percents of the loss as text, which names the range if they are not of the loss's level.
 
         Args:
-            step: at which the loss rises; None: it is about a gap, or about a rise above its minimum.
+            step: step at which the loss rises; None for a gap, or for a rise above the minimum.
         """
         alone = self.run.scale_to_lowest if step is None else self.run.scale_before(step)
         scale = alone if self.baseline is None else self.baseline.scale

@@ -1,4 +1,4 @@
-"""Several runs that went well and differ in their seed: which of them count, their mean loss, and how far they lie apart."""
+"""Combine several good runs that differ in their seed: choose those that count, average them, measure their spread."""
 
 from __future__ import annotations
 
@@ -12,48 +12,48 @@ from scipy.special import stdtrit
 from .curve import LossCurve, Scale
 from .gap import FEWEST, PART, Floats, Ints, align_losses
 
-#: losses in common from which on it shows whether two runs saw the same batches
+#: shared losses needed to decide whether two runs saw the same batches
 _TELL = 40
-#: part of what the longest one covers of the run that another one has to cover
+#: a baseline must cover this part of the steps that the longest baseline covers
 _COVERS = 0.9
 
 
 @dataclass(frozen=True)
 class Seeds:
-    """How far runs end apart that differ in nothing but their seed and batches."""
+    """How far apart runs end that differ only in their seed and batches."""
 
     n: int
-    #: standard deviation of the mean losses over the last part, in percent of their mean, or of its range
+    #: standard deviation of the mean losses over the last part, in percent of their mean or range
     spread: float
 
     @property
     def nearer(self) -> float:
-        """How far another run lies from the mean of all, in units of how far two of them lie apart."""
+        """Return another run's distance from the mean of all, in units of the distance between two runs."""
         return float(np.sqrt((1 + 1 / self.n) / 2))
 
     def reach(self, confidence: float) -> float:
-        """Percent above the mean of all that another run of the same recipe ends at the most, one-sided."""
+        """Return how many percent above the mean another run of the recipe ends at most (one-sided)."""
         return self.spread * float(np.sqrt(1 + 1 / self.n) * stdtrit(self.n - 1, confidence))
 
     def to_json(self) -> dict[str, float]:
-        """Plain values: n, spread, and the percent above the mean that 1 in 20 other runs would end at or beyond."""
+        """Return n, spread, and the percent above the mean that 1 in 20 other runs would reach."""
         return {"n": self.n, "spread": self.spread, "one_in_20": self.reach(0.95)}
 
 
 @dataclass(frozen=True)
 class Beside:
-    """What the loss of a run is compared with."""
+    """The loss that a run is compared with."""
 
-    #: of one baseline, or the mean of several
+    #: loss of one baseline, or the mean of several
     curve: LossCurve
-    #: of several; None: it is one
+    #: spread of several baselines; None for one
     seeds: Seeds | None = None
-    #: which of several count, and why others do not, in sentences
+    #: sentences that say which of several baselines count, and why others do not
     notes: Sequence[str] = ()
 
 
 def choose_baseline_loss(run: tuple[str, LossCurve], baselines: Mapping[str, LossCurve]) -> Beside:
-    """What the loss of a run is compared with: its baseline; of several, one that saw the run's batches, or the mean.
+    """Choose the loss to compare a run with: its one baseline, or the one that saw the run's batches, or a mean.
 
     Args:
         run: name and losses.
@@ -82,7 +82,7 @@ def choose_baseline_loss(run: tuple[str, LossCurve], baselines: Mapping[str, Los
 
 
 def _that_count(run: tuple[str, LossCurve], baselines: Mapping[str, LossCurve]) -> tuple[dict[str, LossCurve], list[str]]:
-    """Those that count, and why others do not, in sentences."""
+    """Return the baselines that count, and sentences that say why others do not."""
     counted, notes = dict[str, LossCurve](), list[str]()
     others = {name for name, curve in baselines.items() if name != run[0] and not curve.same_as(run[1])}
     most = max((_covered(run[1], baselines[name]) for name in others), default=0)
@@ -97,10 +97,10 @@ def _that_count(run: tuple[str, LossCurve], baselines: Mapping[str, LossCurve]) 
 
 
 def _why_not(run: LossCurve, baseline: LossCurve, most: int) -> str:
-    """Why a baseline does not count; empty if it does.
+    """Return why a baseline does not count; empty if it counts.
 
     Args:
-        most: steps of the run that the longest baseline covers.
+        most: number of the run's steps that the longest baseline covers.
     """
     if not baseline.has_enough:
         return "it has too few losses"
@@ -114,15 +114,14 @@ def _why_not(run: LossCurve, baseline: LossCurve, most: int) -> str:
 
 
 def _covered(run: LossCurve, baseline: LossCurve) -> int:
-    """Steps of a run that lie between the first and the last one of a baseline."""
+    """Count the steps of a run between the first and the last step of a baseline."""
     if not len(run.steps) or not len(baseline.steps):
         return 0
     return int(((run.steps >= baseline.steps[0]) & (run.steps <= baseline.steps[-1])).sum())
 
 
 def _like(baseline: LossCurve, counted: Mapping[str, LossCurve]) -> str:
-    """That it saw the batches of one that counts already, or that this cannot be told: then it does not show what seeds
-    differ by."""
+    """Return why a baseline adds no seed: it saw, or may have seen, the batches of one that counts; empty if it adds one."""
     for name, curve in counted.items():
         both = align_losses(baseline, curve)
         if len(both.steps) < _TELL:
@@ -133,9 +132,9 @@ def _like(baseline: LossCurve, counted: Mapping[str, LossCurve]) -> str:
 
 
 def mean_of(curves: Sequence[LossCurve]) -> LossCurve:
-    """The mean of several losses, at those steps of the one with most that all cover and at which none is lost.
+    """Return the mean of several losses, at the steps of the longest curve that all cover with finite losses.
 
-    Where another one has no loss at a step, it is taken in between.
+    A missing loss of another curve is interpolated.
 
     Example:
         >>> first, second = (LossCurve.of(pl.DataFrame({"step": [0, 1, 2, 3], "loss": [x] * 4})) for x in (1.0, 3.0))
@@ -151,10 +150,10 @@ def mean_of(curves: Sequence[LossCurve]) -> LossCurve:
 
 
 def seeds_of(curves: Sequence[LossCurve], mean: LossCurve) -> Seeds:
-    """How far several losses lie apart in the end.
+    """Measure how far apart several losses end.
 
     Args:
-        mean: of them all.
+        mean: mean of all these curves.
 
     Example:
         >>> curves = [LossCurve.of(pl.DataFrame({"step": range(50), "loss": [x] * 50})) for x in (1.98, 2.02)]
@@ -168,6 +167,6 @@ def seeds_of(curves: Sequence[LossCurve], mean: LossCurve) -> Seeds:
 
 
 def _at(curves: Sequence[LossCurve], steps: Ints) -> Floats:
-    """[curves, steps]: losses, in between where one has none; lost ones are infinite or NaN."""
+    """Return the interpolated losses at given steps, [curves, steps]. Lost ones are infinite or NaN."""
     with np.errstate(invalid="ignore"):
         return np.stack([np.interp(steps, each.steps, each.losses) for each in curves])

@@ -1,4 +1,4 @@
-"""Did the loss rise at a step? One at which something else went wrong needs far less than one that is searched for."""
+"""Test whether the loss rose at a step. A step named by other evidence needs a far smaller rise than one found by search."""
 
 from __future__ import annotations
 
@@ -11,38 +11,37 @@ from .. import thresholds
 from .curve import LossCurve, Scale, measure_persistence, running_median, standard_error
 from .gap import PART, Aligned, Floats, Ints, align_losses
 
-#: losses on either side of the step, at most as a part of all, and at least
+#: number of losses on either side of the step: at most one in `_PART` of all, at least `_FEWEST`
 _PART, _FEWEST = 6, 10
-#: of a search: losses behind a step, as a part of all, and as many times as many before it; and the chance with which noise
-#: alone jumps anywhere in a run
+#: in a search: one in `_BEHIND` of all losses after a step, and `_BEFORE` times as many before it
 _BEHIND, _BEFORE = 20, 2
 #: standard deviations of the noise beyond which a loss is a spike
 _SPIKE = 3.0
 
 
 class Rise(NamedTuple):
-    """By how much a loss is higher after a step than before."""
+    """How much higher a loss is after a step than before."""
 
     percent: float
-    #: the chance with which noise makes as much
+    #: probability that noise alone causes such a rise
     chance: float
-    #: percent by which it lies higher above a baseline of other batches in the end than before; infinite without one
+    #: growth, in percent, of the gap to a baseline of other batches until the end; infinite without a baseline
     lasting: float
 
     @property
     def is_sure(self) -> bool:
-        """Whether noise hardly makes it."""
+        """Return True if noise is very unlikely to cause this rise."""
         return self.chance < 1 - thresholds.STEP_SURE
 
 
 def measure_rise(run: LossCurve, baseline: LossCurve | None, step: int) -> float | None:
-    """By how many percent the loss is higher after a step than before; None: it is not, or that cannot be seen.
+    """Return by how many percent the loss is higher after a step than before, or None if no rise is visible.
 
-    A loss that falls is higher before, so without a baseline a rise is more than what is seen. With one of other batches the
-    two are compared as far as they moved: that one lies above the other all along does not count.
+    Without a baseline this understates the rise of a falling loss. With a baseline of other batches, only their changes
+    are compared: a constant gap between the two does not count.
 
     Args:
-        step: known from elsewhere.
+        step: a step that other evidence names.
 
     Example:
         >>> import polars as pl
@@ -57,12 +56,14 @@ def measure_rise(run: LossCurve, baseline: LossCurve | None, step: int) -> float
 def measure_rise_of_sample(
     run: LossCurve, baseline: LossCurve | None, step: int, sampled: Ints, lasting: float = -np.inf
 ) -> float | None:
-    """The same of what a sample shows, which began between it and the sample before: the larger rise of those at either end.
+    """Return the rise of the loss at a fault that a sample shows, or None if no rise is visible.
+
+    The fault may have begun at any step since the previous sample, so the larger rise at either end counts.
 
     Args:
-        step: at which it is seen.
-        sampled: int64 [S], ascending; a step that is not among them is taken as it is.
-        lasting: percent by which the run must in the end lie higher above a baseline of other batches than before.
+        step: the step of the sample.
+        sampled: sampled steps, int64 [S], ascending; any other step is tested alone.
+        lasting: percent by which the gap to a baseline of other batches must grow until the end.
 
     Example:
         >>> import polars as pl
@@ -76,8 +77,9 @@ def measure_rise_of_sample(
 
 
 def measure_lasting_rise(run: LossCurve, baseline: LossCurve, step: int, sampled: Ints) -> float:
-    """Percent by which a run lies higher above a baseline of other batches in the end than before what a sample shows, which
-    may have begun at once behind the sample before; infinite where too little is known of what was before.
+    """Return by how many percent the gap to a baseline of other batches grows from before a sample's fault to the end.
+
+    The fault may have begun right after the previous sample. Return infinity if there are too few losses before.
 
     Example:
         >>> import polars as pl
@@ -98,7 +100,7 @@ def _rises_with(run: LossCurve, baseline: LossCurve | None, step: int, sampled: 
 
 
 def _may_have_begun(step: int, sampled: Ints) -> int:
-    """The first step at which what a sample shows may have begun."""
+    """Return the first step at which a fault that a sample shows may have begun."""
     before = sampled[sampled < step]
     return int(before[-1]) + 1 if step in sampled and len(before) else step
 
@@ -119,16 +121,17 @@ def _rise_at(run: LossCurve, baseline: LossCurve | None, step: int) -> Rise | No
     if not whole:
         return None
     back, end = (each[np.isfinite(each)] for each in (after, losses[-max(round(PART * len(steps)), _FEWEST) :]))
-    if len(back) < _FEWEST:  # one that was lost for a few steps has not risen by that
+    if len(back) < _FEWEST:  # a loss that is lost for a few steps only has not risen
         return Rise(np.inf, 0.0, np.inf)
     lasts = baseline is not None and len(end) >= _FEWEST
     return _rise(before, back, whole, 100 * float(end.mean() - before.mean()) / whole if lasts else np.inf)
 
 
 def _rise(before: Floats, after: Floats, whole: float, lasting: float) -> Rise:
-    """
+    """Compare the mean loss before and after a step.
+
     Args:
-        whole: what 100% are.
+        whole: the value that counts as 100%.
     """
     apart = float(after.mean() - before.mean())
     errors = [standard_error(each) for each in (before, after)]
@@ -139,13 +142,13 @@ def _rise(before: Floats, after: Floats, whole: float, lasting: float) -> Rise:
 
 
 def find_jump(run: LossCurve, baseline: LossCurve, lasting: float = 0.0) -> tuple[int, float] | None:
-    """The step at which a loss jumps farthest, and by how many percent; None: it does at none, or that cannot be seen.
+    """Return the step at which a loss jumps farthest, and by how many percent, or None if no jump is visible.
 
-    Both the loss and its ratio to that of a baseline of other batches must, and the baseline must not: a loss that a steeper
-    baseline leaves behind does not jump, and what both do there is no fault of the run.
+    The loss and its ratio to a baseline of other batches must both jump, and the baseline must not. A loss that a steeper
+    baseline leaves behind does not jump, and a jump of both is no fault of the run.
 
     Args:
-        lasting: percent by which the run must in the end lie higher above the baseline than before: a spike comes back.
+        lasting: percent by which the gap to the baseline must grow until the end, because a spike comes back.
 
     Example:
         >>> import polars as pl
@@ -164,9 +167,9 @@ class Jump(NamedTuple):
 
     step: int
     percent: float
-    #: how many times as far as counts
+    #: size of the jump, in units of the smallest jump that counts
     times: float
-    #: percent by which the run in the end lies higher above the baseline than before
+    #: growth of the gap to the baseline until the end, in percent
     lasting: float
 
 
@@ -193,10 +196,10 @@ def farthest_jump(run: LossCurve, baseline: LossCurve) -> Jump | None:
 
 
 def _of_its_own(aligned: Aligned) -> tuple[Floats, float | None]:
-    """Return what the run did of its own, and what 100% of that are.
+    """Return the run's loss relative to the baseline's, and the value that counts as 100%.
 
-    If the baseline's losses are all positive, it is the run's loss in units of the baseline's, of which percents are of the
-    value before (None). Otherwise, it is their difference.
+    If all losses of the baseline are positive, return the ratio, and None: percents are of the ratio before a step.
+    Otherwise, return the difference.
     """
     expected, known = running_median(aligned.baseline, max(2, len(aligned.steps) // 12)), np.isfinite(aligned.baseline)
     if (aligned.baseline > 0).all():
@@ -206,8 +209,10 @@ def _of_its_own(aligned: Aligned) -> tuple[Floats, float | None]:
 
 
 def _jumps(series: Floats, behind: int) -> tuple[Floats, float]:
-    """Of each place that has as many before it, the mean of some values from there on above that of those before; and the
-    standard deviation of that of noise like this one. Of a lone spike no more counts than of the noise."""
+    """Return the mean of the next `behind` values minus the mean of those before, at each place with enough values.
+
+    Also return the standard deviation of this difference for noise alone. Spikes are clipped to the noise.
+    """
     smooth = running_median(series, behind)
     scatter = float(np.median(np.abs(series - smooth))) / 0.6745
     apart = np.clip(series - smooth, -_SPIKE * scatter, _SPIKE * scatter)
