@@ -1,1 +1,1 @@
-"""Answers read from run records; nothing here touches a model. Internal."""
+"""Analyses of run records. No module here touches a model. Internal."""

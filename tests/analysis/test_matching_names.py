@@ -49,10 +49,10 @@ class TestNames:
     @pytest.mark.parametrize(
         ("rename", "told"),
         [
-            ("decoder", "renames nothing; write REGEX=REPLACEMENT"),
-            ("(=x", "cannot rename"),
-            (r"decoder=\7", "cannot rename: invalid group reference 7"),
-            (r"\d=0", "would both be called"),
+            ("decoder", "is no renaming rule: write REGEX=REPLACEMENT"),
+            ("(=x", "invalid rule"),
+            (r"decoder=\7", "invalid group reference 7"),
+            (r"\d=0", "would both be named"),
             ("encoder=decoder", "no layer of the run matches encoder=decoder"),
         ],
     )

@@ -206,7 +206,7 @@ class TestUse:
         record.record_steps({step: {"loss": loss} for step, loss in falling(2).items()})
         record.close()
         for each in (other, wider):
-            with pytest.raises(ConfigError, match="is of another model than"):
+            with pytest.raises(ConfigError, match="are of different models"):
                 diagnose(run, [first, each])
 
     def test_the_same_batches_are_said(self, tmp_path: Path) -> None:

@@ -1,1 +1,1 @@
-"""What healthy runs do, learned from many, to judge a run that has no baseline. Internal."""
+"""Bands learned from many healthy runs, to judge a run that has no baseline. Internal."""

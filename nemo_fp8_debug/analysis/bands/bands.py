@@ -1,4 +1,4 @@
-"""Bands of healthy runs: how far operands of a kind go, learned from many runs and kept in a file."""
+"""Bands of healthy runs: the usual range of each kind of operand, learned from many runs and kept in a file."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from ..runs.run import Run
 from ..runs.settings import usual_casts
 from ..runs.source import Bools
 
-#: by purpose, names of GEMMs; those that both attention and MLP have are told apart by what they lie in
+#: names of GEMMs by purpose. Names that both attention and MLP use are resolved by the enclosing module
 _NAMES = {
     "attention in": r"(linear_)?(qkv|q|k|v|query|key|value|query_key_value)(_proj)?|c_attn|in_proj|wqkv|w[qkv]",
     "attention out": r"(linear_)?(o|out)_proj|linear_proj|wo",
@@ -45,7 +45,7 @@ _ATTENTION, _MLP = (
 
 @functools.lru_cache(maxsize=1 << 16)
 def purpose_of(layer: str) -> str | None:
-    """Return what a GEMM is for; None: its name does not say.
+    """Return the purpose of a GEMM, or None if its name does not show one.
 
     >>> purpose_of("decoder.layers.3.self_attention.linear_qkv"), purpose_of("model.layers.0.mlp.experts.5.w2")
     ('attention in', 'expert mlp out')
@@ -68,20 +68,20 @@ def purpose_of(layer: str) -> str | None:
 
 VERSION = 1
 SHIPPED = Path(__file__).with_name("healthy.parquet")
-#: runs that a band is made of, at least
+#: least number of runs that a band is learned from
 FEWEST = 6
-#: how many times smaller or larger a weight may be than those that a band was learned from
+#: a band applies to weights up to this many times smaller or larger than those it was learned from
 _SIZES = 4
-#: samples at the beginning, whose scales are made up
+#: first samples, whose scales are still initial values
 _FIRST = 2
-#: percent of values that underflow or overflow because of an outlier, at least
+#: least percent of values that must underflow or overflow for an outlier to count
 _COSTS = 0.5
-#: how many times the least rise above all that healthy runs did counts
+#: an operand is beyond its band by more than this many times the least rise
 _BEYOND = 1.5
 _METADATA = b"nemo_fp8_debug.bands"
-#: bytes of a file, at most
+#: largest size of a file of bands, in bytes
 _MOST_BYTES = 64 << 20
-#: what a band is of
+#: columns that identify a band
 _KIND = ("purpose", "role", "recipe", "part", "phase", "metric")
 _BY = (*_KIND, "sign")
 _SCHEMA: Mapping[str, Any] = {
@@ -90,23 +90,23 @@ _SCHEMA: Mapping[str, Any] = {
     **dict.fromkeys(("median", "lasting"), pl.Float64),
     **dict.fromkeys(("smallest", "largest", "runs"), pl.Int64),
 }
-#: columns of what a run does
+#: columns that summarize one run
 _COURSE = {name: _SCHEMA[name] for name in (*_BY, "median", "lasting")} | {"n": pl.Int64}
 
-#: metrics that have a band, each a direction
+#: metrics that have a band, one entry for each direction
 JUDGED = tuple(evidence for evidence in EVIDENCE if evidence.metric != "nonfinite")
 
 
 @dataclass(frozen=True)
 class Bands:
-    """What healthy runs do."""
+    """Bands of healthy runs."""
 
-    #: a row a kind of operand and metric: median and lasting (largest that lasted for three samples), each scaled so that
-    #: more is worse; runs, smallest and largest (values of W)
+    #: one row for each kind of operand and metric: median, lasting (largest value that lasted for three samples), runs,
+    #: smallest and largest (number of values of W). Median and lasting are scaled so that more is worse
     table: pl.DataFrame
-    #: model classes that they were learned from
+    #: model classes of the runs
     families: Sequence[str]
-    #: runs, in all
+    #: number of runs
     runs: int
 
     @classmethod
@@ -114,11 +114,11 @@ class Bands:
         """Learn bands from runs that went well.
 
         Raises:
-            RecordError: there is none.
+            RecordError: `runs` is empty.
         """
         courses = [(_course(run), family_of(run)) for run in runs]
         if not courses:
-            raise RecordError("there are no runs to learn from")
+            raise RecordError("no runs to learn from: give at least one record of a healthy run")
         tables, families = zip(*courses, strict=True)
         bands, n = pl.concat(tables).group_by(*_BY, maintain_order=True), pl.col("n")
         sizes = {"smallest": n.min(), "largest": n.max(), "runs": pl.len()}
@@ -127,10 +127,10 @@ class Bands:
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> Bands:
-        """Read a file that `write` has made.
+        """Read a file that `write` wrote.
 
         Raises:
-            RecordError: it is none.
+            RecordError: the file is missing or holds no bands.
         """
         try:
             if os.path.getsize(path) > _MOST_BYTES:
@@ -138,16 +138,16 @@ class Bands:
             table = pq.read_table(path)
             told = json.loads((table.schema.metadata or {})[_METADATA])
             if told["version"] != VERSION:
-                raise ValueError(f"it has version {told['version']}, and this release reads {VERSION}")
+                raise ValueError(f"its version is {told['version']}, but this release reads version {VERSION}")
             frame = pl.DataFrame(pl.from_arrow(table))
             return cls(_in_file(frame), list(map(str, told["families"])), int(told["runs"]))
         except FileNotFoundError:
             raise RecordError(f"there is no file {os.fspath(path)}") from None
-        except Exception as error:  # whatever a foreign file makes a reader raise
+        except Exception as error:  # a foreign file may raise anything in the reader
             raise RecordError(f"{os.fspath(path)} holds no bands of healthy runs: {error}") from None
 
     def write(self, path: str | os.PathLike[str]) -> None:
-        """Write them to a file."""
+        """Write the bands to a file."""
         table = _in_file(self.table).to_arrow(compat_level=pl.CompatLevel.oldest())
         told = {"version": VERSION, "families": list(self.families), "runs": self.runs}
         pq.write_table(table.replace_schema_metadata({_METADATA: json.dumps(told).encode()}), path, compression="zstd")
@@ -155,12 +155,12 @@ class Bands:
     def of(self, tensors: pl.DataFrame, evidence: Evidence, phase: str) -> tuple[Floats, Floats]:
         """Return median and lasting of the bands of `tensors`, in their order.
 
-        NaN stands for one that has none which was learned from enough runs with weights of such a size.
+        A tensor gets NaN if its band was learned from too few runs or from weights of another size.
         """
         rows = self.table.filter(pl.col("runs") >= FEWEST, metric=evidence.metric, sign=evidence.sign, phase=phase)
         joined = tensors.join(rows, on=["purpose", "role", "recipe", "part"], how="left", maintain_order="left")
         fits = pl.col("n").is_between(pl.col("smallest") / _SIZES, pl.col("largest") * _SIZES)
-        # Files of earlier releases hold values below that, too.
+        # Files of earlier releases also hold values below `good`.
         known = (pl.when(fits).then(pl.col(name).clip(lower_bound=evidence.good)) for name in ("median", "lasting"))
         median, most = joined.select(known).fill_null(np.nan).to_numpy().T
         return median, most
@@ -172,18 +172,18 @@ def _in_file(table: pl.DataFrame) -> pl.DataFrame:
 
 @functools.cache
 def shipped() -> Bands | None:
-    """Return those that come with the package, learned from tiny models; None if the file is missing."""
+    """Return the bands shipped with the package, learned from tiny models, or None if the file is missing."""
     return Bands.read(SHIPPED) if SHIPPED.exists() else None
 
 
 def choose_bands(run: Run, given: str | os.PathLike[str] | Bands | None) -> Bands | None:
-    """Return the bands to judge a run by; None if those that come with the package know no such model.
+    """Return the bands to judge a run by, or None if the shipped bands do not cover this class of model.
 
     Args:
-        given: by the user, who says by this that they fit; None: those that come with the package.
+        given: bands from the user, used for any model; None: the shipped bands.
 
     Raises:
-        RecordError: the file that was given holds none.
+        RecordError: the given file is missing or holds no bands.
     """
     if given is not None:
         return given if isinstance(given, Bands) else Bands.read(given)
@@ -192,23 +192,23 @@ def choose_bands(run: Run, given: str | os.PathLike[str] | Bands | None) -> Band
 
 
 def family_of(run: Run) -> str:
-    """Return the class of a run's model; empty if the record does not tell."""
+    """Return the class of a run's model, or an empty string if the record does not name it."""
     model = run.fingerprint.get("model")
     return str(model.get("class", "")) if isinstance(model, Mapping) else ""
 
 
 @dataclass(frozen=True)
 class _Operands:
-    """Some operands of a run whose GEMM tells what it is for, over the samples behind the first."""
+    """Some operands of a run whose GEMM has a known purpose, without the first samples."""
 
     grid: Grid
-    #: in the order of the grid: layer, role, purpose, recipe, part, n (values of W)
+    #: layer, role, purpose, recipe, part, n (number of values of W), in the order of the grid
     tensors: pl.DataFrame
-    #: [S], by phase: whether the learning rate had not reached its highest yet
+    #: samples by phase, bool [S]: `warm-up` until the learning rate reaches its maximum, then `later`
     phases: Mapping[str, Bools]
 
     def courses(self) -> Iterator[tuple[Evidence, str, Bools, Floats]]:
-        """Yield each metric and phase, its samples, and values [T, S] scaled so that more is worse."""
+        """Yield each metric and phase with its samples and values [T, S], scaled so that more is worse."""
         for evidence in JUDGED:
             values = evidence.scaled(self.grid.metric(evidence.metric))
             for phase, samples in self.phases.items():
@@ -216,7 +216,7 @@ class _Operands:
 
 
 def _over_operands(run: Run, do: Callable[[_Operands], Result]) -> list[Result]:
-    """Return `do` of some operands at a time, in order."""
+    """Apply `do` to some operands at a time and return the results in order."""
     metrics = run.metrics.with_role(*ROLES)
     recipes = usual_casts(metrics).select("layer", "role", "recipe")
     sizes = {layer: n for layer, n in read_weight_sizes(metrics).items() if n}
@@ -243,7 +243,7 @@ def _do_part(do: Callable[[_Operands], Result], kinds: pl.DataFrame, warmed_up: 
 
 
 def _find_warmed_up(run: Run) -> float:
-    """Return the first step of the highest learning rate; a tenth of the run if none is recorded."""
+    """Return the first step of the highest learning rate, or a tenth of the run if no rate is recorded."""
     rates = run.steps.select("step", pl.col("lr").fill_nan(None)).drop_nulls().sort("step")
     if rates.is_empty():
         steps = run.metrics.steps
@@ -252,21 +252,21 @@ def _find_warmed_up(run: Run) -> float:
 
 
 def _find_lasting(values: Floats) -> Floats:
-    """Return the least of each sample and the two behind it, [T, S]; missing values last for nothing."""
+    """Return the minimum of each sample and the next two, [T, S]; -inf if one of them is missing."""
     padded = np.pad(np.nan_to_num(values, nan=-np.inf), ((0, 0), (0, IN_A_ROW - 1)), constant_values=-np.inf)
     least: Floats = np.lib.stride_tricks.sliding_window_view(padded, IN_A_ROW, axis=1).min(-1)
     return least
 
 
 def _course(run: Run) -> pl.DataFrame:
-    """Return what a run does, a row a kind of operand and metric."""
+    """Return the summary of a run, one row for each kind of operand and metric."""
     tables = [table for of_part in _over_operands(run, _courses) for table in of_part]
     kinds = pl.concat([pl.DataFrame(schema=_COURSE), *tables]).group_by(*_BY, maintain_order=True)
     return kinds.agg(pl.col("n").max(), pl.col("median").median(), pl.col("lasting").max())
 
 
 def _courses(operands: _Operands) -> list[pl.DataFrame]:
-    """Return a row an operand, by metric and phase."""
+    """Return a table for each metric and phase, one row for each operand."""
     tables = []
     for evidence, phase, _, values in operands.courses():
         if not values.size:
@@ -286,15 +286,15 @@ def _courses(operands: _Operands) -> list[pl.DataFrame]:
 
 @dataclass(frozen=True)
 class JudgedRun:
-    """A run against bands."""
+    """A run judged by bands."""
 
-    #: operands beyond them: layer, role, onset (step), excess (how many times the least rise that counts), earliest first
+    #: operands beyond their band: layer, role, onset (step), excess (in units of the least rise), earliest first
     beyond: pl.DataFrame
-    #: layer, role of those that have a band
+    #: layer and role of operands that have a band
     covered: pl.DataFrame
-    #: operands in all
+    #: number of all operands
     operands: int
-    #: runs that the bands were learned from
+    #: number of runs that the bands were learned from
     runs: int
 
     @property
@@ -304,7 +304,7 @@ class JudgedRun:
 
 
 def describe_bands(judged: JudgedRun | None) -> str:
-    """Return what stood for the baseline of a run, in a sentence."""
+    """Describe in a sentence what replaced the baseline of a run."""
     if judged is None:
         known = "no bands of healthy runs were learned from models of its class"
     elif not len(judged.covered):
@@ -321,10 +321,10 @@ def describe_bands(judged: JudgedRun | None) -> str:
 
 
 def judge_by_bands(run: Run, bands: Bands) -> JudgedRun:
-    """Lay a run's operands against bands.
+    """Judge a run's operands by bands.
 
-    Beyond is what lasts for three samples above all that lasted in healthy runs, by as much again as that rose above their
-    median. A single sample is judged by fixed limits: a spike of one run is no measure for that of another.
+    An operand is beyond its band if its value stays, for three samples, above the largest lasting value of healthy runs.
+    It must exceed it by 1.5 times this value's own rise above their median. Fixed limits judge shorter spikes.
     """
     judged = pl.concat(_over_operands(run, partial(_judge, bands)))
     key = ["layer", "role"]
@@ -334,14 +334,14 @@ def judge_by_bands(run: Run, bands: Bands) -> JudgedRun:
 
 
 def _judge(bands: Bands, operands: _Operands) -> pl.DataFrame:
-    """Return the operands with onset and excess, 0 for one within its bands, and covered: whether it has a band."""
+    """Return the operands with onset, excess (0 within the bands) and covered (whether a band exists)."""
     grid, tensors = operands.grid, operands.tensors
     lost = np.fmax(grid.metric("underflow_pct"), grid.metric("overflow_pct"))
     covered = np.zeros(len(tensors), dtype=bool)
     onset, excess = np.full(len(tensors), np.iinfo(np.int64).max), np.zeros(len(tensors))
     least = np.where(tensors["role"].to_numpy() == "grad_output", OF_GRADIENTS, 1.0)
     for evidence, phase, samples, values in operands.courses():
-        if evidence.metric == "outlier_log2":  # one that costs no values is no loss
+        if evidence.metric == "outlier_log2":  # an outlier without underflow or overflow does no harm
             values = np.where(lost[:, samples] > _COSTS, values, np.nan)
         median, most = bands.of(tensors, evidence, phase)
         covered |= ~np.isnan(most) & (phase == "later")

@@ -1,1 +1,1 @@
-"""What FP8 and BF16 make of a checkpoint's weights; builds no model and runs nothing in the checkpoint. Internal."""
+"""Errors of a checkpoint's weights in FP8 and BF16, without a model and without code from the checkpoint. Internal."""

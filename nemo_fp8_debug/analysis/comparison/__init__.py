@@ -1,1 +1,1 @@
-"""Two runs side by side. Internal."""
+"""Compare two runs. Internal."""

@@ -33,43 +33,43 @@ from .layer_matching import (
 )
 from .onset import IN_A_ROW, find_onsets
 
-#: metrics that are shown under other recipes
+#: metrics that `Comparison.what_if` shows under other recipes
 _WEIGHED = ("relative_error", "underflow_pct", "overflow_pct", "mse")
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """What sets a run apart from a baseline."""
+    """The differences between a run and a baseline."""
 
     baseline: Run
-    #: with the baseline's names for its layers
+    #: the run, with the baseline's names for its layers
     run: Run
     reference: Run | None
-    #: a row a tensor, farthest drifted first; columns as in `measure_drifts`, and the first onset and lead of each; the
-    #: experts of a layer are one
+    #: one row for each tensor, farthest drifted first: the columns of `measure_drifts`, first onset and lead. The experts
+    #: of a layer are one tensor
     tensors: pl.DataFrame
-    #: the same of those experts one by one
+    #: the same columns for single experts
     experts: pl.DataFrame
-    #: since when tensors are out of the baseline's band, earliest first; as in `find_onsets`, but the experts of a layer
-    #: are one, and with lead: steps from the onset to that of the loss; negative behind it, null if the loss stays
+    #: tensors out of the baseline's band, earliest first: the columns of `find_onsets`, and lead (steps from this onset to
+    #: the loss's; negative after it, null if the loss does not rise). The experts of a layer are one tensor
     out_of_band: pl.DataFrame
-    #: the same of the experts of layers whose experts are out as one, one by one
+    #: the same columns for single experts, in layers whose experts as a whole are out of band
     experts_out_of_band: pl.DataFrame
-    #: what to bear in mind, in sentences: how names were matched, what was left out, what cannot be told
+    #: sentences about the comparison's limits: how names were matched, what was left out, what is unknown
     notes: Sequence[str] = ()
-    #: percent that the loss may lie above the baseline's before it counts as harm
+    #: largest gap of the loss to the baseline's that is no harm, percent
     max_gap: float = MAX_GAP
-    #: what the loss is compared with, if that is not the baseline's: one of other baselines, or the mean of several
+    #: the loss to compare with, if not the baseline's: another baseline's, or the mean of several
     beside: Beside | None = None
 
     @property
     def divergence_step(self) -> int | None:
-        """Since when the run's loss stays above the baseline's; None: it does not, or is not known."""
+        """Return the step from which the run's loss stays above the baseline's, or None if no such rise is visible."""
         return self.loss.since
 
     @cached_property
     def loss(self) -> LossOutcome:
-        """What the run's loss came to."""
+        """Return the run's loss, judged against the baseline's."""
         sizes = read_weight_sizes(self.run.metrics)
         same_model = None not in sizes.values() and sizes == read_weight_sizes(self.baseline.metrics)
         beside = Beside(self.baseline.loss) if self.beside is None else self.beside
@@ -79,30 +79,32 @@ class Comparison:
 
     @cached_property
     def sampled_alike(self) -> bool:
-        """Whether the runs sampled the same tensors at the same steps, all of them: then medians over samples that belong
-        together are those of each run."""
+        """Return True if both runs sampled all tensors, the same ones, at the same steps.
+
+        Then medians over paired samples equal medians of each run.
+        """
         run, baseline = self.run.metrics, self.baseline.metrics
         same = run.tensors.equals(baseline.tensors) or set(run.tensors.rows()) == set(baseline.tensors.rows())
         return same and np.array_equal(run.steps, baseline.steps) and run.is_complete and baseline.is_complete
 
     def groups(self) -> pl.DataFrame:
-        """Where the tensors out of band are; see `group_tensors`."""
+        """Group the tensors out of band; see `group_tensors`."""
         return group_tensors(self.tensors)
 
     def differences(self) -> pl.DataFrame:
-        """In what the runs' settings differ; see `list_differences`."""
+        """List the settings that differ; see `list_differences`."""
         return list_differences(self.baseline.fingerprint, self.run.fingerprint)
 
     @cached_property
     def features(self) -> dict[str, pl.DataFrame]:
-        """What other features observed of the runs, by name; see `compare_runs` of each."""
+        """Return the comparisons by other features, by name; see `compare_runs` of each feature."""
         modules = load_modules("two_runs")
         return {module.NAME: module.compare_runs(self.baseline, self.run) for module in modules}
 
     def what_if(self) -> pl.DataFrame:
         """Return the run's tensors under recipes that were tried or replayed.
 
-        A row a recipe, with medians over the later half of the samples.
+        Each tensor has one row for each recipe, with medians over the later half of the samples.
         """
         steps = pl.Series(self.run.metrics.steps)
         tail = steps.tail(max(1, round(len(steps) * TAIL)))
@@ -125,27 +127,26 @@ def compare(
     """Compare the record of a run with that of a baseline.
 
     Args:
-        run: the record of the run to explain, or a folder above it; a path or any fsspec address.
-        baseline: likewise, the record of a run that went well.
-        reference: likewise, the record of a run that differs from `run` in one thing, as BF16 instead of FP8; None: there is
-            none.
-        by: what the runs are matched by: `step`, or `samples` that were consumed, for runs of other batch sizes.
-        renames: how to make the baseline's names of the run's layers, a list of `REGEX=REPLACEMENT` as of `re.sub`, applied
-            in turn. Without them, and if no name is in common, layers are matched by the rest of their names, or by order,
-            size and kind.
-        max_gap: percent that the mean loss over the last part may lie above the baseline's before it counts as harm.
-        others: further runs that went well, of the baseline's model and of other seeds: the loss is compared with the mean
-            of all, and tensors with those of the baseline alone.
+        run: the record of the run to explain, or a folder above it, as a path or any fsspec address.
+        baseline: the record of a run that went well.
+        reference: the record of a run that differs from `run` in one thing, such as BF16 instead of FP8.
+        by: how to match the runs: by `step`, or by consumed `samples` if their batch sizes differ.
+        renames: rules `REGEX=REPLACEMENT`, as in `re.sub`, applied in turn to turn the run's layer names into the
+            baseline's. Without rules, and if the runs share no name, layers are matched by the end of their names, or by
+            order, size and kind.
+        max_gap: largest gap of the mean loss over the last part to the baseline's that is no harm, percent.
+        others: further good runs of the baseline's model with other seeds. The loss is compared with the mean of all, the
+            tensors only with the baseline's.
 
     Returns:
-        What sets the runs apart: `.divergence_step`, the step from which the loss stays above the baseline's, or None;
-        `.tensors`, each tensor's drift, a polars frame, worst first; `.out_of_band`, when each left the baseline's band;
-        `.differences()`, the settings that differ.
+        A comparison. `.divergence_step` is the step from which the loss stays above the baseline's, or None. `.tensors`
+        has each tensor's drift, worst first, and `.out_of_band` when each left the baseline's band, as polars frames.
+        `.differences()` lists the settings that differ.
 
     Raises:
-        RecordError: a record is missing or unreadable, or the two have no sampled step and tensor in common, or are of
-            different models.
-        ConfigError: `by` or `renames` cannot be used, or one of `others` is of another model than the baseline.
+        RecordError: a record is missing or unreadable, or the runs share no sampled step and tensor, or are of different
+            models.
+        ConfigError: `by` or `renames` is invalid, or one of `others` is of another model than the baseline.
 
     Example:
         >>> found = compare("runs/bad", "runs/baseline", "runs/reference")
@@ -180,22 +181,22 @@ def compare(
 
 
 def _beside(baseline: Run, run: Run, others: Sequence[Run]) -> Beside:
-    """What the run's loss is compared with."""
+    """Return the loss that the run's is compared with."""
     for other in others:
         if has_other_depth(*_layers_of(baseline, other)) or _differ_in_size(baseline, other):
-            raise ConfigError(f"{other.path} is of another model than {baseline.path}: give baselines of one model")
+            raise ConfigError(f"{other.path} and {baseline.path} are of different models: give baselines of one model")
     return choose_baseline_loss((run.path, run.loss), {each.path: each.loss for each in (baseline, *others)})
 
 
 def _differ_in_size(baseline: Run, other: Run) -> bool:
-    """Whether most W that both know the size of have another one; a padded output layer makes no other model."""
+    """Return True if most weights of known size differ in size. A padded output layer alone makes no other model."""
     sizes = [read_weight_sizes(each.metrics) for each in (baseline, other)]
     known = [(n, sizes[1][name]) for name, n in sizes[0].items() if n is not None and sizes[1].get(name) is not None]
     return 2 * sum(mine != theirs for mine, theirs in known) > len(known)
 
 
 def _out_of_band(baseline: Run, run: Run) -> pl.DataFrame:
-    """Of the tensors that an engine quantizes, those that count as out of the baseline's band."""
+    """Return the engine-quantized tensors that count as out of the baseline's band."""
     expected, judged = baseline.metrics, select_quantized(run.metrics)
     found, layers = find_onsets(expected, judged), _layers_of(baseline, run)
     if not has_other_depth(*layers):
@@ -219,7 +220,7 @@ def _with_lead(out_of_band: pl.DataFrame, divergence_step: int | None) -> pl.Dat
 
 
 def _mistaken(baseline: Run, run: Run) -> list[str]:
-    """What looks as if the runs were not those that were meant."""
+    """Return a note if the runs seem to be the same record, or swapped."""
     if baseline.path == run.path:
         return ["Both runs are the same record."]
     since = find_rise_above(baseline.loss, run.loss)
@@ -229,7 +230,7 @@ def _mistaken(baseline: Run, run: Run) -> list[str]:
 
 
 def _depths(baseline: Run, run: Run) -> list[str]:
-    """That the models are of another depth, which no name tells."""
+    """Return a note if the models have different depths, which no layer name shows."""
     layers = _layers_of(baseline, run)
     if not has_other_depth(*layers):
         return []
@@ -241,7 +242,7 @@ def _depths(baseline: Run, run: Run) -> list[str]:
 
 
 def _coverage(baseline: Run, run: Run) -> list[str]:
-    """What the runs' lengths leave untold."""
+    """Return a note if the runs overlap in too few samples, or if the baseline ends first."""
     steps = [each.metrics.steps for each in (baseline, run)]
     both = steps[1][(steps[1] >= steps[0][0]) & (steps[1] <= steps[0][-1])]
     told = []
@@ -256,13 +257,13 @@ def _coverage(baseline: Run, run: Run) -> list[str]:
 
 
 def select_quantized(metrics: Metrics) -> Metrics:
-    """Rows of operands that an engine quantizes, where one does: the others cannot have done harm."""
-    # Experts as one are also mixed where nothing quantizes any.
+    """Keep operands that an engine quantizes, because others do no harm. Keep all if no engine quantizes any."""
+    # Aggregated experts are also MIXED if no engine quantizes any of them.
     return metrics.only("scale_source", (ENGINE, MIXED)) if ENGINE in metrics.unique("scale_source") else metrics
 
 
 def split_experts(rows: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame]:
-    """The rows of tensors, and apart from them those of experts whose aggregate is among them."""
+    """Split off the rows of experts whose aggregate is among the rows, and return both parts."""
     names = rows["layer"].cast(pl.String).unique(maintain_order=True)
     ones = pl.DataFrame({"layer": names, "aggregate": pl.Series(list(map(name_aggregate, names)), dtype=pl.String)})
     keys = rows.select(pl.col("layer", "role").cast(pl.String))

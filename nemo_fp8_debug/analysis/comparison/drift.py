@@ -17,26 +17,26 @@ from ..runs.grid import Floats, Grid, Paired, median
 from ..runs.metrics import select_common
 from ..runs.run import Run
 
-#: models of more layers are looked at in thirds
+#: models with more layers are grouped in thirds
 _EACH = 8
-# No more digits than the column holds.
+# 18 digits fit into the int64 column.
 _NUMBER = re.compile(r"(?:^|\.)(\d{1,18})(?=\.|$)")
 
 
 def read_kind(layer: str) -> str:
-    """What a GEMM does: `decoder.layers.3.mlp.linear_fc2` -> `linear_fc2`; of experts with `experts.` before it."""
+    """Return a GEMM's kind: `decoder.layers.3.mlp.linear_fc2` -> `linear_fc2`. Experts get the prefix `experts.`."""
     last = next((part for part in reversed(layer.split(".")) if not part.isdigit() and part != "*"), layer)
     return f"experts.{last}" if is_aggregate(layer) or name_aggregate(layer) else last
 
 
 def read_depth(layer: str) -> int | None:
-    """Index of the layer of the model that a GEMM is in; None for one that is outside of them, as an output layer."""
+    """Return the index of the model's layer that holds a GEMM, or None for GEMMs outside, such as the output layer."""
     found = split_at_depth(layer)
     return found[1] if found else None
 
 
 def split_at_depth(layer: str) -> tuple[str, int, str] | None:
-    """What comes before that index in a name, the index, and what comes behind it; None: the name has none.
+    """Split a name at its layer index into prefix, index and suffix, or return None if the name has no index.
 
     Example:
         >>> split_at_depth("decoder.layers.3.mlp.linear_fc2")
@@ -47,7 +47,7 @@ def split_at_depth(layer: str) -> tuple[str, int, str] | None:
 
 
 def locate_tensors(tensors: pl.DataFrame) -> pl.DataFrame:
-    """`tensors` with where each is: kind, depth (null outside of layers), part (of the model, in words)."""
+    """Add columns kind, depth (null outside of layers) and part (the part of the model, in words)."""
     names = tensors["layer"].unique()
     depths = [read_depth(name) for name in names]
     places = pl.DataFrame(
@@ -68,11 +68,14 @@ def _part(depth: int | None, n: int) -> str:
 
 
 def group_tensors(tensors: pl.DataFrame) -> pl.DataFrame:
-    """A row a group: by (kind, depth or role), group, tensors, out_of_band (how many of them), onset (the earliest),
-    drift_log2 (median).
+    """Count the tensors out of band by kind, depth and role.
 
     Args:
         tensors: layer, tensor, onset, drift_log2.
+
+    Returns:
+        One row for each group: by (kind, depth or role), group, tensors (their number), out_of_band (how many of them),
+        onset (the earliest), drift_log2 (median).
     """
     rows, tables = locate_tensors(tensors), []
     for by, column in (("kind", "kind"), ("depth", "part"), ("role", "tensor")):
@@ -90,10 +93,10 @@ def group_tensors(tensors: pl.DataFrame) -> pl.DataFrame:
 
 
 def describe_concentration(tensors: pl.DataFrame) -> list[str]:
-    """In a sentence what the tensors out of band have in common and others lack; nothing where that is nothing.
+    """Describe in a sentence what only the tensors out of band have in common. Return no sentence if there is nothing.
 
     Args:
-        tensors: as for `group_tensors`.
+        tensors: as in `group_tensors`.
     """
     rows = locate_tensors(tensors)
     out_of_band = rows.filter(pl.col("onset").is_not_null())
@@ -117,35 +120,33 @@ def _where(out_of_band: pl.DataFrame, rows: pl.DataFrame) -> str:
 
 
 def _shared(column: str, out_of_band: pl.DataFrame, rows: pl.DataFrame) -> bool:
-    """Whether those out of band have one value, and others have another."""
+    """Return True if all tensors out of band have the same value, and some others have another."""
     return out_of_band[column].n_unique() == 1 < rows[column].n_unique() and out_of_band[column].null_count() == 0
 
 
-#: metrics whose ratios count, and what is added to either side: percent of underflow and overflow below this are noise
+#: metrics whose ratios count, with the noise level that is added to numerator and denominator
 _FLOORS = {"underflow_pct": 0.01, "overflow_pct": 0.01, "relative_error": 0.0}
-#: of a tensor, by its errors; null if it is zero or unknown
+#: root mean square of a tensor, from its errors; null if it is zero or unknown
 ROOT_MEAN_SQUARE = pl.when((pl.col("mse") > 0) & (pl.col("relative_error") > 0)).then(
     pl.col("mse").sqrt() / pl.col("relative_error")
 )
-#: share of the paired samples, from the end, that the ranking looks at
+#: last part of the paired samples that the ranking uses
 TAIL = 0.5
-#: metrics of either run that stand beside the ranking
+#: metrics of both runs that the ranking shows
 SHOWN = ("mse", "underflow_pct", "overflow_pct", "relative_error", "cosine", "amax", "scale_ratio_log2", "outlier_log2")
-#: those that are read at once
+#: metrics that are read together
 _TOGETHER = (("mse", "unscaled_mse"), SHOWN[1:3], SHOWN[3:5], SHOWN[5:7], SHOWN[7:])
 
 
 def measure_drifts(baseline: Run, run: Run) -> pl.DataFrame:
-    """How far each tensor drifted, over the later half of the samples of both runs that belong together.
+    """Measure how far each tensor drifted, over the later half of the paired samples of both runs.
 
-    `drift_log2` takes the largest of three medians over those steps, each the log2 of a ratio run / baseline: of the
-    underflow ratio, of the overflow ratio (both floored at 0.01%), and of the relative error. None of them depends on
-    how large the tensor's values are. It is capped by the log2 of the MSE ratio: the MSE alone cannot rank tensors of
-    different scale, but where it fell, as in a gradient that vanishes because another tensor broke the run, the drift
-    is a consequence.
+    `drift_log2` is the largest of three medians of log2(run / baseline): of underflow, of overflow (both floored at 0.01%),
+    and of relative error. None of them depends on the size of the values. The log2 of the MSE ratio caps it: if the MSE
+    fell, as in a gradient that vanishes because another tensor broke the run, the drift is a consequence.
 
     Raises:
-        RecordError: the runs have no tensor, or no step, in common.
+        RecordError: the runs share no tensor or no step.
     """
     both = select_common(baseline.metrics, run.metrics)
     tail = Paired.of(*(each.steps for each in both)).last(TAIL)
@@ -166,10 +167,10 @@ def measure_drifts(baseline: Run, run: Run) -> pl.DataFrame:
 
 
 def _later(baseline: Grid, run: Grid) -> pl.DataFrame:
-    """What the later samples tell, metric by metric, since no more than a few can be held of all tensors.
+    """Compute the columns of the later samples, metric by metric, because memory holds only a few of all tensors.
 
     Args:
-        baseline, run: at as many samples, each of which belongs to that of the other.
+        baseline, run: paired samples, equally many.
     """
     columns = compute_by_tensor([_sampled, *(partial(_medians, metric) for metric in SHOWN)], baseline, run)
     drift = np.fmax(np.fmax(columns["underflow_log2"], columns["overflow_log2"]), columns["relative_error_log2"])
@@ -182,12 +183,12 @@ def _later(baseline: Grid, run: Grid) -> pl.DataFrame:
 
 
 def _lost(baseline: Grid, run: Grid) -> pl.DataFrame:
-    """nonfinite_since, nonfinite_order."""
+    """Return columns nonfinite_since and nonfinite_order."""
     return pl.DataFrame(compute_by_tensor([_nonfinite_since], baseline, run))
 
 
 def _in_both(baseline: Grid, run: Grid) -> npt.NDArray[np.bool_]:
-    """[T, S]: whether both runs sampled a tensor."""
+    """Return whether both runs sampled a tensor, [T, S]."""
     return baseline.sampled & run.sampled
 
 
@@ -196,7 +197,7 @@ def _sampled(baseline: Grid, run: Grid) -> dict[str, npt.NDArray[np.bool_]]:
 
 
 def _medians(metric: str, baseline: Grid, run: Grid) -> dict[str, Floats]:
-    """By name: `metric_baseline` and `metric_run`, and `metric_log2` of those that tell."""
+    """Return columns `metric_baseline` and `metric_run`, and `metric_log2` for metrics that the ranking uses."""
     apart = ~_in_both(baseline, run)
 
     def of_both(name: str) -> tuple[Floats, Floats]:
@@ -208,13 +209,13 @@ def _medians(metric: str, baseline: Grid, run: Grid) -> dict[str, Floats]:
     if metric in _FLOORS:
         medians[f"{metric.removesuffix('_pct')}_log2"] = median(_ratio_log2(*both, _FLOORS[metric]))
     elif metric == "mse":
-        true = _ratio_log2(*of_both("unscaled_mse"))  # whatever the loss scale of either
+        true = _ratio_log2(*of_both("unscaled_mse"))  # does not depend on the loss scales
         medians["mse_log2"] = median(np.where(np.isnan(true), _ratio_log2(*both), true))
     return medians
 
 
 def _ratio_log2(baseline: Floats, run: Floats, floor: float = 0.0) -> Floats:
-    """A ratio with a zero is absent."""
+    """Return the log2 of the ratio, NaN if either side is zero."""
     with np.errstate(divide="ignore", invalid="ignore"):
         ratio = np.log2((run + floor) / (baseline + floor))
         result: Floats = np.where((baseline + floor > 0) & (run + floor > 0), ratio, np.nan)
@@ -222,8 +223,7 @@ def _ratio_log2(baseline: Floats, run: Floats, floor: float = 0.0) -> Floats:
 
 
 def _nonfinite_since(baseline: Grid, run: Grid) -> dict[str, Floats]:
-    """Since when a tensor of the run held NaN or infinity and the baseline's did not, and its place in the order of
-    execution at that step."""
+    """Return the step from which only the run's tensor held NaN or infinity, and its place in execution order there."""
     pairs = Paired.of(baseline.steps, run.steps)
     usual, found = (grid.metric("nonfinite")[:, at] for grid, at in ((baseline, pairs.baseline), (run, pairs.run)))
     bad_only = (found > 0) & (usual == 0)

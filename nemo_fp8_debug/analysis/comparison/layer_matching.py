@@ -19,18 +19,18 @@ _KEY = ["layer", "role"]
 
 
 def count_depths(layers: Iterable[str]) -> int:
-    """How many layers deep the model is whose GEMMs have these names; 0 if they do not tell."""
+    """Count the layers of the model whose GEMMs have these names; 0 if the names have no indices."""
     return len({read_depth(name) for name in layers} - {None})
 
 
 def has_other_depth(baseline: Iterable[str], run: Iterable[str]) -> bool:
-    """Whether both tell how deep their models are, and these are not alike."""
+    """Return True if the names show that the two models have different depths."""
     depths = count_depths(baseline), count_depths(run)
     return all(depths) and depths[0] != depths[1]
 
 
 def match_from_output(baseline: Iterable[str], run: Iterable[str]) -> dict[str, str]:
-    """By the run's name of a layer, that of the baseline's which lies as far from the output, where that is another one.
+    """Map the run's layers to those of the baseline at the same distance from the output, if the names differ.
 
     Example:
         >>> match_from_output(["layers.0.fc1", "layers.1.fc1"], ["layers.0.fc1", "layers.1.fc1", "layers.2.fc1"])
@@ -51,7 +51,7 @@ def match_from_output(baseline: Iterable[str], run: Iterable[str]) -> dict[str, 
 
 
 def _last_of(layers: Iterable[str]) -> dict[str, int]:
-    """The highest index of each stack of layers, by what comes before it."""
+    """Return the highest index of each stack of layers, by the prefix of its names."""
     last: dict[str, int] = {}
     for name in layers:
         if (parts := split_at_depth(name)) is not None:
@@ -62,15 +62,14 @@ def _last_of(layers: Iterable[str]) -> dict[str, int]:
 def select_counted(
     out_of_band: pl.DataFrame, names: Mapping[str, str], beside: Callable[[pl.DataFrame], pl.DataFrame]
 ) -> pl.DataFrame:
-    """What counts of that which is out of the band of a baseline of another depth.
+    """Select the rows that count if the baseline has another depth, with higher limits than for equal models.
 
-    Gradients come from the output. They are also compared with those of the layer that is as far from it, whose band they
-    must be out of as well, by more than where models are alike.
+    Gradients flow back from the output. So they must also leave the band of the layer at the same distance from it.
 
     Args:
-        out_of_band: as of `find_onsets`.
-        names: as of `match_from_output`.
-        beside: of some tensors (layer, role; names of the run) what is out of the band of those layers.
+        out_of_band: the result of `find_onsets`.
+        names: the result of `match_from_output`.
+        beside: finds the given tensors (layer, role; the run's names) that are out of those layers' bands.
     """
     strong = _strong(out_of_band)
     asked = strong.filter(_IS_GRADIENT, pl.col("layer").cast(pl.String).is_in(list(names))).select(_KEY).unique()
@@ -90,21 +89,20 @@ def _strong(rows: pl.DataFrame) -> pl.DataFrame:
 
 
 Names = Mapping[str, str]
-#: how many values W has, by layer; None where that is not known
+#: number of values of W by layer; None if unknown
 Sizes = Mapping[str, int | None]
 
 
 def match_by_name(baseline: Run, run: Run, renames: Sequence[str] = ()) -> tuple[Run, list[str]]:
-    """The run with the baseline's names for its layers, and how they were found, in sentences.
+    """Return the run with the baseline's names for its layers, and sentences that say how the names were matched.
 
     Args:
-        renames: `REGEX=REPLACEMENT` each, as of `re.sub`, applied in turn to the run's names. Without them, and where no
-            name is in common, names that differ by what comes before them are matched, or layers one to one by order, size
-            and kind.
+        renames: rules `REGEX=REPLACEMENT`, as in `re.sub`, applied in turn to the run's names. Without rules, and if the
+            runs share no name, names with different prefixes are matched, or layers one to one by order, size and kind.
 
     Raises:
-        ConfigError: an element of `renames` is not of that form, or gives two layers one name.
-        RecordError: the layers have other sizes in the other run: it is of another model.
+        ConfigError: a rule in `renames` is malformed, or gives two layers one name.
+        RecordError: the layers' sizes differ, so the runs are of different models.
     """
     sizes = [read_weight_sizes(run.metrics) for run in (baseline, run)]
     names, told = match_layers(list(sizes[0]), list(sizes[1]), renames, lambda: (sizes[0], sizes[1]))
@@ -117,15 +115,16 @@ def match_by_name(baseline: Run, run: Run, renames: Sequence[str] = ()) -> tuple
 def match_layers(
     baseline: Sequence[str], run: Sequence[str], renames: Sequence[str], sizes: Callable[[], tuple[Sizes, Sizes]]
 ) -> tuple[Names, str]:
-    """What the baseline calls those layers of the run that have another name there, and how that was found, in a sentence.
+    """Map layers of the run to the baseline's names if they differ, and say in a sentence how they were matched.
 
     Args:
-        baseline: its layers, in the order of the record; `run` likewise.
-        renames: as of `match_by_name`.
-        sizes: asked for how many values W has in each, by layer, where names alone do not tell.
+        baseline: layers of the baseline, in the order of the record.
+        run: layers of the run, in the order of the record.
+        renames: as in `match_by_name`.
+        sizes: returns the number of values of W in both runs, by layer; called only if the names alone do not match.
 
     Raises:
-        ConfigError: as of `match_by_name`.
+        ConfigError: as in `match_by_name`.
 
     Example:
         >>> match_layers(["0.fc1", "0.fc2"], ["model.0.fc1", "model.0.fc2"], (), sizes=lambda: ({}, {}))[0]
@@ -141,7 +140,7 @@ def match_layers(
 
 
 def read_weight_sizes(metrics: Metrics) -> dict[str, int | None]:
-    """How many values W has, by layer in order; None where that is not known."""
+    """Return the number of values of W by layer, in order, or None if unknown."""
     return dict.fromkeys(metrics.tensors["layer"]) | metrics.sizes_of_weights
 
 
@@ -150,19 +149,19 @@ def _by_hand(names: Sequence[str], renames: Sequence[str]) -> Names:
     for rename in renames:
         pattern, equals, replacement = rename.rpartition("=")
         if not equals or not pattern:
-            raise ConfigError(f"{rename!r} renames nothing; write REGEX=REPLACEMENT")
+            raise ConfigError(f"{rename!r} is no renaming rule: write REGEX=REPLACEMENT")
         try:
             renamed = {name: re.sub(pattern, replacement, new) for name, new in renamed.items()}
         except (re.error, IndexError) as error:
-            raise ConfigError(f"{rename!r} cannot rename: {error}; write REGEX=REPLACEMENT, as of Python's re.sub") from None
+            raise ConfigError(f"invalid rule {rename!r}: {error}. Write REGEX=REPLACEMENT, as in Python's re.sub") from None
     taken: dict[str, str] = {}
     for name, new in renamed.items():
         if new in taken:
-            raise ConfigError(f"{taken[new]!r} and {name!r} would both be called {new!r}; make the pattern tell them apart")
+            raise ConfigError(f"{taken[new]!r} and {name!r} would both be named {new!r}: make the pattern more specific")
         taken[new] = name
     changed = {name: new for name, new in renamed.items() if name != new}
     if not changed:
-        raise ConfigError(f"no layer of the run matches {', '.join(renames)}; it has layers such as {_first(names)!r}")
+        raise ConfigError(f"no layer of the run matches {', '.join(renames)}. It has layers such as {_first(names)!r}")
     return changed
 
 
@@ -171,7 +170,7 @@ def _first(names: Sequence[str]) -> str:
 
 
 def _by_prefix(baseline: Sequence[str], run: Sequence[str]) -> tuple[Names, str]:
-    """Names that end alike, if one prefix in the place of another matches all layers of the run that has fewer."""
+    """Match names by their ends, if replacing one prefix by another matches all layers of the smaller run."""
     for left in _prefixes(baseline[0]):
         for right in _prefixes(run[0]):
             ours = {name[len(left) :]: name for name in baseline if name.startswith(left)}
@@ -187,7 +186,7 @@ def _prefixes(name: str) -> list[str]:
 
 
 def _one_to_one(baseline: Sizes, run: Sizes) -> tuple[Names, str]:
-    """All layers in their order, if each has as many weights as its like, and kinds go with kinds."""
+    """Match all layers in order, if their numbers of weights are equal and each kind matches one kind."""
     pairs = list(zip(run, baseline, strict=False))
     kinds = {(read_kind(b), read_kind(g)) for b, g in pairs}
     one_to_one = len(kinds) == len({k for k, _ in kinds}) == len({k for _, k in kinds})
@@ -203,7 +202,7 @@ def _one_to_one(baseline: Sizes, run: Sizes) -> tuple[Names, str]:
 
 
 def _without_others_sizes(run: Run, sizes: Sizes, run_sizes: Sizes, baseline_path: str, how: list[str]) -> Run:
-    """The run without layers whose W has another size in the baseline, as a padded output layer; told in `how`."""
+    """Return the run without layers whose W differs in size, such as a padded output layer. Add a note to `how`."""
     known = {name for name, n in run_sizes.items() if n is not None and sizes.get(name) is not None}
     others = sorted(name for name in known if sizes[name] != run_sizes[name])
     if not others:

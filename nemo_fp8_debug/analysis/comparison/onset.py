@@ -1,8 +1,8 @@
-"""Since when a tensor of a run is out of the band of a baseline, and by what.
+"""Find when a tensor of a run left the band of a baseline, and by which metric.
 
-The band of a metric is its running median in the baseline, give or take what it moves by from sample to sample. A tensor is
-out from the first of several samples in a row that lie beyond the band on the run side. Metrics are those that do not depend
-on the size of values, on scales on which equal steps mean the same.
+The band of a metric is its running median in the baseline, plus or minus its usual moves from sample to sample. A tensor is
+out of band from the first of several consecutive samples beyond the band. The metrics do not depend on the size of the
+values, and are scaled so that equal steps are equally serious.
 """
 
 from __future__ import annotations
@@ -30,71 +30,70 @@ class Evidence:
     """A metric by which a tensor can be out of the band."""
 
     metric: str
-    #: the least rise that counts, however steady the baseline is; on a log2 scale where `log2`
+    #: the least rise that counts, even if the baseline is steadier; in log2 units if `log2`
     least: float
-    #: whether it is what a loss of precision looks like, and counts only where more is lost, or above `anyway`
+    #: whether the metric measures precision loss. Then a rise counts only if the MSE also rises, or above `anyway`
     of_error: bool = False
-    #: how many times the least rise counts even if no more is lost
+    #: multiple of the least rise that counts even if the MSE does not rise
     anyway: float = np.inf
-    #: whether equal ratios mean the same, and not equal differences
+    #: whether the scale is logarithmic, so that equal ratios are equally serious
     log2: bool = False
-    #: what is less is rounding, on a log2 scale
+    #: on a log2 scale, smaller values are rounding and count as this
     floor: float = 0.01
-    #: scaled values below this count as this: they are all equally good
+    #: scaled values below this count as this, because they are equally good
     good: float = -np.inf
     #: 1: a rise counts; -1: a fall
     sign: int = 1
-    #: how many times the least rise a sample must show, to be told as a transient if fewer than three in a row do
+    #: multiple of the least rise that makes a transient of fewer than three consecutive samples
     transient: float = 6.0
-    #: values of a tensor that must be affected at least, where `least` is in percent of them
+    #: least number of affected values of a tensor, if `least` is a percentage of them
     least_values: int = 0
-    #: part of what is usual that a rise must be at least: FP4 loses so much that its noise is points
+    #: least rise as a part of the usual value. FP4 loses so much that its noise is percentage points
     least_part: float = 0.0
 
     def least_of(self, usual: Floats) -> Floats:
-        """The least rise that counts, above what is usual (scaled)."""
+        """Return the least rise above the usual value (scaled) that counts."""
         least: Floats = np.fmax(self.least, self.least_part * usual)
         return least
 
     def scaled(self, x: Floats) -> Floats:
-        """To a scale on which equal steps mean the same."""
+        """Convert values to the scale on which equal steps are equally serious."""
         return np.maximum(self.sign * (np.log2(np.maximum(x, self.floor)) if self.log2 else x), self.good)
 
     def unscaled(self, x: Floats) -> Floats:
-        """Back from it."""
+        """Convert scaled values back."""
         return np.exp2(self.sign * x) if self.log2 else self.sign * x
 
 
-#: how many times the least rise counts against healthy operands of another model; of gradients more, which differ from task
-#: to task
+#: multiples of the least rise that count against operands of another model; more for gradients, which differ between tasks
 OF_OTHER_MODELS, OF_GRADIENTS = 2.0, 4.0
-#: in the order in which one explains the next: a stale scale clips, and clipping is an error
+#: ordered so that each entry may explain the next: a stale scale clips, and clipping is an error
 EVIDENCE = (
     Evidence("nonfinite", 0.5),
-    Evidence("scale_ratio_log2", 1.0, good=0.0),  # no value is clipped
+    Evidence("scale_ratio_log2", 1.0, good=0.0),  # below 0, no value is clipped
     Evidence("scale_ratio_log2", 6.0, sign=-1, transient=2.0),
     Evidence("overflow_pct", 0.05, of_error=True, least_values=LEAST_VALUES, least_part=0.5),
     Evidence("underflow_pct", 1.0, of_error=True, least_part=0.5),
-    Evidence("relative_error", 0.585, of_error=True, log2=True),  # half as much again
+    Evidence("relative_error", 0.585, of_error=True, log2=True),  # 0.585 bits are a rise by half
     Evidence("outlier_log2", 3.0, of_error=True, transient=3.0, anyway=2.5),
 )
 
 
-#: share of the tensors that are told to be out, which may be so by chance
+#: largest share of false discoveries among the tensors reported as out of band
 RATE = 0.01
-#: chance that a tensor of a run that goes well is out at all, and by how much its logarithm falls with the excess: no less
-#: than in pairs of the benchmark's clean runs (`scripts/validation/fault_injection/false_discoveries.py`)
+#: chance that a tensor of a healthy run is out of band, and the fall of its logarithm per unit of excess. Both are upper
+#: bounds of pairs of the benchmark's clean runs (`scripts/validation/fault_injection/false_discoveries.py`)
 CHANCE, FALLS = 4e-4, 6.0
 
 
 def select_discoveries(rows: pl.DataFrame, tensors: int) -> pl.DataFrame:
-    """The rows of tensors that are out by more than chance lets one of so many be (Benjamini and Hochberg, JRSS B 57, 1995).
+    """Keep the rows of tensors that are out of band by more than chance allows (Benjamini and Hochberg, JRSS B 57, 1995).
 
-    NaN and infinity are no chance.
+    NaN and infinity always count.
 
     Args:
-        rows: layer, role, metric and excess of what is out.
-        tensors: that were looked at, the others included.
+        rows: layer, role, metric and excess of the tensors that are out of band.
+        tensors: number of all tensors that were tested.
 
     Example:
         >>> rows = pl.DataFrame({"layer": ["fc1"], "role": ["input"], "metric": ["underflow_pct"], "excess": [1.6]})
@@ -113,34 +112,34 @@ def select_discoveries(rows: pl.DataFrame, tensors: int) -> pl.DataFrame:
 
 
 def highest_chance(chances: npt.NDArray[np.float64], of: int) -> float:
-    """The highest of some chances that is still a discovery; -1 if none is.
+    """Return the highest chance that is still a discovery, or -1 if there is no discovery.
 
     `scipy.stats.false_discovery_control` would do the same, but importing `scipy.stats` takes half a second.
 
     Args:
-        chances: those that are below 1.
-        of: how many there are with the others.
+        chances: all chances below 1.
+        of: number of all tests, including those with chance 1.
     """
     ascending = np.sort(chances)
     found = np.flatnonzero(ascending <= RATE * np.arange(1, len(ascending) + 1) / of)
     return float(ascending[found[-1]]) if len(found) else -1.0
 
 
-#: of a tensor that is out; columns as of `_SCHEMA`
+#: one tensor that is out of band; columns as in `_SCHEMA`
 Row = tuple[str | int | float, ...]
-#: spreads of the baseline that count
+#: a rise of this many standard deviations of the baseline counts
 SPREADS = 6.0
-#: samples of a baseline whose scales are still made up
+#: first samples, whose scales are still initial values
 FIRST = 2
-#: samples in a row that count
+#: this many consecutive samples count
 IN_A_ROW = 3
-#: log2 of the rise of the MSE that makes it more: half as much again
+#: log2 of the least rise of the MSE: by half
 _MORE_LOST = 0.585
-#: metrics that are read at once: a share of overflow needs the number of values, and the others follow one another
+#: metrics that are read together: a share of overflow needs the number of values, and the others are evaluated in this order
 _TOGETHER = (("mse", "nonfinite"), ("overflow_pct", "n"), ("scale_ratio_log2",), ("underflow_pct", "relative_error"))
-#: samples of the baseline that a running median is taken over, on either side
+#: samples on either side in a running median of the baseline
 _HALF = 4
-#: values whose medians are taken at once, few enough for the cache
+#: number of values in one batch of medians, small enough for the cache
 _AT_ONCE = 1 << 14
 _EXCHANGES = (
     *((1, 2), (4, 5), (7, 8), (0, 1), (3, 4), (6, 7), (1, 2), (4, 5), (7, 8), (0, 3)),
@@ -149,18 +148,16 @@ _EXCHANGES = (
 
 
 def find_onsets(baseline: Metrics, run: Metrics) -> pl.DataFrame:
-    """When each tensor that both runs have left the baseline's band.
+    """Find when each tensor that both runs have left the baseline's band.
 
-    Args:
-        baseline: its steps need not be those of `run`, but only steps that both runs cover are looked at.
-        run: likewise.
+    The runs need not share steps, but only steps that both runs cover are compared.
 
     Returns:
-        A row for each metric of a tensor that is out: layer, role, tensor (as people write the role), metric, onset (step),
-        samples (in a row that are out; a transient has fewer than 3), excess (how many times the least rise that counts, a
-        median over the samples that made the onset), value and expected (of the metric at the onset; a running median of the
-        baseline). Earliest first, then strongest. Of all tensors that are out, at most one in a hundred is so by chance
-        (see `select_discoveries`).
+        One row for each metric of a tensor that is out of band, earliest first, then strongest: layer, role, tensor (the
+        role's usual name), metric, onset (step), samples (consecutive ones out of band; a transient has fewer than 3),
+        excess (in units of the least rise, median over the samples that made the onset), value and expected (the run's value
+        and the baseline's running median at the onset). At most 1% of the tensors are false discoveries (see
+        `select_discoveries`).
     """
     both = select_common(baseline, run)
     found = map_over_blocks(_rows, *both, together=_TOGETHER)
@@ -168,14 +165,14 @@ def find_onsets(baseline: Metrics, run: Metrics) -> pl.DataFrame:
 
 
 def list_onsets(baseline: Grid, run: Grid) -> pl.DataFrame:
-    """The same of two runs over the same tensors, with what chance alone brings about."""
+    """Find the same for two grids of the same tensors, without removing false discoveries."""
     return _in_order([_rows(baseline, run)])
 
 
 def _rows(baseline: Grid, run: Grid) -> list[list[Row]]:
-    """For each evidence, rows of the tensors that are out.
+    """Return the rows of the tensors that are out of band, for each evidence.
 
-    Of all tensors only a metric or two can be held, so metrics come one after the other; of each, some tensors at a time.
+    Memory holds only one or two metrics of all tensors, so metrics are evaluated in turn, some tensors at a time.
     """
 
     def pair(some: slice, loses_more: Bools | None = None) -> Pair:
@@ -197,7 +194,8 @@ def _rows(baseline: Grid, run: Grid) -> list[list[Row]]:
 
 
 def _in_order(found: Sequence[Sequence[Sequence[Row]]]) -> pl.DataFrame:
-    """
+    """Merge the rows of all blocks in order of onset and excess.
+
     Args:
         found: rows by block of tensors and evidence.
     """
@@ -225,12 +223,12 @@ class Pair:
     def __init__(self, baseline: Grid, run: Grid, loses_more: Bools | None = None) -> None:
         """
         Args:
-            loses_more: if it is known.
+            loses_more: the property of this name, if already known.
         """
         #: layer, role
         self.tensors = baseline.tensors
         self._baseline = baseline
-        # Of one metric at a time: they are large.
+        # Both hold large arrays; `_values` holds one metric at a time.
         self._values: dict[str, Floats] = {}
         self._medians: dict[str, Floats] = {}
         covered = min(baseline.steps, default=0), max(baseline.steps, default=-1)
@@ -240,14 +238,16 @@ class Pair:
         self._loses_more = loses_more
 
     def rows(self, some: Ints) -> Pair:
-        """Some of its tensors, by their places."""
+        """Return the pair for some of the tensors, by index."""
         mask = None if self._loses_more is None else self._loses_more[some]
         return Pair(self._baseline.rows(some), self._run.rows(some), mask)
 
     @property
     def loses_more(self) -> Bools:
-        """[T, S]: whether more is lost than in the baseline, or that is not known; a gradient that vanishes behind the
-        culprit loses less."""
+        """Return whether the MSE is higher than the baseline's, or unknown, [T, S].
+
+        A gradient that vanishes after the first faulty tensor has a lower MSE.
+        """
         if self._loses_more is None:
             expected, found = self.of("mse")
             with np.errstate(divide="ignore", invalid="ignore"):
@@ -256,7 +256,7 @@ class Pair:
         return self._loses_more
 
     def of(self, metric: str) -> tuple[Floats, Floats]:
-        """The median of the baseline at the run's steps, and the run's values; [T, S] each."""
+        """Return the median of the baseline at the run's steps, and the run's values, [T, S] each."""
         medians, steps, found = self.medians(metric), self._baseline.steps, self.of_run(metric)
         if np.array_equal(steps, self.steps) and not np.isnan(medians).any():
             return medians, found
@@ -267,25 +267,25 @@ class Pair:
         return expected, found
 
     def of_run(self, metric: str) -> Floats:
-        """Values of the run, [T, S]."""
+        """Return the values of the run, [T, S]."""
         return self._run.metric(metric)
 
     def of_baseline(self, metric: str) -> Floats:
-        """Values of the baseline, at its own steps."""
+        """Return the values of the baseline, at its own steps."""
         if metric not in self._values:
             self._values = {metric: self._baseline.metric(metric)}
         return self._values[metric]
 
     def medians(self, metric: str) -> Floats:
-        """Running medians of the baseline, at its own steps."""
+        """Return the running medians of the baseline, at its own steps."""
         if metric not in self._medians:
             self._medians = {metric: running_median(self.of_baseline(metric))}
         return self._medians[metric]
 
     def highest(self, evidence: Evidence) -> Floats:
-        """[T, S]: the largest value of the baseline, scaled, at the samples around each of the run's steps.
+        """Return the largest value of the baseline, scaled, at the samples around each of the run's steps, [T, S].
 
-        The baseline's first samples, whose scales are made up, count as the one behind them does.
+        The baseline's first samples have initial scales, so the first sample after them replaces them.
         """
         values, steps = evidence.scaled(self.of_baseline(evidence.metric)), self._baseline.steps
         if not len(steps):
@@ -298,23 +298,23 @@ class Pair:
 
     @cached_property
     def sizes(self) -> Floats:
-        """[T, S]: values of each tensor, an expert's differ from sample to sample; infinite where that is not known."""
+        """Return the number of values of each tensor, [T, S], infinite if unknown. An expert's vary between samples."""
         n = self._run.metric("n")
         with np.errstate(invalid="ignore"):
             return np.where(n > 0, n, np.inf)
 
 
 def compute_limits(evidence: Evidence, pair: Pair) -> Floats:
-    """[T, S]: the value beyond which a tensor is out; above it, or below it if a fall counts."""
+    """Return the value beyond which a tensor is out of band, [T, S]: above it, or below it if a fall counts."""
     expected, _ = pair.of(evidence.metric)
     return evidence.unscaled(_usual(evidence, expected, pair) + least_rise_of(evidence, pair))
 
 
 def compute_least_rise(evidence: Evidence, values: Floats, medians: Floats) -> Floats:
-    """[T]: the least rise that counts: what counts however steady a baseline is, or more where it moves by more.
+    """Return the least rise that counts, [T]: a fixed minimum, or more if the baseline itself moves by more.
 
     Args:
-        values: of the metric in the baseline, [T, S].
+        values: values of the metric in the baseline, [T, S].
         medians: their running medians, [T, S].
     """
     usual = evidence.scaled(medians)
@@ -327,26 +327,28 @@ def compute_least_rise(evidence: Evidence, values: Floats, medians: Floats) -> F
 
 
 def least_of_values(evidence: Evidence, sizes: Floats) -> Floats:
-    """As `sizes`: the least rise in percent at which enough values of a tensor are affected; sizes: how many it has."""
+    """Return the least rise, in percent, that affects enough values of tensors of these sizes."""
     least: Floats = 100 * evidence.least_values / sizes
     return least
 
 
 def least_rise_of(evidence: Evidence, pair: Pair) -> Floats:
-    """[T, S], or [T, 1] if all samples have the same: that counts."""
+    """Return the least rise that counts, [T, S], or [T, 1] if it is the same for all samples."""
     least = compute_least_rise(evidence, pair.of_baseline(evidence.metric), pair.medians(evidence.metric))[:, None]
     return np.maximum(least, least_of_values(evidence, pair.sizes)) if evidence.least_values else least
 
 
 def _usual(evidence: Evidence, expected: Floats, pair: Pair) -> Floats:
-    """[T, S]: what the baseline does at these very steps is usual too, a transient that its median knows nothing of."""
+    """Return the usual values, [T, S]. They include the baseline's transients around each step, which its median misses."""
     usual: Floats = np.fmax(evidence.scaled(expected), pair.highest(evidence))
     return usual
 
 
 def measure_excess(evidence: Evidence, pair: Pair) -> tuple[Floats, Floats, Floats]:
-    """[T, S] each: what the baseline has, what the run has, and how many times the least rise that counts that is above
-    the band; -inf where it does not count."""
+    """Return the baseline's median, the run's values, and the excess in units of the least rise, [T, S] each.
+
+    The excess is -inf if it does not count.
+    """
     expected, found = pair.of(evidence.metric)
     with np.errstate(invalid="ignore"):  # both may be infinite
         excess = evidence.scaled(found) - _usual(evidence, expected, pair)
@@ -356,7 +358,7 @@ def measure_excess(evidence: Evidence, pair: Pair) -> tuple[Floats, Floats, Floa
 
 
 def _out(evidence: Evidence, pair: Pair) -> Iterator[Row]:
-    """Rows of the tensors that are out by one metric."""
+    """Yield the rows of the tensors that are out of band by one metric."""
     places = _may_be_out(evidence, pair)
     if not len(places):
         return
@@ -378,28 +380,28 @@ def _out(evidence: Evidence, pair: Pair) -> Iterator[Row]:
 
 
 def _may_be_out(evidence: Evidence, pair: Pair) -> Ints:
-    """Places of the tensors that rise by enough, in any sample, above all that the baseline does around it.
+    """Return the indices of the tensors that may be out of band.
 
-    The others, most of them, cannot be out: what is usual is no less than that, and no less than `least` counts.
+    In some sample, their value rises by at least `least` above the baseline's largest around it. Most tensors do not.
     """
     found = evidence.scaled(pair.of_run(evidence.metric))
     with np.errstate(invalid="ignore"):
         within = found - pair.highest(evidence) <= evidence.least
     rises = ~within & ~np.isnan(found)
-    # Three samples in a row, or a transient behind the first ones: the first ones alone put no tensor out.
+    # Three consecutive samples, or a transient after the first two, are needed: the first two alone never suffice.
     behind = 0 if evidence.metric == "nonfinite" else FIRST
     return np.flatnonzero(rises[:, behind:].any(axis=1))
 
 
 def _transient(excess: Floats, times: float) -> int | None:
-    """The first sample that is far out, behind those whose scales are still made up."""
+    """Return the first sample that is far out of band, apart from the first two, which have initial scales."""
     far = excess > times
     far[:FIRST] = False
     return int(np.argmax(far)) if far.any() else None
 
 
 def running_median(values: Floats) -> Floats:
-    """[T, S] -> [T, S]: over `_HALF` samples on either side, windows as wide at either end as in the middle."""
+    """Return the running median over `_HALF` samples on either side, [T, S]. The window keeps its width at both ends."""
     n = values.shape[1]
     width = min(n, 2 * _HALF + 1)
     if n == 0:
@@ -415,15 +417,17 @@ def _medians_of_windows(values: Floats, width: int) -> Floats:
     if width != 9:
         return lower_median(windows)
     medians = _median_of_9([windows[..., i] for i in range(width)])
-    holes = np.isnan(medians)  # each value bears on the median, so NaN anywhere in a window shows
+    holes = np.isnan(medians)  # the exchanges pass on NaN from anywhere in a window
     if holes.any():
         medians[holes] = lower_median(windows[holes])
     return medians
 
 
 def _median_of_9(values: list[Floats]) -> Floats:
-    """By exchanges that bring the median into the middle, for all windows at once (Paeth, Median Finding on a 3x3 Grid, in
-    Graphics Gems, 1990)."""
+    """Return the medians of all windows at once, by exchanging elements until the median is in the middle.
+
+    See Paeth, Median Finding on a 3x3 Grid, in Graphics Gems, 1990.
+    """
     v = list(values)
     for a, b in _EXCHANGES:
         v[a], v[b] = np.minimum(v[a], v[b]), np.maximum(v[a], v[b])
@@ -431,7 +435,7 @@ def _median_of_9(values: list[Floats]) -> Floats:
 
 
 def _first_of_several(out: npt.NDArray[np.bool_], needed: int) -> int | None:
-    """Where the first `needed` in a row begin."""
+    """Return the index at which the first `needed` consecutive samples begin, or None."""
     if len(out) < needed:
         return None
     runs = np.lib.stride_tricks.sliding_window_view(out, needed).all(-1)

@@ -1,4 +1,4 @@
-"""The band of one tensor step by step, and since when the tensor is out of it: what `onsets` goes by, to be drawn."""
+"""Compute the band of one tensor step by step, as `onset` uses it, for charts."""
 
 from __future__ import annotations
 
@@ -13,42 +13,42 @@ from .onset import EVIDENCE, Evidence, Pair, compute_limits, least_rise_of, list
 
 @dataclass(frozen=True)
 class MetricBand:
-    """The band of one metric at S samples of the run; NaN where the baseline has none."""
+    """The band of one metric at S samples of the run; NaN if the baseline has no value."""
 
-    #: [S]: a value below it is out; NaN if a fall does not count
+    #: values below are out of band, [S]; NaN if a fall does not count
     low: Floats
-    #: [S]: the running median of the baseline
+    #: running median of the baseline, [S]
     expected: Floats
-    #: [S]: a value above it is out
+    #: values above are out of band, [S]
     high: Floats
-    #: the least rise that counts, however steady the baseline: a difference, or how many times as much if `is_ratio`
+    #: least rise that counts: a difference, or a factor if `is_ratio`
     least: float
     is_ratio: bool
-    #: samples that are out, and those of them that count: an error must lose more than the baseline does
+    #: number of samples outside the band, and of those that count, because errors count only if the MSE also rises
     beyond: int
     counted: int
 
 
 @dataclass(frozen=True)
 class TensorBand:
-    """The bands of a tensor's metrics, and what left them."""
+    """The bands of a tensor's metrics, and the metrics that left them."""
 
-    #: int64 [S]: samples of the run within the baseline's steps
+    #: sampled steps of the run within the baseline's steps, int64 [S]
     steps: Ints
     metrics: dict[str, MetricBand]
-    #: as `onsets` has them, of this tensor: a row a metric that is out
+    #: this tensor's rows of `list_onsets`, one for each metric that is out of band
     onsets: pl.DataFrame
-    #: whether they are more than chance alone brings about among so many tensors
+    #: whether the onsets are more than chance explains among all tensors
     is_sure: bool
 
 
 def compute_tensor_band(baseline: Grid, run: Grid, tensors: int) -> TensorBand:
-    """The bands of a tensor.
+    """Compute the bands of a tensor.
 
     Args:
-        baseline: of one tensor, over all samples of its run.
-        run: likewise, of the same tensor.
-        tensors: that both runs have; of many a few are out by chance.
+        baseline: one tensor over all samples of its run.
+        run: the same tensor in the run.
+        tensors: number of tensors that both runs have, because a few of many are out of band by chance.
 
     Example:
         >>> from nemo_fp8_debug.analysis.runs.metrics import Metrics
@@ -65,7 +65,7 @@ def compute_tensor_band(baseline: Grid, run: Grid, tensors: int) -> TensorBand:
 
 
 def _band(evidence: list[Evidence], pair: Pair) -> MetricBand:
-    """Of a metric, whose rises count, and its falls if there is evidence of both."""
+    """Return the band of a metric with an upper limit, and a lower limit if falls count too."""
     expected, found = (values[0] for values in pair.of(evidence[0].metric))
     ends = {e.sign: compute_limits(e, pair)[0] for e in evidence}
     none = np.full_like(expected, np.nan)

@@ -1,1 +1,1 @@
-"""Which tensor of which layer went wrong, and why. Internal."""
+"""Find which tensor of which layer went wrong, and why. Internal."""

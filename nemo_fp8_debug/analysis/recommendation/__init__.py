@@ -1,1 +1,1 @@
-"""What to change. Internal."""
+"""Recommend a recipe for each layer. Internal."""

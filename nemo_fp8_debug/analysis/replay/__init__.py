@@ -1,1 +1,1 @@
-"""Dumped tensors measured again under other recipes. Internal."""
+"""Measure dumped tensors again under other recipes. Internal."""

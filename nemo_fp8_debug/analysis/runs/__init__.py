@@ -1,1 +1,1 @@
-"""Records as the analysis reads them: metrics, losses and settings of a run. Internal."""
+"""Read the metrics, losses and settings of a run for the analyses. Internal."""

@@ -1,1 +1,1 @@
-"""What tab, report, exported page and terminal tell of a run, as plain data. Internal."""
+"""The diagnosis of a run as plain data, for the tab, the report, the exported page and the terminal. Internal."""

@@ -1,4 +1,4 @@
-"""The story of a run as data: headline, events in order, a strip of them, and the tensors that matter."""
+"""The story of a run as plain data: headline, events in order, the strip of events, and the tensors that matter."""
 
 from __future__ import annotations
 
@@ -43,16 +43,16 @@ _OF_KINDS = {
 }
 #: rows of the strip, from above
 ROWS = ("learning rate", "gradient norm", "loss", _NAN, *_TENSORS, _BETWEEN, "products", "replicas", "optimizer")
-#: marks of tensors' events, and of all others
+#: marks of events in the strip by kind; all other kinds get `_OTHER`
 MARKS = {"scale": "◆", "values": "●", "nonfinite": "✖", "warning": "!", "recipe": "R"}
 _OTHER = "▼"
 _LEGEND = {"◆": "scale", "●": "values", "✖": "NaN or infinity", "!": "early warning", "R": "recipe", _OTHER: "begins"}
-#: columns between two labels of the axis, at least
+#: least number of columns between two labels of the axis
 _APART = 12
 
 
 def row_of(event: Event) -> str:
-    """The row of the strip that an event is in, one of ROWS.
+    """Return the row of the strip that holds an event, one of ROWS.
 
     Example:
         >>> row_of(Event(130, "lr", "the learning rate departs")), row_of(Event(160, "values", "...", "fc1", "input"))
@@ -68,12 +68,12 @@ def row_of(event: Event) -> str:
 
 
 def draw_strip(events: Sequence[Mapping[str, Any]], width: int = 80, unit: str = "step") -> str:
-    """The events as lines of text: a row a kind, a mark an event, a digit where several share a place.
+    """Draw the events as text: one row for each kind, one mark for each event, a digit for several at one place.
 
     Args:
-        events: of the story: step, kind, row.
-        width: columns of each line, at most; 40 at least.
-        unit: what steps are counted in.
+        events: events of the story: step, kind, row.
+        width: largest number of columns in a line, at least 40.
+        unit: unit of the steps, such as `step` or `sample`.
 
     Example:
         >>> events = [{"step": 130, "kind": "lr", "row": "learning rate"}, {"step": 147, "kind": "loss", "row": "loss"}]
@@ -113,14 +113,14 @@ def _marks(events: Sequence[Mapping[str, Any]], place: Callable[[int], int], col
 
 
 def _shared(marks: Sequence[str]) -> str:
-    """One mark for what lies at one place."""
+    """Return one mark for all events at one place."""
     if len(marks) == 1:
         return marks[0]
     return str(len(marks)) if len(marks) < 10 else "+"
 
 
 def _axis(first: int, last: int, columns: int) -> str:
-    """Steps below their places, the first and the last among them."""
+    """Return the axis line, with labels from the first to the last step."""
     if first == last:
         return str(first)
     n = max(2, min(columns // max(_APART, len(str(last)) + 4), last - first + 1))
@@ -133,7 +133,7 @@ def _axis(first: int, last: int, columns: int) -> str:
     return "".join(line)
 
 
-#: tensors in a story, and how many of them because the format represents them worst
+#: number of tensors in a story, and of those among them with the largest errors
 MOST, WORST = 40, 5
 
 
@@ -141,19 +141,19 @@ def story(found: Diagnosis) -> dict[str, Any]:
     """Return the story of a run as plain data.
 
     Args:
-        found: as of `diagnose`.
+        found: the result of `diagnose`.
 
     Returns:
         `headline`: harm, title, cause, cause_told, confidence, about_fp8, since, unit, gap, gap_told, first, warning,
         interval, change.
         `events`: step, kind (one of `diagnosis.events.KINDS`), what, layer, role, and the row of the strip, in order.
-        `rows`: of the strip, from above.
+        `rows`: the rows of the strip, from top to bottom.
         `tensors`: the 40 that matter, by harm rank: layer, role, tensor, blamed, also_wrong, why, since, metric, expected,
-        found, harm_rank, error_rank, zero_since (the step since when all values are zero, to the end, or null; if so,
-        error_rank is null), and values, by metric of baseline, run and reference run (medians over the later half).
+        found, harm_rank, error_rank, zero_since, values. If all values are zero to the end, zero_since is the first such
+        step and error_rank is null. `values` has medians of baseline, run and reference run over the later half, by metric.
 
     Raises:
-        RecordError: a table of the record that is read for this only cannot be read.
+        RecordError: a table of the record is unreadable.
 
     Example:
         >>> story(diagnose("runs/bad", "runs/baseline"))["headline"]["title"]
@@ -175,7 +175,7 @@ def story(found: Diagnosis) -> dict[str, Any]:
 
 
 def make_loss_headline(loss: LossOutcome, unit: str) -> dict[str, Any]:
-    """Return what the losses alone show, before any tensor is read: harm, title, since, unit, gap, gap_told."""
+    """Return the headline from losses alone, before tensors are read: harm, title, since, unit, gap, gap_told."""
     return {
         "harm": loss.harm,
         "title": tell_loss_headline(loss, unit),
@@ -203,7 +203,7 @@ def _make_headline(found: Diagnosis, first: Mapping[str, Any] | None) -> dict[st
 
 
 def _describe_warning(found: Diagnosis, first: Mapping[str, Any] | None) -> str | None:
-    """Return that the early warning came before the first tensor; None: it did not."""
+    """Return a sentence if the early warning came before the first tensor, otherwise None."""
     if found.warning is None or first is None or first["since"] is None or found.warning[0] >= first["since"]:
         return None
     step, _, layer, role = found.warning
@@ -214,7 +214,7 @@ def _describe_warning(found: Diagnosis, first: Mapping[str, Any] | None) -> str 
 def _describe_first(tensors: Sequence[Mapping[str, Any]], found: Diagnosis) -> dict[str, Any] | None:
     """Return the first tensor of the ranking: layer, role, tensor, since, told, is_consequence, with.
 
-    `with` is the number of others that went out at the same sample. None: nothing is out of order.
+    `with` is the number of other tensors that left their band at the same sample. Return None if nothing is wrong.
     """
     row, onset = tensors[0], tensors[0]["since"]
     if not row["blamed"] and (onset is None or found.cause == "none"):
@@ -232,7 +232,7 @@ def _describe_first(tensors: Sequence[Mapping[str, Any]], found: Diagnosis) -> d
 
 
 def _choose(rows: pl.DataFrame) -> pl.DataFrame:
-    """Return the tensors of the story, in order of harm, those among them that the format represents worst."""
+    """Return the tensors of the story in order of harm, including those with the largest errors."""
     worst = pl.col("error_rank") <= WORST
     within = rows.filter((pl.col("harm_rank") <= MOST - WORST) | worst)
     others = rows.join(within, on=KEY, how="anti", maintain_order="left").head(max(MOST - len(within), 0))
@@ -280,7 +280,7 @@ def _read_medians(reference: Run | None) -> dict[Key, dict[str, Any]]:
 
 
 def _list_events(found: Diagnosis, tensors: list[dict[str, Any]]) -> list[Event]:
-    """Return what findings tell, and when the other tensors that matter went out of band."""
+    """Return the events of the findings, and the onsets of the other tensors that matter."""
     told = list(found.events)
     named = {(event.layer, event.role) for event in told if event.kind != "warning"}
     others = [row for row in tensors if row["since"] is not None and (row["layer"], row["role"]) not in named]
@@ -294,7 +294,7 @@ def _make_event(row: Mapping[str, Any]) -> Event:
 
 
 def find_zero_since(metrics: Metrics) -> dict[Key, int]:
-    """Return by tensor the first sample from which on all its values are zero, to the end; others are left out.
+    """Return the first step from which all values of a tensor are zero to the end, for each such tensor.
 
     Example:
         >>> import polars as pl

@@ -1,4 +1,4 @@
-"""A comparison in sentences, as Markdown, and as JSON."""
+"""Write a comparison in sentences or as JSON, and a story as Markdown."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from ..diagnosis.narrator import show_value, tell_loss, tell_reference
 from ..formatting import format_number, make_jsonable
 from ..loss.gap import find_rise_above
 
-#: rows of each table
+#: largest number of rows in each table
 _EVENTS, _TENSORS = 15, 8
 
 
 def write_markdown(told: Mapping[str, Any]) -> str:
-    """A story as Markdown that GitHub and GitLab show; its heading, which names the runs, is the caller's.
+    """Write a story as Markdown for GitHub and GitLab. The caller adds a heading that names the runs.
 
     Args:
-        told: as of `story`.
+        told: the result of `story`.
 
     Example:
         >>> from nemo_fp8_debug.analysis.story.story import story
@@ -73,7 +73,7 @@ def _since(first: Mapping[str, Any], unit: str) -> str:
 
 
 def _named(row: Mapping[str, Any]) -> str:
-    """A tensor as code: its name has underscores, which Markdown would take for its own."""
+    """Return the tensor's name with its layer as code, because Markdown would interpret its underscores."""
     layer = " ".join(row["layer"].split()).replace("`", "").replace("|", "\\|")
     return f"{row['tensor']} of `{layer}`"
 
@@ -88,7 +88,7 @@ def _moved(row: Mapping[str, Any]) -> str:
 
 
 def _plain(text: str) -> str:
-    """On one line, and no markup of its own."""
+    """Return the text on one line, with Markdown's signs escaped."""
     line = " ".join(text.split())
     for sign in "\\|*_[]#":
         line = line.replace(sign, f"\\{sign}")
@@ -96,7 +96,7 @@ def _plain(text: str) -> str:
 
 
 def summarize(found: Comparison) -> str:
-    """The comparison in a sentence or three."""
+    """Summarize the comparison in a few sentences."""
     worst = found.tensors.row(0, named=True)
     sentences = [
         *_of_the_loss(found),
@@ -159,7 +159,7 @@ def _of_other_recipes(found: Comparison, worst: Mapping[str, Any]) -> list[str]:
 
 
 def described(worst: Mapping[str, Any], unit: str) -> str:
-    """The tensor at the top of the ranking, in a sentence."""
+    """Describe the tensor at the top of the ranking in a sentence."""
     name = f"{worst['tensor']} of {worst['layer']}"
     if worst["nonfinite_since"] is not None:
         return f"The first tensor with NaN or infinity is {name}, at {unit} {worst['nonfinite_since']}."
@@ -176,7 +176,7 @@ def described(worst: Mapping[str, Any], unit: str) -> str:
 
 
 def to_json(found: Comparison) -> dict[str, Any]:
-    """Plain values: the losses of each run, the verdict, the ranking."""
+    """Return the losses of each run, the verdict, the notes and the tables as plain values."""
     runs = {"baseline": found.baseline, "run": found.run} | ({"reference": found.reference} if found.reference else {})
     plain = {
         "verdict": summarize(found),
