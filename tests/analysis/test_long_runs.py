@@ -150,7 +150,7 @@ def test_a_worker_that_fails_or_dies_is_told_in_a_line() -> None:
 
 
 @pytest.mark.parametrize(
-    ("address", "why"), [("spark", "is no cluster; write ray"), ("tcp://127.0.0.1:1", "there is no cluster at")]
+    ("address", "why"), [("spark", "is no cluster address; write ray"), ("tcp://127.0.0.1:1", "there is no cluster at")]
 )
 def test_a_cluster_that_is_not_there_is_named(address: str, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cluster, "PATIENCE", 1)

@@ -107,7 +107,7 @@ class TestSamples:
         baseline, bad = write(tmp_path / "baseline", batch=8), write(tmp_path / "bad")
         result = run_cli(baseline, bad, "--by", "samples")
         assert (result.exit_code, result.stdout) == (1, "")
-        assert result.stderr == f"error: {bad} does not know how many samples were consumed; match the runs by step\n"
+        assert result.stderr == f"error: {bad} does not record consumed samples; match the runs by step\n"
 
     def test_another_way_is_refused(self, tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match="cannot be matched by 'epochs'; choose from step, samples"):

@@ -1,7 +1,7 @@
-"""What is wrong with a run, and how sure that is, as data. The narrator puts it in words.
+"""The answer of a diagnosis, and its confidence, as data. The narrator puts this data in words.
 
 `confidence.json` counts, by cause and with or without a baseline, how many verdicts of the benchmark were right.
-`scripts/validation/fault_injection/fit_confidence.py` makes it.
+`scripts/validation/fault_injection/fit_confidence.py` writes this file.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from .facts import Facts, Records
 from .finding import NOT_FP8, Finding
 from .limits import early_warning
 
-#: confidence of a cause that the benchmark has too few verdicts of
+#: confidence of a cause with fewer than `_FEWEST` verdicts in the benchmark
 _UNMEASURED = "medium"
 _FEWEST = 20
 
 
 def measure_confidence(decision: Decision, paired: bool) -> str | None:
-    """Return `high`, `medium` or `low`, or None if nothing was found: absence of evidence gets no confidence.
+    """Return `high`, `medium` or `low`, or None if nothing was found, because absence of evidence gets no confidence.
 
     Args:
         paired: whether there is a baseline.
@@ -60,57 +60,57 @@ def _read_counts() -> dict[str, tuple[int, int]]:
 
 @dataclass(frozen=True)
 class Answer:
-    """What rules found, and what it adds up to."""
+    """The findings of all rules, and the decision they lead to."""
 
     facts: Facts
     records: Records
     #: all findings, the earliest first
     findings: Sequence[Finding]
-    #: against the baseline's, or else the reference run's, or else alone
+    #: the run's loss, judged against the baseline's, or else the reference run's, or else alone
     loss: LossOutcome
-    #: step from which the optimizer takes none any longer; None: it does, or is not known to skip
+    #: step from which the optimizer takes no step; None: it takes steps, or skips are not recorded
     stopped_at: int | None
     decision: Decision
-    #: what stands for a baseline, in a sentence; empty with one
+    #: a sentence that says what replaces the baseline; empty with a baseline
     judged_by: str = ""
-    #: what is wrong with the run by itself and with its baseline too, if nothing sets the two apart
+    #: findings that the run and its baseline share, if nothing sets the two apart
     shared: Sequence[Finding] = ()
-    #: what of the run the baseline does not show, in clauses
+    #: clauses that name parts of the run without a counterpart in the baseline
     not_compared: Sequence[str] = ()
 
     @property
     def run(self) -> Run:
-        """The run."""
+        """Return the run."""
         return self.records.run
 
     @property
     def baseline(self) -> Run | None:
-        """The baseline; None: there is none."""
+        """Return the baseline, or None."""
         return self.records.baseline
 
     @property
     def comparison(self) -> Comparison | None:
-        """How run and baseline compare; None without a baseline."""
+        """Return the comparison of run and baseline, or None without a baseline."""
         return self.records.comparison
 
     @property
     def culprit(self) -> Finding | None:
-        """The tensor that it began in; None: none, or nobody knows."""
+        """Return the finding about the first faulty tensor, or None if no tensor is to blame or it is unknown."""
         return self.decision.culprit
 
     @property
     def cause(self) -> str:
-        """One of `finding.CAUSES`."""
+        """Return the cause, one of `finding.CAUSES`."""
         return self.decision.cause
 
     @cached_property
     def confidence(self) -> str | None:
-        """`high`: at least 95% of such verdicts are right; `medium`: 80%; `low`; None: we found nothing."""
+        """Return `high` (at least 95% of such verdicts are right), `medium` (80%) or `low`, or None without a finding."""
         return measure_confidence(self.decision, self.facts.paired)
 
     @property
     def about_fp8(self) -> bool | None:
-        """Whether the cause is how FP8 represents operands; None: nobody knows.
+        """Return True if the cause is how FP8 represents operands, False if it is not, None if it is unknown.
 
         If a reference run is given, FP8 is the cause only if the run ends above it.
         """
@@ -122,9 +122,9 @@ class Answer:
 
     @property
     def divergence_step(self) -> int | None:
-        """Step from which the run is harmed: its loss stays above, or no step is taken; None: it is not, or nobody knows.
+        """Return the step from which the loss stays too high or no step is taken, or None if no harm is known.
 
-        Smoothing places the loss a little early or late. It cannot have risen before its cause began.
+        Smoothing shifts the onset of the loss a little. So we move it behind the onset of its cause.
         """
         loss, chosen = self.loss.harmful_since, self.decision.finding
         if loss is not None and chosen is not None and chosen.since is not None and not chosen.slack:
@@ -135,32 +135,32 @@ class Answer:
 
     @property
     def harm(self) -> str:
-        """What it did to the loss.
+        """Return the harm to the loss.
 
-        `harmful`: the loss has left the baseline's, or no step is taken; `likely`: it jumped to another level; `gap`: it
-        lies above the baseline's by less than counts as harm; `harmless so far`: something is out of order, and the loss
-        follows the baseline's; `none`; `unknown`.
+        `harmful`: the loss has left the baseline's, or no step is taken. `likely`: it jumped to another level. `gap`: it
+        lies above the baseline's by less than counts as harm. `harmless so far`: there is a fault, but the loss follows
+        the baseline's. Otherwise `none` or `unknown`.
         """
         return state_harm(self.loss, self.stopped_at, self.decision, self.facts.steps)
 
     @property
     def lead(self) -> int | None:
-        """Steps from the culprit's onset to the loss's; None if either is missing."""
+        """Return the steps from the culprit's onset to the loss's, or None if either is missing."""
         if self.culprit is None or self.culprit.since is None or self.divergence_step is None:
             return None
         return self.divergence_step - self.culprit.since
 
     @cached_property
     def warning(self) -> tuple[int, float, str, str] | None:
-        """The first sample in which an operand was beyond what any healthy one does.
+        """Return the first sample in which an operand was beyond a limit that no healthy operand passes, or None.
 
-        Step, how many times its limit, layer and role; None: there is none.
+        The tuple has the step, the multiple of the limit, the layer and the role.
         """
         return next(iter(early_warning(self.run).filter(pl.col("score") > 1).head(1).rows()), None)
 
     @cached_property
     def details(self) -> Sequence[str]:
-        """What features know of the culprit besides, in clauses."""
+        """Return clauses in which features describe the culprit further."""
         found = self.culprit
         if found is None:
             return []
@@ -169,7 +169,7 @@ class Answer:
 
     @property
     def notes(self) -> Sequence[str]:
-        """What to bear in mind: of the comparison, and of what samples cannot show."""
+        """Return sentences about the limits of the comparison and of sampling."""
         if self.comparison is not None:
             return [*self.comparison.notes, *self._list_unsampled()]
         known = [*filter(None, [describe_quantization(self.run.quantization)]), *coverage_notes(self.run.fingerprint)]
@@ -187,22 +187,22 @@ class Answer:
 
     @property
     def events(self) -> Sequence[Event]:
-        """What happened, in order."""
+        """Return the events of the run, in order."""
         return list_events(self.findings, self.loss, self.warning)
 
 
-#: kinds of causes that make no gap likelier to be theirs: recipes are changed on purpose, and NaN shows in the loss itself
+#: kinds of causes that do not make harm likelier: recipes are changed on purpose, and NaN shows in the loss itself
 _NO_EVIDENCE = ("recipe", "nonfinite", "rate", "nothing")
 
 
 def state_harm(loss: LossOutcome, stopped_at: int | None, decision: Decision, sampled: Ints) -> str:
     """Return the harm that a verdict states; see `Answer.harm`.
 
-    A gap to a baseline of other batches that is surely above 0, and beyond the limit, makes harm likely if a fault is known
-    that may have made it and lasts, and the gap was not there before.
+    A gap to a baseline of other batches means likely harm under three conditions: the gap is surely above 0 and beyond the
+    limit, a lasting fault may explain it, and it was absent before the fault.
 
     Args:
-        sampled: int64 [S]: steps of the samples, ascending.
+        sampled: sampled steps, int64 [S], ascending.
     """
     if stopped_at is not None:
         return "harmful"
@@ -218,7 +218,7 @@ def state_harm(loss: LossOutcome, stopped_at: int | None, decision: Decision, sa
 
 
 def _came_with(loss: LossOutcome, since: int | None, sampled: Ints) -> bool:
-    """Return True if the run lies higher above the baseline than before a step, or nobody knows."""
+    """Return True if the gap to the baseline grew after a step, or if this is unknown."""
     if loss.baseline is None or since is None:
         return True
     return measure_lasting_rise(loss.run, loss.baseline, since, sampled) > loss.max_gap

@@ -1,4 +1,4 @@
-"""Since when a number of a layer is far from what is usual: what rules about activations and states have in common."""
+"""Find when a metric of a layer leaves its usual range, for rules about activations and optimizer states."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from ..runs.grid import Floats, Ints
 
 @dataclass(frozen=True)
 class LayerCourse:
-    """A number of one layer, sample by sample."""
+    """One metric of one layer over all samples."""
 
     layer: str
-    #: int64 [S], ascending
+    #: sampled steps, int64 [S], ascending
     steps: Ints
-    #: float64 [S], none of them NaN
+    #: values, float64 [S], without NaN
     values: Floats
-    #: float64: the baseline's values, or without a baseline those of the beginning; not empty
+    #: usual values, float64, not empty: the baseline's, or those of the run's beginning
     usual: Floats
     #: index of the first sample that can be judged
     first: int
 
     def since(self, out: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> int | None:
-        """Index of the first sample that is out together with the one after it, or as the last one; None: there is none."""
+        """Return the index of the first of two consecutive samples that are out, or of a last one, or None."""
         judged = out.copy()
         judged[: self.first] = False
         lasts = judged & np.append(judged[1:], True)
@@ -35,17 +35,17 @@ class LayerCourse:
         return int(np.argmax(lasts))
 
     def begin(self, out: int) -> int:
-        """Return the first sample from which values stay above all that is usual, up to one that is out."""
+        """Return the index from which values stay above all usual ones, up to a sample that is out."""
         within = np.flatnonzero(self.values[:out] <= self.usual.max())
         return max(int(within[-1]) + 1 if len(within) else 0, self.first)
 
 
 def measure_courses(rows: pl.DataFrame, baseline: pl.DataFrame | None, metric: str) -> list[LayerCourse]:
-    """Of each layer that has samples enough, in the order of the table.
+    """Return the course of each layer that has enough samples, in the order of the table.
 
     Args:
-        rows: step, layer and `metric`, of one role.
-        baseline: likewise; None: there is none.
+        rows: step, layer and `metric`, for one role.
+        baseline: the same columns of the baseline, or None.
 
     Example:
         >>> rows = pl.DataFrame({"step": range(12), "layer": ["a"] * 12, "amax": [1.0] * 8 + [9.0] * 4})

@@ -1,7 +1,7 @@
-"""The decision: which finding a run's trouble began with.
+"""Decide which finding a run's trouble began with.
 
-All findings are put in one list. One that another explains is a consequence. Of the others the strongest counts, of equally
-strong ones the earliest. `finding.EXPLAINS` says which kind explains which.
+A finding that another one explains is a consequence. Among the others, the strongest counts, and among equally strong ones
+the earliest. `finding.EXPLAINS` lists which kind explains which.
 """
 
 from __future__ import annotations
@@ -17,30 +17,30 @@ _ORDER = tuple(EXPLAINS)
 
 @dataclass(frozen=True)
 class Circumstances:
-    """What the decision rests on besides findings."""
+    """The evidence for a decision in addition to findings."""
 
-    #: step from which the run is harmed; None: it is not, or nobody knows
+    #: step from which the run is harmed; None if no harm is known
     harmed_since: int | None
     #: steps from one sample to the next
     interval: int
-    #: first step whose scales are not made up
+    #: first sampled step whose scales are no longer initial values
     settled: int
     #: whether there is a baseline
     paired: bool
-    #: whether samples are enough to see an operand leave before the loss does
+    #: whether there are enough samples to see an operand leave its band before the loss does
     judged: bool
-    #: whether the loss rises for good, which changes values: one that only lies above the baseline's changes none
+    #: whether the loss diverges, which changes values; a loss that only lies above the baseline's does not
     diverges: bool = True
     #: False if a reference run in higher precision does the same
     by_precision: bool = True
-    #: steps by which smoothing may place the harm too early
+    #: largest number of steps by which smoothing places the harm too early
     slack: int = 0
 
     def bracket(self, found: Finding) -> tuple[int, int]:
         """Return the first step at which a finding may have begun, and the last one.
 
-        Three samples in a row show what one does not, so a sample more or less tells nothing. Scales of the first samples
-        are made up, so they do not tell in which of them something began.
+        A fault may begin at any step since the previous sample. The first samples have initial scales, so they do not show
+        in which of them it began.
         """
         if found.since is None:
             return -1, -1
@@ -55,31 +55,31 @@ class Circumstances:
 
     @property
     def latest(self) -> int | None:
-        """The last step at which the cause of the harm may be seen first: one sample after it; None: there is no harm."""
+        """Return the last step at which the cause may show first, one sample after the harm, or None without harm."""
         return None if self.harmed_since is None else self.harmed_since + self.interval + self.slack
 
 
 @dataclass(frozen=True)
 class Decision:
-    """The answer."""
+    """The cause of a run's trouble, and the finding that shows it."""
 
-    #: what it rests on; None: on what is missing
+    #: the chosen finding; None if the cause follows from the absence of findings
     finding: Finding | None
     #: one of CAUSES
     cause: str
-    #: other tensors that went wrong by themselves in time to add to the harm
+    #: other tensors that went wrong independently, in time to add to the harm
     also: Sequence[Finding] = ()
-    #: the likeliest causes if none is sure, the likelier first
+    #: the likeliest findings if none is certain, the likelier first
     likeliest: Sequence[Finding] = ()
 
     @property
     def culprit(self) -> Finding | None:
-        """The tensor that it began in; None: none, or nobody knows."""
+        """Return the finding about the first faulty tensor, or None if no tensor is to blame or it is unknown."""
         return self.finding if self.finding is not None and self.finding.operand else None
 
 
 def decide(findings: Sequence[Finding], evidence: Circumstances) -> Decision:
-    """Return the cause that findings add up to."""
+    """Decide which cause the findings show."""
     candidates = [f for f in findings if _may_be_cause(f, findings, evidence)]
     first = [f for f in candidates if not any(_explains(other, f, evidence) for other in candidates if other is not f)]
     ranked = sorted(first, key=_rank)
@@ -95,13 +95,13 @@ def decide(findings: Sequence[Finding], evidence: Circumstances) -> Decision:
 
 
 def _rank(found: Finding) -> tuple[int, int, int, bool, float]:
-    """Order by strength, then time, then precedence, tensors before the run as a whole, then how far out."""
+    """Return the sort key of a finding: strength, time, precedence, tensors before the whole run, then excess."""
     since = -1 if found.since is None else found.since
     return -found.weight, since, _ORDER.index(found.kind), found.operand is None, -(found.excess or 0.0)
 
 
 def _may_be_cause(found: Finding, findings: Sequence[Finding], evidence: Circumstances) -> bool:
-    """Return True if a finding names a cause, and was there in time to do the harm."""
+    """Return True if a finding names a cause and came in time to do the harm."""
     unnamed = found.cause == "unknown" and (found.operand is None or found.strength == "hint")
     if found.cause == "none" or unnamed or (found.kind in OF_FP8 and not evidence.by_precision):
         return False
@@ -109,7 +109,7 @@ def _may_be_cause(found: Finding, findings: Sequence[Finding], evidence: Circums
         return True
     if found.since > evidence.latest:
         return found.or_earlier
-    # What the first samples show was there before any loss could bring it about.
+    # A fault in the first samples was there before any loss could cause it.
     between = found.kind == "between" and not evidence.diverges
     late = found.since >= max(evidence.harmed_since, evidence.settled)
     follows = found.may_follow_the_loss and late and not between
@@ -117,7 +117,7 @@ def _may_be_cause(found: Finding, findings: Sequence[Finding], evidence: Circums
 
 
 def _stands_out(found: Finding, findings: Sequence[Finding], latest: int) -> bool:
-    """Return True if at most one other tensor is out by nearly as much: a loss that diverges pushes many out."""
+    """Return True if at most one other tensor is out of band by a similar amount. A diverging loss pushes many out."""
     if found.excess is None:
         return False
     near = [
@@ -130,12 +130,12 @@ def _stands_out(found: Finding, findings: Sequence[Finding], latest: int) -> boo
 
 
 def _tensor(found: Finding) -> tuple[object, ...]:
-    """Return what findings about one tensor share: several GEMMs may read the same X."""
+    """Return a key for the tensor of a finding, because several GEMMs may read the same X."""
     return found.role, found.since, found.excess, found.layer and found.layer.rpartition(".")[0]
 
 
 def _explains(other: Finding, found: Finding, evidence: Circumstances) -> bool:
-    """Return True if a finding is a consequence of another one.
+    """Return True if `found` is a consequence of `other`.
 
     If both may have begun at the same step, the order of kinds decides.
     """
@@ -146,7 +146,7 @@ def _explains(other: Finding, found: Finding, evidence: Circumstances) -> bool:
 
 
 def _is_also_wrong(found: Finding, culprit: Finding) -> bool:
-    """Return True if another tensor went wrong by itself too: its scale did, or its values as those of the culprit."""
+    """Return True if another tensor also went wrong independently: by its scale, or by its values like the culprit."""
     if found.operand is None or found.strength == "hint" or found.operand == culprit.operand or found.kind not in OF_FP8:
         return False
     alike = (found.cause, found.since) == (culprit.cause, culprit.since)

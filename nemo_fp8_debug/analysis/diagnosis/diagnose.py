@@ -1,4 +1,4 @@
-"""Diagnose a run, and recommend changes to it. "Cannot tell" is an answer."""
+"""Diagnose a run, and recommend changes. "Cannot tell" is a valid answer."""
 
 from __future__ import annotations
 
@@ -39,24 +39,24 @@ def diagnose(
     max_gap: float = MAX_GAP,
     bands: str | os.PathLike[str] | Bands | None = None,
 ) -> Diagnosis:
-    """Say what is wrong with a run.
+    """Find out what is wrong with a run.
 
     Args:
-        run: the record of the run to explain, or a folder above it; a path or any fsspec address.
-        baseline: likewise, of a run that went well; or of several of one model that differ in their seed: the loss is
-            compared with the mean of all, and all else with the first. None: the run is judged by `bands` or fixed limits.
-        reference: likewise, of a run that differs from `run` in precision alone; None: there is none.
-        by: what the runs are matched by: `step`, or `samples` that were consumed, for runs of other batch sizes.
-        bands: of healthy runs, which a run without a baseline is judged by: a file of `nemo-fp8-debug learn`; None: those
-            that come with the package.
-        max_gap: percent that the mean loss over the last part may lie above the baseline's before it counts as harm.
+        run: the record of the run to explain, or a folder above it, as a path or any fsspec address.
+        baseline: the record of a run that went well, or of several of one model with different seeds. Then the loss is
+            compared with the mean of all, and the rest with the first. None: judge the run by `bands` or fixed limits.
+        reference: the record of a run that differs from `run` only in precision.
+        by: how to match the runs: by `step`, or by consumed `samples` if their batch sizes differ.
+        bands: bands of healthy runs for a run without a baseline, or their file from `nemo-fp8-debug learn`; None: the
+            bands that come with the package.
+        max_gap: largest gap of the mean loss over the last part to the baseline's that is no harm, percent.
 
     Returns:
-        What was found: `harm`, `cause`, `confidence`, `culprit`, each rule's `findings`, and `verdict()` in sentences.
+        The diagnosis, with `harm`, `cause`, `confidence`, `culprit`, each rule's `findings`, and `verdict()` in sentences.
 
     Raises:
-        RecordError: a record is missing or unreadable, or has nothing to go by.
-        ConfigError: `by` is neither, or baselines are of different models.
+        RecordError: a record is missing or unreadable, or has no sampled step.
+        ConfigError: `by` is invalid, or baselines are of different models.
 
     Example:
         >>> found = diagnose("runs/bad", "runs/baseline", "runs/reference")
@@ -80,14 +80,14 @@ def measure_facts(
 ) -> tuple[Facts, Records]:
     """Return the facts that a diagnosis rests on, and the records that they are measured from.
 
-    Arguments are those of `diagnose`.
+    The arguments are as in `diagnose`.
     """
     if baselines:
         return _measure_compared(compare_for_diagnosis(run, baselines, reference, by, max_gap))
     mine = _read(run, by)
     other, left_out = choose_reference(mine, _read_reference(reference, by))
     if mine.metrics.is_empty():
-        raise RecordError(f"{mine.path} has no sampled step, so there is nothing to go by")
+        raise RecordError(f"{mine.path} has no sampled step: a diagnosis needs at least one")
     chosen = choose_bands(mine, bands)
     records = Records(mine, bands=None if chosen is None else judge_by_bands(mine, chosen), notes=left_out)
     return Facts.of(records, _judge_loss_alone(mine, other, max_gap)), records
@@ -117,7 +117,7 @@ def compare_for_diagnosis(
 ) -> Comparison:
     """Return the comparison that a diagnosis rests on, without samples of steps that the optimizer skipped.
 
-    Arguments are those of `diagnose`.
+    The arguments are as in `diagnose`.
     """
     first, *others = list_baselines(baseline)
     return compare(_read(run, by), _read(first, by), _read_reference(reference, by), by, max_gap=max_gap, others=others)
@@ -132,7 +132,7 @@ def _read(path: Source, by: str) -> Run:
 
 
 def diagnose_comparison(comparison: Comparison) -> Diagnosis:
-    """Return what is wrong with a run that has been compared; see `diagnose`."""
+    """Diagnose a run that has been compared; see `diagnose`."""
     facts, records = _measure_compared(comparison)
     found = _diagnose_facts(facts, records)
     shared = () if found.decision.finding is not None else _find_shared(found, records)
@@ -142,7 +142,7 @@ def diagnose_comparison(comparison: Comparison) -> Diagnosis:
 
 
 def _judge_loss_alone(run: Run, reference: Run | None, max_gap: float) -> LossOutcome:
-    """Return what the loss of a run without a baseline came to, next to the reference run's if that shows harm."""
+    """Judge the loss of a run without a baseline, alone or against the reference run's, whichever shows harm."""
     own = LossOutcome(run.loss, None, max_gap)
     if reference is None:
         return own
@@ -152,27 +152,27 @@ def _judge_loss_alone(run: Run, reference: Run | None, max_gap: float) -> LossOu
 
 
 class Judgment(NamedTuple):
-    """What facts add up to."""
+    """The findings and the decision that facts lead to."""
 
     findings: Sequence[Finding]
     loss: LossOutcome
-    #: step from which the optimizer takes none any longer
+    #: step from which the optimizer takes no step, or None
     stopped_at: int | None
     decision: Decision
 
 
 def judge_facts(facts: Facts, leave_out: Collection[str] = ()) -> Judgment:
-    """Return what facts add up to, without their record.
+    """Judge a run by its facts, without its record.
 
     Args:
-        leave_out: names of rules, for an ablation.
+        leave_out: names of rules to skip, for an ablation.
     """
     findings = sorted(find_all(facts, leave_out), key=lambda f: (-1 if f.since is None else f.since, -f.weight))
     loss, stopped_at = _add_rise(facts, findings), find_stop(skipped_steps(facts).run)
     harmed_since = min((step for step in (loss.harmful_since, stopped_at) if step is not None), default=None)
     interval = int(measure_interval(facts.steps))
     out = any(f.is_out_of_band and f.strength != "hint" for f in findings)
-    # If a baseline shows harm that noise may have made, the loss gives no all-clear.
+    # If noise may explain a gap to the baseline, the loss gives no all-clear.
     in_doubt = harmed_since is None and facts.paired and loss.harm == "unknown"
     in_doubt = in_doubt and (loss.gap is None or loss.gap.percent > loss.max_gap)
     judged = _is_judged(facts, harmed_since, interval, out) and not in_doubt
@@ -191,14 +191,14 @@ def _diagnose_facts(facts: Facts, records: Records) -> Diagnosis:
 
 
 def _add_rise(facts: Facts, findings: Sequence[Finding]) -> LossOutcome:
-    """Return the loss with a rise at a step at which something else went wrong, if losses alone do not show harm."""
+    """Return the loss with its rise at the step of a finding, if losses alone do not show harm."""
     loss = facts.loss
     if loss.harm not in ("unknown", "likely") or (
         loss.gap is not None and (loss.gap.paired or loss.gap.percent <= loss.max_gap)
     ):
         return loss  # a rise that is gone by the end is no harm
     if loss.gap is not None and loss.gap.interval()[0] <= 0:
-        return loss  # noise may have brought it to where it ends
+        return loss  # noise may explain the gap
     steps = sorted({f.since for f in findings if f.since is not None and f.strength != "hint"})
     rises = [
         (step, measure_rise_of_sample(loss.run, loss.baseline, step, facts.steps, lasting=loss.max_gap)) for step in steps
@@ -208,10 +208,10 @@ def _add_rise(facts: Facts, findings: Sequence[Finding]) -> LossOutcome:
 
 
 def _is_judged(facts: Facts, harmed_since: int | None, interval: int, out: bool) -> bool:
-    """Return True if there are samples enough to see an operand leave its band before the loss does.
+    """Return True if there are enough samples to see an operand leave its band before the loss does.
 
     Args:
-        out: whether any operand leaves its band, whenever. If none does, all samples tell.
+        out: whether any operand leaves its band at any time. If none does, all samples count.
     """
     samples = judged_samples(facts)
     if facts.baseline_end >= 0 and harmed_since is not None and harmed_since > facts.baseline_end:
@@ -222,7 +222,7 @@ def _is_judged(facts: Facts, harmed_since: int | None, interval: int, out: bool)
 
 
 def _find_shared(found: Diagnosis, records: Records) -> Sequence[Finding]:
-    """Return what is wrong with a run by itself and with its baseline too, so that comparing them cannot show it."""
+    """Return the findings that a run and its baseline share, which a comparison cannot show."""
     run, baseline = records.run, records.baseline
     assert baseline is not None
     mine = _find_alone(run, found.loss.max_gap)
@@ -237,14 +237,14 @@ def _find_shared(found: Diagnosis, records: Records) -> Sequence[Finding]:
 
 
 def _find_alone(run: Run, max_gap: float) -> list[Finding]:
-    """Return findings that need no comparison and are no hints."""
+    """Return the findings that need no comparison, without hints."""
     facts = Facts.of(Records(run), LossOutcome(run.loss, None, max_gap))
     others = [rule.name for rule in load_rules() if not rule.needs_no_baseline]
     return [f for f in find_all(facts, leave_out=others) if f.strength != "hint" and f.cause != "unknown"]
 
 
 def _list_not_compared(run: Run, baseline: Run | None) -> list[str]:
-    """Return the parts of a run that its baseline does not show, in clauses."""
+    """Return clauses that name the parts of a run without a counterpart in the baseline."""
     if baseline is None:
         return []
     missed = []
@@ -271,15 +271,15 @@ def recommend(
 
     Args:
         run: the record of the run to fix, or a folder above it; a path or any fsspec address.
-        baseline: the record of a run that went well, or of several, as of `diagnose`. With it, only operands that
-            left its band before the loss diverged are changed; without it, all that exceed the budget. None are changed
-            if something other than FP8 is to blame.
-        operands: operands to look at instead, a list of (layer, role); a role is `input`, `weight` or `grad_output`.
-        budget: what an operand may lose; None: `Budget()`.
+        baseline: the record of a run that went well, or of several, as in `diagnose`. With a baseline, change only
+            operands that left its band before the loss diverged. Without one, change all that exceed the budget. Change
+            no operand if something other than FP8 is to blame.
+        operands: operands to fix instead, a list of (layer, role). A role is `input`, `weight` or `grad_output`.
+        budget: the largest loss allowed for an operand; None: `Budget()`.
 
     Returns:
-        What to change: `.plan` is what `apply_plan` and `FP8PlanCallback` take, `.findings` has each operand's errors before
-        and after, `.to_json()` everything as plain values.
+        The recommendation. Pass its `.plan` to `apply_plan` or `FP8PlanCallback`. `.findings` has each operand's errors
+        before and after, and `.to_json()` returns everything as plain values.
 
     Raises:
         RecordError: a record is missing or unreadable, has no sampled step, or has no such operand.

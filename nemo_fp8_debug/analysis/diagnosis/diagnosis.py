@@ -1,4 +1,4 @@
-"""A diagnosis: the answer, in words and as plain values, and the change that it advises."""
+"""A diagnosis: the answer in words and as plain values, and the advised change."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ if TYPE_CHECKING:  # it imports torch
 
 @dataclass(frozen=True)
 class Diagnosis(Answer):
-    """The answer about a run, with its words and the change that it advises."""
+    """The answer about a run, with its words and the advised change."""
 
-    #: False: say nothing that has to be replayed, which takes torch and seconds
+    #: False: leave out advice that needs a replay, which takes torch and seconds
     replays: bool = True
 
     def recommend(self, budget: Budget | None = None, operands: Sequence[Key] | None = None) -> Recommendation:
         """Return the first change on the ladder that helps, for each operand that the diagnosis flags.
 
         Args:
-            budget: what an operand may lose; None: `Budget()`.
-            operands: operands to look at instead, (layer, role) each.
+            budget: the largest loss allowed for an operand; None: `Budget()`.
+            operands: operands to fix instead, (layer, role) each.
 
         Raises:
             RecordError: the record has no such operand, or no sampled step.
@@ -47,7 +47,7 @@ class Diagnosis(Answer):
         from ..recommendation.recommend import find_over_budget, recommend
 
         budget, flags, run = budget or Budget(), flag_operands(self), self.run
-        if run.axis is not None:  # steps of flags are samples, and plans are of steps
+        if run.axis is not None:  # flags count consumed samples, but plans count steps
             run = Run.read(run.path).renamed(run.renamed_to)
             flags = {key: replace(flag, out=None) for key, flag in flags.items()}
         if not operands:
@@ -56,7 +56,7 @@ class Diagnosis(Answer):
         return recommend(run, operands, budget, flags)
 
     def find_fix(self, recommended: Recommendation) -> TensorFix | None:
-        """Return the change of the blamed tensor among recommended ones; None: no cast is to blame."""
+        """Return the recommended change of the blamed tensor, or None if no cast is to blame."""
         blamed, own = find_blamed(self), self.run.own_names
         if blamed is None or blamed.layer is None:
             return None
@@ -65,7 +65,7 @@ class Diagnosis(Answer):
 
     @cached_property
     def fix(self) -> TensorFix | None:
-        """The first change on the ladder that helps the blamed tensor; None: no cast is to blame, or nothing is known."""
+        """Return the first change on the ladder that helps the blamed tensor, or None if there is none."""
         blamed = find_blamed(self)
         if not self.replays or blamed is None or blamed.layer is None or blamed.role is None:
             return None
@@ -76,7 +76,7 @@ class Diagnosis(Answer):
 
     @cached_property
     def advice(self) -> Sequence[str]:
-        """Sentences that tell you what to do. Headline, verdict, plan and command print the first one."""
+        """Return sentences with the next steps. Headline, verdict, plan and command print the first one."""
         return tell_advice(self, self.fix) if self.replays or find_blamed(self) is None else []
 
     def verdict(self) -> str:
@@ -84,7 +84,7 @@ class Diagnosis(Answer):
         return tell_verdict(self, self.advice)
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain values."""
+        """Return the diagnosis as plain values."""
         other = self.loss.reference_outcome
         plain: dict[str, Any] = make_jsonable(
             {

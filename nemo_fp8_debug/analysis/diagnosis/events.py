@@ -1,4 +1,4 @@
-"""What happened in a run, in order."""
+"""List the events of a run in order."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ KINDS = (
 
 @dataclass(frozen=True)
 class Event:
-    """Something that began at a step."""
+    """A change that began at a step."""
 
     step: int
     #: one of KINDS
     kind: str
-    #: in a clause
+    #: description, a clause
     what: str
     layer: str | None = None
     role: str | None = None
@@ -33,7 +33,7 @@ class Event:
 def list_events(
     findings: Sequence[Finding], loss: LossOutcome, warning: tuple[int, float, str, str] | None = None
 ) -> list[Event]:
-    """Return what happened, the earliest first.
+    """Return the events of a run, the earliest first.
 
     Args:
         warning: step, score, layer and role of the first early warning.
@@ -49,12 +49,12 @@ def list_events(
 
 
 def sort_events(found: Sequence[Event]) -> list[Event]:
-    """Return events by step; those of one step as `KINDS` has them."""
+    """Sort events by step, and those of one step in the order of `KINDS`."""
     return sorted(found, key=lambda event: (event.step, KINDS.index(event.kind)))
 
 
 def _list_loss_events(loss: LossOutcome) -> Iterator[Event]:
-    """Yield when the loss departs from the baseline's, and when it diverges."""
+    """Yield the events of the loss: its departure from the baseline's, and its divergence."""
     since, diverges = loss.harmful_since, loss.run.lost_at if loss.run.lost_at is not None else loss.run.diverged_at
     if since is not None and loss.baseline is not None:
         yield Event(since, "loss", "the loss departs from the baseline's")

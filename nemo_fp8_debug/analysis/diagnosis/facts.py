@@ -1,4 +1,4 @@
-"""Facts of a run: each is measured once, from the record, and then serves all rules."""
+"""Facts of a run. Each fact is measured once, from the record, and then serves all rules."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class Records:
 
     run: Run
     baseline: Run | None = None
-    #: with a baseline only
+    #: comparison of both runs, if there is a baseline
     comparison: Comparison | None = None
-    #: bands of healthy runs that stand for a baseline
+    #: the run judged by bands of healthy runs, if there is no baseline
     bands: JudgedRun | None = None
     #: what was left out, in sentences
     notes: Sequence[str] = ()
@@ -35,23 +35,23 @@ class Records:
 def read_unusual(
     read: Callable[[Run], pl.DataFrame], run: Run, baseline: Run | None, keys: Sequence[str] = ("layer", "role")
 ) -> pl.DataFrame:
-    """Return the rows that `read` finds in a run, without those of tensors that it finds in the baseline too.
+    """Return the rows that `read` finds in a run, without tensors that `read` also finds in the baseline.
 
     Args:
-        keys: columns that tell a tensor.
+        keys: columns that identify a tensor.
     """
     rows = read(run)
     return rows if baseline is None else rows.join(read(baseline), on=keys, how="anti", maintain_order="left")
 
 
 class Fact(Generic[Value_co]):
-    """A measurement by name: called with the facts of a run, it returns its value, which is kept."""
+    """A named measurement. Called with the facts of a run, it returns its value and keeps it there."""
 
     def __init__(self, measure: Callable[[Records], Value_co]) -> None:
         self.name, self.measure, self.__doc__ = measure.__name__, measure, measure.__doc__
 
     def __call__(self, facts: Facts) -> Value_co:
-        """Return the value, measured when first asked for."""
+        """Return the value. Measure it on the first call."""
         if self.name not in facts.values:
             assert facts.records is not None, f"{self.name} was not measured before the records were dropped"
             facts.values[self.name] = self.measure(facts.records)
@@ -60,7 +60,7 @@ class Fact(Generic[Value_co]):
 
 
 def fact(measure: Callable[[Records], Value_co]) -> Fact[Value_co]:
-    """Make a function of records a fact.
+    """Turn a function of records into a fact.
 
     Example:
         >>> @fact
@@ -74,31 +74,31 @@ def fact(measure: Callable[[Records], Value_co]) -> Fact[Value_co]:
 
 @dataclass
 class Facts:
-    """All that is known of a run to rules, without its record."""
+    """All facts of a run that rules may read, without its record."""
 
-    #: what steps are counted in
+    #: unit of the steps, such as `step` or `sample`
     unit: str
-    #: int64 [S]: sampled steps of the run
+    #: sampled steps of the run, int64 [S]
     steps: Ints
-    #: against the baseline's, or the reference run's, or alone
+    #: the run's loss, judged against the baseline's or the reference run's, or alone
     loss: LossOutcome
     #: whether a baseline is given
     paired: bool
-    #: as `core.scale_sources` has it: whether the run quantizes
+    #: whether the run quantizes, a constant of `core.scale_sources`
     quantization: str
-    #: operands that are recorded: layer, role
+    #: layer and role of the recorded operands
     tensors: pl.DataFrame
-    #: last sampled step of a baseline that ends before the run; -1: it does not
+    #: last sampled step of a baseline that ends before the run, otherwise -1
     baseline_end: int = -1
-    #: None: all facts that are needed are measured
+    #: the records; None if all needed facts are measured
     records: Records | None = None
-    #: facts of the run without its baseline, if that ends before the run
+    #: facts of the run without its baseline, if the baseline ends before the run
     past_baseline: Facts | None = None
     values: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
     def of(cls, records: Records, loss: LossOutcome) -> Facts:
-        """Return the facts of a run, each of which is measured when first asked for."""
+        """Return the facts of a run. Each fact is measured on first use."""
         run, baseline = records.run, records.baseline
         facts = cls(
             run.unit,
@@ -117,11 +117,11 @@ class Facts:
 
     @cached_property
     def same_batches(self) -> bool:
-        """Whether run and baseline saw the same batches."""
+        """Return True if run and baseline saw the same batches."""
         return self.loss.gap is not None and self.loss.gap.paired
 
     def measure_all(self, needed: Mapping[str, Fact[object]]) -> Facts:
-        """Measure all of some facts and let go of the records."""
+        """Measure all needed facts and release the records."""
         for each in needed.values():
             each(self)
         if self.past_baseline is not None:

@@ -1,4 +1,4 @@
-"""Findings of rules, the causes they name, where to look, and which cause explains which."""
+"""Findings of rules, the causes they name with advice, and the table of causes that explain others."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _BY_ROLE = {
 
 
 def look_at_producer(layer: str, role: str) -> str:
-    """Return a sentence that says where a tensor comes from, and so where to look.
+    """Return a sentence that names the code that produces a tensor.
 
     Example:
         >>> look_at_producer("layers.0.fc1", "grad_output")
@@ -29,10 +29,10 @@ def look_at_producer(layer: str, role: str) -> str:
 
 
 def advise_on_nonfinite(layer: str | None, role: str | None, what: str = "", is_sampled: bool = True) -> str:
-    """Return where to look for the source of NaN or infinity, and how to sample the step at which more comes up.
+    """Return where to look for the source of NaN or infinity, and how to sample the next such step.
 
     Args:
-        what: has them first, if no tensor of a layer does.
+        what: first value with NaN or infinity, if it is no tensor of a layer.
         is_sampled: whether operands were sampled at that step.
     """
     look = look_at_producer(layer, role) if layer and role else f"Look at what computes {what}."
@@ -42,7 +42,7 @@ def advise_on_nonfinite(layer: str | None, role: str | None, what: str = "", is_
     return f"No recipe fixes NaN. {look} `triggers=['nonfinite']` samples the step after a loss or gradient norm of NaN."
 
 
-#: how strong a finding is by itself. `proof` needs no comparison. `hint` also occurs in runs that go well
+#: strengths of a finding. A `proof` needs no comparison. A `hint` also occurs in healthy runs
 STRENGTHS = ("hint", "clear", "proof")
 
 
@@ -50,16 +50,16 @@ STRENGTHS = ("hint", "clear", "proof")
 class Cause:
     """A cause that a verdict can name."""
 
-    #: where it lies, one of `EXPLAINS`
+    #: kind of the cause, a key of `EXPLAINS`
     kind: str
-    #: what is wrong, in a short clause; of a tensor, what its scale or its values do
+    #: short clause that names the fault; for a tensor, of its scale or its values
     means: str
-    #: where to look, or what to do if no other cast helps, in sentences
+    #: sentences that say where to look, or what to do if no other cast helps
     advice: str = ""
 
 
 NOT_FP8_ADVICE = "Look at learning rate, data, kernels and communication."
-#: by name. Kinds say what a cause explains, see `EXPLAINS`
+#: causes by name. Their kinds decide what they explain, see `EXPLAINS`
 CAUSES: Mapping[str, Cause] = {
     "wrong_product": Cause(
         "proof",
@@ -164,9 +164,9 @@ CAUSES: Mapping[str, Cause] = {
     "none": Cause("nothing", "nothing"),
     "unknown": Cause("nothing", "nobody knows why"),
 }
-#: what any fault may bring about
+#: kinds of consequences of any fault
 _CONSEQUENCES = frozenset({"values", "gradients", "nonfinite", "weights", "skips", "between", "multiplier", "software"})
-#: kinds of causes in the order of precedence, and the kinds that each explains if it comes first
+#: kinds of causes in order of precedence, with the kinds that each explains if it comes first
 EXPLAINS: Mapping[str, frozenset[str]] = {
     "proof": _CONSEQUENCES | {"scale", "dead", "size"},
     "recipe": _CONSEQUENCES | {"scale", "dead", "size"},
@@ -184,16 +184,16 @@ EXPLAINS: Mapping[str, frozenset[str]] = {
     "skips": frozenset(),
     "nothing": frozenset(),
 }
-#: kinds that lie in how FP8 represents operands; a reference run in BF16 cannot have them
+#: kinds of faults in how FP8 represents operands. A reference run in BF16 cannot have them
 OF_FP8 = ("recipe", "scale", "values")
-#: causes that lie in the values before anything casts them, so that no recipe helps
+#: causes in the values before any cast, so that no recipe helps
 NO_RECIPE = ("dead", "nonfinite")
 NOT_FP8 = tuple(name for name, cause in CAUSES.items() if cause.kind not in (*OF_FP8, "nonfinite", "dead", "nothing"))
 
 
 @dataclass(frozen=True)
 class Finding:
-    """What a rule found, and since when."""
+    """The finding of a rule: a cause, its evidence and its onset."""
 
     #: name of the rule
     rule: str
@@ -201,32 +201,32 @@ class Finding:
     cause: str
     #: one of STRENGTHS
     strength: str
-    #: the numbers it rests on, in a sentence without its period
+    #: the numbers that support the finding, as a sentence without its period
     evidence: str
     layer: str | None = None
     role: str | None = None
-    #: first step that shows it; None: nobody knows
+    #: first step that shows the fault; None if unknown
     since: int | None = None
-    #: instead of the cause's own advice
+    #: advice that replaces the cause's own
     advice: str = ""
-    #: whether a loss that diverged before explains it: values change then, and what scales do with them does not
+    #: whether an earlier divergence of the loss explains the finding. It explains changed values, but no wrong scale
     may_follow_the_loss: bool = False
-    #: how many times its threshold, of a tensor out of band
+    #: multiple of the threshold, for a tensor out of band
     excess: float | None = None
-    #: its kind, if that is not its cause's: `gradients` that values change, which much brings about, or a wrong `size`
+    #: kind, if not the cause's: `gradients` for changed values of gradients, which many faults cause, or a wrong `size`
     of_kind: str = ""
-    #: whether `since` is exact: a sample shows what began at any step since the sample before
+    #: whether the fault began exactly at `since`, and not between `since` and the previous sample
     is_exact: bool = False
-    #: steps after `since` at which it may have begun, if that is known only so
+    #: largest number of steps after `since` at which the fault may have begun
     slack: int = 0
-    #: whether it may have begun long before `since`
+    #: whether the fault may have begun long before `since`
     or_earlier: bool = False
-    #: whether it was over after a sample or two
+    #: whether the fault ended after one or two samples
     is_transient: bool = False
 
     @property
     def operand(self) -> str | None:
-        """The tensor as people write it; None if the finding is about the run as a whole."""
+        """Return the usual name of the tensor, or None if the finding is about the run as a whole."""
         return f"{SHOWN_AS[self.role]} of {self.layer}" if self.layer and self.role else None
 
     @property
@@ -236,14 +236,14 @@ class Finding:
 
     @property
     def kind(self) -> str:
-        """The kind of the finding, a key of `EXPLAINS`."""
+        """Return the kind of the finding, a key of `EXPLAINS`."""
         return self.of_kind or CAUSES[self.cause].kind
 
     @property
     def weight(self) -> int:
-        """The rank of its strength, the larger the stronger."""
+        """Return the rank of the strength, larger for stronger findings."""
         return STRENGTHS.index(self.strength)
 
     def advise(self) -> str:
-        """Return what to do."""
+        """Return the advice."""
         return self.advice or CAUSES[self.cause].advice

@@ -20,13 +20,13 @@ from .ranking import harm_ranks
 from .rules.operands import has_lost_most, suspects
 from .rules.recipe import recipe_changes
 
-#: causes that lie in the scale alone: one that follows the values helps
+#: causes that lie only in the scale, so that a scale that follows the values helps
 _ONLY_SCALE = ("stale_scale", "corrupted_scale", "clipping")
 _KEY = ["layer", "role"]
 
 
 def find_blamed(found: Answer) -> Finding | None:
-    """Return the finding of the tensor whose cast is to blame, or else likeliest; None: no cast is."""
+    """Return the finding about the tensor whose cast is to blame, or most likely to blame, or None."""
     likeliest = found.decision.likeliest if found.cause == "unknown" else ()
     chosen = found.decision.finding or next(iter(likeliest), None)
     if chosen is None or chosen.operand is None or chosen.role not in ROLES:
@@ -37,9 +37,9 @@ def find_blamed(found: Answer) -> Finding | None:
 def flag_operands(found: Answer) -> dict[Key, Flag]:
     """Return the operands to change, by harm rank.
 
-    These are the blamed one and those that left the baseline's band before the loss diverged, or all that left it if the
-    loss follows the baseline's. A scale that surely went wrong counts whenever it did, since no loss brings that about, and
-    so does an X or W that loses most of its values from some sample on to the end. None if FP8 is not to blame.
+    These are the blamed operand and those that left the baseline's band before the loss diverged, or all of these if the
+    loss follows the baseline's. A scale that surely went wrong counts at any time, because no loss causes that. So does
+    an X or W that loses most of its values to the end. Return no operand if FP8 is not to blame.
     """
     flagged: dict[Key, Flag] = {}
     if found.cause in (*NOT_FP8, *NO_RECIPE):
@@ -82,7 +82,7 @@ def _flag_compared(found: Answer, flagged: dict[Key, Flag], out: Mapping[Key, tu
 
 
 def _stretches(found: Answer) -> dict[Key, tuple[int, int]]:
-    """Return the first and last sample of each operand that was out of the band, by any metric."""
+    """Return the first and last step at which each operand was out of band by any metric."""
     if found.comparison is None:
         return {}
     steps = pl.Series(found.run.metrics.steps)
@@ -93,7 +93,7 @@ def _stretches(found: Answer) -> dict[Key, tuple[int, int]]:
 
 
 def _add_undos(found: Answer, flagged: Mapping[Key, Flag], blamed: Finding | None) -> dict[Key, Flag]:
-    """Return flags that also say what changed at each operand, at the latest when it went wrong."""
+    """Return the flags, each with the last recipe change of its operand until the fault."""
     if blamed is not None and blamed.cause == "resumed_without_scales":
         lost = Undo(None, blamed.since, is_cause=True)
         return {key: replace(flag, undo=lost) for key, flag in flagged.items()}
@@ -108,10 +108,10 @@ def _add_undos(found: Answer, flagged: Mapping[Key, Flag], blamed: Finding | Non
 
 
 def _find_undos(run: Run, baseline: Run | None, until: Mapping[Key, int | None]) -> dict[Key, Undo]:
-    """Return the recipes that operands had before they changed, in the run or else in the baseline.
+    """Return the recipes that operands had before a change in the run, or else in the baseline.
 
     Args:
-        until: by operand, the step at which it went wrong; None: it is not known.
+        until: step at which each operand went wrong; None if unknown.
     """
     if run.quantization != QUANTIZED or not until:
         return {}
@@ -134,7 +134,7 @@ def _find_undos(run: Run, baseline: Run | None, until: Mapping[Key, int | None])
 
 
 def _recipes_in(baseline: Run | None, keys: Iterable[Key]) -> dict[Key, str]:
-    """Return the recipes that operands mostly have in a baseline that quantizes."""
+    """Return the most frequent recipes of operands in a baseline that quantizes."""
     if baseline is None or baseline.quantization != QUANTIZED:
         return {}
     wanted = set(keys)

@@ -20,15 +20,15 @@ COLUMNS = ("n", *LIMITS["input"])
 
 
 def find_beyond(metrics: Metrics, least: float = 1.0) -> pl.DataFrame:
-    """Operands that are beyond these limits for two samples in a row, or far beyond them in one.
+    """Find operands beyond a limit in two consecutive samples, or far beyond a limit in one sample.
 
     Args:
-        metrics: of the operands.
-        least: times a limit that count.
+        metrics: metrics of the operands.
+        least: multiple of a limit that counts.
 
     Returns:
-        layer, role, onset (step), excess (how many times a limit); the earliest first. The first samples, whose scales are
-        made up, count only if what follows them is beyond too.
+        layer, role, onset (step), excess (multiple of a limit), the earliest first. The first samples have initial scales,
+        so they count only if the samples after them are beyond the limit too.
 
     Example:
         >>> nothing = {"layer": ["fc1"] * 5, "role": ["weight"] * 5, "underflow_pct": [0.0] * 5, "overflow_pct": [0.0] * 5}
@@ -61,13 +61,15 @@ def _beyond(least: float, grid: Grid) -> list[tuple[str, str, int, float]]:
 
 
 def select_limited(metrics: Metrics) -> Metrics:
-    """Rows of the operands that have limits: those in FP8."""
+    """Keep the rows of operands in FP8, which alone have limits."""
     return metrics.only("format", FORMATS) if "format" in metrics.columns else metrics
 
 
 def strengths(times: Floats) -> Floats:
-    """[T, S] -> [T, S]: above 1 where a sample and the one before it are beyond a limit, or a sample is far beyond; 0 of the
-    first samples, whose scales are made up. It looks at nothing that comes later."""
+    """Return values above 1 if a sample and the previous one are beyond a limit, or if a sample is far beyond it, [T, S].
+
+    The first samples have initial scales and get 0. No later sample matters.
+    """
     judged = times[:, MADE_UP:]
     before = np.concatenate([np.zeros((len(times), 1)), judged[:, :-1]], axis=1)[:, : judged.shape[1]]
     strength = np.fmax(np.fmin(judged, before), judged / FAR)
@@ -75,7 +77,7 @@ def strengths(times: Floats) -> Floats:
 
 
 def times_of_limits(grid: Grid) -> Floats:
-    """[T, S]: how many times the limit of any metric an operand shows; 0 where it has no row."""
+    """Return the largest multiple of a limit, over all metrics of an operand, [T, S]; 0 without a row."""
     roles = grid.tensors["role"].to_list()
     with np.errstate(divide="ignore"):
         least = 100 * LEAST_VALUES / grid.metric("n")
@@ -87,19 +89,19 @@ def times_of_limits(grid: Grid) -> Floats:
 
 
 def _limits(metric: str, roles: Sequence[str]) -> Floats:
-    """[T]; NaN where a role has none."""
+    """Return the limit of a metric for each role, [T]; NaN for roles without limits."""
     return np.array([LIMITS[role][metric] if role in LIMITS else np.nan for role in roles])
 
 
 def early_warning(run: Run) -> pl.DataFrame:
-    """The score of each sample, and the operand that it is of. It looks at that sample and the one before it, so it can be
-    had while a run goes on; the trigger of the same name does.
+    """Return the early-warning score of each sample, and the operand that has it.
 
-    Operands in FP8 alone have limits; without any there are no scores.
+    A score needs only its sample and the previous one, so the trigger of the same name computes it during the run. Only
+    operands in FP8 have limits and scores.
 
     Returns:
-        step, score (how many times its limit the farthest operand shows in both, or a third of what it shows in this one;
-        above 1 is a warning), layer, role. The first samples, whose scales are made up, are left out.
+        step, score, layer, role. The score is the farthest operand's multiple of its limit in both samples, or a third of
+        the multiple in this one. A score above 1 is a warning. The first samples have initial scales and no score.
 
     Example:
         >>> scores = early_warning(Run.read("runs/bad"))
@@ -114,12 +116,12 @@ def early_warning(run: Run) -> pl.DataFrame:
     found = [
         rows for block in map_over_blocks(partial(compute_in_parts, _farthest), judged, together=[COLUMNS]) for rows in block
     ]
-    # Of operands that are equally far the first counts.
+    # If operands are equally far, the first counts.
     return pl.concat([empty, *found]).sort("step", -pl.col("score"), maintain_order=True).unique("step", maintain_order=True)
 
 
 def _farthest(grid: Grid) -> pl.DataFrame:
-    """step, score, layer, role: of each sample the operand that is the farthest."""
+    """Return step, score, layer and role of the farthest operand in each sample."""
     times = strengths(times_of_limits(grid))[:, MADE_UP:]
     worst = np.argmax(times, axis=0)
     columns = {"step": grid.steps[MADE_UP:], "score": times[worst, np.arange(times.shape[1])]}

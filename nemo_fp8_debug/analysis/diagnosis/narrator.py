@@ -1,6 +1,6 @@
-"""The narrator: puts a diagnosis in words, for the terminal, the tab, reports, Markdown and JSON.
+"""The narrator, which puts a diagnosis in words for the terminal, the tab, reports, Markdown and JSON.
 
-No other module makes sentences of a verdict. Order: what is wrong, what to do, the loss, what could not be seen.
+No other module writes sentences of a verdict. They say, in this order: the fault, the next step, the loss, the limits.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .finding import CAUSES, NOT_FP8_ADVICE, Finding
 if TYPE_CHECKING:  # it imports torch
     from ..recommendation.recommend import TensorFix
 
-#: share of a tensor that is lost, from which a format represents it badly
+#: lost share of a tensor from which its format represents it badly
 _BADLY = 0.1
 
 
@@ -41,7 +41,7 @@ def tell_sentence(text: str) -> str:
 
 
 def name_tensor(layer: str, role: str) -> str:
-    """Return a tensor as people write it.
+    """Return the usual name of a tensor.
 
     Example:
         >>> name_tensor("layers.0.fc1", "grad_output")
@@ -51,7 +51,7 @@ def name_tensor(layer: str, role: str) -> str:
 
 
 def show_value(metric: str, value: float | None) -> str:
-    """Return a value of a metric in its unit; bits as a factor.
+    """Return a value of a metric in its unit, or as a factor if the unit is bits.
 
     Example:
         >>> show_value("outlier_log2", 3.0), show_value("underflow_pct", 12.34), show_value("amax", None)
@@ -65,11 +65,11 @@ def show_value(metric: str, value: float | None) -> str:
 
 
 def show_move(row: Mapping[str, Any], zero_since: int | None = None) -> str:
-    """Return by which metric a tensor is out of band, and from what to what.
+    """Return by which metric a tensor is out of band, with its expected and actual value.
 
     Args:
-        row: of a tensor: metric, expected, since or onset, and found or value.
-        zero_since: first sample from which on all its values are zero; None: they are not.
+        row: a tensor's metric, expected, since or onset, and found or value.
+        zero_since: first step from which all values of the tensor are zero, or None.
     """
     onset = row.get("onset", row.get("since"))
     if zero_since is not None and onset is not None and onset >= zero_since:
@@ -83,7 +83,7 @@ def show_move(row: Mapping[str, Any], zero_since: int | None = None) -> str:
 
 
 def tell_steps_apart(step: int, other: int, unit: str) -> str:
-    """Return where a step lies from another.
+    """Return the distance of a step from another one in words.
 
     Example:
         >>> tell_steps_apart(48, 49, "step"), tell_steps_apart(60, 49, "step"), tell_steps_apart(49, 49, "step")
@@ -107,19 +107,19 @@ def tell_percent(value: float, of_range: bool = False, signed: bool = False) -> 
 
 
 def tell_headline(found: Answer) -> str:
-    """Return what is wrong, and what it did to the loss, in at most 25 words. It names the tensor."""
+    """Return the fault, with the tensor's name, and its effect on the loss, in at most 25 words."""
     return " ".join(filter(None, [_tell_trouble(found), tell_sentence(_tell_loss_shortly(found))]))
 
 
 def tell_verdict(found: Answer, advice: Sequence[str]) -> str:
-    """Return what is wrong, what to do, the loss, and what could not be seen.
+    """Return the verdict: the fault, the next step, the loss, and the limits of the diagnosis.
 
     Args:
-        advice: as `tell_advice` returns it.
+        advice: the result of `tell_advice`.
     """
     loss = tell_loss(found.loss, found.run.unit, found.divergence_step)
     trouble = (_tell_trouble(found, found.confidence), _tell_evidence(found), _tell_unusual(found))
-    # Another cast only hides what sets a wrong scale.
+    # Another cast only hides the code that sets a wrong scale.
     is_scale = found.culprit is not None and found.culprit.kind == "scale"
     sentences = [*trouble, *_tell_next(advice, 2 if is_scale else 1), loss]
     if found.harm == "likely" and found.loss.harm == "unknown":
@@ -134,10 +134,10 @@ def tell_verdict(found: Answer, advice: Sequence[str]) -> str:
 
 
 def _tell_trouble(found: Answer, confidence: str | None = None) -> str:
-    """Return the tensor or cause, and since when.
+    """Return the faulty tensor or the cause, and the step of its onset.
 
     Args:
-        confidence: to state; None: state none.
+        confidence: confidence to state, if any.
     """
     chosen, sure = found.decision.finding, f" ({confidence} confidence)" if confidence else ""
     if chosen is None:
@@ -153,7 +153,7 @@ def _tell_trouble(found: Answer, confidence: str | None = None) -> str:
 
 
 def _is_told_by_evidence(chosen: Finding) -> bool:
-    """Return True if the first clause of the evidence says what is wrong, in place of the cause's own words."""
+    """Return True if the first clause of the evidence names the fault, instead of the cause's own words."""
     return chosen.cause == "software" or (chosen.cause in ("nonfinite", "dead") and chosen.operand is None)
 
 
@@ -198,7 +198,7 @@ def _name_finding(found: Finding) -> str:
 
 
 def list_unusual(found: Answer) -> list[Finding]:
-    """Return what is out of order although the verdict names no fault: what did no harm, and what healthy runs may show."""
+    """Return findings that the verdict does not blame: faults that did no harm, and hints that healthy runs also show."""
     if found.cause != "none" or found.harm in ("harmful", "likely"):
         return []
     sure = [each for each in found.findings if each.strength != "hint" and each.cause != "none"]
@@ -224,7 +224,7 @@ def _tell_since(found: Answer, chosen: Finding) -> str:
         return "from the first sample on"
     if chosen.slack:
         return f"around {unit} {chosen.since}"
-    # A sample shows what began at any step since the sample before, and values may have grown for a while.
+    # The fault may have begun at any step since the previous sample, and values may have grown for a while.
     sampled = not chosen.is_exact and (chosen.is_out_of_band or measure_interval(found.facts.steps) > 1)
     return f"{'by' if sampled else 'at'} {unit} {chosen.since}"
 
@@ -245,7 +245,7 @@ def _tell_next(advice: Sequence[str], most: int) -> list[str]:
 
 
 def tell_missed(found: Answer) -> list[str]:
-    """Return what we could have missed, a sentence each. A verdict that names a culprit has missed nothing of it."""
+    """Return sentences that name what we could have missed, fewer if the verdict names a cause."""
     missed = [f"We could have missed {part}." for part in found.not_compared]
     if found.decision.finding is not None:
         return missed
@@ -263,17 +263,17 @@ def tell_missed(found: Answer) -> list[str]:
 
 
 def tell_verdict_reason(found: Answer) -> str:
-    """Return why, in a sentence or two with figures."""
+    """Return the reason for the verdict in a few sentences with figures."""
     reference = tell_reference(found.loss, found.run.unit)
     trouble = (_tell_trouble(found), _tell_evidence(found), _tell_unusual(found))
     return " ".join(filter(None, [*trouble, reference, *tell_missed(found)]))
 
 
 def tell_advice(found: Answer, fix: TensorFix | None) -> list[str]:
-    """Return what to do, a sentence each. The first is the advice, the others say where to look.
+    """Return sentences with the next steps. The first is the advice, the others say where to look.
 
     Args:
-        fix: the first change on the ladder that helps the blamed tensor; None: no cast is to blame, or nothing is known.
+        fix: the first change on the ladder that helps the blamed tensor, or None.
     """
     chosen = [found.decision.finding] if found.decision.finding is not None else [*found.decision.likeliest]
     if not chosen and found.cause == "software":
@@ -282,7 +282,7 @@ def tell_advice(found: Answer, fix: TensorFix | None) -> list[str]:
     told = list(dict.fromkeys(filter(None, [*changes, *(f.advise() for f in chosen)])))
     if found.decision.finding is not None or found.harm != "unknown":
         return told
-    # What is unusual comes second: healthy runs may show it.
+    # Unusual findings come second, because healthy runs may show them.
     ask = "Give a baseline, a run that went well: it shows a gap that this run alone cannot."
     if found.baseline is not None:
         same = "" if found.facts.same_batches else "Give a baseline that saw the same batches, or repeat"
@@ -291,7 +291,7 @@ def tell_advice(found: Answer, fix: TensorFix | None) -> list[str]:
 
 
 def _tell_fix(fix: TensorFix, unit: str) -> str:
-    """Return the change that helps a tensor, in a sentence."""
+    """Return a sentence with the change that helps a tensor."""
     if fix.restores:
         return f"Restore the FP8 state of {fix.name} (scales and amax histories) from the checkpoint."
     back = ""
@@ -307,7 +307,7 @@ def _tell_fix(fix: TensorFix, unit: str) -> str:
 
 
 def _tell_gain(fix: TensorFix) -> str:
-    """Return what the change makes of the worst metric, in a clause; empty if that is not known."""
+    """Return a clause with the worst metric before and after the change, or an empty string if it is unknown."""
     now, then = fix.options[0].errors, fix.chosen.errors
     if fix.metric is None or now is None or then is None or getattr(then, fix.metric) is None:
         return ""
@@ -320,11 +320,11 @@ def _tell_gain(fix: TensorFix) -> str:
 
 
 def tell_why(row: Mapping[str, Any], found: Answer, zero_since: int | None = None) -> str:
-    """Return why a tensor is blamed, or why it is not.
+    """Return why a tensor is blamed, or why not.
 
     Args:
-        row: of `rank_tensors`.
-        zero_since: first sample from which on all its values are zero; None: they are not.
+        row: row of `rank_tensors`.
+        zero_since: first step from which all values of the tensor are zero, or None.
     """
     candidates = (found.culprit, *found.decision.also, *(f for f in found.findings if f.is_out_of_band))
     named = next((f for f in candidates if f is not None and (f.layer, f.role) == (row["layer"], row["role"])), None)
@@ -340,7 +340,7 @@ def tell_why(row: Mapping[str, Any], found: Answer, zero_since: int | None = Non
 
 
 def _tell_after(row: Mapping[str, Any], found: Answer) -> str:
-    """Return since when a tensor is out of band, and what came before it."""
+    """Return the step at which a tensor left its band, and the event before it."""
     unit, onset, chosen = found.run.unit, row["onset"], found.decision.finding
     since = f"since {unit} {onset}"
     if chosen is not None and chosen.since is not None and onset >= chosen.since:
@@ -352,7 +352,7 @@ def _tell_after(row: Mapping[str, Any], found: Answer) -> str:
 
 
 def _tell_badly(row: Mapping[str, Any]) -> str:
-    """Return that the format represents a tensor badly and it does no harm, if that is known."""
+    """Return a sentence if the format represents a tensor badly without harm, otherwise an empty string."""
     lost, usually, ratio = row["lost"], row["lost_baseline"], row["mse_ratio"]
     if lost is None or usually is None or lost < _BADLY:
         return ""
@@ -397,7 +397,7 @@ def _tell_loss_shortly(found: Answer) -> str:
 
 
 def tell_loss_headline(loss: LossOutcome, unit: str) -> str:
-    """Return what the losses alone show, in at most 25 words, before any tensor is read."""
+    """Return a headline from losses alone, before tensors are read, in at most 25 words."""
     if loss.run.lost_at is not None:
         return f"The loss is NaN or infinite from {unit} {loss.run.lost_at} on."
     if loss.harmful_since is not None:
@@ -416,9 +416,9 @@ def _tell_departure_step(loss: LossOutcome, unit: str, since: int | None) -> str
 
 
 def tell_departure(loss: LossOutcome) -> str:
-    """Return the verb for a harmed loss: *diverged* if it rises for good, *departed* if a test sets it apart.
+    """Return the verb for a harmed loss: *diverged* if it rises to the end, *departed* if only a test sets it apart.
 
-    A loss that leaves the baseline's and still falls has departed, even if it rises for good later.
+    A loss that leaves the baseline's and still falls has departed, even if it rises to the end later.
     """
     if loss.baseline is None:
         return "diverged" if loss.diverges else "jumped to another level"
@@ -428,11 +428,11 @@ def tell_departure(loss: LossOutcome) -> str:
 
 
 def tell_loss(loss: LossOutcome, unit: str = "step", since: int | None = None) -> str:
-    """Return what the loss came to, in a sentence or two.
+    """Describe the outcome of the loss in a sentence or two.
 
     Args:
-        unit: what steps are counted in.
-        since: step from which it is harmed, if more is known than the loss shows.
+        unit: unit of the steps, such as `step` or `sample`.
+        since: step from which the run is harmed, if other evidence shows it.
     """
     since = loss.since if since is None else since
     if loss.run.lost_at is not None:
@@ -486,13 +486,13 @@ def _tell_loss_against_baseline(loss: LossOutcome, gap: Gap, unit: str, since: i
     if low > loss.max_gap and not gap.paired:
         return f"The loss {end}. {_tell_other_seeds(loss, gap)}"
     unknown = f"We cannot tell whether the loss is {loss.percents(loss.max_gap)} above {whose}: it {end}."
-    # A gap that is larger than what would show is seen: only whether it is harm is open.
+    # A gap above the visible size is certain. Only its harm is open.
     visible = f" A gap below {loss.percents(gap.visible)} would not show." if gap.percent < gap.visible else ""
     return unknown + visible
 
 
 def tell_gap_end(gap: Gap, whose: str = "the baseline's", seeds: Seeds | None = None) -> str:
-    """Return where the loss ended, in a clause that follows *the loss* or *it*."""
+    """Return a clause about the end of the loss, to follow *the loss* or *it*."""
     low, high = gap.interval()
     side = "above" if gap.percent >= 0 else "below"
     amount = tell_percent(abs(gap.percent), gap.of_range)
@@ -500,7 +500,7 @@ def tell_gap_end(gap: Gap, whose: str = "the baseline's", seeds: Seeds | None = 
     interval = f"95% interval {bounds[0]:.3g} to {bounds[1]:.3g}%"
     if low < 0 < high:
         interval = f"95% interval {-low:.3g}% below to {high:.3g}% above"
-    # A loss far from the baseline's shows nothing of its batches.
+    # A loss far from the baseline's does not show whether their batches match.
     batches = "same batches" if gap.paired else "batches not matched"
     if seeds is not None:
         batches = f"mean of {seeds.n} runs of other batches"
@@ -522,7 +522,7 @@ def _tell_other_seeds(loss: LossOutcome, gap: Gap) -> str:
 
 
 def tell_reference(loss: LossOutcome, unit: str = "step") -> str:
-    """Return what the reference run's loss came to, next to the run's; empty without a reference run."""
+    """Describe the reference run's loss next to the run's. Return an empty string without a reference run."""
     if loss.reference is None:
         return ""
     other, apart = loss.reference_outcome, loss.gap_to_reference

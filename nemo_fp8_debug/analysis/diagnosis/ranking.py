@@ -1,4 +1,4 @@
-"""Which tensors matter, in one order for all who list them."""
+"""Rank the tensors of a run, in one order for all views."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from .answer import Answer
 from .finding import Finding
 
 KEY = ["layer", "role"]
-#: groups of the ranking: blamed, also wrong by then, out of band for whatever reason, neither
+#: groups of the ranking: blamed, also wrong, out of band for any reason, and the rest
 BLAMED, ALSO_WRONG, OUT, REST = range(4)
-#: metrics of what a format loses, and what each is a share of
+#: metrics of precision loss, with the value that stands for a complete loss
 _SHARES = {"relative_error": 1.0, "underflow_pct": 100.0, "overflow_pct": 100.0}
 _OUT_OF_BAND: dict[str, type[pl.DataType]] = {
     **{"layer": pl.String, "role": pl.String, "onset": pl.Int64, "metric": pl.String},
@@ -31,16 +31,16 @@ _SCHEMA = {"layer": pl.String, "role": pl.String, "group": pl.Int64, "told": pl.
 
 
 def rank_tensors(found: Answer) -> pl.DataFrame:
-    """The tensors of a run, those first that the verdict rests on.
+    """Rank the tensors of a run, those first that the verdict rests on.
 
     Returns:
-        A row a tensor, the experts of a layer as one: layer, role, group (BLAMED, ALSO_WRONG, OUT or REST), onset (step
-        since when it is out of band; null: it is not), metric (by which), value and expected (of it, at the onset), excess
-        (how many times its threshold), drift_log2 and mse_ratio (null without a baseline), has_baseline (whether the
-        baseline has the tensor), `{metric}_run` and `{metric}_baseline` (medians over the later half of the samples), lost
-        and lost_baseline (the largest of relative error, underflow and overflow, each as a share), harm_rank and error_rank
-        (from 1). Ordered by harm rank: blamed, also wrong by then, out of band by onset, the rest by drift. The error rank
-        goes by what is lost, NaN and infinity first.
+        One row for each tensor, the experts of a layer as one: layer, role, group (BLAMED, ALSO_WRONG, OUT or REST), onset
+        (first step out of band, or null), metric, value and expected (at the onset), excess (multiple of the threshold),
+        drift_log2 and mse_ratio (null without a baseline), has_baseline (whether the baseline has the tensor),
+        `{metric}_run` and `{metric}_baseline` (medians over the later half of the samples), lost and lost_baseline (the
+        largest of relative error, underflow and overflow, each as a share), harm_rank and error_rank (from 1).
+        Harm rank orders blamed tensors, then those also wrong, those out of band by onset, and the rest by drift. Error
+        rank orders by lost, NaN and infinity first.
 
     Example:
         >>> from nemo_fp8_debug.analysis.diagnosis.diagnose import diagnose
@@ -63,19 +63,19 @@ def rank_tensors(found: Answer) -> pl.DataFrame:
 
 
 def harm_ranks(found: Answer) -> dict[Key, int]:
-    """The harm rank of each tensor, from 1."""
+    """Return the harm rank of each tensor, from 1."""
     return {(layer, role): rank for layer, role, rank in rank_tensors(found).select(*KEY, "harm_rank").iter_rows()}
 
 
 def order_by_harm(rows: Sequence[Mapping[str, Any]], found: Answer) -> list[dict[str, Any]]:
-    """Rows of tensors, with layer and role, in the order of harm, each with its harm_rank."""
+    """Return rows of tensors (with layer and role) in the order of harm, each with its harm_rank."""
     ranks = harm_ranks(found)
     with_ranks = [{**row, "harm_rank": ranks[row["layer"], row["role"]]} for row in rows]
     return sorted(with_ranks, key=lambda row: row["harm_rank"])
 
 
 def _named(found: Answer) -> pl.DataFrame:
-    """layer, role, group, told (place among the findings), found_since: of tensors that findings name."""
+    """Return layer, role, group, told (place among the findings) and found_since of tensors that findings name."""
     groups: dict[Key, tuple[int, int, int | None]] = {}
 
     def add(findings: Sequence[Finding | None], group: int) -> None:
@@ -90,7 +90,7 @@ def _named(found: Answer) -> pl.DataFrame:
 
 
 def _tensors(found: Answer, named: pl.DataFrame) -> pl.DataFrame:
-    """layer, role, drift_log2, medians: of all tensors, and of experts and other tensors that findings name."""
+    """Return layer, role, drift_log2 and medians of all tensors, and of experts that findings name."""
     run = _medians(found.run, "run", found.comparison)
     run = run.join(compute_medians(found.run, ["nonfinite"], most=["nonfinite"]), on=KEY, how="left", maintain_order="left")
     apart = split_experts(run)[0]
@@ -108,7 +108,7 @@ def _tensors(found: Answer, named: pl.DataFrame) -> pl.DataFrame:
 
 
 def _medians(run: Run, suffix: str, comparison: Comparison | None) -> pl.DataFrame:
-    """layer, role, `{metric}_{suffix}` and lost over the later half of the samples."""
+    """Return layer, role, `{metric}_{suffix}` and lost over the later half of the samples."""
     if comparison is not None and comparison.sampled_alike:
         known = pl.concat([comparison.tensors, comparison.experts]).select(*KEY, *(f"{name}_{suffix}" for name in SHOWN))
         rows = run.metrics.tensors.join(known, on=KEY, how="left", maintain_order="left")
@@ -119,7 +119,7 @@ def _medians(run: Run, suffix: str, comparison: Comparison | None) -> pl.DataFra
 
 
 def compute_medians(run: Run, metrics: Sequence[str], most: Sequence[str] = ()) -> pl.DataFrame:
-    """layer, role, and by metric its median over the later half of the samples, or of `most` the largest value."""
+    """Return layer, role and each metric's median (maximum if in `most`) over the later half of the samples."""
     steps = run.metrics.steps
     later = run.metrics.over(steps[-max(1, round(len(steps) * TAIL)) :])
     if later.is_empty():
@@ -139,7 +139,7 @@ def _of_later(metric: str, most: bool, grid: Grid) -> dict[str, Floats]:
 
 
 def _first_out(found: Answer) -> pl.DataFrame:
-    """layer, role, onset, metric, value, expected, excess: of each tensor that is out of a baseline's band, the first."""
+    """Return the first onset of each tensor out of the baseline's band, with metric, value, expected and excess."""
     if found.comparison is None:
         return pl.DataFrame(schema=_OUT_OF_BAND)
     both = [found.comparison.out_of_band, found.comparison.experts_out_of_band]

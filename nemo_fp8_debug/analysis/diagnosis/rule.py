@@ -1,4 +1,4 @@
-"""Rules: what each needs, what it returns, and the registry that all of them are in."""
+"""The interface of a rule, and the registry of all rules."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ _REGISTRY: dict[str, Rule] = {}
 
 @dataclass(frozen=True)
 class Rule:
-    """A rule: it reads facts of a run, never a record, and returns findings."""
+    """A rule, which reads facts of a run, never a record, and returns findings."""
 
     name: str
-    #: causes that it can name, keys of `finding.CAUSES`
+    #: causes that the rule can name, keys of `finding.CAUSES`
     causes: Sequence[str]
-    #: facts that it reads
+    #: facts that the rule reads
     needs: Sequence[Fact[object]]
     find: Find
-    #: kind of its events, one of `events.KINDS`; empty: each finding decides
+    #: kind of the rule's events, one of `events.KINDS`; empty: each finding decides
     event: str = ""
-    #: whether its findings hold without a baseline, so that a run and its baseline may share them
+    #: whether findings need no baseline, so that a run and its baseline may share them
     needs_no_baseline: bool = False
 
     @property
     def description(self) -> str:
-        """What it is about, with an example of a run: its docstring."""
+        """Return the docstring of the rule's function, which has an example of a run."""
         return self.find.__doc__ or ""
 
 
@@ -46,8 +46,8 @@ def rule(
         name: unique.
         causes: keys of `finding.CAUSES`.
         needs: facts that the function reads.
-        event: kind of its events, one of `events.KINDS`; empty: each finding decides.
-        needs_no_baseline: whether its findings hold without a baseline.
+        event: kind of the rule's events, one of `events.KINDS`; empty: each finding decides.
+        needs_no_baseline: whether findings need no baseline.
     """
 
     def register(find: Find) -> Find:
@@ -59,7 +59,7 @@ def rule(
 
 @cache
 def load_rules() -> tuple[Rule, ...]:
-    """Import all rules, those of `rules` and those of features, and return them by name.
+    """Import the rules of the package `rules` and of all features, and return them sorted by name.
 
     Example:
         >>> "learning rate" in [rule.name for rule in load_rules()]
@@ -78,10 +78,10 @@ def list_needed_facts() -> dict[str, Fact[object]]:
 
 
 def find_all(facts: Facts, leave_out: Collection[str] = ()) -> Iterator[Finding]:
-    """Yield the findings of all rules, and past the end of a shorter baseline also those that need none.
+    """Yield the findings of all rules. After the end of a shorter baseline, judge the run without the baseline.
 
     Args:
-        leave_out: names of rules.
+        leave_out: names of rules to skip.
     """
     for each in load_rules():
         if each.name in leave_out:

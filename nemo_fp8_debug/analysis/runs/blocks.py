@@ -18,18 +18,18 @@ from . import cluster
 from .grid import Grid
 from .metrics import Metrics, Together
 
-#: values that are sorted at once, and into how many ranges others are counted
+#: largest number of values to sort at once, and log2 of the number of ranges in which more values are counted
 _AT_ONCE, _RANGES = 1 << 21, 16
 _SIGN = np.uint64(1 << 63)
 
 
 def compute_median(metrics: Metrics, column: str, at_once: int = _AT_ONCE) -> float:
-    """The median of all values of a column, without NaN; NaN if there are none.
+    """Return the median of all values of a column, ignoring NaN; NaN if there are none.
 
-    Values are counted by range, and those of the range that has the median are read again, until few are left.
+    Count values by range, and read the range with the median again, until few values are left.
 
     Args:
-        at_once: values that are sorted.
+        at_once: largest number of values to sort.
 
     Example:
         >>> rows = pl.DataFrame({"step": [0, 1, 2, 3], "layer": "fc1", "role": "input", "mse": [4.0, 1.0, 2.0, None]})
@@ -44,10 +44,11 @@ def compute_median(metrics: Metrics, column: str, at_once: int = _AT_ONCE) -> fl
 
 
 def _nth(metrics: Metrics, column: str, rank: int, inside: int, at_once: int) -> int:
-    """The key that so many are below.
+    """Return the key of a given rank.
 
     Args:
-        inside: how many there are.
+        rank: number of keys below.
+        inside: number of all keys.
     """
     low, high = 0, (1 << 64) - 1
     while inside > at_once:
@@ -70,7 +71,7 @@ def _between(metrics: Metrics, column: str, low: int, high: int) -> Iterator[npt
 
 
 def _keys(metrics: Metrics, column: str) -> Iterator[npt.NDArray[np.uint64]]:
-    """Integers in the order of the values."""
+    """Yield integers that sort like the values."""
     for rows in metrics.scan([column]):
         values = rows[column].cast(pl.Float64).to_numpy()
         bits = values[~np.isnan(values)].view(np.uint64)
@@ -82,28 +83,29 @@ def _values(keys: npt.NDArray[np.uint64]) -> npt.NDArray[np.float64]:
 
 
 Result = TypeVar("Result")
-#: values that grids hold at a time: 1 GiB
+#: largest number of values in grids at a time: 1 GiB
 CELLS = 1 << 27
-#: part of a block that the last one may be larger by
+#: the last block may be larger than the others by this part
 _REST = 0.25
-#: tensors that a worker of a cluster gets at a time, at the least
+#: least number of tensors that a worker of a cluster gets at a time
 _FEWEST = 64
 
 
 def map_over_blocks(do: Callable[..., Result], *runs: Metrics, together: Together = ()) -> list[Result]:
-    """`do` of the same tensors of some runs as grids, as many tensors at a time as fit into memory, in order.
+    """Apply `do` to grids of the same tensors of all runs, as many tensors at a time as fit into memory.
 
-    On a cluster its workers share the work; see `cluster`.
+    Return the results in order. On a cluster, its workers share the work; see `cluster`.
 
     Args:
-        runs: over the same tensors.
-        together: groups of columns, each of which is read at once; see `ColumnReader`.
+        do: function of one grid for each run.
+        runs: metrics of the same tensors.
+        together: groups of columns to read together; see `ColumnReader`.
     """
     cells = sum(len(run.steps) for run in runs) * max(map(len, together), default=1)
     at_once, tensors = max(1, CELLS // max(cells, 1)), len(runs[0].tensors)
     workers = cluster.count_workers() if tensors and all(run.is_long for run in runs) else 0
     if workers:
-        # As many for each, and no more than that takes: each opens all parts.
+        # Equal shares, in as few turns as possible, because each turn opens all parts.
         turns = -(-tensors // (at_once * workers))
         at_once = max(_FEWEST, -(-tensors // (turns * workers)))
     elif at_once >= tensors:
@@ -115,13 +117,13 @@ def map_over_blocks(do: Callable[..., Result], *runs: Metrics, together: Togethe
 
 
 def _slices(tensors: int, at_once: int, workers: int = 0) -> list[slice]:
-    """Of so many tensors at a time: whole row groups, none of which is read twice then, if all workers get as many."""
+    """Return slices of whole row groups, so that no group is read twice, unless workers would get unequal shares."""
     some = _cut(tensors, at_once - at_once % GROUP if at_once > GROUP else at_once)
     return _cut(tensors, at_once) if workers and len(some) % workers else some
 
 
 def _cut(tensors: int, at_once: int) -> list[slice]:
-    """Without a small rest."""
+    """Return slices of `at_once` tensors, and merge a small rest into the last one."""
     firsts = list(range(0, tensors, at_once))
     if len(firsts) > 1 and tensors - firsts[-1] < _REST * at_once:
         firsts.pop()
@@ -137,10 +139,10 @@ def _of_block(do: Callable[..., Result], together: Together, runs: Sequence[Metr
 def compute_by_tensor(
     functions: Sequence[Callable[..., Mapping[str, npt.NDArray[Any]]]], *grids: Grid
 ) -> dict[str, npt.NDArray[Any]]:
-    """What functions tell of each tensor of some grids: columns by name, [T] each.
+    """Compute columns, [T] each, by name, with functions of grids.
 
     Args:
-        functions: of grids over some of the tensors; each is done with all tensors before the next one begins.
+        functions: functions of grids of some of the tensors. Each handles all tensors before the next one begins.
     """
     found: dict[str, npt.NDArray[Any]] = {}
     for function in functions:
@@ -150,5 +152,5 @@ def compute_by_tensor(
 
 
 def compute_in_parts(do: Callable[..., Result], *grids: Grid) -> list[Result]:
-    """`do` of grids over some of the tensors at a time, in order; once, of all, if there are few."""
+    """Apply `do` to grids of some tensors at a time, or of all if there are few, and return the results in order."""
     return list(run_ahead(lambda some: do(*(grid.rows(some) for grid in grids)), grids[0].parts()))

@@ -1,4 +1,4 @@
-"""Analyses of long records on a cluster of Ray or Dask: its workers share the tensors."""
+"""Run analyses of long records on a Ray or Dask cluster, whose workers share the tensors."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from ...errors import ConfigError
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
-#: seconds to wait for a scheduler of Dask
+#: seconds to wait for a Dask scheduler
 PATIENCE = 20
-#: options of a cluster of Dask that is started here, whose own processes share its cores with the work: no dashboard needs
-#: profiles of workers, each gets an equal share at once, and it is enough to look after them every second
+#: options of a Dask cluster that we start. Its own processes share the cores with the work, so we switch off profiles and
+#: work stealing, and monitor workers less often
 DASK = {
     "distributed.worker.profile.enabled": False,
     "distributed.scheduler.work-stealing": False,
@@ -23,7 +23,7 @@ DASK = {
     "distributed.admin.system-monitor.interval": "2s",
     "distributed.worker.memory.monitor-interval": "1s",
 }
-#: what workers get of 100,000 operands is more than Dask sends without a warning, and far less than they read
+#: the task graph for 100,000 operands exceeds Dask's warning threshold, but is far smaller than the data that workers read
 _SENT = {"distributed.admin.large-graph-warning-threshold": "1 GiB"}
 
 
@@ -31,21 +31,21 @@ class Cluster(NamedTuple):
     """Workers in other processes."""
 
     workers: int
-    #: has them do a function of each item: results in order
+    #: applies a function to each item on the workers and returns the results in order
     each: Callable[[Callable[[Any], Any], Sequence[Any]], list[Any]]
 
 
-#: the cluster in use; empty: none is
+#: the cluster in use; empty without one
 _in_use: list[Cluster] = []
 
 
 def count_workers() -> int:
-    """How many the cluster in use has; 0: none is in use."""
+    """Return the number of workers of the cluster in use; 0 without a cluster."""
     return _in_use[-1].workers if _in_use else 0
 
 
 def map_on_cluster(do: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:
-    """`do` of each item, in order: here one after the other, and on a cluster each by a worker with one thread."""
+    """Apply `do` to each item, here or on the cluster's workers with one thread each, and return the results in order."""
     return _in_use[-1].each(do, list(items)) if _in_use else [do(item) for item in items]
 
 
@@ -56,19 +56,19 @@ def _alone(do: Callable[[Item], Result], item: Item) -> Result:
 
 @contextlib.contextmanager
 def on_cluster(address: str | None) -> Iterator[None]:
-    """`compare`, `diagnose` and `recommend` of long records share their work among the workers of a cluster meanwhile.
+    """Use a cluster for `compare`, `diagnose` and `recommend` of long records inside this context.
 
     Workers need this package, and read the records at the same addresses.
 
     Args:
-        address: `ray` or `dask` for one on this machine, a worker a core; or that of one that runs, `ray://HOST:10001` or
-            `tcp://HOST:8786` (Dask's scheduler). None: no cluster.
+        address: `ray` or `dask` to start a cluster on this machine with one worker for each core, or the address of a
+            running one, `ray://HOST:10001` or `tcp://HOST:8786` (Dask's scheduler). None: no cluster.
 
     Returns:
         A context manager.
 
     Raises:
-        ConfigError: there is none at the address, or its package is not installed.
+        ConfigError: there is no cluster at the address, or its package is not installed.
 
     Example:
         >>> with on_cluster(None):
@@ -88,12 +88,12 @@ def _started(address: str, stack: contextlib.ExitStack) -> Cluster:
     kind = address.partition("://")[0]
     start = {"ray": _ray, "dask": _dask, "tcp": _dask, "tls": _dask}.get(kind)
     if start is None:
-        raise ConfigError(f"{address!r} is no cluster; write ray, dask, ray://HOST:PORT or tcp://HOST:PORT")
+        raise ConfigError(f"{address!r} is no cluster address; write ray, dask, ray://HOST:PORT or tcp://HOST:PORT")
     try:
         return start(address if "://" in address else None, stack)
     except ImportError as error:
         raise ConfigError(f"{address} needs the package {error.name}, which is not installed") from None
-    except Exception as error:  # each has errors of its own
+    except Exception as error:  # Ray and Dask raise errors of their own
         raise ConfigError(
             f"there is no cluster at {address}: {str(error).splitlines()[0] if str(error) else error!r}"
         ) from None
@@ -111,7 +111,7 @@ def _ray(address: str | None, stack: contextlib.ExitStack) -> Cluster:
         try:
             found: list[Any] = ray.get([alone.remote(do, item) for item in items])
         except ray.exceptions.RayTaskError as error:
-            raise error.cause from None  # else the traceback of the worker is its message
+            raise error.cause from None  # otherwise the message would be the worker's traceback
         except ray.exceptions.RayError as error:
             raise _lost(error) from None
         return found
@@ -143,4 +143,4 @@ def _dask(address: str | None, stack: contextlib.ExitStack) -> Cluster:
 
 def _lost(error: Exception) -> ConfigError:
     why = str(error).splitlines()[0]
-    return ConfigError(f"the cluster lost workers; give each more memory, or do the same again without a cluster: {why}")
+    return ConfigError(f"the cluster lost workers; give each more memory, or try again without a cluster: {why}")

@@ -1,4 +1,4 @@
-"""Metrics of runs laid out by tensor and step, which samples of two runs belong together, and medians of such metrics."""
+"""Metrics of runs by tensor and step, pairs of samples of two runs, and medians of metrics."""
 
 from __future__ import annotations
 
@@ -14,73 +14,73 @@ import polars as pl
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 
-#: what tells a tensor
+#: columns that identify a tensor
 KEY = ["layer", "role"]
-#: tensors times steps that are looked at at once: 1 MiB of values, so that what is made of them stays near the core
+#: tensors times steps in one part: 1 MiB of values, so that intermediate results stay in the cache
 _CELLS = 1 << 17
 
 
 class OperandColumns(Protocol):
-    """Metrics by operand and step, read as they are asked for."""
+    """Metrics by operand and step, read when first used."""
 
     def __getitem__(self, name: str) -> Floats:
-        """[T, S]: NaN where there is no row, or no value; and `nonfinite`."""
+        """Return a metric or `nonfinite`, [T, S]; NaN without a value."""
 
     @property
     def sampled(self) -> npt.NDArray[np.bool_]:
-        """[T, S]: whether there is a row."""
+        """Return whether there is a row, [T, S]."""
 
 
 @dataclass(frozen=True)
 class Grid:
     """Metrics of a run by tensor and step."""
 
-    #: T tensors, a row each: layer, role
+    #: layer and role of T tensors, one row each
     tensors: pl.DataFrame
-    #: int64 [S]: sampled
+    #: sampled steps, int64 [S]
     steps: Ints
     _columns: OperandColumns
-    #: int64 [T], [S]: places in the columns
+    #: indices in the columns, int64 [T] and [S]
     _tensor: Ints
     _sample: Ints
 
     @classmethod
     def of(cls, tensors: pl.DataFrame, steps: Ints, columns: OperandColumns) -> Grid:
-        """All of these columns."""
+        """Return a grid of all rows of the columns."""
         return cls(tensors, steps, columns, np.arange(len(tensors)), np.arange(len(steps)))
 
     def rows(self, some: slice | Ints) -> Grid:
-        """Some of its tensors, by their places, and all steps."""
+        """Return some tensors, by index, with all steps."""
         return replace(self, tensors=self.tensors[some], _tensor=self._tensor[some])
 
     def among(self, tensors: pl.DataFrame) -> Grid:
-        """Some of its tensors, in the order of theirs, and the steps that have any of them."""
+        """Return some tensors, in the order of `tensors`, with the steps that have any of them."""
         of_all = self.tensors.with_row_index("at")
         at = tensors.join(of_all, on=KEY, how="left", maintain_order="left")["at"].to_numpy()
         found = replace(self, tensors=tensors, _tensor=self._tensor[at])
         return found.at(np.flatnonzero(found.sampled.any(axis=0)))
 
     def at(self, samples: Ints) -> Grid:
-        """Some of its samples, by their places."""
+        """Return some samples, by index."""
         return replace(self, steps=self.steps[samples], _sample=self._sample[samples])
 
     def over(self, steps: Ints) -> Grid:
-        """The same over more steps, its own among them; without a row at the others."""
+        """Return the grid over more steps, which include its own. The added steps have no rows."""
         sample = np.full(len(steps), -1)
         sample[np.searchsorted(steps, self.steps)] = self._sample
         return replace(self, steps=steps, _sample=sample)
 
     def metric(self, name: str) -> Floats:
-        """[T, S], NaN where it is not recorded; `nonfinite`: 1 where any value is NaN or infinite, else 0."""
+        """Return a metric, [T, S], NaN if not recorded. `nonfinite` is 1 if any value is NaN or infinite, else 0."""
         return self._some(self._columns[name], np.nan)
 
     @property
     def sampled(self) -> npt.NDArray[np.bool_]:
-        """[T, S]: whether there is a row."""
+        """Return whether there is a row, [T, S]."""
         return self._some(self._columns.sampled, False)
 
     def _some(self, values: npt.NDArray[Any], missing: float) -> npt.NDArray[Any]:
-        """A copy of its tensors and samples."""
+        """Return a copy of the values of these tensors and samples."""
         absent = self._sample < 0
         if not absent.any():
             return np.array(values[_span(self._tensor)][:, _span(self._sample)], order="C")
@@ -89,13 +89,13 @@ class Grid:
         return found
 
     def parts(self) -> list[slice]:
-        """Its tensors, as many at a time as intermediate results should have."""
+        """Return slices of the tensors, small enough for intermediate results."""
         at_once = max(1, _CELLS // max(len(self.steps), 1))
         return [slice(first, first + at_once) for first in range(0, max(len(self.tensors), 1), at_once)]
 
 
 def _span(places: Ints) -> slice | Ints:
-    """Places as a slice if they follow one another: that copies no more than it has to."""
+    """Return indices as a slice if they are consecutive, because a slice needs no copy."""
     if len(places) and places[-1] - places[0] == len(places) - 1 and (np.diff(places) == 1).all():
         return slice(int(places[0]), int(places[-1]) + 1)
     return places
@@ -103,21 +103,22 @@ def _span(places: Ints) -> slice | Ints:
 
 @dataclass(frozen=True)
 class Paired:
-    """Samples of two runs that belong together: places in the steps of each, int64 [P]."""
+    """Pairs of samples of two runs, as indices in the steps of each, int64 [P]."""
 
     baseline: Ints
     run: Ints
 
     @classmethod
     def of(cls, baseline: Ints, run: Ints) -> Paired:
-        """Each the other's nearest, and no farther apart than half the interval of the run that samples less often.
+        """Pair samples that are each other's nearest, at most half the longer sampling interval apart.
 
-        Where the runs have steps in common these are the pairs, whatever either samples besides.
+        Steps that both runs sampled always form pairs.
         """
         if not len(baseline) or not len(run):
             return cls(np.empty(0, np.int64), np.empty(0, np.int64))
         nearest = _nearest(baseline, run, later=True)
-        # Between two equally near, one run looks ahead and the other back, so that a shift by half an interval pairs all.
+        # Between two equally near samples, one run prefers the later and the other the earlier one, so that a shift by half
+        # an interval pairs all samples.
         mutual = _nearest(run, baseline, later=False)[nearest] == np.arange(len(baseline))
         close = np.abs(run[nearest] - baseline) <= max(measure_interval(baseline), measure_interval(run)) / 2
         kept = np.flatnonzero(mutual & close)
@@ -127,13 +128,13 @@ class Paired:
         return len(self.baseline)
 
     def last(self, share: float) -> Paired:
-        """The later ones, one at least."""
+        """Return the last share of the pairs, at least one."""
         n = max(1, round(len(self) * share))
         return Paired(self.baseline[-n:], self.run[-n:])
 
 
 def _nearest(of: Ints, among: Ints, later: bool) -> Ints:
-    """Storage of the nearest step; of two the later or the earlier."""
+    """Return the index of the nearest step. If two are equally near, take the later or the earlier one."""
     right = np.clip(np.searchsorted(among, of), 0, len(among) - 1)
     left = np.maximum(right - 1, 0)
     before, after = np.abs(of - among[left]), np.abs(among[right] - of)
@@ -141,12 +142,12 @@ def _nearest(of: Ints, among: Ints, later: bool) -> Ints:
 
 
 def measure_interval(steps: Ints) -> float:
-    """Steps between samples, the median; 0 where there is one at most."""
+    """Return the median number of steps between samples; 0 with fewer than two samples."""
     return float(np.median(np.diff(steps))) if len(steps) > 1 else 0.0
 
 
 def median(values: Floats) -> Floats:
-    """[T, S] -> [T]: NaN left out, between two in the middle their mean; NaN where there is nothing else."""
+    """Return the median over the last axis, [T, S] -> [T], ignoring NaN; NaN if there is no other value."""
     if values.shape[-1] == 0:
         return np.full(values.shape[:-1], np.nan)
     count = (~np.isnan(values)).sum(-1)
@@ -161,7 +162,7 @@ def median(values: Floats) -> Floats:
 
 
 def lower_median(values: Floats) -> Floats:
-    """Over the last axis, NaN left out, the lower of two in the middle; NaN where there is nothing else."""
+    """Return the median over the last axis, ignoring NaN. Of two middle values, return the lower one."""
     if values.shape[-1] == 0:
         return np.full(values.shape[:-1], np.nan)
     if not np.isnan(values).any():
@@ -176,7 +177,7 @@ def lower_median(values: Floats) -> Floats:
 
 
 def find_stretches(places: Ints) -> Iterator[tuple[int, slice]]:
-    """Each place that follows itself, and where that is."""
+    """Yield each stretch of equal values as the value and a slice."""
     ends = [0, *(np.flatnonzero(np.diff(places)) + 1).tolist(), len(places)] if len(places) else [0]
     for first, end in itertools.pairwise(ends):
         yield int(places[first]), slice(first, end)

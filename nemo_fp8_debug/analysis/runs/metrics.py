@@ -1,6 +1,6 @@
-"""A `metrics` table as the analyses read it: which operands and steps there are, and columns of them as they are needed.
+"""The `metrics` table for the analyses: its operands, its steps, and columns that are read when needed.
 
-A small record is held; of a large one no more is held at a time than an analysis looks at.
+A small table is kept in memory. A large one is read in parts, as an analysis needs them.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from .grid import KEY, Floats, Grid, Ints
 from .source import Bools, HeldRows, Source, some_of
 
 Result = TypeVar("Result")
-#: groups of columns
+#: groups of columns that are read together
 Together = Sequence[Sequence[str]]
-#: rows of a record that is held
+#: largest number of rows to keep in memory
 HELD = 1 << 20
-#: whether a row has NaN or infinity; null if neither was counted. msProbe counts NaN alone, so that the other is null
+#: whether a row has NaN or infinity; null if neither was counted. msProbe counts only NaN, so infinity may be null
 IS_NONFINITE = pl.max_horizontal("nan", "inf") > 0
 
 
@@ -39,40 +39,40 @@ class Metrics:
     """Some operands and steps of a `metrics` table."""
 
     _source: Source
-    #: layer, role, a row an operand
+    #: layer and role, one row for each operand
     tensors: pl.DataFrame
-    #: int64 [S]: sampled, ascending
+    #: sampled steps, int64 [S], ascending
     steps: Ints
-    #: int64, for each operand and step of the source: its place here; -1: it has none
+    #: index here of each operand and step of the source, int64; -1 if left out
     _operand: Ints
     _step: Ints
-    #: values that columns must have
+    #: columns, and the values that rows must have there
     _only: tuple[tuple[str, tuple[str, ...]], ...] = ()
 
     @property
     def _is_all(self) -> bool:
-        """Whether it has all rows of the source."""
+        """Return True if no row of the source is left out."""
         return not self._only and bool((self._operand >= 0).all() and (self._step >= 0).all())
 
     @cached_property
     def has_merged_steps(self) -> bool:
-        """Whether any step stands for several of the source."""
+        """Return True if a step combines several steps of the source."""
         places = self._step[self._step >= 0]
         return len(np.unique(places)) < len(places)
 
     @cached_property
     def _values(self) -> dict[str, list[str | None]]:
-        """What is known of `unique`."""
+        """Return the cache of `unique`."""
         return {}
 
     @cached_property
     def _counts(self) -> dict[str, dict[str | None, Ints]]:
-        """What is known of `counts`."""
+        """Return the cache of `counts`."""
         return {}
 
     @classmethod
     def of(cls, rows: pl.DataFrame) -> Metrics:
-        """Rows that are held.
+        """Wrap rows in memory.
 
         Example:
             >>> metrics = Metrics.of(pl.DataFrame({"step": [0, 5], "layer": "fc1", "role": "input", "mse": [1.0, 2.0]}))
@@ -83,10 +83,10 @@ class Metrics:
 
     @classmethod
     def read(cls, run: Storage, held: int = HELD) -> Metrics:
-        """Those of a record.
+        """Open the `metrics` table of a record.
 
         Args:
-            held: rows up to which the record is held.
+            held: largest number of rows to keep in memory.
         """
         return cls.of(read_table(run, "metrics")) if count_rows(run, "metrics", held + 1) <= held else cls._of(Scan(run))
 
@@ -97,40 +97,40 @@ class Metrics:
 
     @property
     def is_long(self) -> bool:
-        """Whether rows are read as they are needed, and not held."""
+        """Return True if rows are read when needed, and not kept in memory."""
         return isinstance(self._source, Scan)
 
     @property
     def columns(self) -> Set[str]:
-        """Names of the columns, in order."""
+        """Return the names of the columns, in order."""
         return self._source.schema.keys()
 
     def is_empty(self) -> bool:
-        """Whether there is no sample."""
+        """Return True if there is no sample."""
         return not len(self.steps)
 
     def without_steps(self, steps: Collection[int]) -> Metrics:
-        """The same without some steps."""
+        """Return the metrics without some steps."""
         return self._over(~np.isin(self.steps, np.array(sorted(steps), dtype=np.int64))) if len(steps) else self
 
     def at(self, samples: Ints) -> Metrics:
-        """Some of its steps, by their places, and all of its operands."""
+        """Return some steps, by index, with all operands."""
         kept = np.zeros(len(self.steps), dtype=bool)
         kept[samples] = True
         return replace(self, steps=self.steps[kept], _step=_renumbered(self._step, kept))
 
     def over(self, steps: Ints) -> Metrics:
-        """Some of its steps, and the operands that have rows there."""
+        """Return some steps, with the operands that have rows there."""
         return self._over(np.isin(self.steps, steps))
 
     def _over(self, kept: Bools) -> Metrics:
         return self if kept.all() else self.at(np.flatnonzero(kept))._there()
 
     def along(self, axis: pl.DataFrame) -> Metrics:
-        """The same with other numbers for its steps, and without those that have none.
+        """Return the metrics with other numbers for the steps, without steps that get none.
 
         Args:
-            axis: step, and what takes its place, ascending.
+            axis: step and its new number, ascending.
         """
         numbers = dict(axis.iter_rows())
         kept = np.array([step in numbers for step in self.steps.tolist()], dtype=bool)
@@ -141,60 +141,60 @@ class Metrics:
         return replace(some, steps=unique, _step=step)
 
     def renamed(self, names: Mapping[str, str]) -> Metrics:
-        """The same with other names for its layers."""
+        """Return the metrics with other names for the layers."""
         return replace(self, tensors=self.tensors.with_columns(pl.col("layer").replace(dict(names)))) if names else self
 
     def among(self, tensors: pl.DataFrame) -> Metrics:
-        """Some of its operands, in the order of theirs, and the steps that have any of them.
+        """Return some operands, in the order of `tensors`, with the steps that have any of them.
 
         Args:
-            tensors: layer, role, each of which it has.
+            tensors: layer and role of operands in these metrics.
         """
         return self if tensors.select(KEY).equals(self.tensors) else self.narrowed(tensors)._there()
 
     def narrowed(self, tensors: pl.DataFrame) -> Metrics:
-        """Some of its operands, and all of its steps."""
+        """Return some operands, with all steps."""
         place = tensors.join(self.tensors.with_row_index("at"), on=KEY, how="left", maintain_order="left")["at"].to_numpy()
         here = np.full(len(self.tensors) + 1, -1)
         here[place] = np.arange(len(place))
         return replace(self, tensors=tensors.select(KEY), _operand=here[self._operand])
 
     def within(self, keys: pl.DataFrame) -> Metrics:
-        """Those of its operands that are among some, by layer and role."""
+        """Return the operands whose layer and role are in `keys`."""
         return self.among(self.tensors.join(keys, on=KEY, how="semi", maintain_order="left"))
 
     def outside(self, keys: pl.DataFrame) -> Metrics:
-        """Those that are not."""
+        """Return the operands whose layer and role are not in `keys`."""
         return self.among(self.tensors.join(keys, on=KEY, how="anti", maintain_order="left"))
 
     def with_role(self, *roles: str) -> Metrics:
-        """The operands of some roles."""
+        """Return the operands of some roles."""
         return self.among(self.tensors.filter(pl.col("role").is_in(roles)))
 
     def only(self, column: str, values: Collection[str]) -> Metrics:
-        """Rows that have one of these values in a column, and the operands and steps that have such rows."""
+        """Return the rows with one of these values in a column, and the operands and steps that have such rows."""
         counts = self.counts(column)
         if counts.keys() <= set(values):
             return self
         none = np.zeros(len(self.tensors), dtype=np.int64)
         fitting = sum((counts[value] for value in values if value in counts), none)
         if ((fitting == 0) | (fitting == sum(counts.values(), none))).all():
-            # Each operand has such rows alone, or none of them.
+            # All rows of an operand fit, or none.
             return self.among(self.tensors.filter(pl.Series(fitting > 0)))
         return replace(self, _only=(*self._only, (column, tuple(values))))._there()
 
     def unique(self, column: str) -> list[str | None]:
-        """The values of a text column, in the order of their first rows."""
+        """Return the values of a text column, in the order of their first rows."""
         if column not in self._values:
             known = self._source.values(column)
-            # Some rows of a table have all of its values if those are one.
+            # If the table has a single value, any of its rows have it too.
             if known is not None and (self._is_all or len(known) == 1) and not self.is_empty():
                 return known
             self._values[column] = _find_unique(column, self)
         return self._values[column]
 
     def counts(self, column: str) -> dict[str | None, Ints]:
-        """By each value of a text column, how often each operand has it; [T] each."""
+        """Return how often each operand has each value of a text column, by value, [T] each."""
         if column not in self._counts:
             self._counts[column] = self._count(column)
         return self._counts[column]
@@ -206,7 +206,7 @@ class Metrics:
         return {value: of_values[value] for value in values if of_values[value].any()}
 
     def _there(self) -> Metrics:
-        """Without operands and steps that have no rows."""
+        """Return the metrics without operands and steps that have no rows."""
         operands, steps = np.zeros(len(self.tensors), dtype=bool), np.zeros(len(self.steps), dtype=bool)
         seen: Ints | None = None
         for chunk in self.chunks([]):
@@ -219,10 +219,10 @@ class Metrics:
         return replace(self, tensors=tensors, steps=self.steps[steps], _operand=operand, _step=step)
 
     def chunks(self, columns: Sequence[str], then: Callable[[Chunk], Any] = return_unchanged) -> Iterator[Any]:
-        """ColumnReader, a few steps at a time; places are those of its operands and steps.
+        """Yield chunks of the columns, a few steps at a time, with indices of these operands and steps.
 
         Args:
-            then: what is to be made of each chunk, at once in several threads.
+            then: function of each chunk whose results are yielded; called in several threads.
         """
         names = list(dict.fromkeys([*columns, *(name for name, _ in self._only)]))
 
@@ -232,11 +232,10 @@ class Metrics:
         yield from self._source.chunks(names, self._operand, self._step, fitting if self._only else then)
 
     def alike(self, column: str | None) -> Iterator[tuple[Chunk, Sequence[int]]]:
-        """A text column of it, of steps that have the same operands with the same texts only the first, and how many there
-        are; see `chunks`.
+        """Yield chunks of a text column, with one step for all steps of equal operands and texts, and their counts.
 
         Args:
-            column: None: of steps that have the same operands.
+            column: text column; None: compare only the operands of steps.
         """
         if self._only:
             yield from ((chunk, [1] * len(chunk.steps)) for chunk in self.chunks([column] if column else []))
@@ -244,14 +243,14 @@ class Metrics:
             yield from self._source.alike(column, self._operand, self._step)
 
     def over_steps(self, do: Callable[[Metrics], Result]) -> list[Result]:
-        """`do` of all of its steps at once; on a cluster, if it is long, of some of them by each worker, in order."""
+        """Apply `do` to all steps at once, or on a cluster to each worker's share of a long table, in order."""
         workers = min(cluster.count_workers() if self.is_long else 0, len(self.steps))
         if not workers:
             return [do(self)]
         return cluster.map_on_cluster(do, (self.at(some) for some in np.array_split(np.arange(len(self.steps)), workers)))
 
     def scan(self, columns: Sequence[str]) -> Iterator[pl.DataFrame]:
-        """Rows, a few steps at a time: columns, tensor (place of the operand), and step."""
+        """Yield rows, a few steps at a time: columns, tensor (index of the operand), and step."""
         there = [name for name in columns if name in self.columns]
         found: dict[str, pl.Expr] = {name: pl.lit(None, _type(name)) for name in columns}
         found |= {name: pl.col(name).cast(pl.String) if _type(name) == pl.String else pl.col(name) for name in there}
@@ -260,7 +259,7 @@ class Metrics:
             yield chunk.rows.select(**found, **{name: pl.Series(of, dtype=pl.Int64) for name, of in places.items()})
 
     def frame(self, columns: Sequence[str] | None = None) -> pl.DataFrame:
-        """All rows at once: step, layer, role and columns; all of them by default."""
+        """Return all rows at once: step, layer, role and the given columns, or all columns by default."""
         names = list(self.columns if columns is None else dict.fromkeys(["step", *KEY, *columns]))
         read = [name for name in names if name not in ("step", *KEY)]
         found = self.named(pl.concat(self.over_steps(partial(_read_all_rows, read)))).select(names)
@@ -268,26 +267,26 @@ class Metrics:
 
     @cached_property
     def is_complete(self) -> bool:
-        """Whether each operand was sampled at each step."""
+        """Return True if each operand was sampled at each step."""
         return sum(len(operands) for chunk in self.chunks([]) for _, operands in chunk.steps) == len(self.tensors) * len(
             self.steps
         )
 
     @cached_property
     def sizes_of_weights(self) -> dict[str, int]:
-        """How many values W has, by layer, of those whose size is known."""
+        """Return the number of values of W by layer, if known."""
         weights = self.with_role("weight")
         most = _find_largest(weights.at(np.arange(len(weights.steps))[-1:]), whole=True)
-        if (most < 0).any():  # the last sample lacks some, or the part of a rank
+        if (most < 0).any():  # the last sample lacks some weights, or a rank's part
             most = np.max(weights.over_steps(_find_largest), axis=0)
         return {layer: n for layer, n in zip(weights.tensors["layer"], most.tolist(), strict=True) if n >= 0}
 
     def gathered(self, columns: Sequence[str], gather: Callable[[pl.DataFrame], pl.DataFrame]) -> pl.DataFrame:
-        """What `gather` makes of the rows, a few steps at a time and then of that.
+        """Reduce the rows with `gather`, a few steps at a time, and then reduce these results.
 
         Args:
-            columns: that it gets, beside tensor (place of the operand), step, and count (1).
-            gather: of rows that it made itself it must make the same as of all that they were made of.
+            columns: columns that `gather` gets, in addition to tensor (index of the operand), step, and count (1).
+            gather: reduction that gives the same result for its own results as for the rows they came from.
 
         Example:
             >>> metrics = Metrics.of(pl.DataFrame({"step": [0, 5], "layer": "fc1", "role": "input", "mse": [1.0, 2.0]}))
@@ -298,27 +297,27 @@ class Metrics:
         return found[0] if len(found) == 1 else gather(pl.concat(found, how="diagonal"))
 
     def last(self, columns: Sequence[str]) -> pl.DataFrame:
-        """layer, role and columns: of each operand in its last sample."""
+        """Return layer, role and columns of each operand in its last sample."""
         rows = self.gathered(columns, lambda rows: rows.unique("tensor", keep="last", maintain_order=True))
         return self.named(rows.sort("tensor")).select(*KEY, *columns)
 
     def named(self, rows: pl.DataFrame) -> pl.DataFrame:
-        """Rows with layer and role in the place of the operand's."""
+        """Replace the column tensor of rows by layer and role."""
         keys = [self.tensors[name].gather(rows["tensor"]).alias(name) for name in KEY]
         return rows.select(*keys, pl.exclude("tensor"))
 
     def none(self, columns: Sequence[str]) -> pl.DataFrame:
-        """No rows: tensor, step, count and columns."""
+        """Return an empty table with tensor, step, count and columns."""
         types = {name: self._source.schema.get(name, _type(name)) for name in columns}
         return pl.DataFrame(schema={**types, **dict.fromkeys(("tensor", "step", "count"), pl.Int64)})
 
     @cached_property
     def grid(self) -> Grid:
-        """By tensor and step."""
+        """Return the metrics by tensor and step."""
         return self.grids()
 
     def grids(self, together: Together = ()) -> Grid:
-        """By tensor and step.
+        """Return the metrics by tensor and step.
 
         Args:
             together: see `ColumnReader`.
@@ -327,13 +326,13 @@ class Metrics:
 
 
 class ColumnReader:
-    """ColumnReader by operand and step, read as they are asked for. Those that came before are forgotten then."""
+    """Columns by operand and step, read when first used. Reading one group of columns drops the previous one."""
 
     def __init__(self, metrics: Metrics, together: Together = ()) -> None:
         """
         Args:
-            together: columns that are looked at together, or one right after the other, and are therefore read together and
-                kept; others are read alone.
+            together: groups of columns that are used together or in succession, and so are read together. Other columns
+                are read alone.
         """
         self._metrics, self._together = metrics, together
         self._values: dict[str, Floats] = {}
@@ -341,7 +340,7 @@ class ColumnReader:
         self._lock = threading.Lock()
 
     def __getitem__(self, name: str) -> Floats:
-        """[T, S]: NaN where there is no row, or no value; `nonfinite`: 1 if any value is NaN or infinite, else 0."""
+        """Return a column, [T, S], NaN without a value. `nonfinite` is 1 if any value is NaN or infinite, else 0."""
         with self._lock:
             if name not in self._values:
                 self._values.clear()
@@ -351,8 +350,8 @@ class ColumnReader:
     def _read(self, names: Sequence[str]) -> dict[str, Floats]:
         metrics = self._metrics
         there = [name for name in names if _made_of(name) <= metrics.columns]
-        # A step's values lie side by side: that is the order in which they come. Each step is cleared when its values come,
-        # so that memory is written to once, unless values of other steps may have come before.
+        # Values are stored by step, in the order in which they come. Each step is cleared just before its values come, so
+        # that memory is written only once. Merged steps are cleared in advance.
         values = {name: self._buffers.array(len(metrics.steps), len(metrics.tensors)) for name in names}
         cleared = np.zeros(len(metrics.steps), dtype=bool)
 
@@ -376,7 +375,7 @@ class ColumnReader:
 
     @cached_property
     def sampled(self) -> Bools:
-        """[T, S]: whether there is a row."""
+        """Return whether there is a row, [T, S]."""
         found = np.zeros((len(self._metrics.steps), len(self._metrics.tensors)), dtype=bool)
         for chunk in self._metrics.chunks([]):
             for at, operands in chunk.steps:
@@ -385,12 +384,12 @@ class ColumnReader:
 
 
 def _type(name: str) -> Any:
-    """Of a column that a table does not have."""
+    """Return the type of a column that a table lacks."""
     return SCHEMAS["metrics"].get(name, pl.Float64)
 
 
 def _made_of(name: str) -> set[str]:
-    """The columns of the table that a column of a grid is made of."""
+    """Return the columns of the table that a column of a grid needs."""
     return {"nan", "inf"} if name == "nonfinite" else {name}
 
 
@@ -400,24 +399,24 @@ def _values(rows: pl.DataFrame, names: Sequence[str]) -> dict[str, Floats]:
 
 
 def _renumbered(places: Ints, kept: Bools) -> Ints:
-    """Places among those that are kept; -1 of the others."""
+    """Return the indices among those that are kept, and -1 for the others."""
     numbers = np.append(np.where(kept, np.cumsum(kept) - 1, -1), -1)
     return numbers[places]
 
 
 def _fits(rows: pl.DataFrame, only: Sequence[tuple[str, Sequence[str]]]) -> Bools:
-    """Which rows have certain values."""
+    """Return which rows have the required values."""
     fits = pl.all_horizontal([pl.col(name).is_in(values) for name, values in only]).fill_null(False)
     return rows.select(fits.alias("fits"))["fits"].to_numpy()
 
 
 def select_common(baseline: Metrics, run: Metrics) -> tuple[Metrics, Metrics]:
-    """Both over the tensors that both have, in the order of the first."""
+    """Restrict both to the tensors that they share, in the order of the baseline."""
     tensors = baseline.tensors.join(run.tensors, on=KEY, how="semi", maintain_order="left")
     return baseline.among(tensors), run.among(tensors)
 
 
-# Each makes one pass over the rows of some operands and steps; results of stretches of steps are put together.
+# Each function makes one pass over the rows of some operands and steps. Callers combine the results of several passes.
 
 
 def _find_unique(column: str, metrics: Metrics) -> list[str | None]:
@@ -430,7 +429,7 @@ def _find_unique(column: str, metrics: Metrics) -> list[str | None]:
 
 
 def _count_values(column: str, values: Sequence[str | None], metrics: Metrics) -> Ints:
-    """Return int64 [T, 1 + values that are texts]: how often each operand has none, and each of the values."""
+    """Return how often each operand has no text, and each of the texts, int64 [T, 1 + texts]."""
     texts = pl.Enum([value for value in values if value is not None])
     width = len(texts.categories) + 1
 
@@ -444,15 +443,15 @@ def _count_values(column: str, values: Sequence[str | None], metrics: Metrics) -
 
 
 def _read_all_rows(columns: Sequence[str], metrics: Metrics) -> pl.DataFrame:
-    """Return columns with tensor and step."""
+    """Return all rows with columns, tensor and step."""
     return pl.concat([metrics.none(columns).drop("count"), *metrics.scan(columns)])
 
 
 def _find_largest(weights: Metrics, whole: bool = False) -> Ints:
-    """Return the most values that each operand has in a sample; -1 if that is not known.
+    """Return the largest number of values of each operand in a sample; -1 if unknown.
 
     Args:
-        whole: only samples that no rank is missing from count.
+        whole: count only samples without missing ranks.
     """
     most = np.full(len(weights.tensors), -1)
     for rows in weights.scan(["n", "nan", "inf", *(["ranks_missing"] if whole else [])]):

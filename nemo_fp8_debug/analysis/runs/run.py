@@ -1,4 +1,4 @@
-"""A record as the analysis reads it."""
+"""The record of a run, as the analyses read it."""
 
 from __future__ import annotations
 
@@ -17,42 +17,43 @@ from ...record.reader import find_run, read_fingerprint, read_table
 from ..loss.curve import LossCurve
 from .metrics import HELD, Metrics
 
-#: what runs can be matched by, and how one of it is called
+#: quantities by which runs can be matched, and their singular
 UNITS = {"step": "step", "samples": "sample"}
 
 
 @dataclass(frozen=True)
 class Run:
-    """A record, read."""
+    """The record of a run. If runs are matched by consumed samples, all its steps count samples."""
 
     path: str
     fingerprint: dict[str, Any]
-    #: `metrics` table; where runs are matched by samples, `step` counts those
+    #: the `metrics` table
     metrics: Metrics
-    #: likewise
+    #: losses by step
     loss: LossCurve
-    #: what `step` counts: step or sample
+    #: unit of the steps: step or sample
     unit: str = "step"
-    #: samples consumed at each step; None where steps are counted
+    #: consumed samples at each step; None if steps count steps
     axis: pl.DataFrame | None = None
-    #: names in the record that others stand for here
+    #: new names of layers, by their names in the record
     renamed_to: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
     def read(cls, path: str | os.PathLike[str], by: str = "step", held: int = HELD) -> Run:
-        """
+        """Read a record.
+
         Args:
-            by: `step`, or `samples`: consumed samples take the place of steps.
-            held: rows of metrics that are read at once; of a longer table columns are read as they are needed.
+            by: `step`, or `samples` to count consumed samples instead of steps.
+            held: largest number of metric rows to keep in memory. Columns of a longer table are read when needed.
 
         Raises:
-            RecordError: there is no record at `path`, it cannot be read, or it does not know the samples consumed.
-            ConfigError: `by` is neither.
+            RecordError: there is no record at `path`, it is unreadable, or it lacks the numbers of consumed samples.
+            ConfigError: `by` is invalid.
         """
         if by not in UNITS:
             raise ConfigError(f"runs cannot be matched by {by!r}; choose from {', '.join(UNITS)}")
         found = find_run(path)
-        fingerprint = read_fingerprint(found)  # first: it refuses a record of another schema
+        fingerprint = read_fingerprint(found)  # first, because it refuses a record of another schema
         steps = read_table(found, "steps", ["step", "loss", "consumed_samples"])
         metrics = Metrics.read(found, held)
         axis = _samples_consumed(str(found), steps, metrics) if by == "samples" else None
@@ -61,18 +62,20 @@ class Run:
 
     @cached_property
     def quantization(self) -> str:
-        """Whether the run quantizes, as `core.scale_sources` tells it."""
+        """Return whether the run quantizes, a constant of `core.scale_sources`."""
         return classify_sources(self.metrics.unique("scale_source"), self.fingerprint)
 
     @cached_property
     def steps(self) -> pl.DataFrame:
-        """`steps` table; read when first asked for."""
+        """Return the `steps` table, read on first use."""
         return _along(self.axis, read_table(self.path, "steps"))
 
     @cached_property
     def made_up_for(self) -> pl.Series:
-        """Steps that the optimizer skipped while it took a later one, where the loss scale moves: gradients that overflow
-        while one is sought have changed nothing."""
+        """Return steps that the optimizer skipped before a later step, in runs with a dynamic loss scale.
+
+        Gradients that overflow while the loss scale adapts change nothing.
+        """
         steps = self.steps.with_columns(skipped=pl.col("skipped").fill_null(0) != 0)
         if steps["loss_scale"].drop_nulls().n_unique() < 2:
             return steps["step"].clear()
@@ -80,7 +83,7 @@ class Run:
         return steps.filter(pl.col("skipped") & (pl.col("step") < last) & pl.col("loss_scale").is_not_null())["step"]
 
     def without_skipped(self) -> Run:
-        """The same without the samples of such steps."""
+        """Return the run without the samples of skipped steps; see `made_up_for`."""
         return replace(self, metrics=self.metrics.without_steps(self.made_up_for.to_list()))
 
     @cached_property
@@ -88,34 +91,34 @@ class Run:
         return {}
 
     def table(self, name: str) -> pl.DataFrame:
-        """Return a table of the record, empty if the run has none; it is read when first asked for."""
+        """Return a table of the record, read on first use. The table is empty if the run has none."""
         if name not in self._tables:
             self._tables[name] = _with_names(_along(self.axis, read_table(self.path, name)), self.renamed_to)
         return self._tables[name]
 
     @cached_property
     def validation(self) -> dict[str, LossCurve]:
-        """Losses of evaluations by name; read when first asked for."""
+        """Return the losses of evaluations by name, read on first use."""
         rows = _along(self.axis, read_table(self.path, "validation", ["step", "name", "loss"]))
         return {name: LossCurve.of(rows.filter(name=name)) for name in rows["name"].unique(maintain_order=True)}
 
     @cached_property
     def others(self) -> pl.DataFrame:
-        """Metrics under recipes that were not in use, measured in the run or added by replay; read when first asked for."""
+        """Return metrics under recipes that were not in use, from what-if recipes or replay, read on first use."""
         rows = pl.concat([read_table(self.path, table) for table in ("what_if", "replayed")], how="diagonal")
         return _with_names(_along(self.axis, rows), self.renamed_to)
 
     def renamed(self, names: Mapping[str, str]) -> Run:
-        """The same with other names for its layers."""
+        """Return the run with other names for its layers."""
         return replace(self, metrics=self.metrics.renamed(names), renamed_to=names)
 
     def as_recorded(self) -> Run:
-        """The same with the names that its layers have in the record."""
+        """Return the run with the layer names of the record."""
         return replace(self, metrics=self.metrics.renamed(self.own_names), renamed_to={}) if self.renamed_to else self
 
     @property
     def own_names(self) -> dict[str, str]:
-        """By the name of each layer that has another here, that in the record."""
+        """Return the names in the record, by the new names of renamed layers."""
         return {there: own for own, there in self.renamed_to.items()}
 
 
@@ -124,20 +127,20 @@ def _with_names(rows: pl.DataFrame, names: Mapping[str, str]) -> pl.DataFrame:
 
 
 def _along(axis: pl.DataFrame | None, rows: pl.DataFrame) -> pl.DataFrame:
-    """Rows whose `step` is the samples consumed."""
+    """Replace `step` by the consumed samples, if there is an axis."""
     if axis is None:
         return rows
     return rows.join(axis, on="step").with_columns(step="sample").drop("sample").sort("step", maintain_order=True)
 
 
 def _samples_consumed(path: str, steps: pl.DataFrame, metrics: Metrics) -> pl.DataFrame:
-    """step, sample: as the host reported them, and between such steps in proportion."""
+    """Return step and sample: consumed samples as the framework reported them, interpolated between such steps."""
     columns = ["step", "consumed_samples"]
     of_steps = [rows.select(columns).unique("step", keep="first") for rows in metrics.scan(["consumed_samples"])]
     both = pl.concat([steps.select(columns), *of_steps])
     known = both.drop_nulls().unique("step", keep="first").sort("step")
     if known.is_empty():
-        raise RecordError(f"{path} does not know how many samples were consumed; match the runs by step")
+        raise RecordError(f"{path} does not record consumed samples; match the runs by step")
     within = both["step"].unique().sort()
     within = within.filter(within.is_between(known["step"][0], known["step"][-1]))
     samples = np.interp(within.to_numpy(), known["step"].to_numpy(), known["consumed_samples"].to_numpy())

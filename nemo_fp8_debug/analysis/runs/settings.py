@@ -1,4 +1,4 @@
-"""Compare the settings of two runs, as far as their fingerprints tell."""
+"""Compare the settings in the fingerprints of two runs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _ROUNDING = 1e-5
 
 
 def usual_casts(metrics: Metrics) -> pl.DataFrame:
-    """layer, role, recipe (that it has most often, null if none is known), cast (whether it is cast most of the time).
+    """Return layer, role, recipe (the most frequent, or null) and cast (whether usually cast) of each operand.
 
     Example:
         >>> rows = {"step": [0, 1, 2], "layer": "fc1", "role": "input", "recipe": ["mxfp8", "mxfp8", None]}
@@ -35,22 +35,25 @@ def usual_casts(metrics: Metrics) -> pl.DataFrame:
 
 
 def _most_often(counts: dict[str | None, Ints], none: Ints) -> pl.Series:
-    """Of each operand; of several the first in their order."""
+    """Return the most frequent name of each operand, the first in order if there are several."""
     names = sorted(name for name in counts if name is not None)
     by_name = np.stack([none, *(counts[name] for name in names)])
     most = by_name.argmax(axis=0)  # 0: it has none
     return pl.Series([None, *names], dtype=pl.String).gather(most)
 
 
-#: sections whose differences explain more than others
+#: sections whose differences are most likely to matter for precision
 TELLING = ("recipe", "risky_features_on", "backend_options", "environment")
-#: differ between any two attempts
+#: settings that differ between any two attempts
 _PASSED_OVER = ("attempt", "schema_version")
 
 
 def list_differences(baseline: Mapping[str, Any], run: Mapping[str, Any]) -> pl.DataFrame:
-    """A row a setting: setting (`section.name`), baseline and run (as text; null where a run has none), telling (whether it
-    bears on precision); those that do come first."""
+    """Return one row for each setting that differs, those that matter for precision first.
+
+    The columns are setting (`section.name`), baseline and run (text, or null), and telling (whether it matters for
+    precision).
+    """
     ours, theirs = (dict(_flat(fingerprint)) for fingerprint in (baseline, run))
     rows = [
         (name, ours.get(name), theirs.get(name), name.partition(".")[0] in TELLING)
@@ -72,18 +75,18 @@ def _flat(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
 
 
 def _encodable(text: str) -> str:
-    """With escapes for what UTF-8 does not have, as half of a pair of surrogates, which a JSON file may hold."""
+    """Escape characters that UTF-8 cannot encode, such as the lone surrogates that a JSON file may hold."""
     return text.encode("utf-8", "backslashreplace").decode()
 
 
 def coverage_notes(fingerprint: Mapping[str, Any]) -> list[str]:
-    """That more than 5% of what a run multiplies is not observed, or may not be, in a sentence."""
+    """Return a sentence if more than 5% of a run's GEMM work is not observed, or may not be."""
     text = describe_unobserved(fingerprint.get("coverage"), above=0.05)
     return [f"{text[0].upper()}{text[1:]}."] if text else []
 
 
 def list_remarks(baseline: Run, run: Run) -> list[str]:
-    """What to bear in mind where metrics of the two runs were measured against different things, in sentences."""
+    """Return sentences that warn about metrics of the two runs that are not directly comparable."""
     recipes = [sorted(filter(None, each.metrics.unique("recipe"))) for each in (baseline, run)]
     told = []
     if recipes[0] != recipes[1]:

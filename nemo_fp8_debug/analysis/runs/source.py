@@ -1,4 +1,4 @@
-"""Where the rows of a `metrics` table come from: a frame that is held, or a record that is read as they are needed."""
+"""Sources of the rows of a `metrics` table: a frame in memory, or a record that is read when needed."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ Bools = npt.NDArray[np.bool_]
 
 
 class Source(Protocol):
-    """Rows of operands and steps."""
+    """A source of rows by operand and step."""
 
     @property
     def operands(self) -> pl.DataFrame:
-        """layer, role of each, in the order of their first rows."""
+        """Return layer and role of each operand, in the order of their first rows."""
 
     @property
     def steps(self) -> Ints:
-        """Ascending."""
+        """Return the sampled steps, ascending."""
 
     @property
     def schema(self) -> Mapping[str, Any]:
-        """Columns and their types."""
+        """Return the columns and their types."""
 
     def chunks(
         self,
@@ -37,24 +37,24 @@ class Source(Protocol):
         steps: Ints | None = None,
         then: Callable[[Chunk], Any] = return_unchanged,
     ) -> Iterator[Any]:
-        """Columns, a few steps at a time, and what `then` makes of them.
+        """Yield the result of `then` for chunks of the columns, a few steps at a time.
 
         Args:
-            operands, steps: the place in chunks of each; -1: it is not wanted. None: as here.
+            operands, steps: the index that each operand or step gets in chunks; -1 leaves it out. None keeps all indices.
         """
 
     def alike(
         self, column: str | None, operands: Ints | None = None, steps: Ints | None = None
     ) -> Iterator[tuple[Chunk, Sequence[int]]]:
-        """A text column, of steps that have the same operands with the same texts only the first, and how many there are.
+        """Yield chunks of a text column, with one step for all steps of equal operands and texts, and their counts.
 
         Args:
-            column: None: of steps that have the same operands.
-            operands, steps: as of `chunks`.
+            column: text column; None: compare only the operands of steps.
+            operands, steps: as in `chunks`.
         """
 
     def values(self, column: str) -> list[str | None] | None:
-        """Those of a text column, in the order of their first rows; None: that takes reading them."""
+        """Return the values of a text column in the order of their first rows, or None if this needs reading all rows."""
 
 
 class HeldRows:
@@ -62,7 +62,7 @@ class HeldRows:
 
     def __init__(self, rows: pl.DataFrame) -> None:
         rows = rows if rows["step"].is_sorted() else rows.sort("step", maintain_order=True)
-        # Grouped as codes: the names of all rows are looked at once.
+        # Grouping codes reads the names of all rows only once.
         names = rows.select(pl.col(KEY).cast(pl.Categorical)).with_row_index("row")
         grouped = names.group_by(KEY, maintain_order=True).agg("row")
         self.operands = grouped.select(pl.col(KEY).cast(pl.String))
@@ -82,7 +82,7 @@ class HeldRows:
         steps: Ints | None = None,
         then: Callable[[Chunk], Any] = return_unchanged,
     ) -> Iterator[Any]:
-        """See `Source`; all at once."""
+        """See `Source`. All rows come in one chunk."""
         of_rows = self._operand if operands is None else operands[self._operand]
         of_steps = np.arange(len(self.steps)) if steps is None else steps
         operands_of = np.split(of_rows, self._ends[:-1]) if len(self._ends) else []
@@ -93,7 +93,7 @@ class HeldRows:
     def alike(
         self, column: str | None, operands: Ints | None = None, steps: Ints | None = None
     ) -> Iterator[tuple[Chunk, Sequence[int]]]:
-        """See `Source`; none is known to be as another."""
+        """See `Source`. No two steps are treated as equal."""
         for chunk in self.chunks([column] if column else [], operands, steps):
             yield chunk, [1] * len(chunk.steps)
 
@@ -103,7 +103,7 @@ class HeldRows:
 
 
 def some_of(chunk: Chunk, kept: Bools) -> Chunk:
-    """Some rows of a chunk."""
+    """Return some rows of a chunk."""
     rows = chunk.rows.filter(pl.Series(kept)) if chunk.rows.width else chunk.rows
     steps = ((step, operands[kept[here]]) for step, here, operands in chunk.spans())
     return Chunk(rows, [(step, operands) for step, operands in steps if len(operands)])

@@ -1,4 +1,4 @@
-"""Gradients as a whole: the factor they are multiplied by, their norm, and their size by kind of GEMM."""
+"""Rules about all gradients: the factor that multiplies them, their norm, and their size by kind of GEMM."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from ..facts import Facts, Records, fact
 from ..finding import Finding
 from ..rule import rule
 
-#: ways to accumulate: gradients of micro-batches are averaged or summed. A fault moves the factor in both units
+#: units of the factor, because gradients of micro-batches are averaged or summed. A fault moves the factor in both
 _UNITS = ("per_scale", "per_micro_batch")
 
 
@@ -31,7 +31,7 @@ _UNITS = ("per_scale", "per_micro_batch")
 
 
 class Factors(NamedTuple):
-    """What gradients are multiplied by in the run, and in the baseline: step, grad_scale, loss_scale, and both units."""
+    """The factors of gradients in the run and in the baseline: step, grad_scale, loss_scale, and both units."""
 
     run: pl.DataFrame
     baseline: pl.DataFrame | None
@@ -39,7 +39,7 @@ class Factors(NamedTuple):
 
 @fact
 def gradient_factors(records: Records) -> Factors:
-    """Return the factors of samples that can be judged: where the loss scale moves, hosts report it early or late."""
+    """Return the factors of samples with a steady loss scale. If it moves, frameworks report it early or late."""
     mine, theirs = (None if each is None else _read_factors(each) for each in (records.run, records.baseline))
     assert mine is not None
     return Factors(mine, None if theirs is None or theirs.is_empty() else theirs)
@@ -65,7 +65,7 @@ def _read_factors(run: Run) -> pl.DataFrame:
 def find_factor(facts: Facts) -> Iterator[Finding]:
     """Name a wrong factor between the loss and the gradients.
 
-    A loss scale or accumulation explains a factor, and is no finding.
+    A factor that the loss scale or accumulation explains is no finding.
 
     Example: a loss scale of 65,536 is reported and never applied, so small gradients underflow.
     """
@@ -116,7 +116,10 @@ def _moved(mine: pl.DataFrame, theirs: pl.DataFrame | None) -> Iterator[Finding]
 
 
 def _leaves(values: Floats) -> int | None:
-    """Return from where on all values are off those of the beginning; None if they are not, or were never steady."""
+    """Return the index from which all values differ from the first ones, or None if there is none.
+
+    Return None also if the values were never steady.
+    """
     usual = _usual(values)
     off = np.array([_differ(value, usual) for value in values], dtype=bool)
     if len(values) < 2 * thresholds.FEW or off[: max(thresholds.FEW, len(values) // 4)].any():
@@ -131,14 +134,14 @@ def _usual(values: Floats) -> float:
 
 
 def find_common_scale(mine: pl.DataFrame, theirs: pl.DataFrame) -> float | None:
-    """Return the median loss scale of two runs if it is the same, and so large that hardly another factor equals it."""
+    """Return the median loss scale of two runs if it is the same, and too large to equal another factor by chance."""
     scales = [rows["loss_scale"].fill_nan(None).median() for rows in (mine, theirs)]
     here, there = (scale if isinstance(scale, float) else 0.0 for scale in scales)
     return here if here == there and here >= 2.0**6 else None
 
 
 def _differ(value: float, usual: float, factor: float | None = None) -> bool:
-    """Return True if two differ by a factor, in sign, or in being zero."""
+    """Return True if two values differ by a factor or in sign, or if only one is zero."""
     if value == 0 or usual == 0:
         return value != usual
     ratio = value / usual
@@ -157,9 +160,9 @@ def _factor(strength: str, evidence: str, since: int, advice: str) -> Finding:
 
 @fact
 def sizes_against_baseline(records: Records) -> pl.DataFrame:
-    """Return layer, role and bits: log2 of the median amax in the first samples over the baseline's.
+    """Return layer, role and bits: log2 of the median amax of early samples over the baseline's.
 
-    The first samples, whose scales are made up, are left out.
+    The first samples have initial scales and are left out.
     """
     if records.baseline is None:
         return pl.DataFrame(schema={"layer": pl.String, "role": pl.String, "bits": pl.Float64})
@@ -181,11 +184,11 @@ def _first_sizes(metrics: Metrics) -> pl.DataFrame:
 
 @dataclass(frozen=True)
 class GradientNorms:
-    """Gradient norms by step, and what they depend on."""
+    """Gradient norms by step, and related quantities."""
 
-    #: step, grad_norm; NaN and infinite ones too, skipped steps left out
+    #: step, grad_norm, with NaN and infinity, without skipped steps
     run: pl.DataFrame
-    #: likewise; None: there is no baseline
+    #: the same columns of the baseline, or None
     baseline: pl.DataFrame | None
     #: step, consumed_samples
     consumed: pl.DataFrame
@@ -193,7 +196,7 @@ class GradientNorms:
     gradients: pl.DataFrame
     #: whether any dY is recorded at all
     records_gradients: bool
-    #: median loss scale of run and baseline, if it is the same and large
+    #: median loss scale of run and baseline, if it is equal and large
     common_scale: float | None
 
 
@@ -262,14 +265,14 @@ def find_norm(facts: Facts) -> Iterator[Finding]:
 
 
 def _zero_norms(norms: GradientNorms, facts: Facts) -> Iterator[Finding]:
-    """Yield a norm that is exactly zero, unless the baseline's is."""
+    """Yield a finding if the norm is exactly zero, and the baseline's is not."""
     steps, zero = norms.run["step"].to_numpy(), (norms.run["grad_norm"] == 0).to_numpy()
     if not zero.any() or (norms.baseline is not None and (norms.baseline["grad_norm"] == 0).any()):
         return
     behind = len(zero) - int(np.argmin(zero[::-1])) if not zero.all() else 0
     lasts = len(zero) - behind >= thresholds.FEW
     since = int(steps[behind] if lasts else steps[np.argmax(zero)])
-    # Megatron-Core reports 0 if it does not clip, and so computes no norm.
+    # Megatron-Core reports 0 if it does not clip, because it then computes no norm.
     arrive = len(norms.gradients) > 0
     if zero.all() and (arrive or not norms.records_gradients) and (norms.baseline is None or norms.baseline.is_empty()):
         return
@@ -285,7 +288,7 @@ def _zero_norms(norms: GradientNorms, facts: Facts) -> Iterator[Finding]:
 
 
 def _find_move(mine: pl.DataFrame, theirs: pl.DataFrame | None) -> _Move | None:
-    """Return a move of the norm that its ratio to the baseline's makes as well, by whichever has less noise."""
+    """Return a move of the norm that its ratio to the baseline's shows too, measured in the less noisy of both."""
     own = _bits(_usable(mine), "grad_norm")
     ratio = None if theirs is None else _ratio(mine, theirs)
     first = int(thresholds.EARLY * len(own[0]))
@@ -304,7 +307,7 @@ def _usable(norms: pl.DataFrame) -> pl.DataFrame:
 
 
 def _ratio(mine: pl.DataFrame, theirs: pl.DataFrame) -> tuple[Ints, Floats] | None:
-    """Return steps, and log2 of the norm over the baseline's; None: too few steps are in common."""
+    """Return steps and log2 of the norm over the baseline's, or None if the runs share too few steps."""
     both = _usable(mine).join(_usable(theirs), on="step", suffix="_baseline").sort("step")
     both = both.with_columns(ratio=pl.col("grad_norm") / pl.col("grad_norm_baseline"))
     return _bits(both, "ratio") if len(both) > 2 * thresholds.LEVEL else None
@@ -315,12 +318,12 @@ def _bits(rows: pl.DataFrame, name: str) -> tuple[Ints, Floats]:
 
 
 def _largest_move(steps: Ints, bits: Floats) -> _Move | None:
-    """Return the largest move to another level that comes at once and lasts to the end."""
+    """Return the largest move to another level that is sudden and lasts to the end."""
     if len(bits) <= 2 * thresholds.LEVEL:
         return None
     medians = np.median(np.lib.stride_tricks.sliding_window_view(bits, thresholds.LEVEL), axis=1)
     apart = medians[thresholds.LEVEL :] - medians[: -thresholds.LEVEL]
-    # Windows straddle the move, so several places are as good: the one with the largest step between two values is it.
+    # Windows straddle the move, so several places are equally good. Take the one with the largest single step.
     near = np.flatnonzero(np.abs(apart) >= thresholds.AT_ONCE * np.abs(apart).max()) + thresholds.LEVEL
     place = int(near[np.argmax(np.abs(bits[near] - bits[near - 1]))])
     move = float(np.median(bits[place : place + thresholds.LEVEL]) - np.median(bits[place - thresholds.LEVEL : place]))
@@ -335,19 +338,19 @@ def _largest_move(steps: Ints, bits: Floats) -> _Move | None:
 
 
 def _noise(bits: Floats) -> float:
-    """Return the standard deviation of a series, from what it moves by between neighbors."""
+    """Return the standard deviation of a series, from the differences of neighbors."""
     return 1.4826 * float(np.median(np.abs(np.diff(bits)))) / 2**0.5 if len(bits) > 1 else 0.0
 
 
 def _part_of_move(move: _Move, steps: Ints, bits: Floats) -> float:
-    """Return how far a norm goes at that step, in units of the move; 0 if nobody knows."""
+    """Return how far a norm moves at the step of a move, in units of the move; 0 if unknown."""
     place = int(np.searchsorted(steps, move.step))
     before, after = bits[max(place - thresholds.LEVEL, 0) : place], bits[place : place + thresholds.LEVEL]
     return float(np.median(after) - np.median(before)) / move.bits if len(before) and len(after) else 0.0
 
 
 def _has_other_reason(norms: GradientNorms, facts: Facts, step: int) -> bool:
-    """Return True if the loss rose at that step, or batches became smaller or larger."""
+    """Return True if the loss rose at that step, or if the batch size changed."""
     if measure_rise(facts.loss.run, facts.loss.baseline, step) is not None:
         return True
     sizes = norms.consumed.with_columns(per_step=pl.col("consumed_samples").diff() / pl.col("step").diff()).drop_nulls()
@@ -357,7 +360,7 @@ def _has_other_reason(norms: GradientNorms, facts: Facts, step: int) -> bool:
 
 
 def _where(norms: GradientNorms, move: _Move) -> str | None:
-    """Return where gradients are multiplied, in words; None if layers disagree, or there are none."""
+    """Return in words where gradients are multiplied, or None if layers disagree or have no samples."""
     samples = norms.gradients["step"].unique().sort()
     sides = samples.filter(samples < move.step).tail(2), samples.filter(samples >= move.step).head(2)
     if any(side.is_empty() for side in sides):
@@ -378,7 +381,7 @@ def _where(norms: GradientNorms, move: _Move) -> str | None:
 
 
 def _apart(norms: GradientNorms, facts: Facts) -> Iterator[Finding]:
-    """Yield that the norm leaves the baseline's for good, or lies apart from the first step on."""
+    """Yield a finding if the norm leaves the baseline's to the end, or differs from the first step on."""
     if norms.baseline is None:
         return
     both = _usable(norms.run).join(_usable(norms.baseline), on="step", suffix="_baseline").sort("step")
@@ -387,7 +390,7 @@ def _apart(norms: GradientNorms, facts: Facts) -> Iterator[Finding]:
     bits = np.log2(both["grad_norm"].to_numpy() / both["grad_norm_baseline"].to_numpy())
     smooth = running_median(bits, 2)
     usual, noise = float(np.median(bits[: thresholds.LEVEL])), _noise(bits)
-    # From the start: nothing has been learned yet, so that another seed does not explain much.
+    # At the start, the models have learned nothing yet, so another seed explains little.
     if abs(usual) > max(thresholds.NORM_APART, thresholds.NORM_SIGMAS * noise / thresholds.LEVEL**0.5) and (
         np.sign(usual) * np.median(bits[: 3 * thresholds.LEVEL]) > thresholds.NORM_APART
     ):
@@ -425,14 +428,14 @@ def _apart(norms: GradientNorms, facts: Facts) -> Iterator[Finding]:
 
 
 def _longest(high: Bools) -> tuple[int, int]:
-    """Return the first place of the longest stretch of True and the place after it, or two zeros."""
+    """Return the first index of the longest stretch of True and the index after its end, or two zeros."""
     edges = np.flatnonzero(np.diff(np.concatenate([[False], high, [False]]).astype(np.int8)))
     stretches = list(zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True))
     return max(stretches, key=lambda each: each[1] - each[0], default=(0, 0))
 
 
 def _compare_gradients(facts: Facts, bits: float) -> str:
-    """Return where gradients are multiplied from the start, in words; empty if layers disagree.
+    """Return in words where gradients are multiplied from the start; empty if layers disagree.
 
     Args:
         bits: log2 of the gradient norm over the baseline's.
@@ -451,8 +454,8 @@ def _compare_gradients(facts: Facts, bits: float) -> str:
 def find_sizes(facts: Facts) -> Iterator[Finding]:
     """Name kinds of GEMM whose dY or W has another size than in the baseline, from the start.
 
-    Metrics of errors do not depend on the size of values, so no band shows it. What moves all kinds alike is no finding
-    here: a loss scale does that.
+    Error metrics do not depend on the size of values, so no band shows such a fault. A move of all kinds alike is no
+    finding here, because a loss scale explains it.
 
     Example: E5M2 gradients are read as E4M3, so dY of fc2 is 2^-7 of what it should be, in all layers.
     """

@@ -1,4 +1,4 @@
-"""The learning rate: does it leave the baseline's, or rise after its warm-up?"""
+"""A rule about learning rates that leave the baseline's, or that rise after their warm-up."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ..rule import rule
 
 
 class LearningRates(NamedTuple):
-    """step, lr of the run, and of the baseline; None: there is none."""
+    """Tables with step and lr of the run, and of the baseline, which may be None."""
 
     run: pl.DataFrame
     baseline: pl.DataFrame | None
@@ -74,7 +74,7 @@ def _rises(mine: pl.DataFrame, unit: str) -> Iterator[Finding]:
 
 
 def _show_factor(times: float) -> str:
-    """Return three digits without an exponent.
+    """Format a factor with three digits and no exponent.
 
     Example:
         >>> _show_factor(4.0), _show_factor(2895.3)
@@ -84,7 +84,7 @@ def _show_factor(times: float) -> str:
 
 
 def _first_in_a_row(differs: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> int | None:
-    """Return where the first two in a row begin; if there is one value only, where that is."""
+    """Return the index of the first two consecutive True values, or of a single value if there is only one."""
     needed = min(thresholds.IN_A_ROW, len(differs))
     if not needed:
         return None

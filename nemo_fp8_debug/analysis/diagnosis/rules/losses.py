@@ -1,4 +1,4 @@
-"""The loss itself: its level, the reference run's, and steps that the optimizer skips."""
+"""Rules about the loss: its level, the reference run's loss, and steps that the optimizer skips."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def find_level(facts: Facts) -> Iterator[Finding]:
 
 
 def _is_abrupt(loss: LossCurve, step: int) -> bool:
-    """Return True if most of a rise near a step comes within a few losses: one that diverges takes its time."""
+    """Return True if most of a rise near a step comes within a few losses. A divergence takes longer."""
     at, half, few = int(np.searchsorted(loss.steps, step)), loss.half, thresholds.STEPS_IN_A_ROW
     before, after = loss.losses[max(at - half, 0) : at], loss.losses[at : at + half]
     around = pl.Series(loss.losses[max(at - half - few, 0) : at + half + few])
@@ -76,7 +76,7 @@ def resumes(records: Records) -> list[int]:
 
 
 class SkippedSteps(NamedTuple):
-    """step and skipped of the run, and the share of the baseline's steps that are skipped."""
+    """A table with step and skipped of the run, and the share of the baseline's steps that are skipped."""
 
     run: pl.DataFrame
     usual: float
@@ -84,7 +84,7 @@ class SkippedSteps(NamedTuple):
 
 @fact
 def skipped_steps(records: Records) -> SkippedSteps:
-    """Return which steps the optimizer skipped, as the host reports it."""
+    """Return which steps the optimizer skipped, as the framework reports it."""
     usual = None if records.baseline is None else _flags(records.baseline)["skipped"].mean()
     return SkippedSteps(_flags(records.run), usual if isinstance(usual, float) else 0.0)
 
@@ -109,10 +109,10 @@ def find_skipped(facts: Facts) -> Iterator[Finding]:
 
 
 def find_stop(flags: pl.DataFrame) -> int | None:
-    """Return the first step from which the optimizer takes none; None if it does, or nobody knows.
+    """Return the first step from which the optimizer skips all steps, or None if there is none.
 
     Args:
-        flags: step, skipped.
+        flags: table with step and skipped.
     """
     taken = np.flatnonzero(~flags["skipped"].to_numpy())
     first = int(taken[-1]) + 1 if len(taken) else 0

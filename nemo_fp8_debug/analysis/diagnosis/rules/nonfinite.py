@@ -1,4 +1,4 @@
-"""The first NaN or infinity: in an operand, the loss, the gradient norm, or what a feature records."""
+"""A rule about the first NaN or infinity in operands, the loss, the gradient norm, or the tables of features."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class FirstNonfinite:
     """The first NaN or infinity of one kind of value."""
 
     step: int
-    #: pass within the step, and order of execution in it
+    #: pass within the step, and order of execution in the pass
     place: tuple[int, int]
     what: str
     layer: str | None = None
@@ -34,7 +34,7 @@ class FirstNonfinite:
 
 @dataclass(frozen=True)
 class NonfiniteValues:
-    """All first ones, in order, and what they mean."""
+    """The first NaN or infinity of each kind of value, in order."""
 
     first: tuple[FirstNonfinite, ...]
     #: whether all W are finite in the first sample that has a NaN or infinity
@@ -59,7 +59,7 @@ def nonfinite_values(records: Records) -> NonfiniteValues:
 def find_first_nonfinite(facts: Facts) -> Iterator[Finding]:
     """Name where the first NaN or infinity comes up, in order of execution.
 
-    What a step had that the loss scaler skipped does not count.
+    Steps that the loss scaler skipped do not count.
 
     Example: a fused kernel overflows, so dY of layers.1.mlp holds the first NaN at step 40, and the loss is NaN at 41.
     """
@@ -94,7 +94,7 @@ def _of_operands(run: Run, baseline: Run | None) -> list[FirstNonfinite]:
 
 
 def find_first_nonfinite_row(rows: pl.DataFrame) -> list[FirstNonfinite]:
-    """Return the first of rows with step, layer, role and nonfinite_order, in order of execution."""
+    """Return the first row in order of execution. Rows have step, layer, role and nonfinite_order."""
     if rows.is_empty():
         return []
     first = rows.filter(pl.col("step") == pl.col("step").min()).sort("nonfinite_order", nulls_last=True).row(0, named=True)
@@ -104,7 +104,7 @@ def find_first_nonfinite_row(rows: pl.DataFrame) -> list[FirstNonfinite]:
 
 
 def _lost_operands(run: Run) -> pl.DataFrame:
-    """Return the first row of each operand that is not finite."""
+    """Return the first row with NaN or infinity of each operand."""
     operands = run.metrics.gathered(
         ["nan", "inf", "nonfinite_order"],
         lambda rows: rows.filter(IS_NONFINITE).unique("tensor", keep="first", maintain_order=True),

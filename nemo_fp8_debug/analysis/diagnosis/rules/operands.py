@@ -1,4 +1,4 @@
-"""Operands out of band: which they are, and what their scale and values did."""
+"""Find operands out of band, and explain them by their scale and values."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ from ..rule import rule
 from .losses import resumes
 
 _KEY = ["layer", "role"]
-#: suspects whose course is looked at
+#: largest number of suspects that are explained
 _LOOKED_INTO = 8
 #: metrics that no recipe changes
 _OF_VALUES = ("nonfinite", "outlier_log2")
-#: columns of the `metrics` table that a course is made of
+#: columns of the `metrics` table that make a course
 COURSE = ("scale", "scale_ratio_log2", "amax", "outlier_log2", "underflow_pct", "overflow_pct", "nan", "inf")
 
 
 @dataclass(frozen=True)
 class Course:
-    """What an operand did over the samples of a run, oldest first; NaN if a metric is absent."""
+    """The metrics of an operand over the samples of a run, oldest first; NaN if a metric is absent."""
 
     steps: Ints
     #: log2 of the scale in use, and its distance from the log2 of the scale that the values ask for
@@ -58,7 +58,7 @@ class Course:
         """Return the course of one operand.
 
         Args:
-            metrics: rows with the columns COURSE, of this operand and perhaps of others.
+            metrics: rows with the columns COURSE, which may include other operands.
         """
         rows = metrics.filter(layer=layer, role=role).sort("step")
 
@@ -82,24 +82,24 @@ class Suspect:
     layer: str
     role: str
     since: int
-    #: how many times its threshold
+    #: multiple of the threshold
     excess: float
-    #: in a row that are out, and whether the run or the baseline ends before it can come back
+    #: consecutive samples out of band, and whether the run or the baseline ends with them
     samples: int
     cut_off: bool
-    #: by what it is out: `band` of a baseline, `limits` of all healthy operands, or `history` of its own
+    #: the criterion: `band` of a baseline, `limits` of all healthy operands, or `history` of the operand
     by: str
     course: Course
     baseline: Course | None
-    #: bits above the median that are usual for its role
+    #: usual outlier of the role, in bits above the median
     usual_outlier: float
-    #: whether many values are lost later, by metric, percent, percent in the baseline, step
+    #: later loss of many values, if any: metric, percent, percent in the baseline, step
     loses_later: tuple[str, float, float, int] | None = None
 
 
 @fact
 def suspects(records: Records) -> list[Suspect]:
-    """Return operands that are out of band: strong ones by onset, then others."""
+    """Return the operands out of band: strong ones by onset, then others."""
     if records.run.quantization != QUANTIZED:
         return []
     return _against_baseline(records) if records.comparison is not None else _alone(records)
@@ -107,10 +107,10 @@ def suspects(records: Records) -> list[Suspect]:
 
 @fact
 def judged_samples(records: Records) -> Ints:
-    """Return the samples at which an operand can be judged: [S] steps, none if nothing can be judged.
+    """Return the steps, [S], at which operands can be judged.
 
-    With a baseline, those within its steps that have errors; alone, all if there are enough to show what is usual and
-    anything to judge operands by.
+    With a baseline, these are the samples within its steps that have errors. Alone, these are all samples, if there are
+    enough of them, and limits or bands to judge operands by.
     """
     run, baseline = records.run, records.baseline
     if baseline is None:
@@ -148,7 +148,7 @@ def find_operands(facts: Facts) -> Iterator[Finding]:
 
 
 def _explain(suspect: Suspect, facts: Facts) -> Finding:
-    """Return the finding about a suspect, as strong as the way it was found allows."""
+    """Return the finding about a suspect, with the strength that its criterion allows."""
     found = replace(explain_course(suspect), excess=suspect.excess)
     by_values = found.may_follow_the_loss and found.cause not in ("nonfinite", "dead")
     if suspect.baseline is not None and suspect.samples < IN_A_ROW and found.cause != "nonfinite":
@@ -158,11 +158,11 @@ def _explain(suspect: Suspect, facts: Facts) -> Finding:
         # A batch may have far larger gradients than others, and a scale lags behind.
         if suspect.role in GRADIENTS and found.cause in ("clipping", "underflow"):
             found = replace(found, strength="hint")
-    # If no scale is to blame, another seed's values explain some more underflow.
+    # If no scale is to blame, another seed's values may explain more underflow.
     other_values = suspect.baseline is not None and not facts.same_batches and suspect.excess < thresholds.OTHER_BATCHES
     if by_values and found.cause == "underflow" and other_values:
         found = replace(found, strength="hint")
-    # If the loss is almost zero, most of its gradients are too, and some are not.
+    # If the loss is almost zero, most gradients are too, but not all.
     if by_values and suspect.role in GRADIENTS and facts.loss.run.vanishes:
         return replace(found, strength="hint", of_kind="gradients")
     if suspect.loses_later is not None and (found.cause, found.strength) == ("outlier", "hint"):
@@ -217,11 +217,11 @@ def has_lost_most(suspect: Suspect) -> bool:
 def explain_course(suspect: Suspect) -> Finding:
     """Return the cause that the samples around the onset show.
 
-    What is usual comes from the baseline, or else from the samples before the onset.
+    Usual values come from the baseline, or else from the samples before the onset.
     """
     run, baseline = suspect.course, suspect.baseline
     start = int(np.searchsorted(run.steps, suspect.since))
-    # Scales of the first samples are made up, so they show neither what is usual nor what is wrong from the start.
+    # The first samples have initial scales, so they show neither usual values nor a fault from the start.
     reference = run if baseline is None else baseline
     before = slice(min(MADE_UP, max(start - 1, 0)), start) if baseline is None else slice(None)
     first = MADE_UP if start == 0 and suspect.samples > MADE_UP else start
@@ -239,7 +239,7 @@ def explain_course(suspect: Suspect) -> Finding:
     usual = _median(reference.off[MADE_UP:] if baseline is not None else reference.off[before])
     error = _farthest(run.off[behind] - usual)
     higher = _highest(run.outlier[behind]) - _usual_outlier(suspect, start)
-    # A scale lags behind an outlier that has just come up. One that is less far off than usual holds the values better.
+    # A scale lags behind a new outlier. A scale that is less far off than usual fits the values better.
     by_scale = abs(error) > thresholds.SCALE_OFF and error * (error + usual) > 0
     if by_scale and not higher > max(thresholds.OUTLIER_HIGHER, abs(error)):
         return _explain_scale(suspect, slice(first, behind.stop), error, usual)
@@ -247,9 +247,7 @@ def explain_course(suspect: Suspect) -> Finding:
 
 
 def _follows_late(suspect: Suspect) -> bool:
-    """Return True if a scale lags behind values that move fast, and comes after them: adapters grow from zero, and
-    gradients fall with the loss.
-    """
+    """Return True if a scale follows fast-moving values with a lag, as in growing adapters or falling gradients."""
     run = suspect.course
     start = int(np.searchsorted(run.steps, suspect.since))
     off, wanted = run.off[start:], (run.scale - run.off)[max(start - thresholds.LASTING, 0) :]
@@ -262,7 +260,7 @@ def _follows_late(suspect: Suspect) -> bool:
 
 
 def _grew_from_zero(suspect: Suspect) -> bool:
-    """Return True if values were all zero before the onset, and are represented well in the end."""
+    """Return True if all values were zero before the onset, and the format represents them well at the end."""
     run = suspect.course
     start = int(np.searchsorted(run.steps, suspect.since))
     lost = np.fmax(run.underflow, run.overflow)
@@ -275,11 +273,12 @@ def _has_jumped_anywhere(run: Course, start: int, error: float) -> bool:
 
 
 def _explain_scale(suspect: Suspect, out: slice, error: float, usual: float) -> Finding:
-    """Return why the scale is not the one that the values ask for.
+    """Explain why the scale does not fit the values.
 
     Args:
-        out: samples that are out, from the onset on.
-        error: bits by which it is off, above what is usual.
+        out: samples out of band, from the onset on.
+        error: error of the scale in bits, minus the usual error.
+        usual: usual error of the scale, in bits.
     """
     run, start = suspect.course, out.start
     around = slice(min(max(start - thresholds.LASTING, MADE_UP), max(start - 1, 0)), out.stop)
@@ -297,7 +296,7 @@ def _explain_scale(suspect: Suspect, out: slice, error: float, usual: float) -> 
         return _name(suspect, "stale_scale", "clear", f"{evidence}; it is exactly 1 in all {len(known)} samples")
     if not len(scale):
         return _name(suspect, cause, "hint", f"{evidence}; no earlier sample has it")
-    # Up to the onset, since a scale that comes back has not moved in the end; or over all samples, if it moves slowly.
+    # Test up to the onset, because a scale may come back later, and over all samples, because it may move slowly.
     until = slice(around.start, start + 1)
     for moves in ((_moves(run.scale[until]), _moves((run.scale - run.off)[until])), (scale, wanted)):
         if start > MADE_UP and _has_jumped(*moves, error):
@@ -312,11 +311,12 @@ def _explain_scale(suspect: Suspect, out: slice, error: float, usual: float) -> 
 
 
 def _explain_values(suspect: Suspect, start: int, has_scale: bool) -> Finding:
-    """Return what values do that their scale does not serve.
+    """Explain losses by the values, if their scale is not to blame.
 
-    Without a baseline that is a hint only.
+    Without a baseline, the finding is only a hint.
 
     Args:
+        start: index of the onset.
         has_scale: whether the scale is known.
     """
     run, baseline = suspect.course, suspect.baseline
@@ -366,12 +366,12 @@ def _highest(metric: Floats) -> float:
 
 
 def _moves(bits: Floats) -> Floats:
-    """Return the moves from one known sample to the next."""
+    """Return the differences between consecutive known samples."""
     return np.diff(bits[np.isfinite(bits)])
 
 
 def _has_jumped(scale: Floats, wanted: Floats, error: float) -> bool:
-    """Return True if the scale moved at once, to where the error is, and the values did not ask for it."""
+    """Return True if the scale jumped in the direction of the error, and the values did not move with it."""
     if not len(scale):
         return False
     jump = int(np.argmax(np.abs(scale)))
@@ -382,7 +382,7 @@ def _has_jumped(scale: Floats, wanted: Floats, error: float) -> bool:
 
 
 def _usual_outlier(suspect: Suspect, start: int) -> float:
-    """Return the bits above the median that are usual: in the baseline, in earlier samples, or for the role."""
+    """Return the usual outlier in bits above the median: in the baseline, in earlier samples, or for the role."""
     if suspect.baseline is not None:
         return _median(suspect.baseline.outlier, np.nan)
     if start > MADE_UP or np.isnan(suspect.usual_outlier):
@@ -402,7 +402,7 @@ def _against_baseline(records: Records) -> list[Suspect]:
         expert = _outstanding_expert(comparison.experts_out_of_band, run, layer, role, since)
         chosen.append((*(expert or (layer, role, since, excess)), samples, "band"))
     named = pl.DataFrame([each[:2] for each in chosen], dict.fromkeys(_KEY, pl.String), orient="row")
-    # What no healthy operand does counts, unless the baseline does nearly as much.
+    # An operand beyond the limits of healthy ones counts, unless the baseline's is nearly as far.
     far = split_experts(find_beyond(select_quantized(run.metrics)))[0].join(named, on=_KEY, how="anti")
     if len(far):
         theirs = find_beyond(select_quantized(baseline.metrics.within(far.select(_KEY))), 0.0).rename({"excess": "usual"})
@@ -413,7 +413,7 @@ def _against_baseline(records: Records) -> list[Suspect]:
 
 
 def _alone(records: Records) -> list[Suspect]:
-    """Return operands beyond limits or bands of healthy runs, then those that are not what they were in the beginning."""
+    """Return operands beyond limits or bands of healthy runs, then those that left their own initial band."""
     run = records.run
     usual, cast = take_beginning(run.metrics), select_quantized(run.metrics)
     far = [find_beyond(cast).select(*_KEY, "onset", "excess")]
@@ -470,10 +470,10 @@ def _find_losses(out_of_band: pl.DataFrame, layer: str, role: str) -> tuple[str,
 
 
 def _comparable(comparison: Comparison) -> pl.DataFrame:
-    """Return what is out of the baseline's band, without what another recipe brings about.
+    """Return the rows out of the baseline's band, without those that another recipe explains.
 
-    An operand that is cast under another recipe than in the baseline has other errors and scales. It counts if its values
-    stand out, or if it is beyond what any healthy operand does.
+    An operand with another recipe than in the baseline has other errors and scales. It counts only if its values are
+    unusual, or if it is beyond the limits of healthy operands.
     """
     mine, theirs = (usual_casts(run.metrics) for run in (comparison.run, comparison.baseline))
     both = mine.join(theirs, on=_KEY, suffix="_baseline")
@@ -489,7 +489,7 @@ def _comparable(comparison: Comparison) -> pl.DataFrame:
 
 
 def _begin_earlier(far: pl.DataFrame, moved: pl.DataFrame, run: Run) -> pl.DataFrame:
-    """Return operands beyond limits with the onset of their move, if that is a few samples earlier."""
+    """Return operands beyond limits. If they left their initial band a few samples earlier, use that onset."""
     samples = {step: i for i, step in enumerate(run.metrics.steps.tolist())}
     before = moved.group_by(_KEY).agg(moved=pl.col("onset").min())
     joined = far.join(before, on=_KEY, how="left", maintain_order="left")
@@ -504,7 +504,7 @@ def _outstanding_expert(
     """Return the one expert that puts all experts of a layer out of band, or None if several do.
 
     Args:
-        experts: those that are out, each by itself.
+        experts: single experts that are out of band.
     """
     if not is_aggregate(layer) or experts.is_empty():
         return None
@@ -518,7 +518,7 @@ def _outstanding_expert(
 
 
 def take_beginning(metrics: Metrics) -> Metrics:
-    """Return the first samples, spread over the whole run; none if they are too few to show what is usual."""
+    """Return the first samples, stretched over the whole run, or no samples if they are too few."""
     n = round(len(metrics.steps) * thresholds.BEGINNING)
     if n < 2 * thresholds.FEW:
         return metrics.over(metrics.steps[:0])
@@ -529,7 +529,7 @@ def take_beginning(metrics: Metrics) -> Metrics:
 
 
 def _strongest_first(out_of_band: pl.DataFrame, run: Run) -> list[tuple[str, str, int, float, int]]:
-    """Return layer, role, onset, excess and samples in a row: strong ones by onset, then others."""
+    """Return layer, role, onset, excess and consecutive samples: strong tensors by onset, then others."""
     lasting = pl.col("samples").max() if "samples" in out_of_band.columns else pl.lit(thresholds.LASTING)
     groups = out_of_band.group_by(_KEY, maintain_order=True)
     tensors = groups.agg(pl.col("onset").min(), pl.col("excess").max(), samples=lasting)
@@ -542,7 +542,7 @@ def _strongest_first(out_of_band: pl.DataFrame, run: Run) -> list[tuple[str, str
 
 
 def _order_of_nonfinite(run: Run, tensors: pl.DataFrame) -> pl.DataFrame:
-    """Return layer, role, onset and order of execution of those that are NaN or infinite at the onset."""
+    """Return layer, role, onset and execution order of the tensors with NaN or infinity at the onset."""
     metrics, column = run.metrics.within(tensors), "nonfinite_order"
     wanted = metrics.tensors.with_row_index("tensor").join(tensors, on=_KEY).select(pl.col("tensor").cast(pl.Int64), "onset")
 

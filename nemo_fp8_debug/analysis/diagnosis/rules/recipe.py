@@ -1,4 +1,4 @@
-"""Recipes: does each operand keep the recipe it began with, and that of the baseline?"""
+"""A rule about operands whose recipe changes during the run, or differs from the baseline's."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ _KEY = ["layer", "role"]
 
 
 class RecipeChange(NamedTuple):
-    """The first operand whose recipe differs, and all that do."""
+    """The first operand whose recipe differs, and the keys of all such operands."""
 
     layer: str
     role: str
     step: int
     now: str
     before: str
-    #: whether it changes in mid-run, and not against the baseline
+    #: True for a change during the run, False for a difference from the baseline
     in_the_run: bool
-    #: layer and role of all of them
+    #: layer and role of all operands whose recipe differs
     keys: tuple[Key, ...]
 
 
 @fact
 def recipe_changes(records: Records) -> list[RecipeChange]:
-    """Return changes of recipes in the run, and the first difference to the baseline."""
+    """Return the changes of recipes in the run, and the differences from the baseline."""
     found = _changed(records.run), None if records.baseline is None else _differs(records.run, records.baseline)
     return [each for each in found if each is not None]
 
@@ -82,7 +82,7 @@ def _changed(run: Run) -> RecipeChange | None:
 
 
 def _differs(run: Run, baseline: Run) -> RecipeChange | None:
-    """Return the first operand under another recipe than in the baseline, both of which do not change."""
+    """Return operands whose recipe is constant in both runs but different, or None if these are none or nearly all."""
     mine, theirs = (_constant(each.metrics) for each in (run, baseline))
     both = mine.join(theirs, on=_KEY, suffix="_baseline", maintain_order="left")
     differ = both.filter(pl.col("recipe") != pl.col("recipe_baseline"))
@@ -96,7 +96,7 @@ def _differs(run: Run, baseline: Run) -> RecipeChange | None:
 
 
 def _constant(metrics: Metrics) -> pl.DataFrame:
-    """Return layer, role and recipe of operands with one recipe."""
+    """Return layer, role and recipe of operands whose recipe does not change."""
     counts = {name: of_each for name, of_each in metrics.counts("recipe").items() if name is not None}
     none = np.zeros((1, len(metrics.tensors)), dtype=bool)
     has = np.stack([of_each > 0 for of_each in counts.values()]) if counts else none

@@ -1,4 +1,4 @@
-"""A rule about versions and features that have broken other runs, and the list of these."""
+"""A rule about versions and features that have broken other runs, and the list of such reports."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Fingerprint = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Known:
-    """A report, and which runs it is about."""
+    """A bug report, and a test for the runs it applies to."""
 
     what: str
     #: an issue or a pull request
@@ -28,7 +28,7 @@ class Known:
 
 
 def read_section(fingerprint: Fingerprint, name: str) -> Fingerprint:
-    """A section; empty where a record, as one made from others' logs, has none."""
+    """Return a section of a fingerprint, empty if the record has none, as one imported from logs."""
     found = fingerprint.get(name)
     return found if isinstance(found, Mapping) else {}
 
@@ -45,7 +45,7 @@ def _option(fingerprint: Fingerprint, name: str) -> Any:
 
 
 def _te_before(fingerprint: Fingerprint, fixed: str) -> bool:
-    """Whether Transformer Engine quantizes in this run and is older than a release."""
+    """Return True if Transformer Engine quantizes in this run and is older than a release."""
     version = _version(fingerprint, "transformer-engine")
     return version is not None and version < Version(fixed) and bool(_option(fingerprint, "fp8"))
 
@@ -96,7 +96,7 @@ def _blockwise_experts(fingerprint: Fingerprint) -> bool:
 
 
 def _gathers_quantized_parameters(fingerprint: Fingerprint) -> bool:
-    """Whether parameters are kept in a format with copies of their own for rows and columns, and gathered ahead."""
+    """Return True if parameters are kept in a format with separate copies for rows and columns, and gathered ahead."""
     by_block = any(recipe in str(_option(fingerprint, "fp8_recipe")) for recipe in ("mxfp8", "blockwise"))
     fp8 = by_block and (_option(fingerprint, "fp8_param_gather") or _option(fingerprint, "fp8_param"))
     fp4 = _option(fingerprint, "fp4_param_gather") or _option(fingerprint, "fp4_param")
@@ -126,7 +126,7 @@ def _is_parallel(fingerprint: Fingerprint, *kinds: str) -> bool:
 
 
 def _uses_deepspeed(fingerprint: Fingerprint) -> bool:
-    """Return True if the model is an engine of DeepSpeed's: an installed package alone trains nothing."""
+    """Return True if the model is a DeepSpeed engine. The installed package alone is no sign of that."""
     return "DeepSpeed" in str(read_section(fingerprint, "model").get("class", ""))
 
 
@@ -330,7 +330,7 @@ _SWITCH_OFF = {
 
 
 class Fingerprints(NamedTuple):
-    """The settings of the run, and of the baseline; None: there is none."""
+    """The settings of the run and of the baseline, which may be None."""
 
     run: Mapping[str, Any]
     baseline: Mapping[str, Any] | None
@@ -338,7 +338,7 @@ class Fingerprints(NamedTuple):
 
 @fact
 def fingerprints(records: Records) -> Fingerprints:
-    """Return the settings that records carry."""
+    """Return the settings in the records."""
     return Fingerprints(records.run.fingerprint, None if records.baseline is None else records.baseline.fingerprint)
 
 
@@ -377,6 +377,6 @@ def find_settings(facts: Facts) -> Iterator[Finding]:
 
 
 def diverged_at_the_start(facts: Facts) -> bool:
-    """Return True if the loss is off from the start, as running medians can tell."""
+    """Return True if the loss is harmed from the start, within half a window of its running median."""
     run, since = facts.loss.run, facts.loss.harmful_since
     return since is not None and bool((run.steps < since).sum() <= run.half)

@@ -1,4 +1,4 @@
-"""Rules about weights: they shrink faster than weight decay lets them, or do not move."""
+"""Rules about weights that shrink faster than weight decay explains, or that do not move."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ Result = TypeVar("Result")
 
 
 class Level(NamedTuple):
-    """A measure of how large the values of an operand are."""
+    """A measure of the size of an operand's values."""
 
     columns: Sequence[str]
-    #: natural log, of rows in which all columns are above 0
+    #: natural log of the measure, for rows in which all columns are above 0
     log: pl.Expr
 
 
@@ -38,12 +38,11 @@ ROOT_MEAN_SQUARE = Level(["mse", "relative_error"], 0.5 * pl.col("mse").log() - 
 
 
 def moves_of_levels(operands: Metrics, level: Level, together: Callable[[Floats], Result]) -> tuple[Ints, list[Result]]:
-    """Steps at which any level is known, and what `together` makes of the moves from each to the next.
+    """Return the steps with a known level, and the result of `together` for the moves from each step to the next.
 
     Args:
-        operands: T of them.
-        together: float64 [T] -> what is to be known of it: by how much the natural log of each level moves; NaN where one
-            of the two is not known.
+        operands: metrics of T operands.
+        together: function of the moves, float64 [T]: the change of each level's natural log, or NaN if unknown.
 
     Example:
         >>> rows = {"layer": "fc1", "role": "input", "step": [0, 5, 10], "relative_error": 0.5, "mse": [1.0, 4.0, 4.0]}
@@ -65,7 +64,7 @@ def moves_of_levels(operands: Metrics, level: Level, together: Callable[[Floats]
 
 @dataclass(frozen=True)
 class _Stretch(Generic[Result]):
-    """Steps that follow one another, what is known of the moves between them, and the levels at the first and the last."""
+    """Consecutive steps, the results for the moves between them, and the levels at the first and the last step."""
 
     steps: list[int]
     moves: list[Result]
@@ -97,11 +96,11 @@ _RANGE = "dynamic_range_log2"
 
 
 class Decays(NamedTuple):
-    """Sampled steps, and the weight decay that most layers shrank by until the next sample."""
+    """Sampled steps, and the weight decay of most layers until the next sample."""
 
     steps: Ints
     run: Floats
-    #: empty if there is no baseline
+    #: decays of the baseline; empty without one
     baseline: Floats
 
 
@@ -116,7 +115,7 @@ def weight_decays(records: Records) -> Decays:
 def find_decay(facts: Facts) -> Iterator[Finding]:
     """Name weights of most layers that shrink faster than under any decay in use.
 
-    Decoupled decay multiplies a weight by 1 - lr * decay in each step. Gradients hardly change its root mean square.
+    Decoupled decay multiplies a weight by 1 - lr * decay in each step. Gradients hardly change the root mean square.
 
     Example: a parameter group gets a decay of 10 instead of 0.01 from step 90 on.
     """
@@ -146,7 +145,7 @@ def _decays(run: Run) -> tuple[Ints, Floats]:
 
 
 def _fall_of_most(moves: Floats) -> float:
-    """Return the fall that three in four layers surpass."""
+    """Return the fall that three in four layers exceed."""
     enough = np.isfinite(moves).sum() >= thresholds.FEW
     return float(np.nanquantile(-moves, 1 - thresholds.MOST)) if enough else 0.0
 
@@ -166,7 +165,7 @@ def _sum_rates(run: Run, steps: Ints) -> Floats:
 
 
 class StillLayer(NamedTuple):
-    """A layer of the model most of whose weights stand still."""
+    """A layer of the model in which most weights stand still."""
 
     name: str
     since: int
@@ -175,18 +174,18 @@ class StillLayer(NamedTuple):
 
 
 class StillWeights(NamedTuple):
-    """Layers that stopped to learn, and weights that have never moved."""
+    """Layers that stopped learning, and weights that have never moved."""
 
     stopped: tuple[StillLayer, ...]
-    #: those that are the same in all samples though their twins in the baseline move
+    #: weights that are equal in all samples, while the same weights of the baseline move
     never_moved: tuple[str, ...]
-    #: weights that both have
+    #: number of weights in both runs
     weights: int
 
 
 @fact
 def still_weights(records: Records) -> StillWeights:
-    """Return what stands still in the run and not in its baseline."""
+    """Return layers and weights that stand still in the run but not in its baseline."""
     run, baseline = records.run, records.baseline
     usual = {} if baseline is None else _find_stopped(baseline)
     stopped = tuple(layer for name, layer in _find_stopped(run).items() if name not in usual)
@@ -203,7 +202,7 @@ def still_weights(records: Records) -> StillWeights:
 def find_still_weights(facts: Facts) -> Iterator[Finding]:
     """Name a layer whose weights stopped to learn, and weights that never move.
 
-    A step moves the smallest value of nearly every W, and so its range. Weight decay alone hardly does.
+    A step moves the smallest value of nearly every W, and so the range of W. Weight decay alone hardly moves the range.
 
     Example: the optimizer writes to a copy, so 10 of 11 W are bit-identical in all samples.
     """
@@ -221,12 +220,12 @@ def find_still_weights(facts: Facts) -> Iterator[Finding]:
         )
         evidence += f"; so do those of {len(still.stopped) - 1} more layers" if len(still.stopped) > 1 else ""
         since, name = layer.since, layer.name
-        # Alone, a loss that diverges for another reason may have brought it about.
+        # Without a baseline, a loss that diverges for another reason may explain it.
         yield Finding("frozen weights", "frozen_weights", "clear", evidence, name, since=since, or_earlier=facts.paired)
 
 
 def _find_constant(weights: Metrics) -> list[str]:
-    """Return the weights whose range, outliers and kurtosis are the same in all of at least four samples."""
+    """Return the weights whose range, outliers and kurtosis are equal in all samples, of which there are at least four."""
     weights = _without_codes(weights)
     if len(weights.steps) < thresholds.LASTING or weights.tensors.is_empty():
         return []
@@ -240,16 +239,16 @@ def _find_constant(weights: Metrics) -> list[str]:
 
 
 def _find_stopped(run: Run) -> dict[str, StillLayer]:
-    """Return by name the layers whose weights have moved and no longer do.
+    """Return by name the layers whose weights moved once and no longer move.
 
-    A single expert may get no tokens, so it does not count.
+    A single expert may get no tokens, so single experts do not count.
     """
     weights = _without_codes(run.metrics.with_role("weight"))
     blocks = _blocks(weights.tensors["layer"].to_list())
     weights = weights.narrowed(weights.tensors.filter(pl.col("layer").is_in(list(blocks))))
     if len(weights.steps) <= thresholds.LASTING or not blocks:
         return {}
-    # Hardly ever does any stand still, and then the last samples are all that is read.
+    # Weights rarely stand still. Otherwise, only the last samples are read.
     at_the_end = _measure_standing(weights.at(np.arange(len(weights.steps))[-thresholds.LASTING :]))
     still = weights.tensors.filter(pl.Series((at_the_end.moves == 0) & (at_the_end.samples == thresholds.LASTING)))
     candidates = _most_of(blocks, still["layer"].to_list())
@@ -271,14 +270,14 @@ def _find_stopped(run: Run) -> dict[str, StillLayer]:
 
 
 def _without_codes(weights: Metrics) -> Metrics:
-    """Return weights without those that are stored in codes: most steps leave these as they are."""
+    """Return weights without those stored as codes, because most steps do not change codes."""
     sources = weights.unique("scale_source")
     kept = [source for source in sources if source is not None and source != "stored"]
     return weights.only("scale_source", kept) if "stored" in sources else weights
 
 
 def _most_of(blocks: Mapping[str, str], still: Sequence[str]) -> dict[str, list[str]]:
-    """Return the layers of the model most of whose W are among some, with those."""
+    """Return the layers of the model in which most W are in `still`, with these W."""
     of_blocks, sizes = defaultdict[str, list[str]](list), Counter(blocks.values())
     for layer in still:
         of_blocks[blocks[layer]].append(layer)
@@ -286,7 +285,7 @@ def _most_of(blocks: Mapping[str, str], still: Sequence[str]) -> dict[str, list[
 
 
 def _blocks(layers: Sequence[str]) -> dict[str, str]:
-    """Return the layer of the model that each GEMM is in: the common beginning of all names with the same number."""
+    """Return the model's layer of each GEMM: the common prefix of all names with the same number."""
     of_depth: dict[int, list[str]] = defaultdict(list)
     for layer in layers:
         depth = read_depth(layer)
@@ -302,24 +301,24 @@ def _shared_name(layers: Sequence[str]) -> str:
 
 @dataclass
 class Standing:
-    """Since when each weight stands still, as far as its range shows; [T] each."""
+    """The step from which each of T weights stands still, judged by its range; [T] each."""
 
-    #: log2 of its range at its first and its last sample; NaN: it has none
+    #: log2 of the range at the weight's first and last sample; NaN without samples
     first: Floats
     last: Floats
-    #: the first step of its last range, samples that have that one, and how often it came to another
+    #: first step of the last range, number of samples with this range, and number of changes of the range
     since: Ints
     samples: Ints
     moves: Ints
 
     @classmethod
     def of(cls, tensors: int) -> Standing:
-        """Return that of weights without a sample."""
+        """Return the state of weights without a sample."""
         none = np.zeros(tensors, dtype=np.int64)
         return cls(np.full(tensors, np.nan), np.full(tensors, np.nan), none, none.copy(), none.copy())
 
     def add(self, step: int, of_range: Floats) -> None:
-        """Add a sample: log2 of the largest by the smallest value that is not 0; NaN: it has none of that weight."""
+        """Add a sample: log2 of the largest over the smallest nonzero value, or NaN for weights not sampled."""
         there = np.isfinite(of_range)
         moved, new = np.abs(of_range - self.last) > thresholds.RANGE_MOVES, there & np.isnan(self.last)
         self.since[moved | new] = step
@@ -328,7 +327,7 @@ class Standing:
         self.first, self.last = np.where(new, of_range, self.first), np.where(there, of_range, self.last)
 
     def __add__(self, later: Standing) -> Standing:
-        """Return that of these samples and later ones."""
+        """Return the state after these samples and later ones."""
         there = np.isfinite(later.last)
         moved = np.abs(later.first - self.last) > thresholds.RANGE_MOVES
         goes_on = np.isfinite(self.last) & ~moved & (later.moves == 0)

@@ -1,4 +1,4 @@
-"""Operands that hold nothing but zeros. A zero tensor has no errors, so no band shows it."""
+"""A rule about tensors in which all values are zero. A zero tensor has no errors, so it never leaves its band."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from ..facts import Facts, Records, fact
 from ..finding import Finding, look_at_producer
 from ..rule import rule
 
-#: layers that a sentence lists
+#: largest number of layers that a sentence lists
 _LISTED = 6
 
 
 @dataclass(frozen=True)
 class ZeroTensor:
-    """A tensor all of whose values are zero."""
+    """A tensor in which all values are zero."""
 
     layer: str
     role: str
     since: int
-    #: whether it had other values before
+    #: whether the tensor had other values before
     had_values: bool
-    #: whether it stays zero to the end: a path that is dropped by chance comes and goes
+    #: whether the tensor stays zero to the end; a path that is dropped at random comes and goes
     lasts: bool
     #: whether the baseline has the tensor, with other values
     has_baseline: bool
@@ -41,10 +41,10 @@ class ZeroTensor:
 
 @fact
 def zero_tensors(records: Records) -> list[ZeroTensor]:
-    """Return tensors that are zero and not so in the baseline, in the order of the record.
+    """Return tensors that are zero in the run but not in the baseline, in the order of the record.
 
-    Gradients count from the start too. X and W count only if they had values, here or in the baseline: weights of adapters
-    may begin with zeros.
+    Gradients may be zero from the start. X and W count only if they had values, here or in the baseline, because weights
+    of adapters may begin with zeros.
     """
     run, baseline = records.run, records.baseline
     found = _find(run.metrics)
@@ -70,9 +70,9 @@ def find_zeros(facts: Facts) -> Iterator[Finding]:
     for (since, role), zeros in sorted(groups.items(), key=lambda item: (item[0][0], item[0][1] in GRADIENTS)):
         rows = facts.tensors.filter(role=role)["layer"].to_list()
         layers = [layer for layer in rows if name_aggregate(layer) is None]
-        # The backward pass reaches the last layer first, and a zero goes on to the layers before it.
+        # The backward pass reaches the last layer first, and a zero spreads to the layers before it.
         first = zeros[-1] if role in GRADIENTS else zeros[0]
-        # A loss that diverges leaves a gradient to some layer.
+        # A diverging loss still gives some layer a gradient.
         of_all = role in GRADIENTS and len(zeros) == len(layers)
         yield Finding(
             "zeros",
@@ -88,7 +88,7 @@ def find_zeros(facts: Facts) -> Iterator[Finding]:
 
 
 def _describe(facts: Facts, role: str, since: int, layers: Sequence[str], of: Sequence[str], lasts: bool) -> str:
-    """Return since when, for how long, and in which layers a tensor is zero."""
+    """Describe when, for how long, and in which layers a tensor is zero."""
     at, tensor = f"{facts.unit} {since}", SHOWN_AS[role]
     when = f"from {at} to the end," if lasts else f"in some samples, first at {at},"
     others = [layer for layer in of if layer not in layers]
@@ -102,13 +102,13 @@ def _describe(facts: Facts, role: str, since: int, layers: Sequence[str], of: Se
 
 
 def is_zero(grid: Grid) -> Bools:
-    """Return [T, S]: True if a tensor has values, and all are zero."""
+    """Return True if a tensor has values, and all are zero, [T, S]."""
     zero: Bools = (grid.metric("amax") == 0) & ~(grid.metric("nonfinite") > 0)
     return zero
 
 
 def _find(metrics: Metrics) -> dict[Key, tuple[int, bool, bool]]:
-    # A single expert may get no tokens; all experts of a layer as one may not.
+    # A single expert may get no tokens, but not all experts of a layer together.
     of_expert = pl.col("layer").map_elements(lambda layer: name_aggregate(layer) is not None, pl.Boolean)
     metrics = metrics.narrowed(metrics.tensors.filter(~of_expert))
     if metrics.is_empty() or metrics.tensors.is_empty():
@@ -119,7 +119,7 @@ def _find(metrics: Metrics) -> dict[Key, tuple[int, bool, bool]]:
 
 
 def _zero_samples(grid: Grid) -> list[tuple[Key, tuple[Ints, Bools]]]:
-    """Return for each tensor that is ever zero the steps at which it is known, and whether it is zero there."""
+    """Return the steps at which a tensor is known, and whether it is zero there, for each tensor that is ever zero."""
     zero = is_zero(grid) & ~(grid.metric("n") == 0)
     known = ~np.isnan(grid.metric("amax")) | (grid.metric("nonfinite") > 0)
     keys = list(grid.tensors.iter_rows())
@@ -127,12 +127,12 @@ def _zero_samples(grid: Grid) -> list[tuple[Key, tuple[Ints, Bools]]]:
 
 
 def _since(role: str, steps: Ints, zero: Bools) -> tuple[int, bool, bool] | None:
-    """Return since when a tensor is zero, whether it had values, and whether it stays zero.
+    """Return the first step at which a tensor is zero, whether it had values, and whether it stays zero.
 
-    None if it is not zero in two samples in a row after the first ones: after a weight that begins with zeros, gradients
-    are zero until the first step has moved that weight.
+    Return None unless the tensor is zero in two consecutive samples after the first ones. A weight that begins with zeros
+    makes gradients zero until the first step has moved the weight.
     """
-    # No healthy W is zero even once after it had values.
+    # A healthy W that had values is never zero again, so one such sample counts.
     again = zero[MADE_UP + 1 :] | (role == "weight" and bool((~zero).any()))
     in_a_row = np.flatnonzero(zero[MADE_UP:-1] & again)
     if not len(in_a_row):
