@@ -1,4 +1,4 @@
-"""What was read or computed lately: in memory within a budget, and in the user's cache folder."""
+"""Caches of recent results, in memory within a budget, and in the user's cache folder."""
 
 from __future__ import annotations
 
@@ -17,29 +17,29 @@ V = TypeVar("V")
 
 
 class Cache(Generic[V]):
-    """Values by key, the least recently used let go first; for use by many threads.
+    """A thread-safe cache of values by key, which drops the least recently used values first.
 
-    Of threads that miss a key at once, one makes its value and the others wait for it.
+    If several threads miss a key at once, one makes the value and the others wait for it.
     """
 
     def __init__(self, budget: int, size: Callable[[V], int] = lambda value: 1) -> None:
         """
         Args:
-            budget: values that are kept at most, or bytes, or whatever `size` counts.
-            size: of a value.
+            budget: largest sum of `size` over the kept values. By default, their number.
+            size: function that returns the size of a value, for example its bytes.
         """
         self._budget, self._size = budget, size
         self._held: OrderedDict[Hashable, V] = OrderedDict()
         self._taken = 0
         self._lock = threading.Lock()
-        #: by key, set once the thread that makes its value has ended
+        #: event for each key whose value is being made, set when that thread is done
         self._made: dict[Hashable, threading.Event] = {}
 
     def get(self, key: Hashable, make: Callable[[], V]) -> V:
-        """Return the value of `key`; make it if it is not held.
+        """Return the value of `key`. Make the value if it is not in the cache.
 
         Args:
-            make: must not ask for `key`.
+            make: function that makes the value, and must not get `key` itself.
         """
         while True:
             with self._lock:
@@ -50,7 +50,7 @@ class Cache(Generic[V]):
                 if awaited is None:
                     self._made[key] = threading.Event()
                     break
-            awaited.wait()  # what was made may be too large to be held, or making it failed: then it is made again
+            awaited.wait()  # if the value was too large for the cache, or making it failed, this thread makes it again
         try:
             value = make()
             self._hold(key, value)
@@ -67,7 +67,7 @@ class Cache(Generic[V]):
                 self._taken -= self._size(self._held.popitem(last=False)[1])
 
 
-#: results that are kept, some kilobytes each; the one used longest ago goes first
+#: largest number of results to keep, some kilobytes each. The least recently used one goes first
 _MOST = 2000
 
 
@@ -78,17 +78,17 @@ def find_cache_folder() -> Path:
 
 
 class VerdictCache:
-    """Results by what they are results of. A folder that cannot be read or written keeps nothing, which is no error."""
+    """Results on disk, by what they depend on. If the folder is not readable or writable, nothing is cached."""
 
     def __init__(self, folder: Path) -> None:
         """
         Args:
-            folder: made when something is kept.
+            folder: cache folder, created with the first result.
         """
         self._folder = folder
 
     def get(self, key: Mapping[str, Any]) -> Any:
-        """Return the result that was kept under `key`; None if there is none, or its file is damaged."""
+        """Return the result of `key`, or None if there is none or its file is damaged."""
         path = self._path(key)
         try:
             found = json.loads(path.read_bytes())
@@ -101,7 +101,7 @@ class VerdictCache:
         return found["result"]
 
     def put(self, key: Mapping[str, Any], result: Any) -> None:
-        """Keep a result that JSON can say."""
+        """Keep a result that JSON can represent."""
         with contextlib.suppress(OSError):
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             content = json.dumps({"checksum": _digest([dict(key), result]), "result": result})

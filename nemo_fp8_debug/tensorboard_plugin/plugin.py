@@ -1,4 +1,4 @@
-"""The routes of the FP8 tab: parameters are parsed and checked, answers encoded; nothing else."""
+"""The routes of the FP8 tab, which parse and check parameters, and encode answers."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ from .web import (
 NAME = "fp8"
 #: seconds that the list of tabs waits for the first record
 _ACTIVE = 0.3
-#: runs whose losses are kept, a few thousand points each, and whose files of dumped tensors are
+#: number of runs whose losses (a few thousand points each) and lists of dumped files are cached
 _LOSSES = 16
-#: bytes of maps over all steps that are kept
+#: bytes of cached maps over all steps
 _PICTURES = 64 << 20
 _RUN = Parameter(read_text)
 _LAYER = Parameter(read_text)
@@ -68,14 +68,14 @@ class FP8Plugin(base_plugin.TBPlugin):  # type: ignore[misc]
         """
         names = list_own_names(getattr(context.flags, "host", None))
         self._open(parse_flags(context.flags), names, getattr(context, "data_provider", None))
-        self._logdir.look()  # the browser is opened later than TensorBoard is started
+        self._logdir.look()  # now, because TensorBoard starts before the browser opens
 
     @classmethod
     def open_folders(cls, roots: Sequence[Root], renames: Sequence[str] = ()) -> FP8Plugin:
-        """Open the tab without TensorBoard, on records below folders. Its server checks which names it answers to.
+        """Open the tab without TensorBoard, on records below folders. Its server must check the host name of requests.
 
         Args:
-            renames: of the layers of runs that have a baseline, as `compare` takes them.
+            renames: rules for the layer names of runs that have a baseline, as in `compare`.
         """
         plugin: FP8Plugin = cls.__new__(cls)
         plugin._open(roots, renames=renames)
@@ -106,7 +106,7 @@ class FP8Plugin(base_plugin.TBPlugin):  # type: ignore[misc]
         self._names = names
 
     def routes(self) -> dict[str, Route]:
-        """Return what can be asked for, by the last part of its address."""
+        """Return the routes by the last part of their addresses."""
         record, tables, bounds = self._logdir.record, self._tables, {"from": _BOUND, "to": _BOUND}
 
         def tables_of(role: str) -> PartMatrices:
@@ -164,19 +164,19 @@ class FP8Plugin(base_plugin.TBPlugin):  # type: ignore[misc]
         }
 
     def await_records(self) -> None:
-        """Wait until all folders have been looked through."""
+        """Wait until all folders have been searched."""
         self._logdir.await_all()
 
     def is_active(self) -> bool:
-        """Return True if a record was found by now."""
+        """Return True if a record has been found."""
         return self._logdir.has_records(_ACTIVE)
 
     def frontend_metadata(self) -> Any:
-        """Return the name of the tab and where its page is."""
+        """Return the name of the tab and the address of its page."""
         return base_plugin.FrontendMetadata(es_module_path="/index.js", tab_name="FP8")
 
     def data_plugin_names(self) -> tuple[str, ...]:
-        """Return no name: the tab reads records, not summaries."""
+        """Return no name, because the tab reads records, not summaries."""
         return ()
 
     def _runs(self) -> Any:
@@ -228,7 +228,7 @@ class FP8Plugin(base_plugin.TBPlugin):  # type: ignore[misc]
         reference: str | None = None,
         by: str = "step",
     ) -> dict[str, Any]:
-        """Return how far the verdict of runs is, as `JobQueue.ask` does; begin it if it is new."""
+        """Return the state of the verdict of runs, as in `JobQueue.ask`. Begin the job if it is new."""
         records = {
             role: name and self._logdir.record(name)
             for role, name in (("run", run), ("baseline", baseline), ("reference", reference))

@@ -1,4 +1,4 @@
-"""The list of runs, and the table of all runs, for which each record has to be read."""
+"""The list of runs, and the table of all runs, which needs to read each record."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ from .records.part_matrices import PartMatrices, RecordIndex
 from .records.run_summary import find_quantization
 from .web import Refused
 
-#: a record grows while its newest part is younger than so many seconds, or so many times what usually passes between samples
+#: a record counts as growing if its newest part is younger than this many seconds, or this many usual sampling intervals
 _YOUNG, _USUAL = 120.0, 3.0
-#: seconds for which records are read to answer
+#: seconds that a request may spend on reading records
 _PATIENCE = 1.0
 
 
 def list_runs(parts: PartMatrices, logdir: Logdir) -> list[dict[str, Any]]:
-    """Return all runs by name; those that cannot be read in time as their files are called."""
+    """Return all runs by name. If time runs out, describe the rest from the names of their files."""
     until = time.monotonic() + _PATIENCE
     names = sorted(logdir.find_records().records)
     return [_describe(parts, name, logdir, in_haste=time.monotonic() > until) for name in names]
 
 
-#: what names of runs say of the parts that they play
+#: words in the names of runs that suggest their parts
 _PLAYS = {
     "baseline": re.compile(r"(^|[\W_])(good|baseline)([\W_]|$)", re.IGNORECASE),
     "reference": re.compile(r"(^|[\W_])(reference|bf16)([\W_]|$)", re.IGNORECASE),
@@ -49,7 +49,7 @@ _PLAYS = {
 
 
 def suggest_parts(names: Sequence[str]) -> dict[str, str | None]:
-    """Return which of the runs plays which part, by their names.
+    """Suggest baseline, reference and run by the names of runs.
 
     Example:
         >>> suggest_parts(["bad", "baseline", "bf16", "other"])
@@ -61,10 +61,10 @@ def suggest_parts(names: Sequence[str]) -> dict[str, str | None]:
 
 
 def _describe(parts: PartMatrices, name: str, logdir: Logdir, in_haste: bool) -> dict[str, Any]:
-    """A line of the list of runs, which no run makes fail.
+    """Return an entry of the list of runs, also for unreadable records.
 
     Args:
-        in_haste: only the names of parts are looked at, where they were not read before; samples are not counted then.
+        in_haste: read only the names of parts, unless the record was read before. Then samples are not counted.
     """
     nothing = {"first": None, "last": None, "samples": 0, "updated": None, "version": ""}
     try:
@@ -74,25 +74,25 @@ def _describe(parts: PartMatrices, name: str, logdir: Logdir, in_haste: bool) ->
         index = parts.glance(run) if in_haste else parts.index(run)
         updated = _updated(run, index)
         state = _state(run, index, updated)
-    except Exception as error:  # every driver of a remote file system has errors of its own
+    except Exception as error:  # drivers of remote file systems raise errors of their own
         return {"name": name, "state": "unreadable", **nothing, "why": str(error) or type(error).__name__}
     counted = len(index.steps) if index.version else None
     known: dict[str, Any] = {"samples": counted, "updated": updated, "version": index.version}
     if not len(index.steps):
-        why = f"No part of its metrics can be read: {next(iter(index.damaged.values()))}" if index.damaged else None
+        why = f"All its metrics are unreadable: {next(iter(index.damaged.values()))}" if index.damaged else None
         return {"name": name, "state": "unreadable" if why else "empty", **nothing, **known, "why": why}
     ends = {"first": int(index.steps[0]), "last": int(index.steps[-1])}
     return {"name": name, "state": state, **ends, **known, "why": None}
 
 
 def _updated(run: Storage, index: RecordIndex) -> float | None:
-    """When the newest part was written."""
-    # One that is not there was merged since: just now.
+    """Return the time at which the newest part was written."""
+    # If it is missing, it was merged just now.
     return None if index.newest is None else _written(run, f"metrics/{index.newest.name}", time.time())
 
 
 def _written(run: Storage, name: str, otherwise: float | None = None) -> float | None:
-    """When a file was written; `otherwise` where it is not there."""
+    """Return the time at which a file was written, or `otherwise` if it is missing."""
     try:
         return run.modified(name)
     except FileNotFoundError:
@@ -111,7 +111,7 @@ def _state(run: Storage, index: RecordIndex, updated: float | None) -> str:
 
 
 def _has_ended(run: Storage, sampled: int) -> bool:
-    """Whether the run says that it has ended; what it said before it was resumed does not count.
+    """Return True if the run reported its end after its last resume.
 
     Args:
         sampled: the latest attempt that has samples.
@@ -120,7 +120,7 @@ def _has_ended(run: Storage, sampled: int) -> bool:
         ended = read_status(run).get("ended")
     except RecordError:
         return False
-    if not isinstance(ended, float):  # an earlier version's, damaged, or it goes on
+    if not isinstance(ended, float):  # still running, damaged, or from an earlier version
         return False
     attempt = max(attempt for name in run.names() if (attempt := parse_attempt(name)) is not None)
     begun = None if attempt == sampled else _written(run, f"attempt-{attempt}.json")
@@ -128,13 +128,13 @@ def _has_ended(run: Storage, sampled: int) -> bool:
 
 
 def order_by_color(names: Iterable[str], provider: Any) -> list[str]:
-    """Return names in the order of their colors: as TensorBoard has them, then those unknown to it, by name.
+    """Return names in the order of their colors in TensorBoard, and then names unknown to TensorBoard.
 
-    TensorBoard sorts runs by their first event, and runs without one by name. A record belongs to the run of its name, or
-    to the first one below it.
+    TensorBoard sorts runs by their first event, and runs without events by name. A record belongs to the run of its name,
+    or to the first run below it.
 
     Args:
-        provider: TensorBoard's data provider; None: there is none.
+        provider: TensorBoard's data provider, or None.
     """
     places = _places(provider)
     return sorted(names, key=lambda name: (_place(name, places), name))
@@ -144,7 +144,7 @@ def _places(provider: Any) -> dict[str, int]:
     try:
         known = [] if provider is None else provider.list_runs(RequestContext(), experiment_id="")
         told = [(math.inf if run.start_time is None else run.start_time, run.run_name) for run in known]
-    except Exception:  # its data server may be busy or gone, and colors are not worth a failure
+    except Exception:  # colors are not worth a failure if TensorBoard's data server is busy or gone
         return {}
     return {name: place for place, (_, name) in enumerate(sorted(told))}
 
@@ -155,16 +155,16 @@ def _place(name: str, places: dict[str, int]) -> float:
     return places.get(name, min(found, default=math.inf))
 
 
-#: parts of `steps` that are read for a loss, the newest first
+#: largest number of parts of `steps` to search for a loss, the newest first
 _PARTS_READ = 4
 
 
 def _read_progress(parts: PartMatrices, run: Storage) -> dict[str, Any]:
-    """How far a run is and what it casts in.
+    """Read the progress and the recipe of a run.
 
     Returns:
-        recipe: that its metrics are of; None: the record does not say. is_quantized: False where nothing is. loss, and
-        loss_step: at which it was written; a loss that is not finite is None at a step. Both None where there is none.
+        recipe: the recipe of its metrics, or None if not recorded. is_quantized: False if nothing is quantized. loss: the
+        last loss, or None if not finite. loss_step: its step. Both are None without losses.
     """
     index = parts.index(run)
     with capture_warnings():
@@ -195,22 +195,22 @@ _BY = "step"
 
 
 class Headlines:
-    """Headlines, under what they depend on: the records as they are, the package's version, the options."""
+    """A cache of headlines, by the state of the records, the package's version, and the options."""
 
     def __init__(self, jobs: JobQueue, parts: PartMatrices, logdir: Logdir) -> None:
         """
         Args:
-            jobs: compute them.
+            jobs: queue that computes headlines.
         """
         self._jobs, self._parts, self._logdir = jobs, parts, logdir
         self._kept = VerdictCache(find_cache_folder() / "verdicts")
 
     def known(self, run: str, baseline: str | None) -> Any:
-        """Return the headline of a run that was judged before, as it is now; None if it was not."""
+        """Return the cached headline of a run in its current state, or None."""
         return self._kept.get(self._identity([run, baseline, None]))
 
     def ask(self, run: str, baseline: str | None, reference: str | None) -> dict[str, Any]:
-        """Return how far the headline of a run is, as `JobQueue.ask` does; begin it if it is not known."""
+        """Return the state of a run's headline, as in `JobQueue.ask`. Begin the job if the headline is unknown."""
         identity = self._identity([run, baseline, reference])
         if (known := self._kept.get(identity)) is not None:
             return {"state": "done", "result": known}
@@ -218,7 +218,7 @@ class Headlines:
         places = dict(zip(("run", "baseline", "reference"), (record["place"] for record in records), strict=True))
         version = " ".join(record["version"] for record in records)
         answer = self._jobs.ask({"kind": "headline", **places, "by": _BY, "version": version}, version)
-        # What is damaged may be an outage.
+        # Damage may be a temporary outage, so such a headline is not cached.
         if answer["state"] == "done" and not any(record["damaged"] for record in records):
             self._kept.put(identity, answer["result"])
         return answer
@@ -234,29 +234,29 @@ class Headlines:
         return {"place": str(record), "version": index.version, "damaged": make_jsonable(index.damaged)}
 
 
-#: rows that are kept, a few words each
+#: largest number of rows to keep, a few words each
 _KEPT = 8192
 
 
 class RunsTable:
-    """Rows by run. What a record says is read once as long as it stays as it is."""
+    """Rows of the table by run. An unchanged record is read only once."""
 
     def __init__(self, parts: PartMatrices, logdir: Logdir, headlines: Headlines) -> None:
         """
         Args:
-            headlines: those that are known are told with the rows.
+            headlines: cache of headlines, which rows include if known.
         """
         self._parts, self._logdir, self._headlines = parts, logdir, headlines
         self._known: Cache[dict[str, Any]] = Cache(_KEPT)
-        #: by run and baseline when a row was told, and what
+        #: time and row of the last answer, by run and baseline
         self._told: dict[tuple[str, str | None], tuple[float, Any]] = {}
 
     def list_rows(self, baseline: str | None) -> dict[str, Any]:
-        """Return rows, those first that are new or oldest; if time runs out, the others as they were.
+        """Update the newest and oldest rows first, and return all. If time runs out, other rows stay as they were.
 
         Returns:
-            rows: by name what `_read_progress` returns, `version` of the record and `headline` (None: not known); or `why`
-            it cannot be read. is_complete: whether all are there; if not, more are when it is asked again.
+            rows: for each name the result of `_read_progress`, `version` of the record, and `headline` (None if unknown),
+            or `why` the record is unreadable. is_complete: False if some rows are missing; then ask again.
         """
         until, names = time.monotonic() + _PATIENCE, sorted(self._logdir.find_records().records)
         if len(self._told) + len(names) > _KEPT:

@@ -1,4 +1,4 @@
-"""Requests and answers over HTTP: parameters, whose requests are refused, JSON, the script of the page, and addresses."""
+"""HTTP requests and answers: parameters, refusals, JSON, the script of the page, and addresses."""
 
 from __future__ import annotations
 
@@ -26,35 +26,35 @@ from .cache import Cache
 
 
 class Refused(Exception):
-    """A request that is not answered; its text says what was wrong, with what, and what to do."""
+    """A refused request. The message says what is wrong, with which parameter, and what to do."""
 
     status = 400
 
 
 class BadParameter(Refused):
-    """A parameter is missing, unknown, repeated or out of bounds."""
+    """A request with a missing, unknown, repeated or invalid parameter."""
 
 
 class Foreign(Refused):
-    """The request comes from another site."""
+    """A request from another site."""
 
     status = 403
 
 
 class NotThere(Refused):
-    """There is no such run, tensor or step."""
+    """A request for a run, tensor or step that does not exist."""
 
     status = 404
 
 
 class NotReadable(Refused):
-    """The record is there and cannot be read."""
+    """A request for a record that exists but is unreadable."""
 
     status = 409
 
 
 def list_numbers(values: Any) -> list[float | None]:
-    """Return float64 [N] as a list, null where it is not finite."""
+    """Return float64 [N] as a list, with null for values that are not finite."""
     values = np.asarray(values, np.float64)
     listed = values.tolist()
     for i in np.flatnonzero(~np.isfinite(values)).tolist():
@@ -63,39 +63,39 @@ def list_numbers(values: Any) -> list[float | None]:
 
 
 def encode_json(answer: Any) -> str:
-    """Return the text of an answer that `make_jsonable` or `list_numbers` went over."""
+    """Encode an answer that `make_jsonable` or `list_numbers` prepared."""
     return json.dumps(answer, allow_nan=False, separators=(",", ":"))
 
 
-#: characters of a name that are taken, and of it that an error repeats
+#: largest number of characters of a name, and number of them that an error repeats
 _LONGEST, _SHOWN = 2000, 80
 _WHOLE = re.compile(r"[0-9]{1,18}")
-#: metrics that are asked for at once
+#: largest number of metrics in one request
 _MOST_METRICS = 16
-#: columns of a picture
+#: largest number of columns of a picture
 _MOST_COLUMNS = 2000
 
 
 @dataclass(frozen=True)
 class Parameter:
-    """What a parameter has to be."""
+    """How a parameter is read from its text."""
 
     read: Callable[[str, str], Any]
-    #: of one that may be left out; without it, it may not
+    #: default of an optional parameter; required without one
     default: Any = ...
 
 
 def parse_parameters(given: Iterable[tuple[str, str]], expected: Mapping[str, Parameter]) -> dict[str, Any]:
-    """Return values by name, of those that are not given the default.
+    """Return the values of all expected parameters by name, or their defaults.
 
     Raises:
-        BadParameter: one is missing, unknown, repeated or out of bounds.
+        BadParameter: a parameter is missing, unknown, repeated or invalid.
     """
     texts: dict[str, str] = {}
     for name, text in given:
         if name not in expected:
             takes = ", ".join(expected) or "none"
-            raise BadParameter(f"Parameter {quote_text(name)} is not known here; this address takes: {takes}.")
+            raise BadParameter(f"Unknown parameter {quote_text(name)}; this address takes: {takes}.")
         if name in texts:
             raise BadParameter(f"Parameter {name} is given more than once; give it once.")
         texts[name] = text
@@ -106,13 +106,13 @@ def parse_parameters(given: Iterable[tuple[str, str]], expected: Mapping[str, Pa
 
 
 def quote_text(text: str) -> str:
-    """Return a text for an error: quoted, without what cannot be printed, no longer than a line."""
+    """Quote a text for an error, cut to one line and with unprintable characters escaped."""
     cut = text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
     return repr(cut)
 
 
 def read_text(name: str, value: str) -> str:
-    """Read a name: of a run, a layer, a recipe."""
+    """Read the name of a run, a layer or a recipe."""
     if not 0 < len(value) <= _LONGEST:
         raise BadParameter(f"Parameter {name} has {len(value)} characters; give 1 to {_LONGEST}.")
     return value
@@ -126,14 +126,14 @@ def read_step(name: str, value: str) -> int:
 
 
 def read_count(name: str, value: str) -> int:
-    """Read how many columns: 1 to 2000."""
+    """Read a number of columns, 1 to 2000."""
     if not _WHOLE.fullmatch(value) or not 0 < int(value) <= _MOST_COLUMNS:
         raise BadParameter(f"Parameter {name} is {quote_text(value)}; give a whole number from 1 to {_MOST_COLUMNS}.")
     return int(value)
 
 
 def read_one_of(choices: Iterable[str]) -> Callable[[str, str], str]:
-    """Return what reads one of a few words."""
+    """Return a function that reads one of a few words."""
     known = tuple(choices)
 
     def read(name: str, value: str) -> str:
@@ -145,7 +145,7 @@ def read_one_of(choices: Iterable[str]) -> Callable[[str, str], str]:
 
 
 def read_some_of(choices: Iterable[str]) -> Callable[[str, str], list[str]]:
-    """Return what reads a few words with commas between them."""
+    """Return a function that reads several words, separated by commas."""
     one = read_one_of(choices)
 
     def read(name: str, value: str) -> list[str]:
@@ -159,13 +159,13 @@ def read_some_of(choices: Iterable[str]) -> Callable[[str, str], list[str]]:
 
 @dataclass(frozen=True)
 class Route:
-    """An address, what it takes, and what answers."""
+    """The parameters of an address, and the function that answers."""
 
     answer: Callable[..., Any]
     parameters: Mapping[str, Parameter]
 
     def answer_query(self, given: Iterable[tuple[str, str]]) -> Any:
-        """Return the answer to a request with these parameters: bytes, or what JSON can say.
+        """Return the answer to a request with these parameters: bytes, or values for JSON.
 
         Raises:
             Refused: a parameter is wrong, or there is no such run, tensor or step.
@@ -177,22 +177,22 @@ def link(address: str = "http://localhost:6006", **state: object) -> str:
     """Return the address that shows a state of the tab.
 
     Args:
-        address: of TensorBoard.
+        address: address of TensorBoard.
         state: `view` (verdict, course, map, timeline, distribution, what_if, runs, fingerprints), `run`, `baseline` and
-            `reference` (names of runs as the tab has them), `metric`, `step`, `layer`, `role`; what is None is left out.
+            `reference` (names of runs in the tab), `metric`, `step`, `layer`, `role`. None leaves an entry out.
     """
     kept = [f"p.fp8.{key}={quote(str(value), safe='')}" for key, value in state.items() if value is not None]
     return "&".join([f"{address.rstrip('/')}/#fp8", *kept])
 
 
-#: names that the tab answers to beside its own, with commas between them; "*": any
+#: environment variable with further host names that the tab answers to, separated by commas; "*": any
 HOSTS = "NEMO_FP8_DEBUG_HOSTS"
 
 
 def list_own_names(bound: str | None) -> frozenset[str]:
-    """Return the names that the tab answers to, next to localhost and addresses in digits.
+    """Return the host names that the tab answers to, in addition to localhost and addresses in digits.
 
-    These are the bound one, the machine's, and those in `HOSTS`. If there are such, an empty one says so.
+    These are the bound name, the machine's, and those in `HOSTS`. An empty name marks that `HOSTS` is set.
     """
     given = {name.strip().lower() for name in os.environ.get(HOSTS, "").split(",")} - {""}
     own = {name.lower() for name in (bound, socket.gethostname()) if name}
@@ -200,19 +200,19 @@ def list_own_names(bound: str | None) -> frozenset[str]:
 
 
 def check_host(headers: Headers, names: Collection[str]) -> None:
-    """Refuse a request for a name that is not the tab's: another site can have its own name resolve to this machine.
+    """Refuse a request for a foreign host name, because another site can make its own name resolve to this machine.
 
     Args:
-        names: those of `list_own_names`.
+        names: the result of `list_own_names`.
 
     Raises:
-        Foreign: it is another name.
+        Foreign: the name is not the tab's.
     """
     host = headers.get("Host", "")
     if "*" not in names and not any(is_local(host, name) for name in {"localhost", *names} - {""}):
         raise Foreign(
-            f"The tab does not answer to the name {host[:80]!r}. If it is this machine's, start TensorBoard with the "
-            f"environment variable {HOSTS} set to it."
+            f"The tab does not answer to the name {host[:80]!r}. If this name is the machine's, start TensorBoard with the "
+            f"environment variable {HOSTS} set to this name."
         )
 
 
@@ -224,23 +224,23 @@ def _hostname(host: str) -> str | None:
 
 
 def check_origin(headers: Headers, names: Collection[str] = ()) -> None:
-    """Refuse a request that another site's page makes.
+    """Refuse a request from another site's page.
 
-    Behind a proxy the page's host is the one that the proxy was asked for, which it says in X-Forwarded-Host if not in Host.
-    Anybody can write that header, so that it counts only if names were given in `HOSTS`, and holds one of them.
+    A proxy passes the page's host in X-Forwarded-Host, if not in Host. Anybody can write that header, so it counts only if
+    it holds one of the names in `HOSTS`.
 
     Args:
-        names: those of `list_own_names`.
+        names: the result of `list_own_names`.
 
     Raises:
-        Foreign: another site made it.
+        Foreign: the request comes from another site.
     """
     site = headers.get("Sec-Fetch-Site", "").strip().lower()
     origin = headers.get("Origin")
     # A script or image of a page on another port comes without an Origin.
     if site == "cross-site" or (site == "same-site" and origin is None):
         raise Foreign("The request comes from a page of another site; open the page's own address instead.")
-    # What a browser itself says is of the same origin is, whatever proxies made of the host on the way.
+    # If the browser itself reports the same origin, it does not matter what proxies made of the host.
     if origin is None or site in ("same-origin", "none"):
         return
     told = headers.get("X-Forwarded-Host", "").split(",") if "" in names else []
@@ -250,9 +250,9 @@ def check_origin(headers: Headers, names: Collection[str] = ()) -> None:
 
 
 def is_local(host: str, bound: str) -> bool:
-    """Return True if a Host header names this server: as localhost, by an address in numbers, or as it is bound.
+    """Return True if a Host header names this server as localhost, by an address in digits, or by its bound name.
 
-    A page of another site that has its own name resolve to this machine names that.
+    A page of another site whose name resolves to this machine sends the other site's name.
 
     Example:
         >>> is_local("127.0.0.1:6006", "localhost"), is_local("example.com:6006", "localhost")
@@ -278,29 +278,29 @@ def _host(origin: str) -> str | None:
 
 
 def _plain(host: str) -> str:
-    """Without the ports that are understood."""
+    """Return the host without a default port."""
     host = host.strip().lower()
     return host.removesuffix(":80").removesuffix(":443")
 
 
 SCRIPT = Path(__file__).with_name("static") / "page.js"
-#: what makes a module of the script that TensorBoard imports and calls
+#: code that turns the script into a module that TensorBoard imports and calls
 _AS_MODULE = b"export const render = () => fp8Debug(null, import.meta.url);\n"
 
 
 class PageScript:
-    """The page's script, kept by browsers as long as it stays the same."""
+    """The page's script, which browsers cache until it changes."""
 
     def __init__(self, is_module: bool = False) -> None:
         """
         Args:
-            is_module: whether it is a module, as TensorBoard imports it, and not a classic script.
+            is_module: True for a module, which TensorBoard imports, False for a classic script.
         """
         self._more = _AS_MODULE if is_module else b""
         self._packed: Cache[tuple[bytes, str]] = Cache(1)
 
     def __call__(self, request: Request) -> Response:
-        """Return the script, or that it has not changed."""
+        """Return the script, or status 304 if it has not changed."""
         packed, digest = self._packed.get(SCRIPT.stat().st_mtime_ns, self._pack)
         response = http_util.Respond(request, packed, "text/javascript", content_encoding="gzip")
         response.set_etag(digest)
@@ -314,17 +314,17 @@ class PageScript:
 
 
 def build_wsgi(answer: Callable[[Request], Response], names: Collection[str] | None = None) -> Callable[..., Any]:
-    """Return WSGI around an answer to a request; a request that is refused gets a sentence.
+    """Return a WSGI application around a function that answers requests. A refused request gets a sentence.
 
     Args:
-        names: that it answers to, of `list_own_names`; None: the server checks the name itself.
+        names: the result of `list_own_names`; None: the server checks the host name itself.
     """
 
     def application(environ: Any, start_response: Any) -> Any:
         request = Request(environ)
         try:
             if request.method not in ("GET", "HEAD"):
-                response = _error(request, 405, "Only GET is answered here.")
+                response = _error(request, 405, "This address answers only GET requests.")
             else:
                 if names is not None:
                     check_host(request.headers, names)
@@ -337,7 +337,7 @@ def build_wsgi(answer: Callable[[Request], Response], names: Collection[str] | N
         except Exception as error:
             logging.getLogger("nemo_fp8_debug").exception("the FP8 tab could not answer %s", request.path)
             response = _error(
-                request, 500, f"Internal error of the FP8 tab ({type(error).__name__}); TensorBoard's log tells more."
+                request, 500, f"Internal error of the FP8 tab ({type(error).__name__}); see TensorBoard's log."
             )
         return response(environ, start_response)
 
@@ -345,7 +345,7 @@ def build_wsgi(answer: Callable[[Request], Response], names: Collection[str] | N
 
 
 def answer_route(route: Route) -> Callable[[Request], Response]:
-    """Return what answers requests to a route."""
+    """Return a function that answers requests to a route."""
 
     def answer(request: Request) -> Response:
         found = route.answer_query(request.args.items(multi=True))

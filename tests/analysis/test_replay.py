@@ -143,7 +143,7 @@ class TestAddedToTheRecord:
             (["--recipe", "fp7"], "unknown recipe 'fp7'"),
             (["--recipe", "current", "--source", "tensors"], "--source 'tensors': expected histograms or dumps"),
             (["--recipe", "current", "--source", "dumps"], "has no dumps to replay"),
-            (["--recipe", "current", "--cluster", "slurm"], "cluster is 'slurm'; use ray"),
+            (["--recipe", "current", "--cluster", "slurm"], "unknown cluster 'slurm'; use ray"),
         ],
     )
     def test_what_cannot_be_done_is_said_in_one_line(self, tmp_path: Path, arguments: list[str], message: str) -> None:

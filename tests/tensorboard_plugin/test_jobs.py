@@ -142,7 +142,7 @@ def test_what_cannot_be_answered_is_explained(logdir: Path, monkeypatch: pytest.
     run = str(logdir / "baseline")
     assert "unknown recipe" in answered(kind="what_if", run=run, step=0, recipe="nonsense")
     assert "no histograms" in answered(kind="what_if", run=run, step=0, recipe="current")
-    assert "know nothing of blocks" in answered(kind="what_if", run=run, step=0, recipe="mxfp8")
+    assert "do not contain blocks" in answered(kind="what_if", run=run, step=0, recipe="mxfp8")
     assert "samples" in answered(kind="verdict", run=run, baseline=None, reference=None, by="samples")
     monkeypatch.setattr(analyses, "_MOST_REPLAYED", 79)
     assert "has 80 rows" in answered(kind="what_if", run=run, step=0, recipe="current")
@@ -212,7 +212,7 @@ def test_a_job_that_takes_too_long_is_stopped_however_often_it_is_asked_about(
     _, ask = asked
     monkeypatch.setattr(job_queue, "_LONGEST", 0.0)
     wait_until(lambda: ask()["state"] != "working")
-    assert ask()["error"] == "It was stopped, since it took more than 0 minutes."
+    assert ask()["error"] == "The job was stopped because it took more than 0 minutes."
 
 
 def test_a_job_that_takes_too_much_memory_ends_and_others_go_on(asked: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -221,7 +221,7 @@ def test_a_job_that_takes_too_much_memory_ends_and_others_go_on(asked: Any, monk
     assert ask()["state"] == "working"
     pid = the_child(mine).pid
     wait_until(lambda: ask()["state"] != "working")
-    assert "took more than 0.01 GiB of memory" in ask()["error"] and job_queue.MEMORY in ask()["error"]
+    assert "used more than 0.01 GiB of memory" in ask()["error"] and job_queue.MEMORY in ask()["error"]
     assert gone(pid)
     monkeypatch.delenv(job_queue.MEMORY)
     monkeypatch.setattr(job_queue, "_STALE", 0.0)

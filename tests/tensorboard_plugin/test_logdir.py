@@ -152,7 +152,7 @@ def test_a_record_that_is_swapped_for_a_link_is_not_read(tmp_path: Path) -> None
     shutil.rmtree(run)
     run.symlink_to(secret)
     status, why = tab.error("fingerprints", a="a/run")
-    assert status == 404 and "replaced by a link" in why
+    assert status == 404 and "A link has replaced" in why
     assert [about["state"] for about in tab.json("runs")["runs"]] in (["unreadable"], [])
 
 

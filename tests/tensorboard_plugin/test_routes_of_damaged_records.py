@@ -128,7 +128,7 @@ def test_a_record_without_samples_is_empty(tmp_path: Path) -> None:
         ("odd", "empty", None),
         ("run", "empty", None),
     ]
-    assert tab.json("run", run="run")["notes"] == ["Nothing was sampled yet: the record has no metrics."]
+    assert tab.json("run", run="run")["notes"] == ["The record has no metrics yet, because no step was sampled."]
     assert any("not a fingerprint" in note for note in tab.json("run", run="odd")["notes"])
     assert tab.json("loss", run="run")["step"] == []
     assert tab.error("others", run="run", step=0)[0] == 404

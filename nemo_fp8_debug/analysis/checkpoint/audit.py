@@ -1,6 +1,6 @@
-"""The metrics of a checkpoint's weights, in numbers and in sentences.
+"""Audit the weights of a checkpoint: measure their errors, and describe them in sentences.
 
-They are measured in FP8 under current scaling, in FP8 under the stored scale, and in BF16.
+The errors are those of FP8 under current scaling, of FP8 under the stored scale, and of BF16.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from ..formatting import make_jsonable
 from .contents import Contents, open_checkpoint
 from .weights import FP8_DTYPES, StoredScale, Weight, find_weights, weight_scale
 
-#: state of an FP8 weight that the checkpoint holds no scale for: its codes are taken as values
+#: state of an FP8 weight without a scale in the checkpoint. Its codes are taken as values
 NO_SCALE = "no scale"
 
 
@@ -39,17 +39,17 @@ class Audit:
 
     path: str
     format: str
-    #: that of the weights under current scaling
+    #: format of the weights under current scaling
     fp8_format: FloatFormat
-    #: a row a weight, worst first
+    #: one row for each weight, worst first
     rows: list[dict[str, Any]]
-    #: tensors that are no GEMM weights, by kind
+    #: number of tensors that are no GEMM weights, by kind
     left_out: Counter[str]
-    #: what could not be read
+    #: sentences about unreadable parts
     faults: list[str]
 
     def to_json(self) -> dict[str, Any]:
-        """Everything, as plain values; null stands for what cannot be had."""
+        """Return the audit as plain values, with null for unavailable ones."""
         return {
             "path": self.path,
             "format": self.format,
@@ -86,7 +86,7 @@ class Audit:
         return f"With NaN or infinity: {', '.join(bad[:3])}{' ...' if len(bad) > 3 else ''}." if bad else ""
 
     def _in_fp8(self) -> str:
-        """A model trained in higher precision, served in FP8."""
+        """Return the errors of serving in FP8 a model trained in higher precision."""
         errors = _errors(self.rows, "fp8_current")
         already = " (those stored in FP8: once more, to one scale a tensor)" if self._stored_in_fp8() else ""
         return f"Served in FP8 ({self.fp8_format.name}) under current scaling the weights change{already} by {errors}."
@@ -119,12 +119,12 @@ class Audit:
 
 
 def lacks_scale(row: Mapping[str, Any]) -> bool:
-    """Return True for an FP8 weight whose scale the checkpoint does not hold."""
+    """Return True for an FP8 weight without a scale in the checkpoint."""
     return bool((row["fp8_stored"] or {}).get("state") == NO_SCALE)
 
 
 def _errors(rows: Sequence[Mapping[str, Any]], cast: str) -> str:
-    """Return the median and worst relative error of a cast over weights. Leave out weights that lack their scale."""
+    """Return the median and worst relative error of a cast over all weights that do not lack their scale."""
     errors = {row["layer"]: row[cast]["relative_error"] for row in rows if not lacks_scale(row)}
     known = {layer: error for layer, error in errors.items() if error is not None}
     if not known:
@@ -135,18 +135,18 @@ def _errors(rows: Sequence[Mapping[str, Any]], cast: str) -> str:
     )
 
 
-#: metrics of a weight alone, and of a weight under one scale and format
+#: metrics of a weight, and metrics of a weight under one scale and format
 _OF_WEIGHT = ("amax", "amin", "dynamic_range_log2", "outlier_log2", "kurtosis")
 _OF_CAST = ("relative_error", "mse", "sqnr_db", "cosine", "underflow_pct", "overflow_pct")
-#: a stored scale below the current one by this many powers of two counts as stale: of E4M3's 17.8, range is wasted
+#: a stored scale this many powers of two below the current one is stale, because it wastes that much of E4M3's 17.8
 FAR_BELOW = -3.0
-#: weights whose histograms are held at once, 256 KiB each
+#: largest number of weights whose histograms are in memory at once, 256 KiB each
 _BATCH = 64
 _CURRENT = CurrentScaling()
 _BOTH = torch.zeros(2, dtype=torch.int64)
-#: float32 values handled at once; their float64 temporaries stay in the cache
+#: number of float32 values processed at once, so that their float64 temporaries stay in the cache
 _PIECE = 1 << 16
-#: values of a weight read at once, in multiples of so many rows: scales of 128 x 128 blocks then do not straddle two
+#: number of values of a weight to read at once, in multiples of `_ROWS` rows, which no scale of a 128 x 128 block straddles
 _BLOCK, _ROWS = 1 << 20, 128
 
 #: scales (float32 [B]) and formats of B weights
@@ -158,20 +158,21 @@ def audit(
     recipe: str | Mapping[str, Any] | Recipe = "current",
     matches: Callable[[str], bool] = lambda name: True,
 ) -> Audit:
-    """Measure the GEMM weights of a checkpoint. Values are read a block at a time; a part that cannot be read is warned of.
+    """Measure the GEMM weights of a checkpoint. Read values block by block, and warn of unreadable parts.
 
     Args:
         path: a Megatron distributed, NeMo 2 or DCP checkpoint (folders), safetensors, or a file of torch.save or Lightning.
-        recipe: the recipe to serve in, a name or a dict as in `Config.recipe`; its format of weights counts, and the options
-            of current scaling.
-        matches: a function that is called with the name of each weight; true: measure it. By default all are measured.
+        recipe: the recipe to serve in, a name or a dict as in `Config.recipe`. Only its weight format and its options of
+            current scaling matter.
+        matches: function of a weight's name that returns True to measure the weight. By default all are measured.
 
     Returns:
-        `.rows`, a dict for each weight, worst first; `.verdict()`, what they add up to, in sentences; `.to_json()`.
+        The audit. `.rows` has a dict for each weight, worst first, `.verdict()` returns sentences, and `.to_json()` plain
+        values.
 
     Raises:
-        RecordError: there is no checkpoint, or nothing of it can be read; names the file.
-        ConfigError: no weight matches; or the recipe is not known, or scales blocks.
+        RecordError: there is no checkpoint, or no part of it is readable. The message names the file.
+        ConfigError: no weight matches, or the recipe is unknown or scales blocks.
 
     Example:
         >>> import torch
@@ -191,7 +192,7 @@ def audit(
     if not chosen:
         raise ConfigError(f"no weight matches; the checkpoint has {quote_names(sorted(weight.name for weight in weights))}")
 
-    #: by what could not be read, the weights that it costs
+    #: names of lost weights, by the message about the unreadable part
     faults = defaultdict[str, list[str]](list)
     rows: list[dict[str, Any]] = []
     seen: list[_Seen] = []
@@ -216,12 +217,12 @@ def audit(
 
 @dataclass(frozen=True)
 class _Seen:
-    """What one reading of a weight leaves: counts of a 16-bit weight, sums of another."""
+    """The result of reading a weight: its histogram if it has 16 bits, otherwise its moments and sums."""
 
     weight: Weight
     histogram: Histogram
     stored: StoredScale | None
-    #: why there is no stored scale to compare with, where the checkpoint has something in its place
+    #: why there is no stored scale to compare with, if the checkpoint has other data in its place
     note: str | None
     moments: Moments | None = None
     sums: tuple[QuantizationSums, ...] = ()
@@ -239,7 +240,7 @@ def _see(weight: Weight, contents: Contents, recipe: Recipe, path: Path, faults:
         if direct:
             moments = _moments(block, moments)
     if read != weight.shape[0] * weight.shape[1]:
-        raise RecordError(f"{path}: {read} of the {weight.shape[0] * weight.shape[1]} values of {weight.name} are there")
+        raise RecordError(f"{path} has only {read} of the {weight.shape[0] * weight.shape[1]} values of {weight.name}")
     if moments is None:
         return _Seen(weight, histogram, stored, note)
     now, then, bf16 = _casts(moments.amax.float(), [stored], recipe)
@@ -247,7 +248,7 @@ def _see(weight: Weight, contents: Contents, recipe: Recipe, path: Path, faults:
     return _Seen(weight, histogram, stored, note, moments, sums if stored else (sums[0], sums[0], sums[1]))
 
 
-# Sums are added up as they come: many small results held among large temporaries keep the heap from being used again.
+# Sums are added up at once, because many small results among large temporaries would fragment the heap.
 def _moments(block: torch.Tensor, total: Moments | None) -> Moments:
     for piece in block.reshape(-1).split(_PIECE):
         found = metrics.moments_of_float32(piece)
@@ -256,7 +257,7 @@ def _moments(block: torch.Tensor, total: Moments | None) -> Moments:
 
 
 def _sums(weight: Weight, scale: torch.Tensor | None, path: Path, casts: Sequence[_Cast]) -> tuple[QuantizationSums, ...]:
-    """Sums of a weight under each of some casts, from one more reading."""
+    """Read a weight once more and return its sums under each cast."""
     empty = torch.zeros(0)
     totals = [metrics.quantization_sums_of_float32(empty, factor[0], formats[0]) for factor, formats in casts]
     for block in _blocks(weight, scale, path):
@@ -268,7 +269,7 @@ def _sums(weight: Weight, scale: torch.Tensor | None, path: Path, casts: Sequenc
 
 
 def _blocks(weight: Weight, scale: torch.Tensor | None, path: Path) -> Iterator[torch.Tensor]:
-    """A weight's values a block at a time: in their own dtype if it has 16 bits, otherwise in float32."""
+    """Yield a weight's values block by block, 16-bit dtypes as they are and others as float32."""
     for part in weight.parts:
         stored = part.find()
         if stored.dtype != weight.dtype or stored.dim() != 2:
@@ -282,10 +283,10 @@ def _blocks(weight: Weight, scale: torch.Tensor | None, path: Path) -> Iterator[
 
 
 def _companion(weight: Weight) -> torch.Tensor | None:
-    """What an FP8 weight is to be multiplied by, float32: one value, one a row [rows, 1], or one a block of 128 x 128.
+    """Return the factor of an FP8 weight, float32: one value, one for each row [rows, 1] or each 128 x 128 block.
 
     Raises:
-        RecordError: it has another shape.
+        RecordError: the factor has another shape.
     """
     if weight.dtype not in FP8_DTYPES or weight.scale is None:
         return None
@@ -296,13 +297,11 @@ def _companion(weight: Weight) -> torch.Tensor | None:
         return scale.reshape(rows, 1)
     if len(weight.parts) == 1 and scale.shape == (math.ceil(rows / _ROWS), math.ceil(columns / _ROWS)):
         return scale
-    raise RecordError(
-        f"{weight.name}: a scale of shape {tuple(scale.shape)} for a weight of shape {weight.shape} is not known"
-    )
+    raise RecordError(f"{weight.name}: unsupported scale of shape {tuple(scale.shape)} for a weight of shape {weight.shape}")
 
 
 def _scale_of(scale: torch.Tensor, weight: Weight, first: int, block: torch.Tensor) -> torch.Tensor:
-    """The scale of each value of some whole rows of a weight."""
+    """Return the scale of each value in some whole rows of a weight."""
     rows, columns = block.shape
     if scale.dim() == 0:
         return scale
@@ -315,7 +314,7 @@ def _scale_of(scale: torch.Tensor, weight: Weight, first: int, block: torch.Tens
 def _stored_scale(
     weight: Weight, scale: torch.Tensor | None, contents: Contents, path: Path, faults: Mapping[str, list[str]]
 ) -> tuple[StoredScale | None, str | None]:
-    """The scale that the checkpoint holds for a weight, or why there is none to compare with."""
+    """Return the scale that the checkpoint holds for a weight, or why there is none to compare with."""
     if scale is not None:
         if scale.dim():
             return None, "one a row" if scale.shape[0] == weight.shape[0] else "one a block"
@@ -333,7 +332,7 @@ def _stored_scale(
 
 
 def _casts(amax: torch.Tensor, stored: Sequence[StoredScale | None], recipe: Recipe) -> tuple[_Cast, _Cast, _Cast]:
-    """The three casts of B weights: FP8 under current and stored scales, BF16; 1 stands in where no scale is stored."""
+    """Return three casts of B weights: FP8 under current and stored scales (1 if none is stored), and BF16."""
     fmt = recipe.format_of("weight")
     rule = recipe.scaling if isinstance(recipe.scaling, CurrentScaling) else _CURRENT
     scales = torch.tensor([s.scale if s and _usable(s) else 1.0 for s in stored], dtype=torch.float32)
@@ -391,7 +390,7 @@ def _stored_row(seen: _Seen, table: Mapping[str, Sequence[Any]], i: int) -> dict
 
 
 def _state(stored: StoredScale, row: Mapping[str, Any]) -> str:
-    """Whether a stored scale still fits its weight."""
+    """Return in words whether a stored scale still fits its weight."""
     if stored.unset:
         return "never set"
     if (row["overflow_pct"] or 0) > 0:
@@ -400,6 +399,6 @@ def _state(stored: StoredScale, row: Mapping[str, Any]) -> str:
 
 
 def _badness(row: Mapping[str, Any]) -> tuple[bool, bool, float]:
-    """Worst first: FP8 weights without a scale, weights with NaN or infinity, then by the largest relative error in FP8."""
+    """Return the sort key: FP8 weights without a scale first, then NaN or infinity, then the largest error in FP8."""
     errors = [cast.get("relative_error") or 0.0 for cast in (row["fp8_current"], row["fp8_stored"] or {})]
     return not lacks_scale(row), not (row["nan"] or row["inf"]), -max(errors)

@@ -1,4 +1,4 @@
-"""Contents of a checkpoint in any format: names, shapes, and tensors that stay in their files until they are read."""
+"""List the contents of a checkpoint in any format: names, shapes, and tensors that are read only when needed."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from ...errors import RecordError
 from .pickles import Placeholder, has_values, load_pickle, load_torch
 
 _EXTRA = "_extra_state"
-#: levels of mappings in mappings, and entries, at the most
+#: largest depth of nested mappings, and largest number of entries
 _DEEPEST, _MOST = 64, 1_000_000
-#: elements of a tensor that repeats the values of its storage
+#: largest number of elements of a tensor that repeats the values of its storage
 _MOST_EXPANDED = 1 << 28
 
 
@@ -26,10 +26,10 @@ _MOST_EXPANDED = 1 << 28
 class Piece:
     """A part of a tensor that lies in one place."""
 
-    #: where the part begins in the whole tensor
+    #: index in the whole tensor at which the part begins
     offsets: tuple[int, ...]
     shape: tuple[int, ...]
-    #: finds the values; raises RecordError where that fails
+    #: returns the values, or raises RecordError
     open: Callable[[], torch.Tensor]
 
 
@@ -44,15 +44,15 @@ class CheckpointEntry:
 
 @dataclass
 class Contents:
-    """What a checkpoint holds, by the names it uses."""
+    """The tensors and extra states of a checkpoint, by the checkpoint's names."""
 
     format: str
     tensors: dict[str, CheckpointEntry] = field(default_factory=dict)
-    #: finds the extra state of a module: a tensor, a stand-in for io.BytesIO, or None
+    #: functions that return the extra state of a module: a tensor, a stand-in for io.BytesIO, or None
     extra_states: dict[str, Callable[[], Any]] = field(default_factory=dict)
-    #: names that an index knows and no file has, and tensors without values
+    #: names that an index lists but no file holds, and tensors without values
     lost: set[str] = field(default_factory=set)
-    #: what could not be read, a sentence each
+    #: sentences about unreadable parts
     faults: list[str] = field(default_factory=list)
 
     def add(self, name: str, value: Any, path: Path) -> None:
@@ -77,7 +77,7 @@ def open_checkpoint(path: Path) -> Contents:
             safetensors, torch.save or Lightning wrote.
 
     Raises:
-        RecordError: there is no checkpoint, its format is not known, or nothing of it can be read.
+        RecordError: there is no checkpoint, its format is unknown, or no part of it is readable.
     """
     if not path.exists():
         raise RecordError(f"{path} does not exist")
@@ -160,7 +160,7 @@ def _indexed(index: Path) -> Contents:
 
 
 def _safetensors(files: list[Path]) -> Contents:
-    """Open files, each of which stays mapped."""
+    """Open files, which stay memory-mapped."""
     contents = Contents("safetensors")
     for file in files:
         try:
@@ -171,7 +171,7 @@ def _safetensors(files: list[Path]) -> Contents:
             contents.faults.append(f"{file} cannot be read: {error.strerror or error}")
         except (SafetensorError, RuntimeError, ValueError, KeyError, TypeError, AttributeError) as error:
             is_large = "Cannot allocate memory" in str(error)
-            why = "is larger than memory" if is_large else "is damaged, or has a dtype that is not known"
+            why = "is larger than memory" if is_large else "is damaged, or has an unsupported dtype"
             contents.faults.append(f"{file} {why}: {error}")
     return contents
 
@@ -195,7 +195,7 @@ def _torch_file(path: Path) -> Contents:
 
 
 def _flatten(path: Path, content: Any) -> Iterator[tuple[str, Any]]:
-    """Yield entries of mappings in mappings. A small file can hold a mapping in itself, or in others many times."""
+    """Yield the entries of nested mappings, within limits: a small file may hold a mapping that contains itself."""
     left, seen = [("", content, 0)], 0
     while left:
         name, value, depth = left.pop()
@@ -231,7 +231,7 @@ def _distributed(folder: Path) -> Contents:
             shape = _sizes(about.get("size"))
             contents.tensors[name] = CheckpointEntry(about.get("properties").state[0], shape, tuple(pieces))
     except (AttributeError, TypeError, ValueError, KeyError, IndexError) as error:
-        raise RecordError(f"{file} is damaged, or of a version that is not known: {error}") from None
+        raise RecordError(f"{file} is damaged, or of an unsupported version: {error}") from None
     return contents
 
 
@@ -264,7 +264,7 @@ def _object(folder: Path, info: Placeholder | None) -> Callable[[], Any]:
 
 
 def _load(folder: Path, info: Placeholder | None, what: str) -> Any:
-    """Load what lies at one place of a checkpoint's files."""
+    """Load the object at one place in a checkpoint's files."""
     if not isinstance(info, Placeholder):
         raise RecordError(f"{folder / '.metadata'} does not say where {what} lies")
     name, offset, length = (info.get(key) for key in ("relative_path", "offset", "length"))

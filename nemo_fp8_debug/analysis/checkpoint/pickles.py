@@ -1,7 +1,7 @@
 """Read the pickles of a checkpoint without running them: torch's files, and the metadata of distributed checkpoints.
 
-A pickle runs whatever callables it names. `torch.load` with `weights_only` runs none of them, and reads tensors. For a class
-of a checkpoint it gets a stand-in, which keeps its arguments and does nothing. Any other name is refused.
+A pickle runs any callables that it names. `torch.load` with `weights_only` reads tensors and runs no callables. A stand-in
+replaces each class of a checkpoint, and keeps its arguments without doing anything. Any other name is refused.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from packaging.version import Version
 
 from ...errors import RecordError
 
-#: torch.load with weights_only could be made to run code before this release (CVE-2025-32434)
+#: before this release, a file could make torch.load with weights_only run code (CVE-2025-32434)
 _SAFE_TORCH = "2.6"
-#: classes of these packages, and these names, become stand-ins
+#: stand-ins replace classes of these packages, and the names below
 _STAND_IN_PACKAGES = (
     "torch.distributed.",
     "megatron.core.",
@@ -43,7 +43,7 @@ _STAND_IN_NAMES = (
 
 
 class Placeholder:
-    """An object of a class that is not loaded: what it was made of, and nothing else."""
+    """An object of a class that is not loaded. It keeps only its arguments and state."""
 
     args: tuple[Any, ...]
     state: Any
@@ -62,7 +62,7 @@ class Placeholder:
     def __setitem__(self, key: Any, value: Any) -> None: ...
 
     def append(self, item: Any) -> None:
-        """Ignore an item, which unpickling appends to a subclass of list."""
+        """Ignore an item that unpickling appends to a subclass of list."""
 
     def get(self, name: str) -> Any:
         """Return an attribute of the object, or None if it has none of that name."""
@@ -70,7 +70,7 @@ class Placeholder:
 
 
 def _stand_in(name: str) -> type[Placeholder] | None:
-    """Return a stand-in for a dotted name; None if the name is to be refused."""
+    """Return a stand-in for a dotted name, or None to refuse the name."""
     if name in _STAND_IN_NAMES or name.startswith(_STAND_IN_PACKAGES):
         return type(name.rpartition(".")[2], (Placeholder,), {})
     return None
@@ -80,10 +80,10 @@ def _stand_in(name: str) -> type[Placeholder] | None:
 
 
 def load_torch(path: Path, offset: int = 0, length: int | None = None) -> Any:
-    """Load what torch.save wrote to a file, whose tensors stay mapped, or to a part of a file, which is read whole.
+    """Load a torch.save file, whose tensors stay mapped, or a part of a file, which is read as a whole.
 
     Raises:
-        RecordError: it cannot be read, is damaged, is not a torch file, or names what unpickling would run.
+        RecordError: the file is unreadable, damaged or no torch file, or names code that unpickling would run.
     """
     try:
         if length is None:
@@ -99,20 +99,20 @@ def load_torch(path: Path, offset: int = 0, length: int | None = None) -> Any:
         raise RecordError(f"{path} cannot be read: {error.strerror or error}") from None
     except RecordError:
         raise
-    except ValueError as error:  # of a name that no file can have
+    except ValueError as error:  # the name is invalid for a file
         raise RecordError(f"{str(path)!r} cannot be read: {error}") from None
 
 
 def has_values(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor has its values one by one, as sparse, nested and meta tensors have not."""
+    """Return True if a tensor stores each value. Sparse, nested and meta tensors do not."""
     return tensor.layout == torch.strided and not tensor.is_nested and tensor.device.type == "cpu"
 
 
 def load_torch_bytes(data: bytes, source: str) -> Any:
-    """Load what torch.save wrote to memory.
+    """Load the bytes that torch.save wrote.
 
     Raises:
-        RecordError: as `load_torch` does.
+        RecordError: as in `load_torch`.
     """
     return _load_archive(io.BytesIO(data), None, source)
 
@@ -120,7 +120,7 @@ def load_torch_bytes(data: bytes, source: str) -> Any:
 def _load_archive(file: IO[bytes], mapped: Path | None, source: str) -> Any:
     _refuse_old_torch(source)
     try:
-        with zipfile.ZipFile(file) as archive:  # an entry that is compressed may become a thousand times as long
+        with zipfile.ZipFile(file) as archive:  # a compressed entry may expand a thousandfold
             compressed = any(entry.compress_type != zipfile.ZIP_STORED for entry in archive.infolist())
         if compressed:
             raise RecordError(f"{source} was not read: a compressed archive, which torch.save does not write")
@@ -144,18 +144,18 @@ def _load_archive(file: IO[bytes], mapped: Path | None, source: str) -> Any:
 
 
 def _load_storage(data: bytes, source: str) -> Any:
-    """Load what torch.storage writes into a pickle."""
+    """Load the bytes of a storage inside a pickle."""
     _refuse_old_torch(source)
     try:
         with _without_safe_globals():
             return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-    except Exception as error:  # as above
+    except Exception as error:  # as in _load_archive
         raise _not_read(source, error) from None
 
 
 @contextlib.contextmanager
 def _without_safe_globals() -> Iterator[None]:
-    """Take back for a while what others in this process allow torch.load to run, as Megatron does."""
+    """Suspend the globals that other code in this process, such as Megatron, allows torch.load to run."""
     allowed = torch.serialization.get_safe_globals()
     torch.serialization.clear_safe_globals()
     try:
@@ -188,7 +188,7 @@ def load_pickle(data: bytes, source: str) -> Any:
     """Load a pickle of plain values, small tensors and classes of checkpoints.
 
     Raises:
-        RecordError: the pickle is damaged, or names what is neither data nor a known class of a checkpoint.
+        RecordError: the pickle is damaged, or names code other than data types and known classes of checkpoints.
     """
     try:
         _check_memo(data)
@@ -200,7 +200,7 @@ def load_pickle(data: bytes, source: str) -> Any:
 
 
 def _check_memo(data: bytes) -> None:
-    """Refuse a memo index larger than the pickle itself: unpickling makes room for every index below it."""
+    """Refuse a memo index larger than the pickle, because unpickling allocates memory for all smaller indices."""
     for opcode, index, _ in pickletools.genops(data):
         if opcode.name in ("PUT", "BINPUT", "LONG_BINPUT") and cast(int, index) > len(data):
             raise pickle.UnpicklingError(f"it has the memo index {index}, in a pickle of {len(data)} bytes")
@@ -208,7 +208,7 @@ def _check_memo(data: bytes) -> None:
 
 def _rebuild_tensor(storage: Any, offset: int, size: tuple[int, ...], stride: tuple[int, ...], *rest: Any) -> Any:
     if 0 not in size and offset + sum((n - 1) * step for n, step in zip(size, stride, strict=True)) >= len(storage):
-        raise ValueError("a tensor reaches beyond its storage")  # which torch would enlarge, by whatever lies in memory
+        raise ValueError("a tensor reaches beyond its storage")  # torch would enlarge the storage with uninitialized memory
     return torch._utils._rebuild_tensor(storage, offset, tuple(size), tuple(stride))
 
 
@@ -229,7 +229,7 @@ class _Unpickler(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         full = f"{'builtins' if module == '__builtin__' else module}.{name}"
-        if full == "torch.storage._load_from_bytes":  # torch's own would unpickle anything
+        if full == "torch.storage._load_from_bytes":  # torch's own function would unpickle anything
             return lambda data: _load_storage(data, self._source)
         if module == "torch" and isinstance(dtype := vars(torch).get(name), torch.dtype):  # getattr may import a module
             return dtype

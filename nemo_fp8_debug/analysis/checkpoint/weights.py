@@ -1,4 +1,4 @@
-"""Which tensors of a checkpoint are weights of GEMMs, what they are called, and what scales are stored for them."""
+"""Find the GEMM weights of a checkpoint, their names, and their stored scales."""
 
 from __future__ import annotations
 
@@ -17,32 +17,32 @@ from ...numerics.formats import E4M3, E5M2, FloatFormat
 from .contents import CheckpointEntry, Contents
 from .pickles import Placeholder, has_values, load_pickle, load_torch_bytes
 
-#: where Megatron leaves out the number of a layer or of an expert, and stacks them along a leading axis instead
+#: names in which Megatron leaves out the number of a layer or expert, because it stacks them along a leading axis
 _STACKED_LAYERS = re.compile(r"((?:^|\.)layers\.)(?!\d)")
 _STACKED_EXPERTS = re.compile(r"(.*(?:^|\.)experts\.)(?!\d|local_experts\.)")
 
-#: a weight's own name in its module: nn.Linear and most others; Transformer Engine's grouped layer; its LayerNormMLP;
-#: Megatron's grouped MLP; stacked experts of Hugging Face's models
+#: names of weights in their modules: nn.Linear, Transformer Engine's grouped layer and LayerNormMLP, Megatron's grouped MLP,
+#: and stacked experts of Hugging Face's models
 _LEAVES = re.compile(r"weight\d*|fc[12]_weight|gate_up_proj|gate_proj|up_proj|down_proj")
 _EMBEDDINGS = re.compile(r"embed|(^|\.)(wte|wpe)\.")
 _OUTPUT_LAYERS = re.compile(r"(^|\.)embed_out\.")  # GPT-NeoX's name for what others call lm_head
 _ROUTERS = re.compile(r"(^|\.)(router|gate)\.[^.]*$")
 _OPTIMIZER = re.compile(r"optim")
-#: Megatron saves the state of an expert in a grouped layer and of one that is a layer of its own under the same name
+#: Megatron uses the same name for the state of an expert in a grouped layer and of an expert that is a separate layer
 _EXPERT = re.compile(r"(^|\.)experts\.\d+\.")
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn, torch.float8_e5m2)
 FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
-#: suffixes of the tensor that an FP8 weight is to be multiplied by: DeepSeek's (an inverse in name), compressed-tensors'
+#: suffixes of the factor of an FP8 weight: DeepSeek's (called an inverse), and compressed-tensors'
 _SCALES = ("_scale_inv", "_scale")
 
 
 @dataclass(frozen=True)
 class WeightPart:
-    """A matrix of a weight's values, or some of its rows or columns."""
+    """A weight matrix, or some of its rows or columns."""
 
     open: Callable[[], torch.Tensor]
-    #: where in the stored tensor, along its leading axes
+    #: index in the stored tensor, along its leading axes
     index: tuple[int, ...]
 
     def find(self) -> torch.Tensor:
@@ -54,24 +54,24 @@ class WeightPart:
 class Weight:
     """One weight matrix of one GEMM."""
 
-    #: as in the model, without the final `.weight`
+    #: name in the model, without the final `.weight`
     name: str
-    #: last part of the parameter's name, as `weight` or `fc1_weight`
+    #: last part of the parameter's name, such as `weight` or `fc1_weight`
     parameter: str
     dtype: torch.dtype
     #: [rows, columns]
     shape: tuple[int, int]
     parts: tuple[WeightPart, ...]
-    #: key of the module's extra state, where the checkpoint has one
+    #: key of the module's extra state, if the checkpoint has one
     extra_state: str | None
-    #: of an FP8 weight: the tensor to multiply it by
+    #: tensor to multiply an FP8 weight by
     scale: WeightPart | None = None
-    #: one of several that its module may hold
+    #: whether the weight may be one of several in its module
     expert: bool = False
 
 
 def find_weights(contents: Contents) -> tuple[list[Weight], Counter[str]]:
-    """The GEMM weights of a checkpoint in its order, and how many tensors were left out, by kind."""
+    """Return the GEMM weights of a checkpoint in order, and the number of tensors that are left out, by kind."""
     states = {module_of_state(key): key for key in contents.extra_states}
     scales = {name + suffix for name in contents.tensors for suffix in _SCALES}
     weights: list[Weight] = []
@@ -92,7 +92,7 @@ def find_weights(contents: Contents) -> tuple[list[Weight], Counter[str]]:
 
 
 def _no_gemm(path: str, dimensions: int, dtype: torch.dtype) -> str | None:
-    """Why a tensor is not the weight of a GEMM; None if it is."""
+    """Return why a tensor is not the weight of a GEMM, or None if it is one."""
     if _OPTIMIZER.match(path):
         return "of the optimizer"
     if not _OUTPUT_LAYERS.search(path) and _EMBEDDINGS.search(path):
@@ -105,7 +105,7 @@ def _no_gemm(path: str, dimensions: int, dtype: torch.dtype) -> str | None:
 
 
 def _stacked_axes(path: str, entry: CheckpointEntry) -> list[re.Pattern[str]]:
-    """What the leading axes of a tensor count: layers, experts, both or neither."""
+    """Return what the leading axes of a tensor count: layers, experts, both or neither."""
     axes = [_STACKED_LAYERS] if _STACKED_LAYERS.search(path) else []
     if _STACKED_EXPERTS.search(path) and len(entry.shape) - len(axes) == 3:
         axes.append(_STACKED_EXPERTS)
@@ -119,9 +119,9 @@ def _numbered(path: str, axes: list[re.Pattern[str]], index: tuple[int, ...]) ->
 
 
 def module_of_state(key: str) -> str:
-    """The module an extra state belongs to: `decoder.layers.mlp.linear_fc1._extra_state/shard_3_4` is of layer 3 of 4.
+    """Return the module of an extra state: `decoder.layers.mlp.linear_fc1._extra_state/shard_3_4` is of layer 3 of 4.
 
-    Megatron's form: `ShardedObject.unique_key` in megatron/core/dist_checkpointing/mapping.py.
+    Megatron builds such keys in `ShardedObject.unique_key` of megatron/core/dist_checkpointing/mapping.py.
     """
     name, _, shard = key.partition("/shard_")
     path = strip_wrappers(name).rpartition(".")[0] + "."
@@ -135,7 +135,7 @@ def module_of_state(key: str) -> str:
 def _unstack(
     path: str, axes: list[re.Pattern[str]], entry: CheckpointEntry, states: Mapping[str, str], scale: CheckpointEntry | None
 ) -> Iterator[Weight]:
-    """The matrices that a tensor stacks, each with its share of the pieces."""
+    """Yield the matrices that a tensor stacks, each with its own pieces."""
     parts: dict[tuple[int, ...], list[WeightPart]] = {}
     for piece in entry.pieces:
         for index in product(*(range(n) for n in piece.shape[: len(axes)])):
@@ -162,14 +162,14 @@ def _scale_of(name: str, tensors: Mapping[str, CheckpointEntry]) -> CheckpointEn
 
 
 def _scale_at(scale: CheckpointEntry, index: tuple[int, ...]) -> WeightPart:
-    """The scale of one of the stacked weights, where there is one for each."""
+    """Return the scale of one of the stacked weights, or the common scale if there is only one."""
     stacked = len(scale.shape) > len(index) and all(i < n for i, n in zip(index, scale.shape, strict=False))
     return WeightPart(scale.pieces[0].open, index if index and stacked else ())
 
 
 # --- the scales that Transformer Engine stores, as a module's `_extra_state` ----------------------------------------------
 
-#: where a weight's scale lies among a module's forward scales, and how many there are: X, W and Y of each GEMM in turn
+#: index of a weight's scale among a module's forward scales, and their number: X, W and Y of each GEMM in turn
 #: (FP8FwdTensors of transformer_engine/pytorch/constants.py; fc1 and fc2 are the two GEMMs of LayerNormMLP)
 _SLOTS = {"weight": (1, 3), "fc1_weight": (1, 6), "fc2_weight": (4, 6)}
 
@@ -180,44 +180,44 @@ class StoredScale:
 
     scale: float
     format: FloatFormat
-    #: the scale is 1, which the engine begins with, and no amax is in the history
+    #: whether the scale is still the initial 1, and the history has no amax
     unset: bool
 
 
 def weight_scale(state: Any, parameter: str, source: str) -> StoredScale | None:
-    """The scale of a module's weight; None where the module stores none (no FP8, or a recipe without stored scales).
+    """Return the scale of a module's weight, or None if the module stores none (no FP8, or a recipe without them).
 
     Args:
-        state: what the checkpoint holds as the extra state: uint8 bytes of a pickle (Transformer Engine 2), a
-            stand-in for io.BytesIO with a torch file in it (1.x), or nothing.
+        state: the extra state in the checkpoint: uint8 bytes of a pickle (Transformer Engine 2), a stand-in for io.BytesIO
+            with a torch file (1.x), or None.
         parameter: last part of the weight's name.
-        source: names the checkpoint and the module, for errors.
+        source: name of the checkpoint and the module, for errors.
 
     Raises:
-        RecordError: the state cannot be read without running code, is damaged, or has no known place for this weight.
+        RecordError: the state needs to run code, is damaged, or has no known place for this weight.
     """
     found = _decoded(state, source)
     if found is None:
         return None
     if not isinstance(found, Mapping):
-        raise RecordError(f"{source} is damaged: no mapping")
+        raise RecordError(f"{source} is damaged: expected a mapping")
     scale, history = found.get("scale_fwd"), found.get("amax_history_fwd")
     if scale is None:
         return None
     extra = found.get("extra_fp8_variables")
     limit = extra.get("fp8_max_fwd") if isinstance(extra, Mapping) else None
     if not isinstance(scale, torch.Tensor) or not isinstance(history, torch.Tensor):
-        raise RecordError(f"{source} is damaged: its scales are no tensors")
+        raise RecordError(f"{source} is damaged: its scales are not tensors")
     if not all(has_values(each) and each.is_floating_point() for each in (scale, history)):
-        raise RecordError(f"{source} is damaged: its scales are no numbers")
+        raise RecordError(f"{source} is damaged: its scales are not plain floating-point numbers")
     slot, length = _SLOTS.get(parameter, (0, 0))
     if scale.shape != (length,) or history.shape[1:] != (length,):
         raise RecordError(
-            f"{source} has {tuple(scale.shape)} forward scales; which is that of `{parameter}` is not known"
+            f"{source} has {tuple(scale.shape)} forward scales, and the place of `{parameter}` among them is unknown"
             " (in grouped layers it depends on the version of Transformer Engine)"
         )
     fmt = E5M2 if isinstance(limit, float | int) and limit == E5M2.max else E4M3
-    # An empty history alone says nothing: one of length 1 is emptied by the update that sets the scale.
+    # An empty history alone is no sign, because the update that sets the scale also empties a history of length 1.
     unset = float(scale[slot]) == 1 and bool((history[:, slot] == 0).all())
     return StoredScale(float(scale[slot]), fmt, unset)
 
@@ -237,4 +237,4 @@ def _decoded(state: Any, source: str) -> Any:
         return load_torch_bytes(state.state[0], source)
     if state is None:
         return None
-    raise RecordError(f"{source} is of a kind that Transformer Engine does not write ({type(state).__name__})")
+    raise RecordError(f"{source} has an extra state that Transformer Engine does not write ({type(state).__name__})")

@@ -1,4 +1,4 @@
-"""The ladder of changes for an operand, in order of cost, and what each change makes of its errors."""
+"""The ladder of changes for an operand, in order of cost, and the operand's errors after each change."""
 
 from __future__ import annotations
 
@@ -21,30 +21,30 @@ from ..runs.run import Run
 
 @dataclass(frozen=True)
 class Undo:
-    """A recorded setting that an operand is to go back to."""
+    """A recorded setting to restore for an operand."""
 
-    #: recipe as the record has it; None: it keeps its own, and gets the FP8 state back that a resume lost
+    #: recorded recipe; None: keep the recipe, and restore the FP8 state that a resume lost
     recipe: str | None
-    #: step from which on the run differs; None: the baseline differs
+    #: step at which the run changed; None if the run differs from the baseline from the start
     since: int | None
-    #: whether the diagnosis blames this change, so that undoing it helps whatever the figures say
+    #: whether the diagnosis blames this change, so that undoing it helps regardless of the errors
     is_cause: bool = False
 
 
 @dataclass(frozen=True)
 class Flag:
-    """Why an operand is looked at."""
+    """The reason to consider a change of an operand."""
 
     why: str
-    #: first and last sample of the first stretch in which it was out of the baseline's band; None: it is not known
+    #: first and last step of the first stretch out of the baseline's band; None if unknown
     out: tuple[int, int] | None = None
-    #: what changed at it; None: nothing that the record shows
+    #: recorded change of the operand, or None
     undo: Undo | None = None
-    #: whether its scale alone is wrong, so that a scale that follows its values helps
+    #: whether only the scale is wrong, so that a scale that follows the values helps
     only_scale: bool = False
 
 
-#: how an operand is cast: two recipes that say the same of it are one
+#: scaling and format of one operand, by which recipes are compared
 Cast = tuple[Scaling, str]
 
 STAY, UNDO = "stay", "undo"
@@ -56,7 +56,7 @@ _OTHER_FORMAT = {"e4m3": "e5m2", "e5m2": "e4m3"}
 
 @dataclass(frozen=True)
 class Errors:
-    """Metrics of an operand, each the worst of the samples that were looked at; None where no sample has it."""
+    """Metrics of an operand, each the worst of the judged samples; None if no sample has the metric."""
 
     relative_error: float | None
     underflow_pct: float | None
@@ -64,21 +64,21 @@ class Errors:
 
 
 _NONE = Errors(0.0, 0.0, 0.0)
-#: points of underflow or overflow, and times the relative error, that an operand in use may lose more than its recipe would
+#: an operand in use may exceed its recipe's replayed errors by these points of underflow or overflow, and by this factor of
+#: relative error
 _POINTS, _TIMES = 1.0, 1.5
 _METRICS = ("relative_error", "underflow_pct", "overflow_pct")
 
 
 @dataclass(frozen=True)
 class Budget:
-    """What an operand may lose, at the worst of the samples that are looked at.
+    """The largest losses allowed for an operand, at the worst of the judged samples.
 
-    The defaults let a bell-shaped tensor pass in either format, E5M2's 0.052 and E4M3's 0.026, with an eighth to spare; of
-    values no more than one in a hundred may become zero, and one in ten thousand be clipped: the least rises that `onsets`
-    counts.
+    With the defaults, a bell-shaped tensor passes in both formats (E5M2's 0.052, E4M3's 0.026) with a margin of an eighth.
+    At most one value in a hundred may become zero, and one in ten thousand may be clipped.
 
     Args:
-        relative_error: root mean square of the cast's errors over that of the values; 0.06 is 6%.
+        relative_error: root mean square of the cast's errors, relative to the root mean square of the values.
         underflow_pct: percent of the values that become zero.
         overflow_pct: percent of the values that are clipped.
 
@@ -100,22 +100,22 @@ class Budget:
     def __post_init__(self) -> None:
         for name in _METRICS:
             if not getattr(self, name) >= 0:
-                raise ConfigError(f"the limit of {name} is {getattr(self, name)}; it must not be below 0")
+                raise ConfigError(f"the limit of {name} must not be below 0: {getattr(self, name)}")
 
     def broken_by(self, errors: Errors) -> list[str]:
-        """The limits that are not kept, in words. Internal."""
+        """Return the exceeded limits in words. Internal."""
         pairs = [(name, getattr(errors, name), getattr(self, name)) for name in _METRICS]
         return [_exceeded(name, value, limit) for name, value, limit in pairs if value is not None and value > limit]
 
     def worst_of(self, errors: Errors | None) -> str | None:
-        """The metric by which the limits are exceeded most; None: they are kept, or nothing is known. Internal."""
+        """Return the metric that exceeds its limit most, or None if none does or none is known. Internal."""
         values = {name: getattr(errors, name) for name in _METRICS} if errors is not None else {}
         over = {name: value / (getattr(self, name) or 1e-9) for name, value in values.items() if value is not None}
         worst = max(over, key=over.__getitem__, default=None)
         return worst if worst is not None and over[worst] > 1 else None
 
     def met_by(self, errors: Errors | None) -> bool:
-        """Whether errors that are known keep every limit. Internal."""
+        """Return True if the errors are known and within all limits. Internal."""
         return errors is not None and errors != Errors(None, None, None) and not self.broken_by(errors)
 
 
@@ -130,35 +130,35 @@ class Option(NamesRecipe):
 
     #: stay, undo, margin, history, current, format, block or bf16
     kind: str
-    #: as in `parse_recipe`; of `stay` as the record has it
+    #: name of the recipe as in `parse_recipe`; for `stay` as in the record
     recipe: str
-    #: None: neither tried nor to be had from histograms
+    #: errors under the recipe; None if neither tried nor available from histograms
     errors: Errors | None
-    #: whether it keeps the budget, as far as is known
+    #: whether the option keeps the budget, as far as known
     meets: bool
-    #: whether errors are approximate: of float32 values that were rounded to bfloat16
+    #: whether errors are approximate, because float32 values were rounded to bfloat16
     approximate: bool = False
 
 
 def find_cast(recipe: Recipe, role: str) -> Cast:
-    """What a recipe says of an operand."""
+    """Return the scaling and format that a recipe gives an operand."""
     return recipe.scaling, recipe.format_of(role).name
 
 
 class Given(NamedTuple):
-    """How an operand is cast."""
+    """The current cast of an operand."""
 
-    #: the recorded recipe; None: a framework's own recipe, which we cannot read
+    #: the recorded recipe; None for a framework's own recipe, which we cannot read
     in_use: Recipe | None
-    #: format that the operand is cast to
+    #: format of the cast
     format: str
     role: str
-    #: what changed at it; None: nothing
+    #: recorded change of the operand, or None
     undo: Undo | None = None
 
     @property
     def scaled(self) -> Recipe:
-        """The recipe to begin with."""
+        """Return the recipe that the ladder starts from."""
         return self.in_use or _current_in(self.format, self.role)
 
 
@@ -210,7 +210,7 @@ LADDER = (_undo, _rescale, _use_other_format, _scale_blocks, _leave_fp8)
 
 
 def candidates(given: Given) -> Iterator[tuple[str, Recipe]]:
-    """Yield kinds of changes and their recipes, in order of cost; a recipe that undoes a change is not yielded again.
+    """Yield kinds of changes and their recipes, in order of cost. Do not repeat a recipe that undoes a change.
 
     Example:
         >>> given = Given(find_recipe("delayed(margin=4)"), "e4m3", "input", Undo("delayed", since=80))
@@ -227,7 +227,7 @@ def candidates(given: Given) -> Iterator[tuple[str, Recipe]]:
 
 
 def list_replayable(given: Given) -> Iterator[Recipe]:
-    """What is to be known of an operand to choose: its candidates, and what its own recipe should have made of it."""
+    """Yield the recipes to replay before choosing: the operand's own, and the candidates."""
     if given.in_use:
         yield given.in_use
     for _, recipe in candidates(given):
@@ -240,17 +240,16 @@ def _current_in(fmt: str, role: str) -> Recipe:
 
 
 class Judged:
-    """Errors of operands under recipes in use, what_if, replayed before, or replayed now from histograms.
+    """Errors of operands under recipes in use, under what-if recipes, and under replayed ones.
 
-    They are the worst of the later half of the samples of an operand that have metrics of it, and of those in which it was
-    out of order: a budget that is kept in the middle of a run only is not kept, nor is one that is broken for a while. A
-    recipe counts where it was tried in all of those.
+    Each error is the worst over the later half of an operand's samples, and over those in which the operand was out of
+    band. So a budget counts as kept only if it is kept in all of these samples. A recipe counts only if all of them have it.
     """
 
     def __init__(self, run: Run, keys: Sequence[Key], out: Mapping[Key, tuple[int, int]] | None = None) -> None:
         """
         Args:
-            out: first and last step in which an operand was out of order, where that is known.
+            out: first and last step at which an operand was out of band, if known.
         """
         self._run = run
         of_keys = pl.DataFrame(list(keys), schema=dict.fromkeys(_KEY, pl.String), orient="row")
@@ -267,11 +266,11 @@ class Judged:
         self._note(run.others)
 
     def in_use(self) -> dict[Key, Errors]:
-        """Errors under the scales in use, of operands that have metrics."""
+        """Return the errors under the scales in use, for operands that have metrics."""
         return {key: Errors(*metrics) for key, metrics in _by_key(_worst(self._looked_at, _KEY))}
 
     def replay(self, wanted: Mapping[Key, Iterable[Recipe]]) -> None:
-        """Recompute what is not known of per-tensor recipes, where the record has histograms."""
+        """Recompute unknown errors of per-tensor recipes, if the record has histograms."""
         missing: dict[Recipe, list[Key]] = {}
         for key, recipes in wanted.items():
             for recipe in recipes:
@@ -282,11 +281,11 @@ class Judged:
             self._note(replay(self._run.path, recipe, steps=steps, only=set(keys)))
 
     def of(self, key: Key, recipe: Recipe) -> Errors | None:
-        """Errors under a recipe; None where they cannot be had."""
+        """Return the errors under a recipe, or None if they are unavailable."""
         return self._errors.get((key, find_cast(recipe, key[1])))
 
     def is_approximate(self, key: Key, recipe: Recipe) -> bool:
-        """Return True if errors under a recipe are of float32 values that were rounded to bfloat16."""
+        """Return True if errors under a recipe come from float32 values rounded to bfloat16."""
         return (key, find_cast(recipe, key[1])) in self._approximate
 
     def _steps(self, keys: Sequence[Key]) -> set[int]:
@@ -295,7 +294,7 @@ class Judged:
 
     def _note(self, rows: pl.DataFrame) -> None:
         rows = rows.select(*_KEY, "step", "recipe", *_METRICS, pl.col("rounded").fill_null(False))
-        # Rows measured in the run are exact and stand first.
+        # Rows measured in the run are exact and come first.
         rows = rows.unique([*_KEY, "step", "recipe"], keep="first", maintain_order=True)
         rows = rows.join(self._looked_at.select(*_KEY, "step", "n"), on=[*_KEY, "step"], maintain_order="left")
         counted = _worst(_without_few(rows), [*_KEY, "recipe"], pl.len(), pl.col("rounded").any())
@@ -308,26 +307,26 @@ class Judged:
 
 
 def _stretches(out: Mapping[Key, tuple[int, int]]) -> pl.DataFrame:
-    """layer, role, out_first, out_last."""
+    """Return a table with layer, role, out_first and out_last."""
     schema = dict.fromkeys(_KEY, pl.String) | dict.fromkeys(("out_first", "out_last"), pl.Int64)
     return pl.DataFrame([(*key, *steps) for key, steps in out.items()], schema=schema, orient="row")
 
 
 def _without_few(rows: pl.DataFrame) -> pl.DataFrame:
-    """Set shares that fewer than `LEAST_VALUES` values make to 0, as the limits of `diagnose` do.
+    """Set shares of fewer than `LEAST_VALUES` values to 0, as the limits of `diagnose` do.
 
     A count scatters by its square root, 24 by 5, so a smaller count gives no reliable share. Clean runs with delayed
-    scaling clip one to 23 values now and then. In their later halves, only 2 of 78 clip more.
+    scaling sometimes clip one to 23 values. In their later halves, only 2 of 78 clip more.
     """
     shares = ("underflow_pct", "overflow_pct")
     return rows.with_columns(pl.when(_values(name) < LEAST_VALUES).then(0.0).otherwise(name).alias(name) for name in shares)
 
 
 def _without_rare_clipping(rows: pl.DataFrame) -> pl.DataFrame:
-    """Leave out the relative error of samples that clip fewer than `LEAST_VALUES` values, because these make that error.
-    Keep it if at least half of the samples clip so few, or if the operand is known to be out of order at that sample.
+    """Leave out the relative error of samples that clip fewer than `LEAST_VALUES` values, which dominate the error.
 
-    A delayed scale lags behind a batch with larger gradients than those before: the next samples are in order again.
+    A delayed scale lags behind a batch with larger gradients, and the next samples are normal again. So keep the error if
+    at least half of the samples clip so few, or if the operand is known to be out of band at that sample.
     """
     few = _values("overflow_pct").is_between(1, LEAST_VALUES - 1).fill_null(False)
     rare = few & ~pl.col("was_out") & (few.mean().over(_KEY) < 0.5)
@@ -335,7 +334,7 @@ def _without_rare_clipping(rows: pl.DataFrame) -> pl.DataFrame:
 
 
 def _values(share: str) -> pl.Expr:
-    """How many values a share in percent stands for; null if the number of all is not known."""
+    """Return the number of values that a percentage stands for; null if the total is unknown."""
     return (pl.col(share) * pl.col("n") / 100).round()
 
 
@@ -349,7 +348,7 @@ def _by_key(rows: pl.DataFrame) -> Iterator[tuple[Key, tuple[float, ...]]]:
 
 
 def list_options(key: Key, given: Given, dtype: str, judged: Judged, budget: Budget, flag: Flag) -> tuple[Option, ...]:
-    """Everything that can be done about an operand that does not keep the budget, in order of cost; BF16 is the last."""
+    """Return all options for an operand that exceeds the budget, in order of cost. The last one is BF16."""
     options = []
     astray = _astray(key, given.in_use, judged)
     for kind, recipe in candidates(given):
@@ -364,16 +363,16 @@ def list_options(key: Key, given: Given, dtype: str, judged: Judged, budget: Bud
 
 
 def _helps_anyway(kind: str, errors: Errors | None, flag: Flag) -> bool:
-    """Return True if a change helps without figures: it undoes the cause, or only the scale is wrong."""
+    """Return True if a change helps without known errors, because it undoes the cause or only the scale is wrong."""
     if kind == UNDO and flag.undo is not None:
         return flag.undo.is_cause or errors is None
     return kind == "current" and flag.only_scale and errors is None
 
 
 def _astray(key: Key, in_use: Recipe | None, judged: Judged) -> bool:
-    """Whether the scale in use loses what its recipe would not: no other delayed scale can be relied on then.
+    """Return True if the scale in use loses much more than its recipe should, so that no delayed scale is reliable.
 
-    A replayed history knows the sampled steps only, so that small differences tell nothing.
+    A replayed history has only the sampled steps, so small differences do not count.
     """
     now = judged.in_use().get(key)
     own = judged.of(key, in_use) if in_use is not None and isinstance(in_use.scaling, DelayedScaling) else None

@@ -1,4 +1,4 @@
-"""Choose the cheapest change for each operand that loses too much, and say what it costs in FP8."""
+"""Choose the cheapest change for each operand that loses too much, and compute its cost in FP8 coverage."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from ..runs.metrics import Metrics
 from ..runs.run import Run
 from .options import STAY, UNDO, Budget, Errors, Flag, Given, Judged, Option, Undo, list_options, list_replayable
 
-#: the GEMMs of a linear layer: Y = X W, dX = dY W, dW = dY X, and the two operands that each multiplies
+#: the two operands of each GEMM of a linear layer: Y = X W, dX = dY W, dW = dY X
 OPERANDS: Mapping[str, tuple[str, str]] = {
     "fprop": ("input", "weight"),
     "dgrad": ("grad_output", "weight"),
@@ -36,13 +36,13 @@ READERS: Mapping[str, tuple[str, ...]] = {
 
 
 def flops_of(metrics: Metrics) -> dict[str, float]:
-    """FLOPs of a forward GEMM of each layer, a mean over the sampled steps; those of the two backward ones are the same.
+    """Return the FLOPs of each layer's forward GEMM, a mean over the sampled steps. Both backward GEMMs need the same.
 
-    With T tokens, K inputs and N outputs, X has TK values, W KN and dY TN, so that 2TKN is twice the root of their product.
-    Copies on several ranks and micro-batches are counted as in the record, where X and dY add up and W does not.
+    With T tokens, K inputs and N outputs, X has TK values, W KN and dY TN, so 2TKN is twice the root of their product.
+    Copies on several ranks and micro-batches count as in the record, which adds up X and dY but not W.
 
     Returns:
-        Layers of which all three operands were sampled, without aggregates, whose experts are there one by one.
+        FLOPs by layer, for layers with samples of all three operands. Experts are listed singly, without aggregates.
     """
     single = metrics.among(metrics.tensors.filter(~pl.col("layer").map_elements(is_aggregate, pl.Boolean)))
     sums: dict[str, tuple[float, int]] = {}
@@ -55,7 +55,7 @@ def flops_of(metrics: Metrics) -> dict[str, float]:
 
 
 def _of_steps(rows: pl.DataFrame) -> pl.DataFrame:
-    """layer, the sum over these steps of the root of the product of its operands' sizes, and how many steps they are."""
+    """Return layer, size (the root of the product of its operands' sizes, summed over these steps), and steps."""
     size = pl.sum_horizontal(pl.col("n", "nan", "inf").fill_null(0))
     of_steps = rows.group_by("layer", "step", maintain_order=True).agg(
         size.cast(pl.Float64).product().sqrt().alias("size"), pl.col("role").n_unique().alias("roles")
@@ -65,48 +65,48 @@ def _of_steps(rows: pl.DataFrame) -> pl.DataFrame:
 
 
 def coverage(flops: Mapping[str, float], in_fp8: Callable[[Key], bool]) -> float | None:
-    """The share of all GEMMs' FLOPs that are multiplied in FP8: those of GEMMs of which both operands are cast.
+    """Return the share of all GEMM FLOPs in FP8. A GEMM counts if both its operands are cast to FP8.
 
     Args:
-        flops: as of `flops_of`.
+        flops: the result of `flops_of`.
         in_fp8: whether an operand, (layer, role), is cast to FP8.
 
     Returns:
-        0 to 1; None where no layer's FLOPs are known.
+        The share from 0 to 1, or None if no layer's FLOPs are known.
     """
     gemms = [(f, all(in_fp8((layer, role)) for role in pair)) for layer, f in flops.items() for pair in OPERANDS.values()]
     total = math.fsum(f for f, _ in gemms)
     return math.fsum(f for f, fp8 in gemms if fp8) / total if total else None
 
 
-#: blocks of the model at either end that may be left in BF16 as a whole, as a share of all
+#: largest share of the model's blocks that may stay in BF16 at both ends together
 _AT_THE_ENDS = 0.25
 
 
 @dataclass(frozen=True)
 class TensorFix:
-    """An operand, and what can be done about it."""
+    """An operand, and the options to fix it."""
 
     layer: str
     role: str
     why: str
-    #: the first is to leave it as it is; in order of cost
+    #: options in order of cost. The first one is to change nothing
     options: tuple[Option, ...]
-    #: share of all GEMMs' FLOPs that the change alone takes out of FP8; None where shapes are not known
+    #: share of all GEMM FLOPs that this change alone takes out of FP8; None if shapes are unknown
     cost: float | None
-    #: the metric by which it exceeds the budget most; None: it does not, or has no metrics
+    #: metric that exceeds the budget most; None if none does or none is known
     metric: str | None = None
-    #: what changed at it, which the first change on the ladder undoes; None: nothing
+    #: recorded change that the first change on the ladder undoes, or None
     undo: Undo | None = None
 
     @property
     def chosen(self) -> Option:
-        """The cheapest that keeps the budget."""
+        """Return the cheapest option that keeps the budget."""
         return next(option for option in self.options if option.meets)
 
     @property
     def changes(self) -> bool:
-        """Whether it is to be cast otherwise."""
+        """Return True if the operand is to be cast differently."""
         return self.chosen.kind != STAY and not self.restores
 
     @property
@@ -116,14 +116,14 @@ class TensorFix:
 
     @property
     def change(self) -> str:
-        """The change in a few words, for a cell of a table."""
+        """Return the change in a few words, for a cell of a table."""
         if self.restores:
             return "none: restore its FP8 state"
         return self.chosen.recipe if self.changes else "none: it keeps the limits"
 
     @property
     def settings(self) -> dict[str, tuple[Any, Any]]:
-        """Settings of the scale in use that differ from those of the change: now and then; empty if more differs."""
+        """Return the settings of the scale that the change modifies, before and after; empty if more differs."""
         now, then = find_recipe(self.options[0].recipe), self.chosen.parsed
         if now is None or type(now.scaling) is not type(then.scaling):
             return {}
@@ -135,21 +135,21 @@ class TensorFix:
 
     @property
     def name(self) -> str:
-        """For people."""
+        """Return the usual name of the operand."""
         return f"{SHOWN_AS[self.role]} of {self.layer}"
 
     def to_json(self) -> dict[str, Any]:
-        """Return what JSON shows, for `make_jsonable`: the fields, the chosen option, and the change as text."""
+        """Return the fields, the chosen option, and the change as text, for `make_jsonable`."""
         return vars(self) | {"chosen": self.chosen, "change": self.change}
 
 
 @dataclass(frozen=True)
 class Ends:
-    """Whole blocks in BF16 at either end, where all that has to leave FP8 lies there."""
+    """Whole blocks in BF16 at either end of the model, if all operands that leave FP8 lie there."""
 
     start: int
     end: int
-    #: of the model
+    #: number of the model's blocks
     blocks: int
     #: share of FLOPs that stay in FP8
     coverage: float | None
@@ -157,32 +157,32 @@ class Ends:
 
 @dataclass(frozen=True)
 class Recommendation:
-    """What to change in a run."""
+    """The recommended changes to a run."""
 
     run: Run
     budget: Budget
     findings: tuple[TensorFix, ...]
     plan: Plan
-    #: share of all GEMMs' FLOPs in FP8, as the run is and under the plan; None where shapes are not known. If the run is not
-    #: quantized, as if all that was measured were
+    #: share of all GEMM FLOPs in FP8, now and under the plan; None if shapes are unknown. A run without quantization counts
+    #: as if all measured operands were quantized
     before: float | None
     after: float | None
     ends: Ends | None
-    #: what could not be tried, and how to
+    #: sentences about options that could not be tried, and how to try them
     notes: tuple[str, ...]
 
     @property
     def in_use(self) -> bool:
-        """Whether the run quantizes, so that the first option of a finding is what it casts with."""
+        """Return True if the run quantizes, so that the first option of a finding is the cast in use."""
         return self.run.quantization == QUANTIZED
 
     @property
     def to_change(self) -> list[TensorFix]:
-        """Findings that ask for a change."""
+        """Return the findings that need a change."""
         return [finding for finding in self.findings if finding.changes]
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain values."""
+        """Return the recommendation as plain values."""
         plain: dict[str, Any] = make_jsonable(
             {
                 "run": self.run.path,
@@ -201,15 +201,16 @@ class Recommendation:
 def recommend(
     run: Run, flagged: Sequence[Key], budget: Budget | None = None, flags: Mapping[Key, Flag] | None = None
 ) -> Recommendation:
-    """The cheapest change for each operand that keeps a budget.
+    """Choose the cheapest change that keeps a budget, for each operand.
 
     Args:
-        flagged: (layer, role); an expert aggregate stands for the experts of a layer.
-        budget: what an operand may lose at the worst of the later half of its samples, and of those that are flagged.
-        flags: what is wrong with an operand, where more is known than its metrics.
+        run: the run to fix.
+        flagged: operands, (layer, role) each. An expert aggregate stands for the experts of a layer.
+        budget: largest losses allowed, at the worst of the later half of an operand's samples and of flagged ones.
+        flags: further reasons and recorded changes, for some operands.
 
     Returns:
-        What to change, by the names that layers have in the record: a plan is for the model that was recorded.
+        The recommendation, with the layer names of the record, because its plan is for the recorded model.
 
     Raises:
         RecordError: the record has no such operand, or no sampled step.
@@ -259,20 +260,20 @@ def recommend(
 
 
 def _of_unknown_recipes(keys: Sequence[Key], now: Mapping[Key, Errors]) -> list[str]:
-    """That nothing can be tried for operands whose recipe the record does not tell, in a sentence."""
+    """Return a sentence about operands whose recipe is not recorded, so that no change can be tried."""
     if not keys:
         return []
     (layer, role), errors = keys[0], now.get(keys[0])
     known = errors is not None and errors.underflow_pct is not None
     lost = f" (underflow {format_number(errors.underflow_pct, '%')})" if errors is not None and known else ""
     return [
-        f"The record does not tell under which recipe {len(keys)} operands were cast, so nothing can be tried for them: "
-        f"{SHOWN_AS[role]} of {layer}{lost} is the first."
+        f"The record has no recipe of {len(keys)} operands, so no change can be tried for them. The first is "
+        f"{SHOWN_AS[role]} of {layer}{lost}."
     ]
 
 
 def find_over_budget(run: Run, budget: Budget) -> list[Key]:
-    """Operands of a run that lose more than a budget allows, experts of a layer as one, where there is no baseline."""
+    """Return the operands of a run without a baseline that exceed a budget, the experts of a layer as one."""
     keys = sorted(_in_fp8(run))
     aggregates = [key for key in keys if is_aggregate(key[0])]
     in_a_fold = {key for key in keys for layer, role in aggregates if role == key[1] and compile_patterns([layer])(key[0])}
@@ -281,7 +282,7 @@ def find_over_budget(run: Run, budget: Budget) -> list[Key]:
 
 
 def _about(run: Run, flagged: Sequence[Key]) -> dict[Key, tuple[str, str, str]]:
-    """Recipe and format in use, and dtype, of each operand in its last sample."""
+    """Return the recipe and format in use, and the dtype, of each operand in its last sample."""
     rows = {row[:2]: row[2:] for row in run.metrics.last(["recipe", "format", "dtype"]).iter_rows()}
     if unknown := next((key for key in flagged if key not in rows), None):
         some = ", ".join(f"{layer}:{role}" for layer, role in list(rows)[:3])
@@ -310,7 +311,7 @@ def _reason(errors: Errors | None, budget: Budget) -> str:
 
 
 def _taken_out(plan: Plan, keys: Collection[Key]) -> set[Key]:
-    """Operands that a plan leaves in BF16; `Plan.change_of` of all of them, each pattern compiled once."""
+    """Return the operands that a plan leaves in BF16, as `Plan.change_of`, but compile each pattern only once."""
     out: set[Key] = set()
     for change in plan.changes:
         chosen = compile_patterns([change.layer])
@@ -320,7 +321,8 @@ def _taken_out(plan: Plan, keys: Collection[Key]) -> set[Key]:
 
 
 def _plan(findings: Sequence[TensorFix]) -> Plan:
-    """One change an operand; a layer of which two operands leave FP8 leaves as a whole, for no GEMM of it is left."""
+    """Return a plan with one change for each operand. If two operands of a layer leave FP8, no GEMM of it is left there,
+    so the whole layer leaves."""
     layers: dict[str, list[TensorFix]] = {}
     for finding in findings:
         if finding.changes:
@@ -339,13 +341,13 @@ _BLOCK = re.compile(r"decoder\.layers\.(\d+)\.")
 
 
 def find_block(layer: str) -> int | None:
-    """The place of a GEMM's block in a decoder; None where it has none."""
+    """Return the index of a GEMM's block in a decoder, or None if it is in no block."""
     found = _BLOCK.match(layer)
     return int(found[1]) if found else None
 
 
 def _ends(run: Run, plan: Plan, left: Callable[[Plan], float | None]) -> Ends | None:
-    """The blocks at either end that hold all that the plan takes out of FP8; None where others would have to go too."""
+    """Return the blocks at either end with all operands that the plan takes out of FP8, or None if others have some too."""
     at = [find_block(change.layer) for change in plan.changes if change.recipe == BF16_RECIPE.name]
     known = [block for layer in run.metrics.tensors["layer"].unique() if (block := find_block(layer)) is not None]
     n = run.fingerprint.get("backend_options", {}).get("num_layers") or max(known, default=-1) + 1
@@ -369,14 +371,14 @@ def _notes(run: Run, findings: Sequence[TensorFix]) -> list[str]:
     unknown = [f.name for f in changed if not any(o.errors for o in f.options if o.kind not in (STAY, "block", "bf16"))]
     if unknown:
         notes.append(
-            f"No recipe with one scale a tensor could be tried for {_few(unknown)}: the record has no histograms of "
-            "it; where these steps were dumped, `nemo-fp8-debug replay --source dumps` adds what is missing."
+            f"No recipe with one scale per tensor could be tried for {_few(unknown)}: the record has no histograms of "
+            "it. If these steps were dumped, `nemo-fp8-debug replay --source dumps` adds the missing errors."
         )
     if about := [f.name for f in changed if f.chosen.approximate]:
         notes.append(f"Errors of {_few(about)} after the change are approximate: float32 values were rounded to BF16.")
     gaps = max(np.diff(run.metrics.steps).tolist(), default=0)
     if gaps > 1 and any(o.recipe.startswith("delayed") for f in changed for o in f.options[1:]):
-        notes.append("Not every step was sampled: histories of delayed scaling are replayed from the sampled steps only.")
+        notes.append("Not every step was sampled, so replayed histories of delayed scaling use only the sampled steps.")
     if changed and (reason := why_none(run)):
         notes.append(reason)
     return notes
@@ -390,9 +392,9 @@ TORCHAO, TRANSFORMER_ENGINE, MEGATRON = "torchao", "Transformer Engine", "Megatr
 
 
 def engines_of(run: Run) -> frozenset[str]:
-    """The frameworks whose configuration decides how a run casts; none if nothing is quantized, or if that was not read.
+    """Return the frameworks whose configuration controls the casts of a run; empty if there are none or it is unknown.
 
-    A record that does not say what was sampled is of a log of Transformer Engine, or from before that was recorded.
+    A record without the names of sampled backends comes from a log of Transformer Engine, or from an old version.
     """
     if run.quantization in (HIGH_PRECISION, NOT_READ):
         return frozenset()
@@ -406,7 +408,7 @@ def engines_of(run: Run) -> frozenset[str]:
 
 
 def why_none(run: Run) -> str | None:
-    """Why a run gets no configuration of an engine, a sentence; None if it gets one."""
+    """Return a sentence that says why a run gets no configuration of an engine, or None if it gets one."""
     if engines_of(run):
         return None
     return f"No configuration of an engine is written: {_reason_without_engine(run)}."

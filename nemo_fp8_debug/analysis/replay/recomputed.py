@@ -1,4 +1,4 @@
-"""Measure operands again: from histograms in one go, from dumped tensors one by one."""
+"""Measure operands again, from histograms all at once, or from dumped tensors one by one."""
 
 from __future__ import annotations
 
@@ -28,47 +28,46 @@ from ...record.dump import dumped_files, read_dump
 from ...record.reader import read_table
 from ...record.storage import Storage
 
-#: columns that say which operand a row is about
+#: columns that identify the operand of a row
 OPERAND = ["layer", "role"]
 
 
 @dataclass(frozen=True)
 class Job:
-    """One step, with all that a process elsewhere needs to recompute it."""
+    """One step, with everything that another process needs to recompute it."""
 
     run: str
     source: str
-    #: None: the recorded scales
+    #: the recipe; None: the recorded scales
     recipe: Recipe | None
     step: int
     #: the step's recorded rows
     about: pl.DataFrame
     scales: Mapping[Key, torch.Tensor | CurrentScaling | BlockRule]
-    #: of dY in that step
+    #: factor of the gradients in that step
     multiplier: float | None
     #: operands to recompute; None: all
     only: Collection[Key] | None
 
     def wants(self, key: Key) -> bool:
-        """Whether an operand is to be recomputed."""
+        """Return True if an operand is to be recomputed."""
         return self.only is None or key in self.only or aggregate_key(*key) in self.only
 
 
 @dataclass(frozen=True)
 class ReplayedCalls:
-    """Calls of an operand that were cast with one scale: their histogram, or the tensor itself where a histogram is not
-    enough."""
+    """Calls of an operand that were cast with one scale, as a histogram, or as the tensor if this is not enough."""
 
     key: Key
     values: Histogram | torch.Tensor
     recipe: str
     format: FloatFormat
-    #: NaN where blocks had scales of their own
+    #: the scale; NaN if blocks had their own scales
     scale: float
 
 
 def recorded_histograms(run: Storage, job: Job) -> list[ReplayedCalls]:
-    """Return the histograms that were recorded of the step; under BF16 only those of values that were not rounded to it."""
+    """Return the recorded histograms of the step. For BF16, leave out those of values rounded to BF16."""
     exact = {"rounded": False} if job.recipe == BF16_RECIPE else {}
     table = read_table(run, "histograms", where={"step": job.step, **exact})
     names = ("layer", "role", "dtype", "rounded", "bins", "counts", "recipe", "format", "scale")
@@ -84,7 +83,7 @@ def recorded_histograms(run: Storage, job: Job) -> list[ReplayedCalls]:
 
 
 def dumped_tensors(run: Storage, job: Job) -> list[ReplayedCalls]:
-    """The tensors that the first rank dumped, counted into histograms if these are enough."""
+    """Return the tensors that the first rank dumped, as histograms if these are enough."""
     from ...kernels import count_histogram  # compiles on import, which histograms do not need
 
     parts: dict[tuple[Key, int], ReplayedCalls] = {}
@@ -98,7 +97,7 @@ def dumped_tensors(run: Storage, job: Job) -> list[ReplayedCalls]:
         try:
             about, tensors = read_dump(run, name)
         except (OSError, ValueError) as error:
-            warn(f"{run.path(name)} is left out, it cannot be read: {error}")
+            warn(f"{run.path(name)} is left out because it is unreadable: {error}")
             continue
         key, x, scale = (about.layer, about.role), tensors["value"], float(tensors["scale"])
         if not job.wants(key):
@@ -109,7 +108,7 @@ def dumped_tensors(run: Storage, job: Job) -> list[ReplayedCalls]:
             part = ReplayedCalls(key, count_histogram(x) if x.dtype in DTYPES else x, about.recipe, about.format, scale)
         if about.scale_source != "engine" and isinstance(part.values, Histogram):
             part = replace(part, scale=recorded.get(key, scale))
-        # Calls under one scale are one histogram, as in the record.
+        # Calls with one scale form one histogram, as in the record.
         apart = about.scale_source == "engine" and about.recipe.startswith("current")
         group = key, about.call if apart or isinstance(part.values, torch.Tensor) else -1
         parts[group] = _together(parts[group], part) if group in parts else part
@@ -117,7 +116,7 @@ def dumped_tensors(run: Storage, job: Job) -> list[ReplayedCalls]:
 
 
 def recompute_in_blocks(job: Job) -> dict[Key, Recipe]:
-    """The block recipes that operands are to be measured under."""
+    """Return the block recipes of operands that are to be measured under one."""
     found = {}
     for layer, role, name in job.about.select(*OPERAND, "recipe").iter_rows():
         recipe = job.recipe or find_recipe(name)
@@ -133,21 +132,21 @@ def _together(first: ReplayedCalls, second: ReplayedCalls) -> ReplayedCalls:
 
 @dataclass(frozen=True)
 class Recomputed:
-    """Operands that were recomputed."""
+    """Recomputed moments and sums of B operands."""
 
     keys: list[Key]
     recipes: list[str]
-    #: of all calls together; None of float32 operands
+    #: histogram of all calls together; None for float32 operands
     totals: list[Histogram | None]
     moments: Moments
     sums: QuantizationSums
-    #: float32 [B], the smallest of those that calls were cast with
+    #: smallest scale of each operand's calls, float32 [B]
     scale: torch.Tensor
     formats: list[FloatFormat]
 
     @classmethod
     def concat(cls, parts: Sequence[Recomputed]) -> Recomputed:
-        """The operands of all parts, in order."""
+        """Concatenate the operands of all parts, in order."""
         return cls(
             [key for part in parts for key in part.keys],
             [recipe for part in parts for recipe in part.recipes],
@@ -159,7 +158,7 @@ class Recomputed:
         )
 
     def with_folds(self, recorded: Collection[Key]) -> Recomputed:
-        """The same, and behind them the recorded aggregates of experts that were all recomputed."""
+        """Append the recorded aggregates of experts, if all their experts were recomputed."""
         experts: dict[Key, list[Key]] = defaultdict(list)
         for layer, role in recorded:
             if aggregate := aggregate_key(layer, role):
@@ -189,7 +188,7 @@ class Recomputed:
         )
 
     def columns(self) -> dict[str, list[Any]]:
-        """As `make_metric_columns`, and what they are about."""
+        """Return the columns of `make_metric_columns`, and the columns that identify their rows."""
         about: dict[str, list[Any]] = {
             "layer": [layer for layer, _ in self.keys],
             "role": [role for _, role in self.keys],
@@ -205,7 +204,7 @@ def _added_up(histograms: Sequence[Histogram | None]) -> Histogram | None:
 
 
 def group_by_key(parts: Iterable[ReplayedCalls]) -> list[list[ReplayedCalls]]:
-    """The parts of each operand."""
+    """Group parts by operand."""
     groups: dict[Key, list[ReplayedCalls]] = defaultdict(list)
     for part in parts:
         groups[part.key].append(part)
@@ -213,7 +212,7 @@ def group_by_key(parts: Iterable[ReplayedCalls]) -> list[list[ReplayedCalls]]:
 
 
 def recompute_histograms(parts: Sequence[ReplayedCalls], job: Job) -> Recomputed:
-    """All operands at once, from their histograms."""
+    """Recompute all operands at once from their histograms."""
     groups = group_by_key(parts)
     if job.recipe is not None:  # one scale for all calls
         groups = [[replace(g[0], values=sum((p.values for p in g[1:]), g[0].values))] for g in groups]
@@ -234,7 +233,7 @@ def recompute_histograms(parts: Sequence[ReplayedCalls], job: Job) -> Recomputed
 
 
 def recompute_tensors(parts: Sequence[ReplayedCalls], job: Job) -> Recomputed:
-    """One operand, measured directly: of float32, or under a block recipe."""
+    """Measure one operand directly from its tensors, for float32 and block recipes."""
     from ...kernels import quantization_sums
 
     tensors: list[torch.Tensor] = [part.values for part in parts]  # type: ignore[misc]
@@ -255,7 +254,7 @@ def _recipe_of(part: ReplayedCalls, job: Job) -> str:
 
 
 def _moments(tensors: Sequence[torch.Tensor]) -> tuple[Moments, Moments, Histogram | None]:
-    """Moments of each tensor, those of all of them as one, and the histogram of these, where it is exact."""
+    """Return the moments of each tensor, those of all together, and their common histogram if it is exact."""
     from ...kernels import count_histogram
 
     if tensors[0].dtype in DTYPES:
@@ -267,7 +266,7 @@ def _moments(tensors: Sequence[torch.Tensor]) -> tuple[Moments, Moments, Histogr
 
 
 def _casts(parts: Sequence[ReplayedCalls], amax: torch.Tensor, job: Job) -> tuple[torch.Tensor, list[FloatFormat]]:
-    """Scale, float32 [P], and format of each part: those in use, or what the job's recipe makes of its amax."""
+    """Return scale, float32 [P], and format of each part: those in use, or those of the job's recipe for its amax."""
     if job.recipe is None:
         return torch.tensor([part.scale for part in parts]).float(), [part.format for part in parts]
     formats = [job.recipe.format_of(part.key[1]) for part in parts]

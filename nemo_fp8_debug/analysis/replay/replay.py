@@ -1,7 +1,7 @@
-"""Metrics of a recorded run under another recipe: "would current scaling have saved it?".
+"""Compute the metrics of a recorded run under another recipe: "would current scaling have saved it?".
 
-From its histograms, or from the tensors that it dumped; both give the same metrics. Steps are computed in parallel, on this
-machine or on a cluster; delayed scales, which follow from step to step, come from the recorded amax beforehand.
+The metrics come from histograms or from dumped tensors, with the same result. Steps are computed in parallel, on this
+machine or on a cluster. Delayed scales depend on earlier steps, so they are first computed from the recorded amax.
 """
 
 from __future__ import annotations
@@ -44,19 +44,19 @@ from .recomputed import (
 _J = TypeVar("_J")
 _R = TypeVar("_R")
 
-#: fewer jobs than this take longer to hand out than to do
+#: with fewer jobs, starting processes takes longer than the work
 _FEW = 16
 
 
 def map_in_parallel(call: Callable[[_J], _R], jobs: Sequence[_J], cluster: str | None = None) -> list[_R]:
-    """Results of `call` for each job, in their order.
+    """Return the results of `call` for each job, in order.
 
     Args:
-        cluster: None: processes on this machine, where there are many jobs; `ray`: the Ray cluster that this machine belongs
-            to; `ray://HOST:PORT`: another; `tcp://HOST:PORT`: the scheduler of a Dask cluster.
+        cluster: `ray` for the Ray cluster of this machine, `ray://HOST:PORT` for another one, or `tcp://HOST:PORT` for the
+            scheduler of a Dask cluster. None: this machine, with several processes if there are many jobs.
 
     Raises:
-        ConfigError: the cluster cannot be reached, or its package is not installed.
+        ConfigError: the cluster is unreachable, or its package is not installed.
     """
     if cluster is None:
         if len(jobs) < _FEW:
@@ -68,8 +68,8 @@ def map_in_parallel(call: Callable[[_J], _R], jobs: Sequence[_J], cluster: str |
         if "://" in cluster:
             return _on_dask(call, jobs, cluster)
     except (ImportError, OSError, ConnectionError, RuntimeError) as error:
-        raise ConfigError(f"the cluster {cluster} cannot be used: {type(error).__name__}: {error}") from None
-    raise ConfigError(f"cluster is {cluster!r}; use ray, ray://HOST:PORT, or tcp://HOST:PORT for Dask")
+        raise ConfigError(f"no connection to the cluster {cluster}: {type(error).__name__}: {error}") from None
+    raise ConfigError(f"unknown cluster {cluster!r}; use ray, ray://HOST:PORT, or tcp://HOST:PORT for Dask")
 
 
 def _run(call: Callable[[_J], _R], jobs: Sequence[_J]) -> list[_R]:
@@ -95,7 +95,7 @@ def _on_dask(call: Callable[[_J], _R], jobs: Sequence[_J], cluster: str) -> list
         return _run(call, jobs)
 
 
-#: what the metrics of a step are recomputed from
+#: sources of recomputed metrics
 SOURCES = ("histograms", "dumps")
 
 
@@ -109,27 +109,27 @@ def replay(
 ) -> pl.DataFrame:
     """Recompute every metric of a run, under its own recipe or another.
 
-    Delayed scaling takes its history from the sampled steps, and the tensor's own amax where it has none yet. Current
-    scaling gives all micro-batches of a step one scale, as it does where a run tries it. Histograms
-    of float32 operands are of values rounded to bfloat16, so their rows are approximate; those of dumps are exact. Of a run
-    measured under a block recipe, histograms give only the metrics that need no scale.
+    Delayed scaling takes its history from the sampled steps, or the tensor's own amax if there is no history yet. Current
+    scaling gives all micro-batches of a step one scale, as what-if recipes do. Histograms of float32 operands hold values
+    rounded to bfloat16, so their rows are approximate, while rows of dumps are exact. For a run under a block recipe,
+    histograms give only the metrics that need no scale.
 
     Args:
         address: the run's record, or a folder above it; any fsspec address.
-        recipe: a name, perhaps with options (`current-e4m3`, `delayed(margin=1)`), or a dict (`{"name": "delayed", "margin":
-            1}`); None: the scales that were in use, which gives the recorded metrics again.
-        source: what to recompute from: "histograms", or "dumps", the tensors that the first rank dumped.
+        recipe: a name with or without options (`current-e4m3`, `delayed(margin=1)`), or a dict (`{"name": "delayed",
+            "margin": 1}`). None: the scales that were in use, which reproduces the recorded metrics.
+        source: "histograms", or "dumps" for the tensors that the first rank dumped.
         cluster: `ray`, `ray://HOST:PORT`, or `tcp://HOST:PORT` of a Dask scheduler; None: processes of this machine.
-        steps: numbers of the sampled steps to recompute; None: all. Histories take in all of them.
-        only: operands to recompute, (layer, role) each, an expert aggregate for all of its experts; None: all.
+        steps: sampled steps to recompute; None: all. Histories always include all sampled steps.
+        only: operands to recompute, (layer, role) each. An expert aggregate selects all its experts. None: all.
 
     Returns:
-        A polars frame, rows of the `replayed` table; `rounded` marks those that are approximate. A file that cannot be
-        read is named in a warning and left out.
+        A polars frame with rows of the `replayed` table; `rounded` marks approximate rows. Unreadable files are left out
+        with a warning.
 
     Raises:
         RecordError: there is no record.
-        ConfigError: the recipe or the cluster cannot be used.
+        ConfigError: the recipe or the cluster is invalid.
 
     Example:
         >>> rows = replay("runs/bad", "current-e5m2", steps=[60])
@@ -139,7 +139,7 @@ def replay(
     run = find_run(address)
     wanted = None if recipe is None else parse_recipe(recipe)
     if wanted and source == "histograms":
-        refuse_blocks(wanted, "replay from histograms, which know nothing of blocks (dumps do),")
+        refuse_blocks(wanted, "replay from histograms, which do not contain blocks (dumps do),")
     metrics = _keep(Metrics.read(run), only)
     recorded = (metrics if steps is None else metrics.over(np.array(sorted(steps)))).frame()
     scales = _scales(metrics, wanted)
@@ -166,7 +166,7 @@ def _keep(metrics: Metrics, only: Collection[Key] | None) -> Metrics:
 
 
 def _scales(metrics: Metrics, recipe: Recipe | None) -> dict[int, dict[Key, torch.Tensor | CurrentScaling | BlockRule]]:
-    """Return by sampled step what a recipe would have cast each operand with."""
+    """Return the scales that a recipe would have used for each operand, by sampled step."""
     if recipe is None:
         return {}
     recorded = metrics.frame(["amax"])
@@ -194,7 +194,7 @@ def _replay_step(job: Job) -> pl.DataFrame:
 
 
 def _as_rows(job: Job, columns: dict[str, list[Any]]) -> pl.DataFrame:
-    """Return rows of the `replayed` table; what does not depend on the recipe is taken from the recorded ones."""
+    """Return rows of the `replayed` table. Columns that do not depend on the recipe come from the recorded rows."""
     schema = SCHEMAS["replayed"]
     columns |= unscale_columns(columns, job.multiplier)
     measured = pl.DataFrame({name: pl.Series(values, dtype=schema[name]) for name, values in columns.items()})
@@ -206,13 +206,13 @@ def _as_rows(job: Job, columns: dict[str, list[Any]]) -> pl.DataFrame:
 
 
 def add_to_record(address: str | os.PathLike[str], replayed: pl.DataFrame) -> None:
-    """Keep replayed rows in the record, in its table `replayed`.
+    """Add replayed rows to the table `replayed` of the record.
 
     Raises:
-        RecordError: there is no record, or it cannot be written.
+        RecordError: there is no record, or it is not writable.
     """
     run = find_run(address)
     try:
         add_rows(run, "replayed", replayed)
-    except Exception as error:  # every driver of a remote file system has errors of its own
+    except Exception as error:  # drivers of remote file systems raise errors of their own
         raise RecordError(f"the record at {run} cannot be written: {error}") from None

@@ -1,1 +1,1 @@
-"""Analyses that the tab runs in processes of their own. Internal."""
+"""Run analyses of the tab in separate processes. Internal."""

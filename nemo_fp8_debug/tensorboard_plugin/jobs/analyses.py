@@ -1,4 +1,4 @@
-"""What jobs compute: the verdict on a run, its headline, and a recipe tried on all tensors of a step."""
+"""The analyses of jobs: the verdict on a run, its headline, and a recipe tried on all tensors of a step."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ if TYPE_CHECKING:  # torch takes seconds to import
     from ...analysis.recommendation.recommend import Recommendation
 
 
-#: told what is known so far
+#: function that receives partial results
 Tell = Callable[[Mapping[str, Any]], None]
 
 
 def tell_nobody(partial: Mapping[str, Any]) -> None:
-    """Tell nobody: a caller that asked for the whole answer alone."""
+    """Ignore partial results, for callers that need only the whole answer."""
 
 
 def judge_run(
@@ -44,12 +44,12 @@ def judge_run(
     """Compare, diagnose and recommend, as the commands of these names do.
 
     Args:
-        renames: of the run's layers, as `compare` takes them.
-        tell: called with what is known so far: `stage` (`loss`, `comparison`, `diagnosis`), and `story`, whose headline is
-            filled in part by part; with the last of them `diagnosis`.
+        renames: rules for the run's layer names, as in `compare`.
+        tell: function that receives partial results: `stage` (`loss`, `comparison`, `diagnosis`), `story` with a growing
+            headline, and in the last stage `diagnosis`.
 
     Raises:
-        RecordError: a record is unreadable, or has nothing to go by.
+        RecordError: a record is unreadable, or has no sampled step.
     """
     with capture_warnings() as heard:
         told = _headline_of_losses(run, baseline, by)
@@ -75,10 +75,10 @@ def judge_run(
 
 
 def judge_headline(run: str, baseline: str | None, reference: str | None, by: str) -> dict[str, Any]:
-    """Judge a run and return the headline alone, without what to change: torch would be imported for that.
+    """Judge a run and return only the headline, without recommended changes, which would import torch.
 
     Raises:
-        RecordError: a record is unreadable, or has nothing to go by.
+        RecordError: a record is unreadable, or has no sampled step.
     """
     with capture_warnings():
         runs = _read(run, baseline, reference, by)
@@ -95,7 +95,7 @@ def _read(run: str, baseline: str | None, reference: str | None, by: str) -> tup
 
 
 def _headline_of_losses(run: str, baseline: str | None, by: str) -> dict[str, Any]:
-    """What the losses tell, which takes little to read."""
+    """Return the headline from losses alone, which are fast to read."""
     mine, theirs = (None if record is None else Run.read(record, by, held=0) for record in (run, baseline))
     assert mine is not None
     loss = LossOutcome.of(mine.loss, None if theirs is None else theirs.loss)
@@ -105,7 +105,7 @@ def _headline_of_losses(run: str, baseline: str | None, by: str) -> dict[str, An
 def _diagnosed(
     run: Run, baseline: Run | None, reference: Run | None, by: str, headline: dict[str, Any], tell: Tell
 ) -> Diagnosis:
-    """Tells between the comparison and the diagnosis."""
+    """Compare and diagnose a run, with a partial result in between."""
     if baseline is None:
         return diagnose(run, None, reference, by)
     comparison = compare_for_diagnosis(run, baseline, reference, by)
@@ -116,7 +116,7 @@ def _diagnosed(
 
 
 def _compared(found: Diagnosis, comparison: Comparison) -> dict[str, Any]:
-    """A comparison whose tensors are in the order of harm."""
+    """Return a comparison as plain values, its tensors in the order of harm."""
     told = to_json(comparison)
     return told | {"tensors": order_by_harm(told["tensors"], found)}
 
@@ -127,18 +127,18 @@ def _with_notes(found: Diagnosis, heard: Sequence[str], more: Sequence[str] = ()
 
 
 def _recommend(found: Diagnosis) -> tuple[Recommendation | None, list[str]]:
-    """Return the cheapest changes, as `nemo-fp8-debug recommend` finds them; or why there are none."""
+    """Return the cheapest changes, as in `nemo-fp8-debug recommend`, or None and the reason."""
     from ...analysis.recommendation.snippets import list_unwritten
 
     try:
         recommendation = found.recommend()
         return replace(recommendation, notes=(*recommendation.notes, *list_unwritten(recommendation))), []
     except (ConfigError, RecordError) as error:
-        return None, [f"Nothing can be recommended: {error}."]
+        return None, [f"No change can be recommended: {error}."]
 
 
 def _list_snippets(found: Recommendation) -> list[dict[str, Any]]:
-    """The files that make the changes, the plan first: name, about, text, coarser."""
+    """Return the files with the changes, the plan first: name, about, text and coarser."""
     from ...analysis.recommendation.snippets import PLAN, make_snippets
 
     made = [asdict(snippet) for snippet in make_snippets(found)]
@@ -148,18 +148,18 @@ def _list_snippets(found: Recommendation) -> list[dict[str, Any]]:
     return [plan | {"coarser": ()}, *made]
 
 
-#: rows of metrics of a record that is replayed
+#: largest number of metric rows in a record to replay
 _MOST_REPLAYED = 8_000_000
 
 
 def try_recipe(run: str, step: int, recipe: str) -> dict[str, Any]:
     """Return metrics of all tensors at a sampled step under another recipe, from histograms.
 
-    `rounded` marks those of float32 tensors, which are approximate.
+    `rounded` marks approximate metrics of float32 tensors.
 
     Raises:
-        ConfigError: the recipe is none, or histograms cannot tell.
-        RecordError: there are no histograms of that step.
+        ConfigError: the recipe is invalid, or needs more than histograms.
+        RecordError: there are no histograms of that step, or too many rows.
     """
     from ...analysis.replay.replay import replay
 

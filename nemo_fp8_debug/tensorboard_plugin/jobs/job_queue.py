@@ -1,7 +1,7 @@
-"""Run what is too large for TensorBoard's own process: one child process at a time, whose memory goes with it.
+"""Run jobs that are too large for TensorBoard's own process, in one child process at a time, which frees its memory.
 
-The child reads one request from stdin, and ends when that is closed. It writes lines of JSON to stdout: what it knows so
-far, and last the answer.
+The child reads one request from stdin, and ends when stdin closes. It writes lines of JSON to stdout: partial results, and
+last the answer.
 """
 
 from __future__ import annotations
@@ -29,55 +29,55 @@ from ...analysis.formatting import make_jsonable
 from ...core.threads import run_in_background
 from ...errors import ConfigError, RecordError, warn
 
-#: told what is known so far
+#: function that receives partial results
 _Tell = Callable[[Mapping[str, Any]], None]
-#: environment variable: GiB that a job may take
+#: environment variable with the largest memory of a job, in GiB
 MEMORY = "NEMO_FP8_DEBUG_JOB_GIB"
 _GIB = 1 << 30
-#: of the machine's memory, unless that is set
+#: default limit, as a share of the machine's memory
 _SHARE = 0.5
 _CGROUP = Path("/sys/fs/cgroup/memory.max")
 
 
 def read_memory_limit() -> int:
-    """Return the bytes that a job may take: what the environment says, or half of what there is."""
+    """Return the bytes that a job may use: the limit from the environment, or half of the machine's memory."""
     given = os.environ.get(MEMORY, "")
     with contextlib.suppress(ValueError):
         if 0 < float(given) < math.inf:
             return int(float(given) * _GIB)
     if given:
-        warn(f"{MEMORY} is {given[:40]!r}; it takes a number of GiB above 0, and half of the memory is the limit")
+        warn(f"{MEMORY} must be a number of GiB above 0, not {given[:40]!r}; the limit is half of the memory instead")
     return int(_there_is() * _SHARE)
 
 
 def _there_is() -> int:
     machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    with contextlib.suppress(OSError, ValueError):  # not every machine has one, and it may hold "max"
+    with contextlib.suppress(OSError, ValueError):  # the file may be missing, or hold "max"
         return min(machine, int(_CGROUP.read_text()))
     return machine
 
 
 def measure_memory(pid: int) -> int:
-    """Return the bytes of a process that no file holds as well; 0 if the system does not tell, as on macOS."""
+    """Return the memory of a process without mapped files, in bytes; 0 if the system does not report it, as on macOS."""
     with contextlib.suppress(OSError, ValueError, IndexError):
         lines = (line.split() for line in Path(f"/proc/{pid}/status").read_text().splitlines())
         return sum(int(line[1]) << 10 for line in lines if line[0] in ("RssAnon:", "RssShmem:", "VmSwap:"))
     return 0
 
 
-#: seconds after which a job that nobody asks about is stopped, and a failure or a result of a grown record is forgotten
+#: seconds without requests after which a job is stopped, and seconds for which a failure or an outdated result is kept
 _ABANDONED, _STALE = 60.0, 30.0
-#: seconds after which one that waits makes room for others if nobody has asked about it, and that one may run for
+#: seconds without requests after which a waiting job makes room for others, and longest time of a job in seconds
 _UNASKED, _LONGEST = 5.0, 1800.0
-#: finished jobs that are kept, and such as wait
+#: largest number of finished jobs to keep, and of waiting jobs
 _KEPT, _WAITING = 8, 16
-#: seconds between two looks at the child
+#: seconds between two checks of the child
 _LOOK = 0.1
 _TOO_LARGE = (
-    "It was stopped, since it took more than {:.3g} GiB of memory. Run `nemo-fp8-debug` on the records, or start "
+    "The job was stopped because it used more than {:.3g} GiB of memory. Run `nemo-fp8-debug` on the records, or start "
     f"TensorBoard with the environment variable {MEMORY} set to more."
 )
-# The child finds its modules where this process does; the folder that it is started in is not among them.
+# The child uses this process's module path, without the folder in which it starts.
 _PROGRAM = "import sys; sys.path[:] = {}; from nemo_fp8_debug.tensorboard_plugin.jobs.job_queue import main; main()"
 
 
@@ -87,21 +87,21 @@ class _Job:
     version: str
     asked: float
     began: float
-    #: what is known so far; None: nothing
+    #: partial result, or None
     partial: Any = None
     answer: dict[str, Any] | None = None
     ended: float = 0.0
     delivered: bool = field(default=False)
 
     def is_stale(self, version: str, now: float) -> bool:
-        """Return True if a delivered result is outdated: a record has grown since, or the job failed a while ago."""
+        """Return True if a delivered result is outdated, because a record has grown or the job failed a while ago."""
         if self.answer is None or not self.delivered or now - self.ended < _STALE:
             return False
         return self.version != version or self.answer["state"] == "failed"
 
 
 class JobQueue:
-    """Jobs by what they are; one runs, others wait."""
+    """A queue of jobs by request, of which one runs at a time."""
 
     def __init__(self) -> None:
         self._jobs: dict[str, _Job] = {}
@@ -112,14 +112,14 @@ class JobQueue:
         atexit.register(self.stop)
 
     def ask(self, what: Mapping[str, Any], version: str) -> dict[str, Any]:
-        """Return how far a job is; begin a new one.
+        """Return the state of a job. Add the job if it is new.
 
         Args:
-            what: the request, as `child.main` takes it.
-            version: of all records that it reads.
+            what: the request, as `main` reads it.
+            version: version of all records that the job reads.
 
         Returns:
-            state: working (for how many seconds, and what is known so far), done (and its result), or failed (and why).
+            `state`: `working` (with `seconds` and `partial`), `done` (with `result`) or `failed` (with `error`).
         """
         key, now = json.dumps(what, sort_keys=True), time.monotonic()
         with self._lock:
@@ -128,7 +128,7 @@ class JobQueue:
                 self._forget()
                 self._make_room(now)
                 if sum(held.answer is None for held in self._jobs.values()) >= _WAITING:
-                    return {"state": "failed", "error": "Too much is being computed already; try again in a minute."}
+                    return {"state": "failed", "error": "Too many jobs are waiting; try again in a minute."}
                 job = self._jobs[key] = _Job(what, version, now, now)
             job.asked = now
             if job.answer is None:
@@ -138,20 +138,20 @@ class JobQueue:
             return job.answer
 
     def stop(self) -> None:
-        """End what runs."""
+        """Stop the running job and drop all others."""
         with self._lock:
             self._jobs.clear()
         if self._child is not None:
             _kill(self._child)
 
     def _forget(self) -> None:
-        """Leave room for one more result."""
+        """Drop old results to make room for one more."""
         finished = sorted((key for key, job in self._jobs.items() if job.answer), key=lambda key: self._jobs[key].asked)
         for key in finished[: max(0, len(finished) - _KEPT + 1)]:
             del self._jobs[key]
 
     def _make_room(self, now: float) -> None:
-        """Drop jobs that wait and that nobody asks about, if too many wait."""
+        """If too many jobs wait, drop those without recent requests."""
         waiting = [key for key, job in self._jobs.items() if job.answer is None and job is not self._running]
         if len(waiting) >= _WAITING - 1:
             for key in waiting:
@@ -168,7 +168,7 @@ class JobQueue:
             try:
                 answer = self._done(job)
             except Exception as error:
-                answer = _failed(f"It could not be computed ({type(error).__name__}: {error}).")
+                answer = _failed(f"The job failed ({type(error).__name__}: {error}).")
             with self._lock:
                 job.answer, job.ended = answer, time.monotonic()
 
@@ -185,7 +185,7 @@ class JobQueue:
             return self._running
 
     def _done(self, job: _Job) -> dict[str, Any]:
-        """Run a job in a child; stopped when nobody asks any more, or when it takes too long or too much memory."""
+        """Run a job in a child. Stop it without requests, or if it takes too long or too much memory."""
         began, most = time.monotonic(), read_memory_limit()
         environment = os.environ | {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
         child = subprocess.Popen(
@@ -201,14 +201,14 @@ class JobQueue:
         said = run_in_background("fp8-job-output", partial(_listen, child.stdout, job))
         try:
             with contextlib.suppress(OSError):
-                # Left open: when it closes, because this process is gone, the child ends.
+                # stdin stays open, so that the child ends when this process is gone.
                 child.stdin.write(json.dumps(dict(job.what)).encode() + b"\n")
                 child.stdin.flush()
             while child.poll() is None:
                 if time.monotonic() - job.asked > _ABANDONED:
-                    return _failed("It was stopped, since nobody asked for it any more; ask again.")
+                    return _failed("The job was stopped because no page asked for its result; ask again.")
                 if time.monotonic() - began > _LONGEST:
-                    return _failed(f"It was stopped, since it took more than {_LONGEST / 60:.0f} minutes.")
+                    return _failed(f"The job was stopped because it took more than {_LONGEST / 60:.0f} minutes.")
                 if measure_memory(child.pid) > most:
                     return _failed(_TOO_LARGE.format(most / (1 << 30)))
                 if wait([said], _LOOK).done:
@@ -223,7 +223,7 @@ class JobQueue:
 
 
 def _listen(out: IO[bytes], job: _Job) -> Any:
-    """Keep what a child knows so far, and return its answer, the last line that it writes; None: it has none."""
+    """Keep a child's partial results, and return its answer, the last line, or None."""
     said = None
     for line in out:
         with contextlib.suppress(ValueError, TypeError, KeyError):
@@ -241,7 +241,7 @@ def _outcome(code: int, said: Any) -> dict[str, Any]:
     killed = (
         "was killed, most likely because the machine ran out of memory" if code in (-9, 137) else f"ended with code {code}"
     )
-    return _failed(f"The process that computed it {killed}; run `nemo-fp8-debug` on a machine with more memory.")
+    return _failed(f"The job's process {killed}; run `nemo-fp8-debug` on a machine with more memory.")
 
 
 def _failed(sentence: str) -> dict[str, Any]:
@@ -249,14 +249,14 @@ def _failed(sentence: str) -> dict[str, Any]:
 
 
 def _kill(child: subprocess.Popen[bytes]) -> None:
-    """End a child and what it started."""
+    """End a child and the processes that it started."""
     with contextlib.suppress(OSError):
         os.killpg(child.pid, signal.SIGKILL)
     with contextlib.suppress(subprocess.TimeoutExpired):
         child.wait(5)
 
 
-#: by how much the child gives way to others, TensorBoard's own above all
+#: niceness of the child, so that TensorBoard and other processes come first
 _NICE = 5
 
 
@@ -266,7 +266,7 @@ def main() -> None:
     run_in_background("fp8-parent", _end_with_the_parent)
     os.nice(_NICE)
     out = os.dup(1)
-    os.dup2(2, 1)  # what libraries print is not part of the answer
+    os.dup2(2, 1)  # output of libraries goes to stderr
     with os.fdopen(out, "w") as file:
 
         def write(line: dict[str, Any]) -> None:
@@ -277,40 +277,40 @@ def main() -> None:
 
 
 def answer_request(request: dict[str, Any], tell: _Tell = lambda partial: None) -> dict[str, Any]:
-    """Return what a request comes to, as the browser gets it.
+    """Return the answer to a request, as the browser gets it.
 
     Args:
-        tell: called with what is known so far.
+        tell: function that receives partial results.
     """
     try:
-        # For so little, others take longer to start, and one process was promised.
+        # Starting more processes would take longer than the work, and a job may use only one.
         with joblib.parallel_config("sequential"):
             return {"state": "done", "result": make_jsonable(_compute(request.pop("kind"), request, tell))}
     except (ConfigError, RecordError) as error:
         return _failed(str(error))
     except MemoryError:
-        return _failed("It takes more memory than there is; run `nemo-fp8-debug` on a larger machine.")
-    except Exception as error:  # of a record that no check has found out
+        return _failed("The job needs more memory than there is; run `nemo-fp8-debug` on a larger machine.")
+    except Exception as error:  # for example a damaged record that passed all checks
         told = " ".join(f"{type(error).__name__}: {error}".split())
-        return _failed(f"It could not be computed ({told}).")
+        return _failed(f"The job failed ({told}).")
 
 
 def _compute(kind: str, request: dict[str, Any], tell: _Tell) -> Any:
-    """Compute what a kind of job is about."""
-    # Imported when asked for: it takes as long as some jobs.
+    """Compute a job of a kind."""
+    # Imported only now, because the import takes as long as some jobs.
     from .analyses import judge_headline, judge_run, try_recipe
 
     if kind == "verdict":
         return judge_run(**request, tell=tell)
     if kind == "headline":
-        del request["version"]  # it tells jobs of a record that grows apart
+        del request["version"]  # only separates jobs of different states of a record
         return judge_headline(**request)
     return try_recipe(**request)
 
 
 def _end_with_the_parent() -> None:
-    while os.read(0, 1):  # sys.stdin could not be closed at exit while it is read
+    while os.read(0, 1):  # not sys.stdin, which could not be closed at exit during a read
         pass
     with contextlib.suppress(OSError):
-        os.killpg(0, signal.SIGKILL)  # and what this process started
+        os.killpg(0, signal.SIGKILL)  # also ends the processes that this one started
     os._exit(1)

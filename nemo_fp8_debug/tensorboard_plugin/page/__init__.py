@@ -1,1 +1,1 @@
-"""The tab's page without TensorBoard: served by itself, as a folder, and as a report in one file. Internal."""
+"""Show the tab's page without TensorBoard: with a server, as a folder, or as a report in one file. Internal."""

@@ -1,4 +1,4 @@
-"""Ask the tab's routes from Python, and hold the answers that a page needs."""
+"""Call the tab's routes from Python, and collect the answers that a page needs."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from ..web import Refused, encode_json
 _LOOK = 0.2
 
 
-#: where nothing says what is wrong with a tensor
+#: metric to show for tensors without a finding
 USUAL_METRIC = "relative_error"
 
 
 @dataclass(frozen=True)
 class ShownTensor:
-    """A tensor that matters, since when, and by which metric."""
+    """A tensor to show, with its onset and metric."""
 
     layer: str
     role: str
@@ -36,7 +36,7 @@ class ShownTensor:
 
     @property
     def title(self) -> str:
-        """Return what people call it."""
+        """Return the usual name of the tensor."""
         return f"{SHOWN_AS[self.role]} of {self.layer}"
 
 
@@ -48,23 +48,23 @@ def choose_tensors(result: Mapping[str, Any], most: int) -> list[ShownTensor]:
 
 
 class RouteClient:
-    """Questions about the records below some folders."""
+    """A client of the tab's routes, for the records below some folders."""
 
     def __init__(self, roots: Sequence[Root], renames: Sequence[str] = ()) -> None:
         """
         Args:
-            renames: of the runs' layers, as `compare` takes them.
+            renames: rules for the runs' layer names, as in `compare`.
         """
         self._plugin = FP8Plugin.open_folders(roots, renames)
         self._plugin.await_records()
         self._routes = self._plugin.routes()
 
     def list_routes(self, parameters: Iterable[str]) -> list[str]:
-        """Return the routes that take these parameters and no other."""
+        """Return the routes that take exactly these parameters."""
         return [name for name, route in self._routes.items() if set(route.parameters) == set(parameters)]
 
     def ask(self, route: str, **parameters: object) -> Any:
-        """Return the answer, bytes or what JSON can say; leave out parameters that are None.
+        """Return the answer of a route, bytes or values for JSON. Leave out parameters that are None.
 
         Raises:
             Refused: there is no such run, tensor or step.
@@ -73,27 +73,27 @@ class RouteClient:
         return self._routes[route].answer_query(given)
 
     def try_to_ask(self, route: str, **parameters: object) -> Any:
-        """Return the answer, or None if there is none."""
+        """Return the answer of a route, or None if the request is refused."""
         try:
             return self.ask(route, **parameters)
         except Refused:
             return None
 
     def rename_tensor(self, run: str, baseline: str | None, tensor: ShownTensor) -> ShownTensor:
-        """Return a tensor of a verdict, which has the baseline's names, as the record of a run calls it."""
+        """Return a tensor of a verdict with the layer's name in the run's record instead of the baseline's."""
         if baseline in (None, run):
             return tensor
         names = self.ask("names", run=run, baseline=baseline)["names"]
         return replace(tensor, layer=next((own for own, theirs in names.items() if theirs == tensor.layer), tensor.layer))
 
     def await_verdict(self, names: Mapping[str, Any], by: str = "step") -> dict[str, Any]:
-        """Return the verdict of runs by part (run, baseline, reference), as a job: done or failed."""
+        """Wait for the verdict of runs by part (run, baseline, reference), and return the finished job."""
         while (job := self._plugin.ask_verdict(**names, by=by))["state"] == "working":
             time.sleep(_LOOK)
         return job
 
 
-#: what JavaScript's encodeURIComponent leaves as it is
+#: characters that JavaScript's encodeURIComponent does not escape
 _PLAIN = "!'()*~-_."
 
 
@@ -109,15 +109,15 @@ def name_answer(route: str, **parameters: object) -> str:
 
 
 class PackedAnswers:
-    """Answers by name, each gzip in base64."""
+    """Answers by name, each as gzip in base64."""
 
     def __init__(self) -> None:
         self._texts: dict[str, str] = {}
-        #: characters of all
+        #: number of characters of all answers
         self.size = 0
 
     def put(self, name: str, answer: Any) -> int:
-        """Hold an answer, bytes or what JSON can say; how many characters it takes."""
+        """Add an answer, bytes or values for JSON, and return its number of characters."""
         content = answer if isinstance(answer, bytes) else encode_json(answer).encode()
         text = base64.b64encode(gzip.compress(content, mtime=0)).decode()
         self.size += len(text) - len(self._texts.get(name, ""))
@@ -125,11 +125,11 @@ class PackedAnswers:
         return len(text)
 
     def names(self) -> list[str]:
-        """Return the names of all that is held."""
+        """Return the names of all answers."""
         return list(self._texts)
 
     def keep(self, names: Collection[str]) -> None:
-        """Let go of everything else."""
+        """Drop all answers except these."""
         self._texts = {name: text for name, text in self._texts.items() if name in names}
         self.size = sum(map(len, self._texts.values()))
 
@@ -138,63 +138,63 @@ class PackedAnswers:
 
 
 def encode_script(value: Any) -> str:
-    """Return JSON that can stand in a script of a page, whatever text is in it."""
+    """Return JSON that is safe in a script of a page for any text."""
     return encode_json(value).replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
 
 
-#: points of a loss or a timeline
+#: largest number of points of a loss or a timeline
 POINTS = 1000
-#: metrics that are asked for at once
+#: largest number of metrics in one request
 _AT_ONCE = 16
-#: columns of a course as the page asks for them, at least, and values of one at most
+#: columns of a course by default and at least, and largest number of values in a course
 _COLUMNS, _LEAST_COLUMNS, _COURSE = 800, 20, 60_000
 
 
 class PageContents:
-    """Answers for a page, by what they are about."""
+    """The answers for a page, added by subject."""
 
     def __init__(self, client: RouteClient) -> None:
         self.client, self.held = client, PackedAnswers()
         self._headlines: dict[str, Any] = {}
 
     def add_runs(self, told: Sequence[str]) -> None:
-        """Add the list of runs, none of which grows any more, and what there is to say about the page."""
+        """Add the list of runs, with growing runs marked as still, and the notes about the page."""
         answer = self.client.ask("runs")
         still = [run | {"state": "still" if run["state"] == "growing" else run["state"]} for run in answer["runs"]]
         self.held.put(name_answer("runs"), answer | {"runs": still, "told": list(told)})
 
     def add_run(self, run: str, table: str, steps: Sequence[int]) -> None:
-        """Add what there is to know of a run, of which these sampled steps are in the page."""
+        """Add the description of a run, with only the sampled steps that are in the page."""
         answer = self.client.ask("run", run=run, table=table)
         self.held.put(name_answer("run", run=run, table=table), answer | {"steps": list(steps)})
 
     def add_about(self, **about: str) -> None:
-        """Add what every route answers that takes just these parameters, such as a run and a baseline."""
+        """Add the answers of all routes that take exactly these parameters, such as a run and a baseline."""
         for route in self.client.list_routes(about):
             if (answer := self.client.try_to_ask(route, **about)) is not None:
                 self.held.put(name_answer(route, **about), thin_columns(answer, POINTS))
 
     def add_names(self, run: str, baseline: str) -> None:
-        """Add what a baseline calls layers of a run, if it calls any otherwise."""
+        """Add a baseline's names of a run's layers, if any differ."""
         answer = self.client.ask("names", run=run, baseline=baseline)
         if answer["names"]:
             self.held.put(name_answer("names", run=run, baseline=baseline), answer)
 
     def add_frames(self, run: str, metric: str, table: str, steps: Sequence[int]) -> int:
-        """Add a metric of all tensors at steps; return how many characters that takes."""
+        """Add a metric of all tensors at steps, and return the number of characters."""
         about = {"run": run, "metric": metric, "table": table}
         answers = [self.client.ask("frames", **about, from_=step, to=step) for step in steps]
         return self.held.put(name_answer("frames", **about), join_frames(answers)) if answers else 0
 
     def add_course(self, run: str, metric: str, table: str, tensors: int) -> int:
-        """Add a metric of all tensors over all steps, in fewer columns if they are many; return its characters."""
+        """Add a metric of all tensors over all steps, in fewer columns for many tensors. Return the characters."""
         about = {"run": run, "metric": metric, "table": table}
         columns = max(_LEAST_COLUMNS, min(_COLUMNS, _COURSE // max(1, tensors)))
         answer = self.client.ask("course", **about, columns=columns)
         return self.held.put(name_answer("course", **about), answer)
 
     def add_timeline(self, run: str, layer: str, role: str) -> int:
-        """Add all metrics of a tensor and its ranks; return how many steps, 0 if the run has no such tensor."""
+        """Add all metrics of a tensor and its ranks. Return the number of steps, 0 if the run has no such tensor."""
         metrics = [*list_metrics(metadata.find_table(role)), "ranks", "ranks_missing"]
         asked = [",".join(metrics[i : i + _AT_ONCE]) for i in range(0, len(metrics), _AT_ONCE)]
         answers = [self.client.try_to_ask("timeline", run=run, layer=layer, role=role, metrics=names) for names in asked]
@@ -205,11 +205,11 @@ class PageContents:
         return len(whole["step"])
 
     def add_histograms(self, run: str, layer: str, role: str, steps: Iterable[int]) -> int:
-        """Add distributions of a tensor at steps; return how many characters they take."""
+        """Add distributions of a tensor at steps, and return the number of characters."""
         return self._at_steps("histogram", steps, run=run, layer=layer, role=role)
 
     def add_others(self, run: str, steps: Iterable[int]) -> int:
-        """Add what was recorded under recipes that were not in use; return how many characters it takes."""
+        """Add the metrics under recipes that were not in use, and return the number of characters."""
         return self._at_steps("others", steps, run=run)
 
     def _at_steps(self, route: str, steps: Iterable[int], **about: str) -> int:
@@ -218,11 +218,11 @@ class PageContents:
         return self.held.put(name_answer(route, **about), [by_step[step] for step in sorted(by_step)]) if by_step else 0
 
     def add_fingerprints(self, a: str, b: str | None = None) -> None:
-        """Add the settings of a run, or of two and in what they differ."""
+        """Add the settings of a run, or of two runs with their differences."""
         self.held.put(name_answer("fingerprints", a=a, b=b), self.client.ask("fingerprints", a=a, b=b))
 
     def add_verdict(self, names: Mapping[str, str | None], job: Mapping[str, Any]) -> None:
-        """Add the verdict of runs by part, a job that has ended."""
+        """Add the verdict of runs by part, as a finished job."""
         self.held.put(name_answer("verdict", **names), job)
         if job["state"] == "done":
             self._headlines[str(names["run"])] = job["result"]["story"]["headline"]
@@ -237,7 +237,7 @@ class PageContents:
 
 
 def list_metrics(table: str) -> list[str]:
-    """Return the names of the metrics that are offered for tensors of a table."""
+    """Return the names of the metrics for tensors of a table."""
     return [one["name"] for one in metadata.describe_metrics() if one.get("table", table) == table]
 
 
@@ -247,5 +247,5 @@ def list_steps(client: RouteClient, run: str, table: str) -> list[int]:
 
 
 def choose_nearest(steps: Sequence[int], step: int | None) -> list[int]:
-    """Return the sampled step next to one, or the last; none if nothing was sampled."""
+    """Return a list with the sampled step nearest to a step, or with the last one; empty without samples."""
     return [min(steps, key=lambda one: abs(one - step)) if step is not None else steps[-1]] if steps else []

@@ -1,4 +1,4 @@
-"""A report: what was found of runs against a baseline, in one file that needs nothing but a browser."""
+"""Write a report that compares runs with a baseline, as one file that opens in any browser."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .server import render_alone
 
 @dataclass(frozen=True)
 class Figure:
-    """A view of a report; its state is what the address has of a tab."""
+    """A view in a report. Its state has the same keys as the tab's address."""
 
     title: str
     view: str
@@ -29,7 +29,11 @@ class Figure:
     metric: str | None = None
 
     def state(self, names: Mapping[str, str | None]) -> dict[str, str]:
-        """Return what the page looks at, of runs by part."""
+        """Return the state of the view.
+
+        Args:
+            names: names of the runs by part.
+        """
         about = {"layer": self.tensor.layer, "role": self.tensor.role} if self.tensor else {}
         table = {} if self.tensor is None else {"table": metadata.find_table(self.tensor.role)}
         parts = {part: name or "" for part, name in names.items()}
@@ -38,7 +42,7 @@ class Figure:
 
 
 def choose_figures(result: Mapping[str, Any], tensors: list[ShownTensor], unit: str) -> list[Figure]:
-    """Return the verdict first, then all tensors where it began, then the tensors that matter."""
+    """Return the figures: the verdict, then all tensors at the onset, then the tensors that matter."""
     divergence = result["diagnosis"]["divergence_step"]
 
     def step(of: ShownTensor | None) -> int | None:
@@ -59,18 +63,18 @@ def choose_figures(result: Mapping[str, Any], tensors: list[ShownTensor], unit: 
     return figures
 
 
-#: rows in each list of a verdict
+#: largest number of rows in each list of a verdict
 _ROWS = 60
-#: tensors that are drawn of a run, and of each where there are several runs
+#: number of tensors with figures, for a single run and for each of several runs
 _TENSORS, _OF_EACH = 4, 2
-#: characters of answers; with the script it makes a page of less than 2 MB
+#: largest number of characters of all answers, so that the page with its script stays below 2 MB
 _MOST = 1_100_000
-_MISSING = "This is not in the report: `nemo-fp8-debug view` of the runs shows all of them."
+_MISSING = "This is not in the report. To see everything, run `nemo-fp8-debug view` on the runs."
 
 
 @dataclass(frozen=True)
 class ReportSubject:
-    """What a report is about: addresses of records."""
+    """The subject of a report, by addresses of records."""
 
     baseline: str
     runs: Sequence[str]
@@ -80,7 +84,7 @@ class ReportSubject:
 
 
 def check_report(path: str | os.PathLike[str]) -> None:
-    """Refuse a report that cannot be written, before the work is done.
+    """Refuse a report that is not writable, before the work is done.
 
     Raises:
         ConfigError: the file exists, or its folder does not.
@@ -95,8 +99,8 @@ def write_report(path: str | os.PathLike[str], subject: ReportSubject) -> None:
     """Write a report.
 
     Raises:
-        ConfigError: the file exists or cannot be written.
-        RecordError: nothing can be said of a run.
+        ConfigError: the file exists or is not writable.
+        RecordError: the verdict on a run failed.
     """
     check_report(path)
     content = build_report(subject)
@@ -124,18 +128,18 @@ def build_report(subject: ReportSubject) -> str:
 
 
 class _Report:
-    """Sections, and the answers that they ask for."""
+    """The sections of a report, and the answers that they need."""
 
     def __init__(self, contents: PageContents, baseline: str, most: int) -> None:
         """
         Args:
-            most: tensors that are drawn of a run.
+            most: largest number of tensors with figures for each run.
         """
         self._contents, self._baseline, self._most = contents, baseline, most
         self.told: list[str] = []
 
     def section(self, names: Mapping[str, str | None], subject: ReportSubject) -> dict[str, Any]:
-        """Return what was found of a run, as figures."""
+        """Return the section of a run, with its figures."""
         job = self._contents.client.await_verdict(names, subject.by)
         if job["state"] == "failed":
             raise RecordError(job["error"])
@@ -156,7 +160,7 @@ class _Report:
         return list(self._contents.client.ask("run", run=run, table=table)["tensors"]["layer"])
 
     def _filled(self, figure: Figure, parts: Sequence[str]) -> bool:
-        """Whether there is something to show, and room for it."""
+        """Fill a figure with data. Return False if there is no data or no room."""
         if figure.view == "verdict":
             return True
         held = self._contents.held
@@ -170,7 +174,7 @@ class _Report:
         sizes = [fill(figure, part) for part in parts]  # of all parts
         if held.size > _MOST:
             held.keep(before)
-            self.told.append(f"There is no room for “{figure.title}”: `nemo-fp8-debug view` shows it.")
+            self.told.append(f"“{figure.title}” does not fit in this report: `nemo-fp8-debug view` shows it.")
             return False
         return any(sizes)
 
@@ -199,7 +203,7 @@ class _Report:
         return self._contents.add_histograms(run, **self._tensor(figure, run), steps=steps)
 
     def _tensor(self, figure: Figure, run: str) -> dict[str, str]:
-        """Layer and role of a figure's tensor, as a run's record calls it."""
+        """Return the layer and role of a figure's tensor, by its name in a run's record."""
         assert figure.tensor is not None
         tensor = self._contents.client.rename_tensor(run, self._baseline, figure.tensor)
         return {"layer": tensor.layer, "role": tensor.role}

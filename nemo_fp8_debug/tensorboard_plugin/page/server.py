@@ -1,4 +1,4 @@
-"""The tab's page by itself: served on the tab's own routes, or as a folder that opens from a file share without a server."""
+"""Serve the tab's page without TensorBoard, or export it to a folder that opens without a server."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ from .contents import (
     list_steps,
 )
 
-#: of a page in one file: nothing is loaded from anywhere
+#: security policy of a page in one file, which loads nothing from elsewhere
 _ALONE = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
-_WITHOUT = "This page is drawn by its script: switch JavaScript on to see it."
+_WITHOUT = "This page needs JavaScript: switch JavaScript on to see it."
 
 
 def render_page(title: str, scripts: str, policy: str = "") -> str:
@@ -49,7 +49,7 @@ def render_page(title: str, scripts: str, policy: str = "") -> str:
 
 def render_alone(title: str, data: dict[str, Any]) -> str:
     """Return a page in one file."""
-    # Within strings and comments of a script these mean the same, and nothing to what reads HTML.
+    # In strings and comments of a script, the escapes mean the same, and HTML parsers ignore them.
     code = SCRIPT.read_text(encoding="utf-8").replace("</script", "<\\/script").replace("<!--", "<\\!--")
     return render_page(title, f"<script>{render_data(data)}</script>\n<script>{code}</script>", _ALONE)
 
@@ -59,7 +59,7 @@ def render_data(data: dict[str, Any]) -> str:
     return f"globalThis.fp8DebugPage = {encode_script(data)};"
 
 
-#: where routes lie, as below TensorBoard
+#: prefix of the routes, the same as in TensorBoard
 _ROUTES = "/data/plugin/fp8"
 _POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'unsafe-inline'; img-src 'self' data: blob:; connect-src 'self'; "
@@ -68,21 +68,21 @@ _POLICY = (
 
 
 class _Quiet(WSGIRequestHandler):
-    """Requests are not worth a line each."""
+    """A request handler that logs nothing."""
 
     def log(self, type: str, message: str, *args: Any) -> None:
         """Write nothing."""
 
 
 def bind_server(roots: Sequence[Root], host: str, port: int) -> BaseWSGIServer:
-    """Return a server that is bound and not started.
+    """Return a server that is bound but not started.
 
     Args:
-        host: a name or address of this machine; requests have to name it, localhost, or an address in numbers.
-        port: 0 for any that is free.
+        host: a name or address of this machine. Requests must name this host, localhost, or an address in digits.
+        port: port number; 0 for any free port.
 
     Raises:
-        ConfigError: the address cannot be bound.
+        ConfigError: the address is not available.
     """
     try:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -97,7 +97,7 @@ def bind_server(roots: Sequence[Root], host: str, port: int) -> BaseWSGIServer:
 
 
 def _build_application(roots: Sequence[Root], host: str) -> Callable[..., Iterable[bytes]]:
-    """WSGI: the page at /, its script and the tab's routes below `/data/plugin/fp8`."""
+    """Return a WSGI application: the page at /, its script and the tab's routes below `/data/plugin/fp8`."""
     places = {f"{_ROUTES}{name}": route for name, route in FP8Plugin.open_folders(roots).get_plugin_apps().items()}
     places |= {f"{_ROUTES}/page.js": build_wsgi(PageScript()), "/": build_wsgi(_index)}
     missing, foreign = build_wsgi(_missing), build_wsgi(_foreign)
@@ -126,25 +126,25 @@ def _foreign(request: Request) -> Response:
     raise Foreign("This name is not the server's; open the address that it printed, or name the server with --host.")
 
 
-#: sampled steps of a run at most
+#: largest number of sampled steps of a run
 _STEPS = 128
-#: characters of all maps, of all distributions, and of an answer that stands in the page itself
+#: largest number of characters of all maps, of all distributions, and of an answer inside the page itself
 _MAPS, _DISTRIBUTIONS, _INLINE = 24_000_000, 16_000_000, 1000
-#: steps of a run with distributions, tensors of a verdict with timelines of all steps, rows of its lists, verdicts
+#: largest numbers of a run's steps with distributions, of a verdict's tensors with timelines, of rows in a list, of verdicts
 _HISTOGRAMS, _TENSORS, _ROWS, _VERDICTS = 6, 12, 1000, 20
-#: bytes of a value in a map, packed
+#: packed bytes of one value in a map
 _PACKED = 4.5
 _MISSING = (
-    "This page has no server: it has no answer to that. `nemo-fp8-debug view` of the runs serves all of it; what is in this "
-    "page stands at its top."
+    "This page has no server and does not contain the answer. Its top lists what it contains. To see everything, run "
+    "`nemo-fp8-debug view` on the runs."
 )
 
 
 def export_page(folder: str | os.PathLike[str], addresses: Sequence[str]) -> tuple[int, int]:
-    """Write the page of the runs below some addresses into a new folder; returns how many files and bytes.
+    """Write the page of the runs below some addresses into a new folder. Return the numbers of files and bytes.
 
     Raises:
-        ConfigError: the folder exists or cannot be made, or there is no run.
+        ConfigError: the folder exists or is not writable, or there is no run.
     """
     place = Path(folder)
     if place.exists():
@@ -180,19 +180,19 @@ def _written(place: Path, held: PackedAnswers) -> tuple[int, int]:
 
 
 class _Export:
-    """Answers to all that the views ask, as far as there is room."""
+    """The answers to the requests of all views, as far as there is room."""
 
     def __init__(self, client: RouteClient) -> None:
         self.contents, self._client = PageContents(client), client
         listed = client.ask("runs")["runs"]
         self._runs = [run["name"] for run in listed if run["state"] not in ("unreadable", "empty")]
         if not self._runs:
-            raise ConfigError("there is no run record with samples below these folders; name a folder above some")
+            raise ConfigError("no run record with samples below these folders; give a folder that contains one")
         self._told = [f"Written by nemo-fp8-debug {__version__} on {date.today().isoformat()}: this page does not change."]
         self._matter: dict[str, list[ShownTensor]] = {}
 
     def fill(self) -> None:
-        """Ask for all of it, the verdicts first: what they name comes first where room is short."""
+        """Collect all answers, the verdicts first, because their tensors come first if room is short."""
         self._verdicts()
         tables = [(run, table) for run in self._runs for table in self._client.ask("run", run=run)["tables"]]
         columns = sum(self._width(run, table) for run, table in tables)
@@ -230,7 +230,7 @@ class _Export:
             self._told.append(f"Verdicts are those of the first {_VERDICTS} of {len(others)} runs.")
 
     def _note(self, run: str, baseline: str | None, tensors: Iterable[ShownTensor]) -> None:
-        """That tensors of a verdict matter, as the record of a run calls them."""
+        """Note the tensors of a verdict, by their names in the record of a run."""
         matter = self._matter.setdefault(run, [])
         found = [self._client.rename_tensor(run, baseline, tensor) for tensor in tensors]
         matter += [tensor for tensor in found if tensor not in matter]
@@ -260,7 +260,7 @@ class _Export:
             self._told.append(f"{run}: {len(steps)} of {len(every):,} sampled steps are in this page.")
 
     def _tensors(self) -> None:
-        """Timelines of the tensors that matter, and distributions of as many as there is room for."""
+        """Add timelines of the tensors that matter, and as many distributions as there is room for."""
         taken, there, all_of_them = 0, 0, 0
         for run in self._runs:
             matter = [(tensor.layer, tensor.role) for tensor in self._matter.get(run, [])]
@@ -277,7 +277,7 @@ class _Export:
                     taken += (size := self.contents.add_histograms(run, layer, role, steps))
                     there += size > 0
         self._told.append(
-            f"Distributions of {there:,} of {all_of_them:,} tensors are in it, at up to {_HISTOGRAMS} steps of each run."
+            f"Distributions of {there:,} of {all_of_them:,} tensors are in this page, at up to {_HISTOGRAMS} steps a run."
         )
 
 

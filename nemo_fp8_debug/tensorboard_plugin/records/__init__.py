@@ -1,1 +1,1 @@
-"""What the tab reads of the records. Internal."""
+"""Read records for the tab. Internal."""

@@ -1,4 +1,4 @@
-"""Hold a run against a baseline: layers that are named otherwise, bands of tensors, and the loss."""
+"""Compare a run with a baseline: match layer names, compute bands of tensors, and find when the loss departs."""
 
 from __future__ import annotations
 
@@ -42,24 +42,24 @@ from .part_matrices import NONFINITE, Array, Layers, PartMatrices, RecordIndex
 from .tensor_history import refuse_tensor
 from .thinning import thin_series
 
-#: pairs of records whose names are kept
+#: number of pairs of records whose names are cached
 _PAIRS = 64
 
 
 class LayerNames:
-    """Names of layers by pairs of records, kept as long as these stay the same."""
+    """Cached names of layers by pairs of records."""
 
     def __init__(self, parts: PartMatrices, renames: Sequence[str] = ()) -> None:
         """
         Args:
-            renames: of every run's layers, as `compare` takes them.
+            renames: rules for the layer names of every run, as in `compare`.
         """
         self._parts, self._renames = parts, renames
         self._pairs: Cache[dict[str, Any]] = Cache(_PAIRS)
 
     def match(self, run: Storage, baseline: Storage) -> dict[str, Any]:
-        """Return `names`, the baseline's name of each layer that has another one there, and `how` they were matched."""
-        # Names are matched only if none is in common, which the newest parts tell as a rule.
+        """Return `names`, the baseline's names of layers that differ, and `how` they were matched."""
+        # Names are matched only if the runs share none, which the newest parts usually show.
         if not self._renames and not self._of_newest(run).keys().isdisjoint(self._of_newest(baseline)):
             return {"names": {}, "how": ""}
         versions = [self._parts.index(record).version for record in (run, baseline)]
@@ -69,7 +69,7 @@ class LayerNames:
         first, second = (list(self._of_all(record)) for record in (baseline, run))
         try:
             found = match_layers(first, second, self._renames, lambda: (_sizes(baseline), _sizes(run)))
-        except ConfigError:  # the renames are those of another run's layers
+        except ConfigError:  # the rules are for another run's layers
             found = {}, ""
         return dict(zip(("names", "how"), found, strict=True))
 
@@ -86,25 +86,25 @@ class LayerNames:
 
 
 def _sizes(record: Storage) -> Sizes:
-    with capture_warnings():  # what is damaged is told of by `notes`
+    with capture_warnings():  # the notes of the run report damage
         return read_weight_sizes(Metrics.read(record, held=0))
 
 
-#: points of a metric's band that are drawn at most
+#: largest number of points in a metric's band
 _POINTS = 1000
-#: bands that are kept, of a tensor each, and of 6 metrics
+#: number of cached bands, each for the 6 metrics of a tensor
 _KEPT = 64
-#: bytes that are held of the columns that bands are made of: all of a small record, and little of a large one
+#: bytes of cached columns for bands: all of a small record, and little of a large one
 _HELD = 64 << 20
-#: runs whose losses are kept, and whose quantized steps are
+#: number of runs whose losses and quantized steps are cached
 _RUNS = 16
-#: columns that bands are made of, and that are read for them
+#: columns for bands, and columns to read for them
 _COLUMNS = ("n", "nan", "inf", "mse", *({evidence.metric for evidence in EVIDENCE} - {NONFINITE}))
 _READ = ("step", "scale_source", *_COLUMNS)
 
 
 class TensorBands:
-    """Bands of tensors, kept as long as the records stay the same."""
+    """Cached bands of tensors, by the state of the records."""
 
     def __init__(self, parts: PartMatrices, names: LayerNames) -> None:
         self._parts, self._names = parts, names
@@ -114,35 +114,34 @@ class TensorBands:
         self._runs: Cache[Run] = Cache(_RUNS)
 
     def judge_tensor(self, run: Storage, baseline: Storage, layer: str, role: str) -> dict[str, Any]:
-        """Return when a tensor is out of a baseline's band, and the band of each of its metrics that has one.
+        """Return when a tensor left a baseline's band, and the bands of its metrics.
 
         Args:
-            layer: as the run calls it.
+            layer: the run's name of the layer.
 
         Returns:
-            `since`: the first step at which it is out of the band of any metric, as `compare` tells it, or null; `metric`:
-            the first one that is; `chance`: whether that, by itself, is no more than chance does to one of so many tensors
-            (`compare` leaves it out unless others are out as well); `why`: why it is not judged, or null; `metrics`: by name
-            `step`, `low`, `expected`, `high` (a number or null each), `least` (the least rise that counts, or ratio if
-            `is_ratio`), `since`, `value`, `usual` (of the metric at that step), `beyond` (samples that are out), and
-            `counted` (those that count).
+            `since`: the first step out of the band of any metric, as in `compare`, or null. `metric`: that metric.
+            `chance`: whether chance alone explains this onset among so many tensors, so that `compare` may leave it out.
+            `why`: why the tensor is not judged, or null. `metrics`: by name `step`, `low`, `expected`, `high` (a number or
+            null each), `least` (the least rise that counts, or ratio if `is_ratio`), `since`, `value` and `usual` (at that
+            step), `beyond` (samples outside the band), and `counted` (those that count).
 
         Raises:
             NotThere: either record has no such tensor.
         """
         if find_table(role) != self._parts.table:
-            return _not_judged("Bands are of operands of GEMMs, and this tensor is not one of them.")
+            return _not_judged("Only operands of GEMMs have bands, and this tensor is not one of them.")
         versions = [self._parts.index(record).version for record in (run, baseline)]
         key = str(run), str(baseline), *versions, layer, role
         return self._bands.get(key, lambda: self._judged(run, baseline, (layer, role)))
 
     def find_divergence(self, run: Storage, baseline: Storage | None) -> dict[str, Any]:
-        """Return the step from which a run's loss stays above the baseline's, or alone above its minimum, or null."""
+        """Return the step from which a run's loss stays above the baseline's, or above its own minimum, or null."""
         other = None if baseline is None else self._run(baseline).loss
         return {"since": LossOutcome.of(self._run(run).loss, other).since}
 
     def _run(self, record: Storage) -> Run:
-        """A record without its metrics."""
+        """Return the run of a record without its metrics."""
 
         def read() -> Run:
             with capture_warnings():
@@ -157,7 +156,7 @@ class TensorBands:
         reference = self._grid(baseline, (layer, role))
         grid = self._grid(run, key, only_quantized=True)
         if not grid.sampled.any():
-            return _not_judged("The engine does not quantize this tensor, so it cannot have done harm by that.")
+            return _not_judged("The engine does not quantize this tensor, so quantization cannot have harmed it.")
         tensors = [self._tensors(baseline), {(names.get(name, name), role) for name, role in self._tensors(run)}]
         found = compute_tensor_band(reference, grid, len(tensors[0] & tensors[1]))
         layers = [{name for name, _ in each} for each in tensors]
@@ -172,7 +171,7 @@ class TensorBands:
         return _told(found, select_counted(found.onsets, others, beside))
 
     def _grid(self, run: Storage, key: tuple[str, str], only_quantized: bool = False) -> Grid:
-        """A tensor over all samples of a run that `compare` goes by."""
+        """Return the grid of a tensor over all samples that `compare` uses."""
 
         def read(index: RecordIndex) -> Grid:
             rows, steps = self._rows(run, index, key), index.steps
@@ -184,7 +183,7 @@ class TensorBands:
         return self._parts.read_settled(run, read)
 
     def _rows(self, run: Storage, index: RecordIndex, key: tuple[str, str]) -> pl.DataFrame:
-        """The rows of a tensor, without holding those of the others."""
+        """Return the rows of a tensor, without keeping those of others in memory."""
 
         def of_part(part: Part) -> pa.Table | None:
             if (layout := self._parts.find_layout(run, part)) is None:
@@ -205,7 +204,7 @@ class TensorBands:
         return self._tables.get((str(run), part.path), lambda: self._parts.columns(run, part, *_READ)).take(rows)
 
     def _steps_quantized(self, run: Storage, index: RecordIndex) -> Array | None:
-        """Samples with an operand that an engine quantizes; None where no engine quantizes any."""
+        """Return the sampled steps with engine-quantized operands, or None if no engine quantizes any."""
         return self._quantized.get((str(run), index.version), lambda: self._find_quantized(run, index))
 
     def _find_quantized(self, run: Storage, index: RecordIndex) -> Array | None:
@@ -228,7 +227,7 @@ class TensorBands:
         return np.array(sorted(steps), np.int64) if is_engine else None
 
     def _only_source(self, run: Storage, part: Part) -> str | None:
-        """That all rows of a part have, if its footer says so."""
+        """Return the scale source of all rows of a part, if its footer shows a single one."""
         known = self._parts.outline(run, part).texts.get("scale_source", ())
         return known[0] if len(known) == 1 else None
 
@@ -265,7 +264,7 @@ def _drawn(steps: Array, band: MetricBand) -> dict[str, Any]:
 
 
 def _out(onset: dict[str, Any] | None) -> dict[str, Any]:
-    """Since when a metric is out, and what it is and usually would be there."""
+    """Return the onset of a metric, and its actual and usual value there."""
     if onset is None:
         return {"since": None, "value": None, "usual": None}
     told: dict[str, Any] = make_jsonable({"since": onset["onset"], "value": onset["value"], "usual": onset["expected"]})

@@ -1,4 +1,4 @@
-"""What colors of a map stand for: where values of a metric lie, and the least changes that count."""
+"""Compute the color scales of a map: the distribution of a metric's values, and the least changes that count."""
 
 from __future__ import annotations
 
@@ -30,26 +30,26 @@ from .part_matrices import (
     read_numbers,
 )
 
-#: bits of a float32 that are dropped: what is left is BF16; and of that, so that a picture has few bars
+#: number of bits to drop from float32 to get BF16, and further bits to drop for the few bars of a picture
 _DROPPED, _COARSER = 16, 4
 _MOST = float(np.finfo(np.float32).max) / 2
 
 
 @dataclass(frozen=True)
 class Extent:
-    """Finite values: the ends, and how many there are of each value rounded to BF16."""
+    """The range of finite values, and the count of each value rounded to BF16."""
 
     low: float
     high: float
-    #: the least above 0
+    #: the smallest value above 0
     positive: float
-    #: ascending
+    #: rounded values, ascending
     values: Array
     counts: Array
 
     @classmethod
     def of(cls, values: Array) -> Extent:
-        """Return the extent of finite values; leave out the others."""
+        """Return the extent of the finite values."""
         found = values[np.isfinite(values)]
         low, high = float(found.min(initial=np.inf)), float(found.max(initial=-np.inf))
         positive = float(found[found > 0].min(initial=np.inf))
@@ -61,11 +61,11 @@ class Extent:
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes that it takes."""
+        """Return the size in bytes."""
         return int(self.values.nbytes + self.counts.nbytes)
 
     def quantile(self, percent: float) -> float | None:
-        """Return a percentile, to 0.4% of its value; None if there is no value."""
+        """Return a percentile with a relative error of at most 0.4%, or None without values."""
         if not len(self.values):
             return None
         upto = np.cumsum(self.counts)
@@ -74,7 +74,7 @@ class Extent:
 
 
 def merge_extents(extents: Sequence[Extent]) -> Extent:
-    """Return the extent of the values of all."""
+    """Return the extent of all values of several extents."""
     if not extents:
         return Extent.of(np.empty(0))
     values, place = np.unique(np.concatenate([e.values for e in extents]), return_inverse=True)
@@ -84,7 +84,7 @@ def merge_extents(extents: Sequence[Extent]) -> Extent:
 
 
 def coarsen_extent(extent: Extent) -> tuple[Array, Array]:
-    """Return values with 4 significant bits, ascending, and how many there are of each."""
+    """Return values with 4 significant bits, ascending, and their counts."""
     bits = extent.values.astype(np.float32).view(np.uint32) >> (_DROPPED + _COARSER)
     codes, place = np.unique(bits, return_inverse=True)
     counts = np.bincount(place, extent.counts, len(codes)).astype(np.int64)
@@ -92,7 +92,7 @@ def coarsen_extent(extent: Extent) -> tuple[Array, Array]:
 
 
 def _floats(codes: Array) -> Array:
-    """From the upper halves of their bits; -0 is 0."""
+    """Return the values of upper halves of float32 bits, with 0 for -0."""
     found: Array = (codes.astype(np.uint32) << _DROPPED).view(np.float32).astype(np.float64) + 0.0
     return found
 
@@ -106,24 +106,24 @@ def _ascending(values: Array, counts: Array) -> tuple[Array, Array]:
 PERCENTILES = (1.0, 50.0, 99.0)
 
 
-#: bytes of where values lie
+#: bytes of cached extents
 _EXTENTS = 32 << 20
 
 
 class Extents:
-    """Where the values of metrics lie, kept for each part."""
+    """Cached extents of metrics, by part."""
 
     def __init__(self, parts: PartMatrices) -> None:
         self._parts = parts
         self._known: Cache[Extent] = Cache(_EXTENTS, lambda extent: extent.nbytes)
 
     def describe(self, run: Storage, metric: str) -> dict[str, Any]:
-        """Describe a metric over all sampled steps that can be read.
+        """Describe a metric over all readable sampled steps.
 
         Returns:
-            low, high, positive (the least above 0) of finite values; warm_up (its last step, None where there is but one
-            sample). Without the warm-up, the first tenth of the samples: percentiles (of 1, 50 and 99); values and counts
-            (rounded to 4 significant bits, ascending).
+            low, high and positive (the smallest value above 0) of finite values; warm_up (the last step of the first tenth
+            of the samples, None with one sample); after the warm-up, percentiles (1, 50 and 99), and values and counts
+            (values rounded to 4 significant bits, ascending).
         """
 
         def read(index: RecordIndex) -> dict[str, Any]:
@@ -148,7 +148,7 @@ class Extents:
         return self._parts.read_settled(run, read)
 
     def _of_parts(self, run: Storage, index: RecordIndex, metric: str, wanted: Callable[[int], bool]) -> list[Extent]:
-        """Return that of each part, at those of its steps that are wanted."""
+        """Return the extent of each part, over its wanted steps."""
         found = []
         for part, steps in index.held.items():
             if kept := [step for step in steps if wanted(step)]:
@@ -171,19 +171,19 @@ class Extents:
         return self._known.get((str(run), part.path, name, tuple(steps)), make)
 
 
-#: least changes that count of metrics by which `compare` finds no tensor out of band: as much as half again of an error
+#: least changes that count for metrics without evidence in `compare`; 0.585 bits are a rise of an error by half
 _HALF_AGAIN = 0.585
 _LEAST = {"sqnr_db": 10 * np.log10(1.5), "cosine": 0.01, "dynamic_range_log2": 3.0, "sink_pct": 1.0, "dropped_pct": 1.0}
-#: values that are held at a time, half a GiB, and tensors whose medians are taken at once
+#: largest number of values in memory (half a GiB), and number of tensors in one batch of medians
 _CELLS, _BLOCK = 1 << 27, 128
 
 
 def pack_spread(parts: PartMatrices, run: Storage, metric: str) -> bytes:
-    """Return by how much a metric must rise and fall to count, against this run.
+    """Return by how much a metric must rise or fall to count, compared with this run.
 
     Returns:
-        A header (log2: whether of its logarithm; floor: what is less is rounding there; least: the rise that counts however
-        steady the run is; layer, role, kind, depth), and float32 [2, tensors]: rises and falls.
+        A header (log2: whether changes are of the logarithm; floor: smaller values are rounding; least: the smallest rise
+        that counts in any run; layer, role, kind, depth), and the rises and falls, float32 [2, tensors].
     """
 
     def read(index: RecordIndex) -> bytes:
@@ -208,7 +208,7 @@ def pack_spread(parts: PartMatrices, run: Storage, metric: str) -> bytes:
 
 
 def _least(values: Array, rise: Evidence, fall: Evidence | None, some: slice) -> Array:
-    """[2, tensors]: the least rise and fall of some."""
+    """Return the least rise and fall of some tensors, [2, tensors]."""
     block = np.ascontiguousarray(values[:, some].T)
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
         medians = running_median(block)
@@ -216,7 +216,7 @@ def _least(values: Array, rise: Evidence, fall: Evidence | None, some: slice) ->
 
 
 def _evidence_of(metric: str) -> tuple[Evidence, Evidence | None]:
-    """By which a rise counts and a fall; None: a fall as a rise does."""
+    """Return the evidence for rises, and for falls, or None if falls count like rises."""
     known = [evidence for evidence in EVIDENCE if evidence.metric == metric]
     if known:
         return next(e for e in known if e.sign > 0), next((e for e in known if e.sign < 0), None)
@@ -233,9 +233,9 @@ def _values(
     metric: str,
     tensors: Sequence[tuple[str, str]],
 ) -> Array:
-    """The metric of some tensors at all sampled steps, float32 [S, T]: as exact as the answer, in half the time."""
+    """Return a metric of some tensors at all sampled steps, as float32 [S, T], like the answer."""
     place = {key: i for i, key in enumerate(tensors)}
-    # Of each set of tensors that parts have: which are among these, and where.
+    # For each set of tensors in parts: the indices of wanted tensors there and here.
     of_sets = {}
     for some in {layout.tensors for layout in layouts.values()}:
         there = [(i, place[key]) for i, key in enumerate(some) if key in place]
@@ -253,7 +253,7 @@ def _values(
 
 
 def _sizes(parts: PartMatrices, run: Storage, index: RecordIndex, tensors: Tensors) -> Array:
-    """[T]: values of each tensor in the newest part; infinite where that is not known."""
+    """Return the number of values of each tensor in the newest part, [T], infinite if unknown."""
     sizes = dict.fromkeys(tensors, np.inf)
     for part in index.newest_first[:1]:
         if layout := parts.find_layout(run, part):

@@ -1,4 +1,4 @@
-"""A metric of all tensors: at single steps, and over all steps in as few columns as a picture has."""
+"""Read a metric of all tensors at single steps, or over all steps in the few columns of a picture."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from . import metadata
 from .metadata import list_tensors
 from .part_matrices import Array, PartMatrices, RecordIndex, Tensors
 
-#: sampled steps in one answer
+#: largest number of sampled steps in one answer
 MOST_STEPS = 128
-#: part of the sampled steps that are warm-up
+#: first part of the sampled steps, which counts as warm-up
 WARM_UP = 0.1
-#: sets of tensors of which it is kept where they are
+#: number of sets of tensors whose descriptions are cached
 _PLACED = 32
 
 
@@ -34,7 +34,7 @@ def describe_tensors(tensors: Tensors) -> dict[str, list[Any]]:
 
 
 def list_newest_tensors(parts: PartMatrices, run: Storage, index: RecordIndex) -> Tensors:
-    """Return the tensors of the newest part whose names can be read."""
+    """Return the tensors of the newest readable part."""
     for part in index.newest_first:
         if layout := parts.find_layout(run, part):
             return layout.tensors
@@ -44,10 +44,10 @@ def list_newest_tensors(parts: PartMatrices, run: Storage, index: RecordIndex) -
 def pack_frames(parts: PartMatrices, run: Storage, metric: str, first: int, last: int) -> bytes:
     """Return a metric of all tensors at the sampled steps in [first, last].
 
-    It is a header (steps, layer, role, kind, depth), and float32 [steps, tensors].
+    The answer is a header (steps, layer, role, kind, depth), and float32 [steps, tensors].
 
     Raises:
-        BadParameter: there are more than `MOST_STEPS` of them.
+        BadParameter: there are more than `MOST_STEPS` sampled steps.
     """
 
     def read(index: RecordIndex) -> bytes:
@@ -77,30 +77,31 @@ def pack_frames(parts: PartMatrices, run: Storage, metric: str, first: int, last
 
 
 def pack_table(header: dict[str, Any], values: Any) -> bytes:
-    """Return a header as JSON, its length before it (4 bytes, little endian), and an array behind it."""
+    """Return the length of a JSON header (4 bytes, little endian), the header, and an array."""
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 4)
     return len(text).to_bytes(4, "little") + text + bytes(values.tobytes())
 
 
-#: values in an answer: of more tensors there are fewer columns, down to as many as still show a course, and then fewer yet
+#: usual number of values in an answer, least columns that still show a course, and largest number of values
 ENOUGH_VALUES, ENOUGH_COLUMNS, MOST_VALUES = 1_200_000, 200, 4_000_000
 
 
 def pack_heatmap(parts: PartMatrices, run: Storage, metric: str, first: int | None, last: int | None, columns: int) -> bytes:
     """Return a metric of all tensors over the sampled steps in [first, last].
 
-    Steps are binned into stretches of `width` steps, the first from `from` on; of each that has samples there is a column
-    with the worst value of each tensor.
+    Steps are grouped into stretches of `width` steps, beginning at `from`. Each stretch with samples gives a column with the
+    worst value of each tensor.
 
     Args:
-        first: None: from the first sampled step; `last` likewise.
-        columns: at most.
+        first: first step; None: the first sampled step.
+        last: last step; None: the last sampled step.
+        columns: largest number of columns.
 
     Returns:
-        A header (from, width, the last step of the run's warm-up; of each column the first and last sampled step and how
-        many samples; layer, role, kind and depth of each tensor, in order of execution), and float32 [tensors, columns],
-        NaN where a tensor has no sample.
+        A header and float32 [tensors, columns], NaN for a tensor without samples. The header has from, width, warm_up (its
+        last step); first, last (sampled steps) and samples of each column; layer, role, kind and depth of each tensor, in
+        order of execution.
     """
 
     def read(index: RecordIndex) -> bytes:
@@ -114,11 +115,11 @@ def pack_heatmap(parts: PartMatrices, run: Storage, metric: str, first: int | No
         stretches, first_of, samples = np.unique((steps - begin) // width, return_index=True, return_counts=True)
         worst = np.full((len(stretches), len(tensors)), np.nan)
         place = {key: i for i, key in enumerate(tensors)}
-        # Parts have the same tensors, but for few.
+        # Most parts have the same tensors.
         places = {some: np.array([place[key] for key in some]) for some in {layout.tensors for layout in layouts.values()}}
 
         def of_part(part: Part) -> tuple[Array, Array]:
-            """Places among the stretches, and the worst values in each."""
+            """Return the indices of a part's stretches, and the worst values in each."""
             mine = np.array(index.held[part])
             mine = mine[(mine >= begin) & (mine <= end)]
             at, starts = np.unique(np.searchsorted(stretches, (mine - begin) // width), return_index=True)
@@ -145,19 +146,19 @@ def pack_heatmap(parts: PartMatrices, run: Storage, metric: str, first: int | No
 
 
 def find_warm_up_end(index: RecordIndex) -> int | None:
-    """Return the last step of a run's warm-up; None where there is but one sample."""
+    """Return the last step of a run's warm-up, or None with fewer than two samples."""
     return int(index.steps[int(np.ceil(WARM_UP * len(index.steps))) - 1]) if len(index.steps) > 1 else None
 
 
 def _width(steps: int, columns: int, tensors: int) -> int:
-    """Steps in a column."""
+    """Return the number of steps in a column."""
     tensors = max(1, tensors)
     most = max(1, min(columns, max(ENOUGH_COLUMNS, ENOUGH_VALUES // tensors), MOST_VALUES // tensors))
     return max(1, -(-steps // most))
 
 
 def _worst_of(metric: str, values: Array, starts: Array) -> Array:
-    """[S, T] -> [len(starts), T]: the worst of the rows from each start to the next."""
+    """Return the worst of the rows from each start to the next, [S, T] -> [len(starts), T]."""
     if len(starts) == len(values):
         return values
     worse = metadata.find_worse_sign(metric)
@@ -167,7 +168,7 @@ def _worst_of(metric: str, values: Array, starts: Array) -> Array:
 
 
 def _reduced(of_two: np.ufunc, values: Array, starts: Array) -> Array:
-    """As `of_two.reduceat` does along the first axis, which takes several times as long over so few rows."""
+    """Reduce like `of_two.reduceat` along the first axis, but several times faster for few rows."""
     sizes = np.diff(starts, append=len(values))
     found: Array = values[starts]
     for more in range(1, int(sizes.max())):
@@ -177,12 +178,12 @@ def _reduced(of_two: np.ufunc, values: Array, starts: Array) -> Array:
 
 
 def _worse(metric: str, a: Array, b: Array) -> Array:
-    """Of each pair; of a value and NaN the value."""
+    """Return the worse value of each pair, ignoring NaN."""
     worse = metadata.find_worse_sign(metric)
     found: Array = _farther(a, b) if worse is None else np.fmax(a, b) if worse > 0 else np.fmin(a, b)
     return found
 
 
 def _farther(a: Array, b: Array) -> Array:
-    """What is farther from 0."""
+    """Return the value farther from 0 of each pair."""
     return np.where(np.isnan(b) | (np.abs(a) > np.abs(b)), a, b)

@@ -1,4 +1,4 @@
-"""Find and name records below folders: the only way from a name in a request to a file."""
+"""Find and name records below folders. Only this module turns a name in a request into a file."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from ...record.schema import parse_attempt
 from ...record.storage import TABLES, Storage, find_link_out, is_link_out, join_path
 from ..web import NotThere, quote_text
 
-#: the folder that a callback puts its record into, which says nothing in a name
+#: folder in which a callback puts its record, which names of runs leave out
 _USUAL = "fp8_debug"
-#: seconds between two looks at least, and how many times what the last one took
+#: least seconds between two searches, and least multiple of the last search's duration
 _PAUSE, _REST = 3.0, 10.0
-#: seconds that requests wait for the first look, from its beginning
+#: seconds that requests wait for the first search, from its beginning
 _FIRST = 2.0
 _URL = re.compile(r"[a-zA-Z][0-9a-zA-Z.+-]*://")
 _SEVERAL = "name the place itself: `nemo-fp8-debug view PLACE`, or TensorBoard's --logdir_spec name:target"
@@ -29,14 +29,14 @@ _SEVERAL = "name the place itself: `nemo-fp8-debug view PLACE`, or TensorBoard's
 
 @dataclass(frozen=True)
 class Root:
-    """A folder that TensorBoard was told to show; its runs are named below `name`."""
+    """A folder that TensorBoard shows. The names of its runs begin with `name`."""
 
     name: str
     address: str
 
 
 def parse_flags(flags: Any) -> list[Root]:
-    """Return what --logdir and --logdir_spec name, read as TensorBoard reads them."""
+    """Return the roots in --logdir and --logdir_spec, parsed like in TensorBoard."""
     logdir, spec = getattr(flags, "logdir", None), getattr(flags, "logdir_spec", None)
     if logdir:
         return [Root("", os.path.expanduser(logdir))]
@@ -51,44 +51,44 @@ def _specified(part: str) -> Root:
 
 @dataclass
 class FoundRecords:
-    """What a look at all roots found."""
+    """The result of a search of all roots."""
 
     records: dict[str, Storage] = field(default_factory=dict)
-    #: by name why something that looks like a record is not read
+    #: why folders are not read, by name
     refused: dict[str, str] = field(default_factory=dict)
 
 
 class Logdir:
-    """The records below some roots, looked for in the background: when told to, and while somebody asks."""
+    """The records below some roots, searched in the background on demand."""
 
     def __init__(self, roots: Sequence[Root], warm: Callable[[Storage], None]) -> None:
         """
         Args:
-            warm: called in the background with each record after it was found.
+            warm: function that is called in the background with each record that was found.
         """
         self.roots, self._warm = roots, warm
         self._found = FoundRecords()
         self._is_looking = False
         self._lock = threading.Lock()
-        self._some = threading.Event()  # there is a record, or the first look is over
-        self._done = threading.Event()  # the first look is over
+        self._some = threading.Event()  # a record was found, or the first search is over
+        self._done = threading.Event()  # the first search is over
         self._next = 0.0
         self._begun = time.monotonic()
 
     def find_records(self) -> FoundRecords:
-        """Return what is known by now. Look again if the last look is some seconds old; wait a little for the first."""
+        """Return the known records. Search again after some seconds, and wait a little for the first search."""
         self.look()
         self._done.wait(max(0.0, self._begun + _FIRST - time.monotonic()))
         return self._found
 
     def has_records(self, wait: float) -> bool:
-        """Return True if a record is known; wait so many seconds for the first one to be found."""
+        """Return True if a record is known. Wait up to `wait` seconds for the first one."""
         self.look()
         self._some.wait(wait)
         return bool(self._found.records)
 
     def await_all(self) -> None:
-        """Wait until all roots have been looked through once."""
+        """Wait until all roots have been searched once."""
         self.look()
         self._done.wait()
 
@@ -96,18 +96,18 @@ class Logdir:
         """Return the record of a run.
 
         Raises:
-            NotThere: no run of that name was found, or a link took its place since.
+            NotThere: there is no run of that name, or a link has replaced it.
         """
         records = self.find_records().records
         if name not in records:
             some = ", ".join(quote_text(known) for known in list(records)[:3]) or "none yet"
-            raise NotThere(f"There is no run {quote_text(name)} below the logdir; found are: {some}. Choose one of them.")
+            raise NotThere(f"There is no run {quote_text(name)} below the logdir. Choose one of these: {some}.")
         if _was_swapped(records[name]):
-            raise NotThere(f"Run {quote_text(name)} was replaced by a link since it was found; put the folder back.")
+            raise NotThere(f"A link has replaced the folder of run {quote_text(name)}; put the folder back.")
         return records[name]
 
     def look(self) -> None:
-        """Begin to look for records in the background, where the last look is some seconds old."""
+        """Begin to search for records in the background, if the last search is some seconds old."""
         with self._lock:
             if not self._is_looking and time.monotonic() >= self._next:
                 if not self._done.is_set():
@@ -118,7 +118,7 @@ class Logdir:
     def _look(self) -> None:
         began, found = time.monotonic(), FoundRecords()
         if not self._done.is_set():
-            self._found = found  # filled while it is looked at: what is found first can be shown first
+            self._found = found  # requests can already read it while the first search fills it
         try:
             for root in self.roots:
                 for name, storage in _records(root, found.refused):
@@ -137,7 +137,7 @@ class Logdir:
 
 
 def _records(root: Root, refused: dict[str, str]) -> Iterator[tuple[str, Storage]]:
-    """Names and places of the records of a root; `refused` takes what is not read."""
+    """Yield names and places of the records of a root. Add folders that are not read to `refused`."""
     try:
         storage = Storage(os.path.realpath(root.address) if "://" not in root.address else root.address)
     except ConfigError as error:
@@ -146,7 +146,7 @@ def _records(root: Root, refused: dict[str, str]) -> Iterator[tuple[str, Storage
     taken: set[str] = set()
     for folder in _walk(storage, root, refused):
         name = _name(root, folder.removesuffix(_USUAL).rstrip("/") if folder.rpartition("/")[2] == _USUAL else folder)
-        if name in taken:  # a record in a record's folder
+        if name in taken:  # a record inside another record's folder
             name = _name(root, folder)
         taken.add(name)
         yield name, storage.below(folder) if folder else storage
@@ -157,13 +157,13 @@ def _name(root: Root, folder: str) -> str:
 
 
 def _walk(storage: Storage, root: Root, refused: dict[str, str]) -> Iterator[str]:
-    """Folders with a record, breadth first."""
+    """Yield folders with a record, breadth first."""
     waiting = [""]
     for folder in waiting:
         try:
             entries = list(storage.entries(folder))
-        except Exception as error:  # every driver of a remote file system has errors of its own
-            if not isinstance(error, FileNotFoundError):  # deleted since
+        except Exception as error:  # drivers of remote file systems raise errors of their own
+            if not isinstance(error, FileNotFoundError):  # deleted meanwhile
                 refused[_readable(_name(root, folder))] = f"The folder cannot be read ({_said(error)}); fix its permissions."
             continue
         links = [name for name, kind in entries if kind == "link"]
@@ -186,11 +186,11 @@ def _walk(storage: Storage, root: Root, refused: dict[str, str]) -> Iterator[str
             if _readable(name) == name:
                 waiting.append(below)
             else:
-                refused[_readable(_name(root, below))] = "Its name is not UTF-8, so that no address can name it; rename it."
+                refused[_readable(_name(root, below))] = "Its name is not UTF-8, so no address can contain it; rename it."
 
 
 def _was_swapped(storage: Storage) -> bool:
-    """Whether a folder that was found, below a root without links, is reached by a link now."""
+    """Return True if a link has replaced a folder on the way to a record that was found without links."""
     path = storage.path("") or "/"
     return storage.is_local and os.path.realpath(path) != path
 
@@ -204,14 +204,14 @@ def _said(error: Exception) -> str:
 
 
 def name_roots(addresses: Sequence[str]) -> list[Root]:
-    """Return folders under the names that their runs get; a folder above several runs adds nothing to theirs."""
+    """Return roots for addresses. A single folder that contains several runs adds nothing to their names."""
     if len(addresses) == 1 and not _is_record(addresses[0]):
         return [Root("", addresses[0])]
     return [Root(name, address) for name, address in zip(name_runs(addresses), addresses, strict=True)]
 
 
 def name_runs(addresses: Sequence[str]) -> list[str]:
-    """Return the ends of addresses, as long as it takes to tell them apart; number the later of equal ones.
+    """Return the shortest distinct ends of addresses. Number repeated ones.
 
     Example:
         >>> name_runs(["runs/a/bad/fp8_debug", "runs/b/bad", "runs/baseline"])

@@ -1,4 +1,4 @@
-"""What the browser has to know of metrics, formats and the order of layers."""
+"""Describe metrics, formats and the order of layers for the browser."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from ...record.schema import SCHEMAS, Part
 from .part_matrices import NONFINITE, Layout, Tensors
 
 ROLES = dict(SHOWN_AS)
-#: tables of tensors, and those of their histograms
+#: tables of tensors, and the tables of their histograms
 TABLES = {table.name: table.histograms for table in schema.TABLES.values() if table.roles}
-#: metrics that can be asked for: every number of a row but those that say which row it is
+#: metrics that requests may name: all numbers of a row, without those that identify the row
 NUMBERS = (
     *dict.fromkeys(
         name
@@ -25,12 +25,12 @@ NUMBERS = (
     ),
     NONFINITE,
 )
-#: scales of the colors that are not linear
+#: color scales that are not linear
 _SCALES = {
     **dict.fromkeys(("mse", "relative_error", "amax", "amin", "kurtosis"), "log"),
     "scale_ratio_log2": "diverging",
 }
-#: float formats as `numerics.formats` has them, for a process that does not import torch
+#: the formats of `numerics.formats`, for a process that does not import torch
 FORMATS: dict[str, dict[str, float]] = {
     "e4m3": {"max": 448.0, "min_normal": 2.0**-6, "min_subnormal": 2.0**-9, "bits": 8},
     "e5m2": {"max": 57344.0, "min_normal": 2.0**-14, "min_subnormal": 2.0**-16, "bits": 8},
@@ -41,7 +41,7 @@ FORMATS: dict[str, dict[str, float]] = {
 
 
 def describe_metrics() -> list[dict[str, Any]]:
-    """Return the offered metrics as in the record: name, label, unit, worse, scale, and table if only one has it."""
+    """Return the metrics for the browser: name, label, unit, worse, scale, and table if only one table has the metric."""
     offered = [_about(name, name) for name in METRICS]
     offered += [_about(f"unscaled_{name}", name, ", in the units of the loss") for name in UNITS]
     scale = {"name": "scale", "label": "scale in use", "unit": "", "worse": 1, "scale": "log"}
@@ -55,7 +55,7 @@ def describe_metrics() -> list[dict[str, Any]]:
 
 
 def find_worse_sign(metric: str) -> int | None:
-    """Return 1 if more is worse, -1 if less is, None if what is farther from 0 is.
+    """Return 1 if higher values are worse, -1 if lower ones are, None if values farther from 0 are.
 
     Example:
         >>> find_worse_sign("underflow_pct"), find_worse_sign("cosine"), find_worse_sign("scale_ratio_log2")
@@ -80,23 +80,23 @@ def _about(name: str, like: str, more: str = "") -> dict[str, Any]:
 
 
 _WORSE = {about["name"]: None if about["scale"] == "diverging" else about["worse"] for about in describe_metrics()}
-#: made before its siblings and run behind them: Megatron's output projection of attention
+#: layers built before their siblings but run after them: Megatron's output projection of attention
 _LAST = {"linear_proj"}
-#: likewise if the sibling is there: `w2` of a gated MLP multiplies what `w1` and `w3` return
+#: layers that run after a sibling, if there is one: `w2` of a gated MLP multiplies the results of `w1` and `w3`
 _BEHIND = {"w2": "w3"}
-#: records whose order is kept
+#: number of records whose order is cached
 _KEPT = 32
 
 
 def order_tensors(tensors: Iterable[tuple[str, str]]) -> Tensors:
-    """Return (layer, role) of tensors, by layers in order of execution; keep the order in a layer."""
+    """Sort (layer, role) of tensors by layers in order of execution, and keep the order within a layer."""
     found = list(tensors)
     order = {layer: i for i, layer in enumerate(order_layers([layer for layer, _ in found]))}
     return Tensors(sorted(found, key=lambda key: order[key[0]]))
 
 
 def list_tensors(layouts: Mapping[Part, Layout]) -> Tensors:
-    """Return (layer, role) of the tensors that any part has, in order of execution."""
+    """Return (layer, role) of the tensors of all parts, in order of execution."""
     return _of_any(tuple(dict.fromkeys(layout.tensors for layout in layouts.values())))
 
 

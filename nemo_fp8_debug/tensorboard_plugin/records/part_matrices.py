@@ -1,6 +1,6 @@
-"""Parts of a record as matrices, steps x tensors, a metric at a time; what was read is held within bounds.
+"""Read parts of a record as matrices, steps x tensors, one metric at a time, with bounded caches.
 
-A part never changes and its name carries a checksum, so that what is held under its name is always valid.
+A part never changes and its name contains a checksum, so a cache entry under its name is always valid.
 """
 
 from __future__ import annotations
@@ -33,21 +33,21 @@ Array = npt.NDArray[Any]
 Layers = dict[str, None]
 #: source of the scales of rows of what-if recipes
 WHAT_IF = "what-if"
-#: how many values are not finite: two columns as one
+#: number of values that are not finite, the sum of two columns
 NONFINITE = "nonfinite"
 
 
 class Tensors(tuple[tuple[str, str], ...]):
-    """(layer, role) of tensors. Many parts share them, so that what is known of them is found once."""
+    """(layer, role) of tensors. Many parts share an instance, so that derived data is computed only once."""
 
     @cached_property
     def places(self) -> dict[tuple[str, str], int]:
-        """Return the place of each."""
+        """Return the index of each tensor."""
         return {key: i for i, key in enumerate(self)}
 
     @cached_property
     def layers(self) -> Layers:
-        """Return their layers."""
+        """Return the layers of the tensors."""
         return dict.fromkeys(layer for layer, _ in self)
 
     @cached_property
@@ -63,22 +63,22 @@ class Tensors(tuple[tuple[str, str], ...]):
 
 @dataclass(frozen=True)
 class Layout:
-    """Where the rows of a part are."""
+    """The places of a part's rows."""
 
-    #: int64 [S], ascending
+    #: sampled steps, int64 [S], ascending
     steps: Array
-    #: of T tensors, in the order of the part
+    #: T tensors, in the order of the part
     tensors: Tensors
-    #: int32 [S, T]: the row of each, -1 where there is none; None: rows lie step by step, complete
+    #: row of each tensor at each step, int32 [S, T], -1 without a row; None: rows are complete and ordered by step
     rows: Array | None
 
     @property
     def is_wide(self) -> bool:
-        """Return True if reading one tensor takes less than reading all."""
+        """Return True if reading one tensor is faster than reading all."""
         return len(self.tensors) > GROUP
 
     def row(self, step: int, key: tuple[str, str]) -> int | None:
-        """Return the row of a tensor at a step; None if it has none."""
+        """Return the row of a tensor at a step, or None if there is none."""
         at, tensor = int(np.searchsorted(self.steps, step)), self.tensors.places.get(key)
         if tensor is None or at == len(self.steps) or self.steps[at] != step:
             return None
@@ -86,7 +86,7 @@ class Layout:
         return None if row < 0 else row
 
     def spread(self, values: Array, absent: float) -> Array:
-        """Return [rows] as [S, T]."""
+        """Arrange values of rows, [rows], as [S, T], with `absent` for missing rows."""
         if self.rows is None:
             return values.reshape(len(self.steps), len(self.tensors))
         return np.append(values, values.dtype.type(absent))[self.rows]
@@ -94,22 +94,22 @@ class Layout:
 
 @dataclass(frozen=True)
 class CodedTexts:
-    """A column of text: uint16 codes [S, T] into `known`, 0 where there is none."""
+    """A column of text as codes into `known`, uint16 [S, T], 0 without a text."""
 
     codes: Array
     known: list[str | None]
 
 
 def read_numbers(column: pa.ChunkedArray | pa.Array) -> Array:
-    """Return a column of numbers, NaN for null; read-only.
+    """Return a column of numbers as a read-only array, NaN for null.
 
-    Through polars: `to_numpy` of pyarrow imports pandas where it is installed, and the first answer would wait for that.
+    Use polars, because `to_numpy` of pyarrow imports pandas if installed, which would delay the first answer.
     """
     return pl.Series(column).to_numpy()
 
 
 def encode_texts(column: pa.ChunkedArray) -> tuple[Array, list[str]]:
-    """Return codes int32, -1 for null, and what they stand for."""
+    """Return codes of a text column, int32, -1 for null, and the texts that they stand for."""
     whole = column.combine_chunks() if column.num_chunks != 1 else column.chunk(0)
     if isinstance(whole, pa.ChunkedArray):
         whole = whole.unify_dictionaries().combine_chunks() if whole.num_chunks else pa.array([], pa.string())
@@ -119,31 +119,31 @@ def encode_texts(column: pa.ChunkedArray) -> tuple[Array, list[str]]:
 
 
 def list_columns(table: str, metric: str) -> tuple[str, ...]:
-    """Return the columns that `compute_values` takes."""
+    """Return the columns that `compute_values` needs for a metric."""
     return ("nan", "inf") if metric == NONFINITE else (metric,) if metric in SCHEMAS[table] else ()
 
 
 def compute_values(rows: pa.Table, table: str, metric: str) -> Array:
-    """Return float64 [rows] of a metric, NaN where there is none."""
+    """Return the values of a metric, float64 [rows], NaN for missing values."""
     values = [np.asarray(read_numbers(rows[name]), np.float64) for name in list_columns(table, metric)]
     if not values:
         return np.full(len(rows), np.nan)
-    # Of two counts one may be unknown: msProbe counts NaN alone.
+    # One of two counts may be unknown, because msProbe counts only NaN.
     return np.where(np.isnan(values).all(axis=0), np.nan, np.nansum(values, axis=0))
 
 
 def find_tried(rows: pa.Table) -> Array:
-    """Return bool [rows]: which rows are of what-if recipes."""
+    """Return which rows belong to what-if recipes, bool [rows]."""
     codes, known = encode_texts(rows["scale_source"])
     return codes == known.index(WHAT_IF) if WHAT_IF in known else np.zeros(len(codes), bool)
 
 
 def lay_out_rows(outline: Outline, names: Mapping[str, Tensors], tried: Array | None) -> Layout:
-    """Return where the rows of a part are, whatever their order.
+    """Return the layout of a part with rows in any order.
 
     Args:
         names: layer and role of the rows of stretches, by digest.
-        tried: bool [rows]: which are left out; None: none.
+        tried: rows to leave out, bool [rows], or None.
     """
     place: dict[tuple[str, str], int] = {}
     places = {digest: np.array([place.setdefault(key, len(place)) for key in keys]) for digest, keys in names.items()}
@@ -152,7 +152,7 @@ def lay_out_rows(outline: Outline, names: Mapping[str, Tensors], tried: Array | 
     rows = np.arange(len(step)) if tried is None else np.flatnonzero(~tried)
     steps, at = np.unique(step[rows], return_inverse=True)
     met, first, column = np.unique(tensor[rows], return_index=True, return_inverse=True)
-    order = np.argsort(first)  # as they are first met
+    order = np.argsort(first)  # in the order of their first rows
     keys = list(place)
     table = np.full((len(steps), len(met)), -1, np.int32)
     table[at, np.argsort(order)[column]] = rows
@@ -160,44 +160,44 @@ def lay_out_rows(outline: Outline, names: Mapping[str, Tensors], tried: Array | 
 
 
 T = TypeVar("T")
-#: bytes of metrics that are held, and of where the rows of parts are
+#: bytes of cached metrics, and of cached layouts
 _HELD, _LAYOUTS = 384 << 20, 64 << 20
-#: names that are held
+#: number of cached names
 _TENSORS = 1 << 22
-#: seconds for which the list of a record's parts is taken as it is
+#: seconds before the list of a record's parts is read again
 _LISTED = 1.0
-#: records whose parts are known at a time, and parts whose steps are
+#: number of records whose lists of parts are cached, and of parts whose outlines are
 _RECORDS, _PARTS = 256, 1 << 15
-#: times that a record is read again where parts were merged meanwhile
+#: largest number of attempts to read a record while its parts are merged
 _ATTEMPTS = 3
 
 
 @dataclass(frozen=True)
 class RecordIndex(TableIndex):
-    """The sampled steps of a record, and which part has each."""
+    """The sampled steps of a record, and the part that has each step."""
 
     version: str = ""
-    #: by table
+    #: parts by table
     listed: dict[str, list[Part]] = field(default_factory=dict)
-    #: what is out of the ordinary about the names of its files
+    #: warnings about the names of the record's files
     heard: list[str] = field(default_factory=list)
 
 
 @dataclass
 class _KnownIndex:
-    """An index, and when it was looked whether it still holds."""
+    """An index, and the time at which it was last checked."""
 
     looked: float = 0.0
     index: RecordIndex | None = None
 
 
 class PartMatrices:
-    """Reads the `metrics` of records, or another table of the same form."""
+    """A cached reader of the `metrics` table of records, or of another table of the same form."""
 
     def __init__(self, table: str = "metrics") -> None:
         """
         Args:
-            table: whose rows are told apart by step, layer and role; those of what-if recipes are left out.
+            table: table whose rows are identified by step, layer and role. Rows of what-if recipes are left out.
         """
         self.table = table
         self._indexes: Cache[_KnownIndex] = Cache(_RECORDS)
@@ -209,10 +209,10 @@ class PartMatrices:
         self._texts: Cache[CodedTexts] = Cache(_HELD // 8, lambda held: held.codes.nbytes)
 
     def index(self, run: Storage) -> RecordIndex:
-        """Return the sampled steps of a record, as they are now.
+        """Return the current sampled steps of a record.
 
         Raises:
-            NotReadable: the folder cannot be listed.
+            NotReadable: the folder is not readable.
         """
         held = self._indexes.get(str(run), _KnownIndex)
         known = held.index
@@ -226,22 +226,22 @@ class PartMatrices:
         try:
             with capture_warnings() as heard:
                 listed, version = _listed(run)
-                # Damage may have been an outage: what could not be read is tried again.
+                # Damage may have been a temporary outage, so damaged parts are read again.
                 if known is not None and known.version == version and not known.damaged:
                     return known
                 found = TableIndex.read(run, self.table, partial(self._outline, run), listed[self.table])
-        except Exception as error:  # every driver of a remote file system has errors of its own
+        except Exception as error:  # drivers of remote file systems raise errors of their own
             raise NotReadable(f"{run} cannot be listed ({type(error).__name__}: {error}); look at the folder.") from None
         damaged = {path: _why(path, reason) for path, reason in found.damaged.items()}
         return RecordIndex(found.steps, found.owner, damaged, version, listed, heard)
 
     def warm(self, run: Storage) -> None:
-        """Learn the steps of a record before somebody asks."""
+        """Read the steps of a record in advance."""
         with contextlib.suppress(NotReadable):
             self.index(run)
 
     def glance(self, run: Storage) -> RecordIndex:
-        """Return what the names of parts say, if no more is known: the first and last step of each, damaged or not."""
+        """Return a known index, or one from the names of parts, with only their first and last steps."""
         held = self._indexes.get(str(run), _KnownIndex).index
         if held is not None:
             return held
@@ -254,12 +254,12 @@ class PartMatrices:
         return self._outlines.get((str(run), part.path), lambda: read_outline(run, self.table, part))
 
     def outline(self, run: Storage, part: Part) -> Outline:
-        """Return what the footer of a part says of its rows."""
+        """Return the outline of a part's rows, from its footer."""
         with report_damage(part):
             return self._outline(run, part)
 
     def layout(self, run: Storage, part: Part) -> Layout:
-        """Return where a part's rows are."""
+        """Return the layout of a part's rows."""
 
         def make() -> Layout:
             outline = self.outline(run, part)
@@ -278,7 +278,7 @@ class PartMatrices:
         return self._layouts.get((str(run), part.path), make)
 
     def _names(self, run: Storage, part: Part, outline: Outline) -> dict[str, Tensors]:
-        """Layer and role of the rows of stretches, by digest."""
+        """Return layer and role of the rows of stretches, by digest."""
         with report_damage(part):
             tables = read_new_names(run, self.table, part, outline)
         return {
@@ -287,7 +287,7 @@ class PartMatrices:
         }
 
     def metric(self, run: Storage, part: Part, name: str) -> Array:
-        """Return float64 [S, T], as the layout of the part has them; NaN where there is none."""
+        """Return a metric in the layout of the part, float64 [S, T], NaN for missing values."""
 
         def make() -> Array:
             rows = self.columns(run, part, *list_columns(self.table, name))
@@ -296,20 +296,20 @@ class PartMatrices:
         return self._metrics.get((str(run), part.path, name), make)
 
     def columns(self, run: Storage, part: Part, *names: str) -> pa.Table:
-        """Return columns of a part, all its rows; they are not held."""
+        """Return columns of all rows of a part, without caching."""
         with report_damage(part):
             return read_columns(run, self.table, part, {"attempt", *names})[0]
 
     def some_rows(self, run: Storage, part: Part, names: Sequence[str], places: Sequence[int]) -> pa.Table:
-        """Return columns of a few rows of a part; they are not held."""
+        """Return columns of a few rows of a part, without caching."""
         with report_damage(part):
             return read_rows(run, self.table, part, names, places)
 
     def read_unless_damaged(self, run: Storage, part: Part, what: str, read: Callable[[], T]) -> T | None:
-        """Return what `read` finds in a part; None if that is damaged, which `list_damaged` then reports.
+        """Return the result of `read` for a part, or None if the part is damaged. `list_damaged` reports the damage.
 
         Args:
-            what: it reads; part of it may be damaged and part not.
+            what: name of the data to read, because a part may be damaged only partly.
         """
         key = str(run), part.path, what
         try:
@@ -321,20 +321,20 @@ class PartMatrices:
         return found
 
     def find_layout(self, run: Storage, part: Part) -> Layout | None:
-        """Return where the rows of a part are; None where that is damaged."""
+        """Return the layout of a part's rows, or None if the part is damaged."""
         return self.read_unless_damaged(run, part, "layout", lambda: self.layout(run, part))
 
     def find_metric(self, run: Storage, part: Part, layout: Layout, name: str) -> Array:
-        """Return a metric as float64 [S, T]; NaN where the column is damaged."""
+        """Return a metric as float64 [S, T], all NaN if the column is damaged."""
         found = self.read_unless_damaged(run, part, name, lambda: self.metric(run, part, name))
         return np.full((len(layout.steps), len(layout.tensors)), np.nan) if found is None else found
 
     def list_damaged(self, run: Storage) -> dict[str, str]:
-        """Return by name what is wrong with parts of which some columns were found damaged."""
+        """Return the damage of partly damaged parts, by their names."""
         return {part: why for (of, part, _), why in list(self._harmed.items()) if of == str(run)}
 
     def texts(self, run: Storage, part: Part, name: str) -> CodedTexts:
-        """Return a column of text, as the layout of the part has it."""
+        """Return a column of text in the layout of the part."""
 
         def make() -> CodedTexts:
             codes, known = encode_texts(self.columns(run, part, name)[name])
@@ -343,25 +343,25 @@ class PartMatrices:
         return self._texts.get((str(run), part.path, name), make)
 
     def read_settled(self, run: Storage, read: Callable[[RecordIndex], T]) -> T:
-        """Return what `read` makes of a record; read once more if parts were merged meanwhile.
+        """Return the result of `read` for a record. Read again if parts were merged meanwhile.
 
         Raises:
-            NotReadable: it cannot be read, or changes faster than it is read.
+            NotReadable: the record is unreadable, or changes too fast.
         """
         for _ in range(_ATTEMPTS):
             try:
                 return read(self.index(run))
             except PartGoneError:
                 self._indexes.get(str(run), _KnownIndex).looked = 0.0
-        raise NotReadable(f"{run} changes faster than it can be read; try again.")
+        raise NotReadable(f"{run} changes too fast to be read; try again.")
 
 
 @contextlib.contextmanager
 def report_damage(part: Part) -> Iterator[None]:
-    """Say in an answer that a part is damaged.
+    """Turn the error about a damaged part into an answer.
 
     Raises:
-        NotReadable: it is.
+        NotReadable: the part is damaged.
     """
     try:
         yield

@@ -1,4 +1,4 @@
-"""One run: its steps, tensors and notes, its losses, and its metrics under other recipes."""
+"""Summarize a run: its steps, tensors and notes, its losses, and its metrics under other recipes."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ def describe_run(parts: PartMatrices, run: Storage) -> dict[str, Any]:
 
 
 def read_other_recipes(parts: PartMatrices, run: Storage, step: int) -> dict[str, Any]:
-    """Return metrics of all tensors under recipes, in use and not, at the sampled step next to one."""
+    """Return metrics of all tensors under recipes in use and others, at the nearest sampled step."""
 
     def read(index: RecordIndex) -> dict[str, Any]:
         at = find_nearest_step(run, index, step)
         names = ["layer", "role", "recipe", *WHAT_IF_METRICS]
-        where = {"step": at, "attempt": index.owner[at].attempt}  # of each table, or it would take its own latest
-        with capture_warnings():  # what is damaged is told of by `notes`
+        where = {"step": at, "attempt": index.owner[at].attempt}  # otherwise each table would use its own latest attempt
+        with capture_warnings():  # the notes of the run report damage
             tables = {table: read_table(run, table, names, where) for table in ("metrics", "what_if")}
             tables["replayed"] = read_table(run, "replayed", [*names, "rounded"], where)
         rows = pl.concat(
@@ -69,19 +69,19 @@ def tabulate_rows(rows: pl.DataFrame) -> dict[str, Any]:
 
 
 def list_notes(parts: PartMatrices, run: Storage, index: RecordIndex) -> list[str]:
-    """Return sentences about what is wrong with a record or out of the ordinary."""
+    """Return sentences about damage and other peculiarities of a record."""
     with capture_warnings() as heard:
         fingerprint = read_fingerprint(run)
     told = [f"{message}." for message in (*heard, *index.heard)]
     if damaged := parts.list_damaged(run) | index.damaged:
         (name, why), *others = damaged.items()
-        more = f" So are {len(others)} other parts." if others else ""
+        more = f" {len(others)} other parts are left out too." if others else ""
         told.append(f"The metrics of {name} are left out: {why}{more}")
     if not len(index.steps) and not index.damaged:
-        told.append("Nothing was sampled yet: the record has no metrics.")
+        told.append("The record has no metrics yet, because no step was sampled.")
     attempts = {part.attempt for part in index.owner.values()}
     if len(attempts) > 1:
-        told.append(f"The run was started {len(attempts)} times; of steps that were trained twice the latest are shown.")
+        told.append(f"The run was started {len(attempts)} times. Of repeated steps, only the latest is shown.")
     known = find_quantization(parts, run, index, fingerprint)
     if known is not None and (said := describe_quantization(known)):
         told.append(said)
@@ -89,7 +89,7 @@ def list_notes(parts: PartMatrices, run: Storage, index: RecordIndex) -> list[st
 
 
 def find_quantization(parts: PartMatrices, run: Storage, index: RecordIndex, fingerprint: Mapping[str, Any]) -> str | None:
-    """Return `classify_sources` of the newest part that can be read; None if there is none."""
+    """Return `classify_sources` of the newest readable part, or None if there is none."""
     for part in index.newest_first:
         if sources := parts.read_unless_damaged(run, part, "scale_source", partial(parts.texts, run, part, "scale_source")):
             return classify_sources({sources.known[code] for code in np.unique(sources.codes)} - {None}, fingerprint)
@@ -97,18 +97,18 @@ def find_quantization(parts: PartMatrices, run: Storage, index: RecordIndex, fin
 
 
 SERIES = ("loss", "grad_norm", "lr")
-#: points that are drawn at most, and marks of a kind
+#: largest number of points, and of marks of each kind
 _POINTS, _MARKS = 4000, 1000
-#: standard deviations above the running median that make a spike
+#: a spike is this many standard deviations above the running median
 _SIGMAS = 5.0
-#: losses before, of which a spike stands above the least as well
+#: a spike is also above the smallest of this many previous losses
 _BEFORE = 3
 
 
 def read_losses(run: Storage) -> dict[str, Any]:
     """Return loss, gradient norm and learning rate by step, thinned, with triggers, skipped steps and spikes.
 
-    A value is null where it was not recorded, and where it is NaN or infinite: `not_finite` has the steps of these by name.
+    A value is null if it was not recorded, or if it is NaN or infinite. `not_finite` has the steps of the latter, by name.
     """
     with capture_warnings():
         table = read_table(run, "steps", ["step", *SERIES, "skipped", "trigger"]).unique("step", keep="last").sort("step")
@@ -131,14 +131,14 @@ def read_losses(run: Storage) -> dict[str, Any]:
 
 
 def _spikes(table: pl.DataFrame) -> list[int]:
-    """Steps where the loss jumps up, the highest where they are many; a loss that is not finite is one."""
+    """Return the steps at which the loss jumps up or is not finite, the highest ones if there are many."""
     curve = LossCurve.of(table)
     if not len(curve.steps):
         return []
     before = pl.Series(curve.losses).fill_nan(None).shift(1).rolling_min(_BEFORE, min_samples=1).to_numpy().copy()
     before[0] = np.inf
     with np.errstate(invalid="ignore"):
-        # Of a loss that falls fast, as at the start, all stand above the median of their neighbors.
+        # All values of a fast-falling loss, as at the start, are above the running median.
         above = np.nan_to_num(curve.losses - np.fmax(curve.smooth, before), nan=0.0, posinf=np.inf)
     high = np.flatnonzero(above > _SIGMAS * curve.scatter)
     highest = high[np.argsort(-above[high], kind="stable")[:_MARKS]]

@@ -1,4 +1,4 @@
-"""One tensor: its metrics over the steps, its histograms at a step, and its dumped files."""
+"""Read one tensor: its metrics over the steps, its histograms at a step, and its dumped files."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from ..web import NotThere, list_numbers, quote_text
 from . import metadata
 from .part_matrices import Layout, PartMatrices, RecordIndex, compute_values, list_columns, report_damage
 
-#: of a row of `metrics`, what stands beside the metrics
+#: text columns of a row of `metrics`
 TEXTS = ("recipe", "format", "scale_source")
-#: column, and pattern of a stretch of rows and place in it: what rows have the same text
+#: column, pattern of a stretch of rows, and row in it. Rows with equal keys have the same text
 Key = tuple[str, str, int]
 
 
@@ -36,7 +36,7 @@ def read_timeline(parts: PartMatrices, run: Storage, layer: str, role: str, metr
     """
 
     def read(index: RecordIndex) -> dict[str, Any]:
-        """Of the parts that an index lists."""
+        """Read the parts that an index lists."""
         so_far = TextsSoFar()
         of_part = partial(_of_part, parts, run, index, (layer, role), metrics, so_far)
         columns: dict[str, list[Any]] = {name: [] for name in ("step", *metrics, *TEXTS)}
@@ -62,7 +62,7 @@ def _of_part(
     texts: TextsSoFar,
     part: Part,
 ) -> dict[str, list[Any]]:
-    """Step, metrics and texts, at those of a part's steps that have the tensor."""
+    """Return step, metrics and texts of a tensor at a part's steps, as columns."""
     if (layout := parts.find_layout(run, part)) is None:
         return {}
     places = {step: row for step in index.held[part] if (row := layout.row(step, key)) is not None}
@@ -74,16 +74,16 @@ def _of_part(
 
 
 class TextsSoFar:
-    """Texts of a tensor. Those of most samples are the same, and footers tell of which: these are read once.
+    """Texts of a tensor, each read only once. Footers show which samples have the same text.
 
-    Parts are read in any order, so that a text stands as its key until all of them are.
+    Parts are read in any order, so keys stand for texts until all parts are read.
     """
 
     def __init__(self) -> None:
         self._known: dict[Key, str | None] = {}
 
     def told(self, outline: Outline, places: Sequence[int]) -> dict[str, list[str | Key]]:
-        """Return by column the texts of some rows of a part, if nothing has to be read for them."""
+        """Return the texts of some rows of a part by column, for columns that need no reading."""
         told: dict[str, list[str | Key]] = {}
         for name in TEXTS:
             if type(text := outline.same.get(name)) is str:
@@ -93,7 +93,7 @@ class TextsSoFar:
         return told
 
     def kept(self, outline: Outline, places: Sequence[int], rows: pa.Table, names: Sequence[str]) -> dict[str, list[Any]]:
-        """Return texts that were read. A damaged column has no values, which another part may have."""
+        """Keep texts that were read, and return them by column. Another part may have the texts of a damaged column."""
         found: dict[str, list[Any]] = {}
         for name in names:
             keys, texts = self._keys(outline, name, places), rows[name].to_pylist()
@@ -103,11 +103,11 @@ class TextsSoFar:
         return found
 
     def resolved(self, texts: Sequence[str | Key | None]) -> list[str | None]:
-        """Return the texts that keys stand for; None if they could not be read."""
+        """Return the texts that keys stand for, or None if they are unreadable."""
         return [self._known.get(text) if isinstance(text, tuple) else text for text in texts]
 
     def _keys(self, outline: Outline, name: str, places: Sequence[int]) -> list[Key]:
-        """Of each row; empty where the footer does not tell."""
+        """Return the key of each row, or no keys if the footer has no patterns."""
         patterns = outline.patterns.get(name)
         return [(name, patterns[stretch], row) for stretch, row in map(outline.find, places)] if patterns else []
 
@@ -115,7 +115,7 @@ class TextsSoFar:
 def _of_rows(
     parts: PartMatrices, run: Storage, part: Part, places: Sequence[int], metrics: list[str], so_far: TextsSoFar
 ) -> dict[str, list[Any]]:
-    """Read from the few rows of the tensor."""
+    """Return metrics and texts, read from only the rows of the tensor."""
     names = dict.fromkeys(column for name in metrics for column in list_columns(parts.table, name))
     outline = parts.outline(run, part)
     texts = so_far.told(outline, places)
@@ -126,7 +126,7 @@ def _of_rows(
 
 
 def _some_rows(parts: PartMatrices, run: Storage, part: Part, names: Sequence[str], places: Sequence[int]) -> pa.Table:
-    """Columns of a few rows; of those that are damaged, none of their values."""
+    """Return columns of a few rows, with null for damaged columns."""
     read = partial(parts.some_rows, run, part)
     if (whole := parts.read_unless_damaged(run, part, "rows", lambda: read(names, places))) is not None:
         return whole
@@ -144,7 +144,7 @@ def _of_matrices(
     key: tuple[str, str],
     metrics: list[str],
 ) -> dict[str, list[Any]]:
-    """Read from what is held of all tensors."""
+    """Return metrics and texts, from cached matrices of all tensors."""
     at, tensor = np.searchsorted(layout.steps, steps), layout.tensors.places[key]
     found = {name: list_numbers(parts.find_metric(run, part, layout, name)[at, tensor]) for name in metrics}
     for name in TEXTS:
@@ -153,22 +153,22 @@ def _of_matrices(
     return found
 
 
-#: columns of a histogram that are told
+#: columns of a histogram in an answer
 _OF_HISTOGRAM = ("recipe", "format", "dtype", "rounded", "scale", "bins", "counts")
-#: rows that are decoded at a time to find one
+#: number of rows to decode at a time, for metrics and histograms
 _METRICS_AT_ONCE, _HISTOGRAMS_AT_ONCE = 1 << 13, 32
 
 
 def refuse_tensor(run: Storage, layer: str, role: str) -> NotThere:
-    """Return the refusal of a question about a tensor that a record does not have."""
+    """Return the refusal of a request for a tensor that a record does not have."""
     return NotThere(f"The record at {run} has no metrics of {role} of {quote_text(layer)}; choose a tensor of its map.")
 
 
 def find_nearest_step(run: Storage, index: RecordIndex, step: int) -> int:
-    """Return the sampled step next to one.
+    """Return the nearest sampled step.
 
     Raises:
-        NotThere: nothing was sampled.
+        NotThere: no step was sampled.
     """
     if not len(index.steps):
         raise NotThere(f"The record at {run} has no sampled step yet; wait for the first one.")
@@ -176,10 +176,10 @@ def find_nearest_step(run: Storage, index: RecordIndex, step: int) -> int:
 
 
 def read_histograms(parts: PartMatrices, run: Storage, layer: str, role: str, step: int) -> dict[str, Any]:
-    """Return a tensor's histograms at the sampled step next to one, a row a scale, and all that was recorded.
+    """Return a tensor's histograms at the nearest sampled step, one row for each scale, and the recorded metrics.
 
     Raises:
-        NotThere: the record has no such tensor there, or no histogram of it.
+        NotThere: the record has no such tensor there, or no histogram of the tensor.
     """
 
     def read(index: RecordIndex) -> dict[str, Any]:
@@ -217,13 +217,11 @@ def _why_no_histogram(run: Storage, layer: str, role: str, step: int, index: Rec
     if not index.listed["histograms"]:
         return f"The record at {run} has no histograms; record the run with histograms to see distributions."
     if "*" in layer.split("."):
-        return (
-            f"{quote_text(layer)} stands for all experts of a layer, which have no histogram of their own; choose an expert."
-        )
+        return f"{quote_text(layer)} stands for all experts of a layer, which have no common histogram; choose an expert."
     return f"The record has no histogram of {role} of {quote_text(layer)} at step {step}; choose another step or tensor."
 
 
-#: files of one tensor that are told of
+#: largest number of files of one tensor in an answer
 _MOST = 50
 Files = list[tuple[int, int, int, str]]
 
@@ -235,10 +233,10 @@ def find_dumps(run: Storage) -> Files:
 
 
 def list_dumps(files: Files, layer: str, role: str) -> dict[str, Any]:
-    """Return the latest files of a tensor, and how many there are.
+    """Return the latest files of a tensor, and their number.
 
     Args:
-        files: of a record. Of layers whose names are alike as far as a file's name goes, those of any count.
+        files: files of a record. Layers with the same name in file names are not distinguished.
 
     Returns:
         `count`, and `files`: `step`, `rank` and `name` (below the folder of the record) of each, ascending.

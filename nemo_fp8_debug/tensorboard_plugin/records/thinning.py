@@ -1,4 +1,4 @@
-"""Less of large answers, so that pictures and pages stay small."""
+"""Thin out large answers, so that pictures and pages stay small."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from .heatmap import pack_table
 def thin_series(
     series: Sequence[npt.NDArray[np.float64]], points: int, known: Sequence[npt.NDArray[np.bool_]] = ()
 ) -> npt.NDArray[np.int64]:
-    """Return places to keep, ascending: in equal stretches, where each series is least, greatest and not finite.
+    """Return the indices to keep, ascending: the minimum, maximum and first non-finite value of each equal stretch.
 
     Args:
-        series: of equal length N.
-        points: to keep at the most.
-        known: bool [N] each: places that have a value, finite or not; all by default.
+        series: series of equal length N.
+        points: largest number of indices to keep.
+        known: whether each place has a value, finite or not, bool [N] for each series; all by default.
     """
     n = len(series[0])
     if n <= points:
@@ -64,9 +64,9 @@ def spread_steps(steps: Sequence[int], most: int, always: Iterable[int | None] =
 
 
 def thin_columns(answer: Any, most: int) -> Any:
-    """Return an answer with at most so many steps, the extremes of each number among them.
+    """Return an answer with at most `most` steps, which include the extremes of each column.
 
-    Columns are lists next to a list `step`, in the answer or in what is in it.
+    Columns are lists next to a list `step`, in the answer or in its nested values.
 
     Example:
         >>> thin_columns({"step": [0, 1, 2], "loss": [3.0, 2.0, 1.0]}, 2)
@@ -88,7 +88,7 @@ def _picked(value: Any, n: int, kept: list[int]) -> Any:
 
 
 def _columns(value: Any, n: int) -> list[list[Any]]:
-    """Lists of n numbers."""
+    """Return all lists of n numbers in a value."""
     if isinstance(value, dict):
         return [column for one in value.values() for column in _columns(one, n)]
     return [value] if isinstance(value, list) and len(value) == n and not any(isinstance(v, str) for v in value) else []
@@ -99,7 +99,7 @@ def _as_floats(values: list[Any]) -> Any:
 
 
 def shorten_verdict(result: dict[str, Any], most: int) -> tuple[dict[str, Any], list[str]]:
-    """Return a verdict with at most so many rows in each list of its comparison, and what is left out."""
+    """Return a verdict with at most `most` rows in each list of its comparison, and notes about shortened lists."""
     found = result.get("comparison")
     if not found:
         return result, []
@@ -109,7 +109,7 @@ def shorten_verdict(result: dict[str, Any], most: int) -> tuple[dict[str, Any], 
 
 
 def join_frames(answers: Sequence[bytes]) -> bytes:
-    """Return answers of `frames` at ascending steps as one, with all tensors that any of them has."""
+    """Join answers of `frames` at ascending steps, with all tensors of any of them."""
     if len(answers) == 1:
         return answers[0]
     headers, tables = zip(*map(_taken_apart, answers), strict=True)

@@ -1,4 +1,4 @@
-"""A recommendation as files that hosts read; says what a host cannot express, and what it has instead. Internal."""
+"""Write a recommendation as configuration files of frameworks, with notes on what they cannot express. Internal."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ PLAN = "plan.json"
 
 
 def make_snippets(found: Recommendation) -> list[Snippet]:
-    """The files of the engine that quantizes the run, if there is something to change."""
+    """Return the files for the engine that quantizes the run, if there are changes."""
     return _made(found)[0]
 
 
 def list_unwritten(found: Recommendation) -> list[str]:
-    """Files that the engine could have had, and why it gets none, a sentence each."""
+    """Return sentences that name possible files of the engine, and why they are not written."""
     return _made(found)[1]
 
 
@@ -39,10 +39,10 @@ def _made(found: Recommendation) -> tuple[list[Snippet], list[str]]:
 
 
 def write_snippets(found: Recommendation, folder: str | os.PathLike[str]) -> list[Snippet]:
-    """Write the plan and the files of every host into a folder, which is made.
+    """Write the plan and the files of all frameworks into a folder. Create the folder if needed.
 
     Raises:
-        ConfigError: it holds one of them already, or cannot be written.
+        ConfigError: the folder already holds one of the files, or is not writable.
     """
     snippets, place = make_snippets(found), Path(folder)
     if there := next((name for name in (PLAN, *(s.name for s in snippets)) if (place / name).exists()), None):

@@ -1,10 +1,10 @@
-"""Megatron's files: recipes of single modules, and options of the whole run.
+"""Write Megatron's files: recipes of single modules, and options of the whole run.
 
-Recipes of modules are for `--te-precision-config-file`, or for `TransformerConfig.quant_recipe`; options for
+Recipes of modules are for `--te-precision-config-file` or `TransformerConfig.quant_recipe`. Options are for
 `TransformerConfig`, Megatron-LM's command line, and NeMo's `MegatronMixedPrecision`.
 
 Source: `megatron/core/quantization/quant_config.py`, and `TEQuantizationRecipe` in `megatron/core/extensions/
-transformer_engine.py`, of megatron-core 0.16.0, the first that has it, and 0.17.1.
+transformer_engine.py`, of megatron-core 0.16.0 (the first release with these) and 0.17.1.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ..recommend import Ends, Recommendation, TensorFix, find_block
 from .snippet import Snippet, comment_lines, find_module, first_for_all
 
 NAME, OPTIONS = "megatron_modules.yaml", "transformer_config.yaml"
-#: what Megatron calls the recipes that it can give a module, in order of cost; delayed scaling is not among them
+#: Megatron's names of recipes for single modules, in order of cost, without delayed scaling
 RECIPES: dict[type[Any], str] = {CurrentScaling: "tensorwise", Float8BlockScaling: "blockwise", MXFP8Scaling: "mxfp8"}
 _MENU = [Recipe(scaling(), fmt) for scaling in RECIPES for fmt in ("hybrid", "e4m3")] + [BF16_RECIPE]
 _HOW = (
@@ -39,7 +39,7 @@ _HOW_OPTIONS = (
 
 
 def make_per_module(found: Recommendation) -> Snippet | None:
-    """The file; None where nothing changes."""
+    """Return the file with recipes of modules, or None if nothing changes."""
     by_pattern: dict[str, list[TensorFix]] = {}
     for finding in found.to_change:
         by_pattern.setdefault(local_name(find_module(finding.layer), found), []).append(finding)
@@ -65,7 +65,7 @@ def make_per_module(found: Recommendation) -> Snippet | None:
 
 def _recipe(recipe: Recipe) -> dict[str, str]:
     if recipe == BF16_RECIPE:
-        return {}  # none is high precision
+        return {}  # no recipe means high precision
     return {"fp8_quantization_recipe": RECIPES[type(recipe.scaling)], "fp8_format": recipe.fp8_format}
 
 
@@ -79,13 +79,13 @@ def _coarser(finding: TensorFix, recipe: Recipe, name: str) -> str:
 
 
 def count_stages(found: Recommendation) -> int:
-    """How many times the blocks are numbered from 0: the parts of a pipeline."""
+    """Count the parts of a pipeline, each of which numbers its blocks from 0."""
     host = found.run.fingerprint.get("backend_options", {})
     return (host.get("pipeline_model_parallel_size") or 1) * (host.get("virtual_pipeline_model_parallel_size") or 1)
 
 
 def local_name(module: str, found: Recommendation) -> str:
-    """A module by its name on a rank, whose blocks are numbered from 0 in each part of a pipeline."""
+    """Return a module's name on its rank, because each part of a pipeline numbers its blocks from 0."""
     number = re.match(r"decoder\.layers\.(\d+)\.", module)
     if count_stages(found) == 1 or not number:
         return module
@@ -97,7 +97,7 @@ def local_name(module: str, found: Recommendation) -> str:
 
 
 def make_run_wide(found: Recommendation) -> Snippet | None:
-    """Return a file of plain values, or None if nothing changes."""
+    """Return the file with options of the whole run, or None if nothing changes."""
     if not found.to_change:
         return None
     inside = [f for f in found.to_change if not _at_an_end(f, found.ends)]
@@ -111,7 +111,7 @@ def make_run_wide(found: Recommendation) -> Snippet | None:
 
 
 def flags_of(values: dict[str, Any]) -> list[str]:
-    """Return the same options as Megatron-LM's command line has them."""
+    """Return the options as flags of Megatron-LM's command line."""
     flags = []
     for name, value in values.items():
         flag = "--fp8-format" if name == "fp8" else "--" + name.replace("_", "-")
@@ -125,7 +125,7 @@ def _at_an_end(finding: TensorFix, ends: Ends | None) -> bool:
 
 
 def _in_use(found: Recommendation) -> Recipe | None:
-    """What most operands are cast with; None where it has no name here."""
+    """Return the recipe of most operands, or None if Megatron has no options for it."""
     metrics = select_quantized(found.run.metrics)
     counts = metrics.gathered(["recipe"], lambda rows: rows.group_by("recipe", maintain_order=True).agg(pl.sum("count")))
     names = counts.sort("count", descending=True, maintain_order=True)
@@ -134,7 +134,7 @@ def _in_use(found: Recommendation) -> Recipe | None:
 
 
 def _menu(findings: list[TensorFix], ends: Ends | None) -> list[Recipe]:
-    """Recipes of all the findings' options that Megatron has options for; formats that differ by role in either way."""
+    """Return the recipes of all options of the findings that Megatron supports, each in `hybrid` and `e4m3`."""
     recipes = [option.parsed for finding in findings for option in finding.options if option.kind != STAY]
     both = [Recipe(r.scaling, fmt) for r in recipes for fmt in ("hybrid", "e4m3") if fmt in r.scaling.formats]
     refused = DelayedScaling if ends else ()
@@ -147,7 +147,7 @@ def _can_be_said(recipe: Recipe) -> bool:
 
 
 def _options(recipe: Recipe | None, found: Recommendation, unsolved: list[TensorFix]) -> tuple[dict[str, Any], list[str]]:
-    """Fields of TransformerConfig; what they cannot express, or say of more than was asked for."""
+    """Return fields of TransformerConfig, and sentences about changes that they cannot express, or that go too far."""
     coarser = [
         f"{f.name}: no option of the whole run does it; recipes of modules do, see the other files." for f in unsolved
     ]

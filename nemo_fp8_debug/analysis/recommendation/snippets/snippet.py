@@ -1,4 +1,4 @@
-"""What the files of all hosts have in common."""
+"""Functions and data shared by the files of all frameworks."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from ..recommend import TensorFix
 
 @dataclass(frozen=True)
 class Snippet:
-    """A file for a host."""
+    """A configuration file for a framework."""
 
     name: str
-    #: what it is for, in a few words
+    #: purpose of the file, in a few words
     about: str
     text: str
-    #: what the host cannot express, a sentence each
+    #: sentences about changes that the framework cannot express exactly
     coarser: tuple[str, ...] = ()
 
 
 def comment_lines(*paragraphs: str) -> str:
-    """Text as comments of YAML, shell and Python."""
+    """Wrap paragraphs as comments of YAML, shell and Python."""
     wrapper = textwrap.TextWrapper(118, break_long_words=False, break_on_hyphens=False)
     return "".join(f"# {line}\n" for text in paragraphs for line in wrapper.wrap(text))
 
 
 def first_for_all(findings: Sequence[TensorFix], recipes: Iterable[Recipe]) -> Recipe | None:
-    """The first recipe under which every operand keeps the budget, as far as is known."""
+    """Return the first recipe under which all operands keep the budget, as far as known, or None."""
     return next((recipe for recipe in recipes if all(_meets(finding, recipe) for finding in findings)), None)
 
 
@@ -43,10 +43,10 @@ def _meets(finding: TensorFix, recipe: Recipe) -> bool:
 
 
 def combine_options(menus: Iterable[Sequence[Option]]) -> Iterator[tuple[Option, ...]]:
-    """Yield an option of each menu, all ways to choose them, the cheapest first.
+    """Yield all ways to choose one option from each menu, the cheapest first.
 
     Args:
-        menus: options in order of cost.
+        menus: menus of options, each in order of cost.
     """
     ways = itertools.product(*(enumerate(menu) for menu in menus))
     for way in sorted(ways, key=lambda way: sum(place for place, _ in way)):
@@ -54,8 +54,8 @@ def combine_options(menus: Iterable[Sequence[Option]]) -> Iterator[tuple[Option,
 
 
 def find_module(layer: str) -> str:
-    """The module that a GEMM is multiplied in, `*` for the number of an expert that has one of its own.
+    """Return the module that runs a GEMM, with `*` for the number of an expert that is a separate module.
 
-    `decoder.layers.3.mlp.experts.linear_fc1.17` -> `decoder.layers.3.mlp.experts.linear_fc1`: a module multiplies the group.
+    A grouped module runs all experts: `mlp.experts.linear_fc1.17` -> `mlp.experts.linear_fc1`.
     """
     return (name_aggregate(layer) or layer).removesuffix(".*")

@@ -1,11 +1,11 @@
-"""A quantizer factory for Transformer Engine's `CustomRecipe`, which changes single operands and nothing else.
+"""Write a quantizer factory for Transformer Engine's `CustomRecipe`, which changes only single operands.
 
-A GEMM multiplies two operands that its kernel can take together. So an operand that leaves FP8 does so in the two GEMMs that
-read it, and takes its partner along in these two only.
+A GEMM kernel supports only certain pairs of operands. So if an operand leaves FP8, its partners in the two GEMMs that read
+it leave FP8 in these two GEMMs.
 
 Source: `pytorch/quantization.py`, `pytorch/custom_recipes/quantizer_factories.py` and `pytorch/tensor/hybrid_tensor.py` of
-Transformer Engine 2.20.2; 2.19 is the first that has `IdentityQuantizer` and `HybridQuantizer`. `megatron/core/fp8_utils.py`
-and `extensions/transformer_engine.py` of megatron-core 0.17.1.
+Transformer Engine 2.20.2. Release 2.19 is the first with `IdentityQuantizer` and `HybridQuantizer`.
+`megatron/core/fp8_utils.py` and `extensions/transformer_engine.py` of megatron-core 0.17.1.
 """
 
 from __future__ import annotations
@@ -36,21 +36,21 @@ ByGemm = dict[tuple[str, str], Cast | None]
 
 
 class Unreadable(Exception):
-    """How a module casts does not follow from the record; says of which operand, and why."""
+    """Raised if the record does not show how a module casts an operand. The message names the operand and the reason."""
 
 
 @dataclass(frozen=True)
 class Module:
-    """A module that is to be cast otherwise."""
+    """A module with changed casts."""
 
     name: str
     casts: ByGemm
-    #: what is not as the plan says, a sentence each
+    #: sentences about differences from the plan
     coarser: tuple[str, ...]
 
 
 def read_casts(run: Run) -> dict[str, Casts | Unreadable]:
-    """How the modules that quantize something cast their operands, as last recorded; experts of a module are cast alike."""
+    """Return the last recorded casts of all modules that quantize. Experts of a module must have the same casts."""
     rows = run.metrics.last(["recipe", "format", "scale_source"])
     found: dict[str, dict[str, Cast | None] | Unreadable] = {}
     for layer, role, name, fmt, source in rows.iter_rows():
@@ -73,10 +73,10 @@ def _read_cast(name: str, fmt: str, source: str | None) -> Cast | None:
     if source == "not quantized":
         return None
     if source != ENGINE:
-        raise Unreadable(f"what it was cast with was not read (`scale_source` is {source})")
+        raise Unreadable(f"its cast was not read (`scale_source` is {source})")
     recipe = find_recipe(name)
     if recipe is None:
-        raise Unreadable(f"{name} has no counterpart here")
+        raise Unreadable(f"unsupported recipe {name}")
     scaling = recipe.scaling
     by_torchao = getattr(scaling, "by_logarithm", False)
     if by_torchao or not isinstance(scaling, (CurrentScaling, DelayedScaling, Float8BlockScaling, MXFP8Scaling)):
@@ -89,16 +89,16 @@ def _is_high_precision(casts: Casts | Unreadable) -> bool:
 
 
 def _check_whole(module: str, casts: Casts) -> Casts | Unreadable:
-    """The same, if all three operands are known and quantized."""
+    """Return the casts if all three operands are known and quantized, otherwise the reason."""
     if missing := [role for role in ROLES if role not in casts]:
         return Unreadable(f"{SHOWN_AS[missing[0]]} of {module}: it was not recorded")
     if plain := [role for role in ROLES if casts[role] is None]:
-        return Unreadable(f"{SHOWN_AS[plain[0]]} of {module}: it is not quantized and others of its module are")
+        return Unreadable(f"{SHOWN_AS[plain[0]]} of {module}: it is not quantized, but other operands of its module are")
     return casts
 
 
 def find_usual_casts(all_casts: Iterable[Casts]) -> dict[str, Cast]:
-    """How most modules cast each role."""
+    """Return the most frequent cast of each role."""
     found: dict[str, list[Cast]] = {role: [] for role in ROLES}
     for casts in all_casts:
         for role, cast in casts.items():
@@ -108,16 +108,17 @@ def find_usual_casts(all_casts: Iterable[Casts]) -> dict[str, Cast]:
 
 
 def spread_over_gemms(casts: Casts) -> ByGemm:
-    """The same cast in both GEMMs that read an operand."""
+    """Return casts by GEMM, the same in both GEMMs that read an operand."""
     return {(role, gemm): casts[role] for role in ROLES for gemm in READERS[role]}
 
 
 def change_module(name: str, casts: Casts, findings: Sequence[TensorFix]) -> Module:
-    """A module with the cheapest options of its operands that kernels can multiply, all of them together.
+    """Choose the cheapest options for a module's operands that kernels can multiply with each other.
 
     Args:
-        casts: as recorded.
-        findings: of this module that change something; those of several experts are one.
+        name: the module.
+        casts: recorded casts.
+        findings: findings of this module, or of its experts, that need a change.
     """
     menus = {role: _list_options([f for f in findings if f.role == role]) for role in ROLES}
     menus = {role: menu for role, menu in menus.items() if menu}
@@ -130,7 +131,7 @@ def change_module(name: str, casts: Casts, findings: Sequence[TensorFix]) -> Mod
 
 
 def _list_options(findings: Sequence[TensorFix]) -> list[Option]:
-    """Options that every one of the findings has, in order of cost."""
+    """Return the options that all findings share, in order of cost."""
     others = [{o.recipe for o in f.options if o.meets and o.kind != STAY} for f in findings]
     own = findings[0].options if findings else ()
     return [o for o in own if o.kind != STAY and o.meets and all(o.recipe in recipes for recipes in others)]
@@ -146,7 +147,7 @@ def _apply_options(casts: Casts, options: Mapping[str, Option]) -> ByGemm:
 
 def _can_be_multiplied(made: ByGemm) -> bool:
     delayed = [{c for (role, _), c in made.items() if role in roles and _is_delayed(c)} for roles in (ROLES[:2], ROLES[2:])]
-    # Transformer Engine keeps one history for a direction of a module, in the forward direction of E4M3.
+    # Transformer Engine keeps one history for each direction of a module. The forward one is E4M3.
     histories = all(len(found) < 2 for found in delayed) and all(fmt == "e4m3" for _, fmt in filter(None, delayed[0]))
     return histories and all(_kernel_takes(*(made[role, gemm] for role in pair)) for gemm, pair in OPERANDS.items())
 
@@ -156,7 +157,7 @@ def _kernel_takes(a: Cast | None, b: Cast | None) -> bool:
         return a is b
     per_tensor = (CurrentScaling, DelayedScaling)
     alike = type(a[0]) is type(b[0]) or (isinstance(a[0], per_tensor) and isinstance(b[0], per_tensor))
-    return alike and not a[1] == b[1] == "e5m2"  # which cuBLAS does not multiply
+    return alike and not a[1] == b[1] == "e5m2"  # cuBLAS does not multiply E5M2 by E5M2
 
 
 def _is_delayed(cast: Cast | None) -> bool:
@@ -164,19 +165,19 @@ def _is_delayed(cast: Cast | None) -> bool:
 
 
 def _tell_differences(name: str, findings: Sequence[TensorFix], options: Mapping[str, Option]) -> tuple[str, ...]:
-    """Where the plan has another option."""
+    """Return sentences about operands whose option differs from the plan's."""
     said = {}
     for finding in findings:
         option = options[finding.role]
         if option.recipe != finding.chosen.recipe:
-            said[finding.name] = f"no {finding.chosen.recipe} beside the others of its GEMMs; it has {option.recipe} instead"
+            said[finding.name] = f"no {finding.chosen.recipe} with the others of its GEMMs, so it has {option.recipe}"
         elif finding.layer != name:
             said[f"{SHOWN_AS[finding.role]} of {name}"] = "all experts of the group are cast alike"
     return tuple(f"{key}: {sentence}." for key, sentence in said.items())
 
 
 def _without_nested_delays(name: str, made: ByGemm, coarser: tuple[str, ...]) -> tuple[ByGemm, tuple[str, ...]]:
-    """Current scaling for an operand of which one copy is in high precision: a history is for both copies or none."""
+    """Use current scaling for an operand with one copy in high precision, because a history needs both copies in FP8."""
     more = []
     for role in ROLES:
         copies = [made[role, gemm] for gemm in READERS[role]]
@@ -212,24 +213,24 @@ except ImportError as error:
 
 
 def high_precision():
-    """Not quantized."""
+    """Return a quantizer that leaves an operand in high precision."""
     return IdentityQuantizer()
 
 
 def current(fmt, power_of_two, epsilon):
-    """One scale, from the tensor."""
+    """Return a quantizer with one scale, from the tensor itself."""
     return Float8CurrentScalingQuantizer(
         _dtype(fmt), device="cuda", force_pow_2_scales=power_of_two, amax_epsilon=epsilon
     )
 
 
 def delayed(fmt, margin, history, algorithm):
-    """One scale, from the amaxes of earlier steps. HYBRID is E4M3 forward and E5M2 backward."""
+    """Request one scale from the amaxes of earlier steps. HYBRID is E4M3 forward and E5M2 backward."""
     return DelayedScalingRequest(getattr(Format, fmt), margin, history, algorithm)
 
 
 def blockwise(fmt, dimensions, power_of_two, epsilon):
-    """A scale for 1x128 values, or for 128x128."""
+    """Return a quantizer with a scale for each 1x128 or 128x128 block."""
     return Float8BlockQuantizer(
         _dtype(fmt),
         rowwise=True,
@@ -241,33 +242,33 @@ def blockwise(fmt, dimensions, power_of_two, epsilon):
 
 
 def mxfp8(fmt, square):
-    """A scale for 1x32 values, or for 32x32."""
+    """Return a quantizer with a scale for each 1x32 or 32x32 block."""
     return MXFP8Quantizer(_dtype(fmt), with_2d_quantization=square)
 
 
 def by_gemm(**quantizers):
-    """A quantizer for each of the two GEMMs that read an operand: the row-wise copy, then the column-wise one."""
+    """Return a quantizer with separate row-wise and column-wise copies for the two GEMMs that read an operand."""
     row_wise, column_wise = quantizers.values()
     return HybridQuantizer(rowwise_quantizer=row_wise, columnwise_quantizer=column_wise)
 
 
 def factory(role):
-    """The quantizer of an operand of any module: modules are told apart by their names."""
+    """Return the quantizer of an operand of any module, by the module's name."""
     if not _is_operand(role):
         return _outside(role)
-    if re.match(r"(Layer_\\d+)?(\\.|$)", role.name):  # which Transformer Engine makes up
+    if re.match(r"(Layer_\\d+)?(\\.|$)", role.name):  # a default name of Transformer Engine
         raise ValueError(
-            f"a module of Transformer Engine has no name, so that {__name__} cannot tell which it is; "
+            f"a module of Transformer Engine has no name, so {__name__} cannot identify it; "
             "call nemo_fp8_debug.name_modules(model) before the first step"
         )
     if not _in_record(role.name) and not _told:
         _told.append(role.name)
-        warnings.warn(f"{role.name} is not in the record behind {__name__}: it is cast as most are", stacklevel=2)
+        warnings.warn(f"{role.name} is not in the record behind {__name__}: it is cast like most modules", stacklevel=2)
     return _quantizer(role.name, role.tensor_type)
 
 
 def factory_of(name):
-    """The factory of one module, whatever it calls itself."""
+    """Return the factory of one module, regardless of the module's own name."""
     return lambda role: _quantizer(name, role.tensor_type) if _is_operand(role) else _outside(role)
 
 
@@ -291,9 +292,9 @@ def _noted(made):
 
 
 def _outside(role):
-    """Of what a module puts out, which is not cast unless a caller wants it in FP8; it is asked for after the operands.
+    """Return the quantizer of a module's output, which Transformer Engine requests after the operands' quantizers.
 
-    Transformer Engine takes histories in both directions of a module, or in neither, and all of a direction alike.
+    Outputs are cast only if a caller wants FP8. All histories of a direction must be equal, in both directions or in none.
     """
     if role is not None and role.module_type not in ("", "linear", "grouped_linear"):
         return high_precision()  # attention, which CustomRecipe casts only with fp8_dpa
@@ -323,7 +324,7 @@ NAME, MODULES = "te_quantizers.py", "megatron_operands.yaml"
 NEEDS, MEGATRON_NEEDS = (2, 19), (0, 17)
 _HOW = (
     "Quantizers of single operands, for Transformer Engine's CustomRecipe: every operand is cast as in the run that was "
-    "recorded, except for those in CHANGED. It takes Transformer Engine 2.19 or later.",
+    "recorded, except for those in CHANGED. This file needs Transformer Engine 2.19 or later.",
     "A loop of your own: nemo_fp8_debug.name_modules(model) before the first step, then te.autocast(enabled=True, "
     "recipe=CustomRecipe(qfactory=te_quantizers.factory)) with this folder on PYTHONPATH.",
     "Megatron-LM: --fp8-recipe custom --fp8-quantizer-factory te_quantizers.factory, and name_modules(model) in the "
@@ -331,9 +332,9 @@ _HOW = (
     "and leaves the run's own recipe to all others.",
 )
 _NOT_IN_RECORD = (
-    "Taken as Transformer Engine has them by default, since the record does not tell: functions of your own for amaxes and "
-    "scales, and reduce_amax.",
-    "Column-wise copies are taken to be cast as the row-wise ones that were recorded.",
+    "The record does not contain custom functions for amaxes and scales, or reduce_amax. This file assumes Transformer "
+    "Engine's defaults.",
+    "This file assumes that column-wise copies are cast like the recorded row-wise ones.",
 )
 _HOW_MODULES = (
     f"Quantizers of the named modules, which are functions of {NAME}; all others keep the run's recipe. Megatron-LM: "
@@ -343,7 +344,7 @@ _HOW_MODULES = (
 
 
 def make_quantizers(found: Recommendation, for_megatron: bool) -> tuple[list[Snippet], list[str]]:
-    """The files, and why there are none; neither where nothing changes."""
+    """Return the files, or the reasons why they are not written; neither if nothing changes."""
     by_module: dict[str, list[TensorFix]] = {}
     for finding in found.to_change:
         by_module.setdefault(find_module(finding.layer), []).append(finding)
@@ -367,9 +368,9 @@ def make_quantizers(found: Recommendation, for_megatron: bool) -> tuple[list[Sni
 def _reasons(found: Recommendation, recorded: Mapping[str, Any], names: Iterable[str]) -> Iterator[str]:
     host = found.run.fingerprint.get("backend_options", {})
     if host.get("fp8_quantizer_factory"):
-        yield "the run has a quantizer factory of its own, of which the record does not tell every copy; edit that one"
+        yield "the run has its own quantizer factory, which the record does not contain; edit that one"
     if host.get("fp8_wgrad") is False:
-        yield "fp8_wgrad is off, which CustomRecipe has no option for"
+        yield "fp8_wgrad is off, and CustomRecipe has no option for that"
     for name in names:
         if name not in recorded:
             yield f"{name} is not in FP8"
@@ -377,20 +378,20 @@ def _reasons(found: Recommendation, recorded: Mapping[str, Any], names: Iterable
 
 
 def _older(found: Recommendation, package: str, needs: tuple[int, int], file: str) -> Iterator[str]:
-    """That the run's release of a package does not take a file."""
+    """Yield a sentence if the run's release of a package is too old for a file."""
     version = str(found.run.fingerprint.get("versions", {}).get(package, ""))
     number = re.match(r"(\d+)\.(\d+)", version)
     if number and tuple(map(int, number.groups())) < needs:
         yield (
-            f"The run has {package} {version}, and {file} needs {'.'.join(map(str, needs))} or later; until then use "
-            "megatron_modules.yaml, or plan.json, which widen the change to whole modules."
+            f"The run has {package} {version}, but {file} needs {'.'.join(map(str, needs))} or later. Until then, use "
+            "megatron_modules.yaml or plan.json, which change whole modules."
         )
 
 
 def _attention(found: Recommendation) -> Iterator[str]:
     risky = found.run.fingerprint.get("risky_features_on", {})
     if risky.get("fp8_dot_product_attention") or risky.get("fp8_multi_head_attention"):
-        yield f"Attention is in FP8 in the run, and is not under CustomRecipe; {MODULES} leaves it as it is."
+        yield f"Attention is in FP8 in the run, but not under CustomRecipe. {MODULES} does not change attention."
 
 
 def _no_history(known: Mapping[str, Casts]) -> bool:
@@ -437,7 +438,7 @@ def _quantizer(casts: ByGemm, role: str) -> str:
 
 
 def _call(cast: Cast | None, role: str) -> str:
-    """A call of one of the functions that the file begins with."""
+    """Return a call of one of the functions at the top of the file."""
     if cast is None:
         return "high_precision()"
     rule, fmt = cast[0], cast[1].upper()

@@ -1,7 +1,7 @@
-"""torchao's configuration: each layer is converted with a `Float8LinearConfig`, in which single operands can differ.
+"""Write torchao's configuration: each layer is converted with a `Float8LinearConfig`, in which single operands can differ.
 
-Source: `torchao/float8/config.py` and `float8_linear_utils.py` of release 0.18. An operand is in high precision in a product
-only together with the other one, and has one format in both products that read it.
+Source: `torchao/float8/config.py` and `float8_linear_utils.py` of release 0.18. Both operands of a product are in high
+precision, or neither. An operand has the same format in both products that read it.
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ WRAPPERS = {"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_
 
 
 def cast(scaling_type, granularity, dtype):
-    """How an operand is cast for a product; DISABLED is high precision."""
+    """Return the cast of an operand for a product. DISABLED is high precision."""
     return CastConfig(ScalingType[scaling_type], ScalingGranularity[granularity], getattr(torch, dtype))
 
 
 def convert(model):
-    """Convert the layers of a model; a layer that is named nowhere stays a torch.nn.Linear."""
+    """Convert the layers of a model. A layer without a configuration stays a torch.nn.Linear."""
     names = {_name(path) for path, _ in model.named_modules()}
     if missing := [name for name in CHANGED if name not in names]:
         warnings.warn(f"the model has no {', '.join(map(repr, missing))}, which {__name__} changes", stacklevel=2)
@@ -75,7 +75,7 @@ def _name(path):
 
 
 def make_configuration(found: Recommendation) -> tuple[list[Snippet], list[str]]:
-    """The file, and why there is none; neither where nothing changes."""
+    """Return the file, or the reason why it is not written; neither if nothing changes."""
     if not found.to_change:
         return [], []
     recorded = found.run.fingerprint.get("torchao", {}).get("configurations")
@@ -93,7 +93,7 @@ def make_configuration(found: Recommendation) -> tuple[list[Snippet], list[str]]
     coarser = list(dict.fromkeys(sentence for _, sentences in changed.values() for sentence in sentences))
     groups = [(config, [layer for layer in layers if layer not in changed]) for config, layers in entries]
     for layer, (config, _) in changed.items():
-        if config is not None:  # else it is not converted
+        if config is not None:  # None: the layer is not converted
             groups.append((config, [layer]))
     text = comment_lines(*_HOW, *coarser) + _PROLOGUE + _tables(groups, list(changed))
     return [Snippet(NAME, "conversion of layers, torchao", text, tuple(coarser))], []
@@ -102,7 +102,7 @@ def make_configuration(found: Recommendation) -> tuple[list[Snippet], list[str]]
 def _changed(
     layer: str, config: Mapping[str, Any], findings: Sequence[TensorFix]
 ) -> tuple[dict[str, Any] | None, list[str]]:
-    """The configuration of a layer with the cheapest options that its products can multiply; None: not converted."""
+    """Return a layer's configuration with the cheapest options that its products support, or None to not convert it."""
     for options in combine_options(_menu(finding) for finding in findings):
         made = _applied(config, {f.role: o for f, o in zip(findings, options, strict=True)})
         if _can_be_multiplied(made):
@@ -133,7 +133,7 @@ def _applied(config: Mapping[str, Any], options: Mapping[str, Option]) -> dict[s
 
 
 def _can_be_multiplied(config: Mapping[str, Any]) -> bool:
-    """No product of E5M2 by E5M2, which cuBLAS does not have."""
+    """Return True if no product multiplies E5M2 by E5M2, which cuBLAS does not support."""
     wide = {
         key
         for key, field in _FIELDS.items()
