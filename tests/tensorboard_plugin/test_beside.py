@@ -96,7 +96,7 @@ def test_at_most_eight_are_shown_and_the_page_says_so(page: Page) -> None:
     expect(page.locator(".beside legend")).to_contain_text("at most 8 runs in all")
     page.wait_for_url(f"**{OTHERS[5]}")
     page.evaluate(f"location.hash = location.hash.replace('{OTHERS[5]}', '{OTHERS[5]},{OTHERS[6]}')")
-    expect(page.locator(".beside [role=status]")).to_contain_text("1 more is pinned and not shown: 8 runs at most")
+    expect(page.locator(".beside [role=status]")).to_contain_text("1 more is pinned but not shown: at most 8 runs")
     page.get_by_text("Reading the record").wait_for(state="detached")
     assert list(taken_away(page)) == ["run", "baseline", *OTHERS[:6]]
     page.get_by_label(f"Do not show {OTHERS[0]}").click()

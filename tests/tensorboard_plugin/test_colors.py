@@ -64,7 +64,7 @@ def shown(page: Page, **state: object) -> Page:
     address = link(page.address, baseline="baseline", reference="", **state)  # type: ignore[attr-defined]
     page.goto("about:blank")
     page.goto(address.replace("/#fp8&", "/data/plugin_entry.html?name=fp8#"))
-    page.locator(".legend", has_text="times what counts").first.wait_for()
+    page.locator(".legend", has_text="x threshold").first.wait_for()
     page.locator("[data-drawn]:not([data-drawn=''])").first.wait_for()
     page.locator(".headline[data-stage=all]").wait_for()  # which moves what is below it
     return page

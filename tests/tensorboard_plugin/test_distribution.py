@@ -219,7 +219,7 @@ def test_it_begins_with_the_first_tensor_of_the_verdict_and_tells_what_has_no_hi
     first = story(diagnose(casts / DELAYED))["headline"]["first"]
     title = f"{first['tensor']} of {first['layer']}"
     begun = casts_shown(view="distribution", run=DELAYED)
-    expect(begun.get_by_text("No tensor is chosen: here is")).to_contain_text(title)
+    expect(begun.get_by_text("No tensor is chosen, so this is")).to_contain_text(title)
     expect(begun.locator("[data-words=values]")).to_contain_text(title)
     missing: Any = casts_shown(view="distribution", run=DELAYED, layer="third", role="input")
     expect(missing.locator(".notice.problem")).to_contain_text("choose a tensor")

@@ -20,7 +20,7 @@ STATE = {"view": "fingerprints", "run": "bad", "baseline": "baseline", "referenc
 @pytest.mark.parametrize("part", ["baseline", "reference"])
 def test_differences_come_first_and_are_those_of_compare(frame: Open, logdir: Path, part: str) -> None:
     expected = [
-        [row["setting"], row["baseline"] or "-", row["run"] or "-", "bears on precision" if row["telling"] else "differs"]
+        [row["setting"], row["baseline"] or "-", row["run"] or "-", "affects precision" if row["telling"] else "differs"]
         for row in said("compare", logdir / "bad", "--baseline", logdir / part)["differences"]
     ]
     assert expected
@@ -29,7 +29,7 @@ def test_differences_come_first_and_are_those_of_compare(frame: Open, logdir: Pa
     assert cells(settings)[: len(expected)] == expected
     rest = cells(settings)[len(expected) :]
     assert len(rest) > 10 and all(row[1] == row[2] and row[3] == "" for row in rest)
-    assert settings.locator("tr.telling").count() == sum(row[3] == "bears on precision" for row in expected)
+    assert settings.locator("tr.telling").count() == sum(row[3] == "affects precision" for row in expected)
 
 
 def test_differences_only_stays_in_the_address(frame: Open) -> None:

@@ -99,8 +99,8 @@ def test_the_worst_cell_is_the_worst_of_the_record(page: Page, board: str, logdi
 def test_colors_stand_for_the_changes_that_count(page: Page, board: str, logdir: Path) -> None:
     """One percentage point counts of a baseline that moves by less."""
     tab = opened(page, board, run="bad", baseline="baseline", step=550, view="map", metric="underflow_pct")
-    expect(tab.locator("[data-panel=run] p")).to_have_text(f"Farthest: X of {CULPRIT}, 40%, 40 times what counts")
-    expect(tab.locator(".legend")).to_contain_text("40 times what counts")
+    expect(tab.locator("[data-panel=run] p")).to_have_text(f"Farthest: X of {CULPRIT}, 40%, 40x threshold")
+    expect(tab.locator(".legend")).to_contain_text("40x threshold")
     upper = tab.get_by_label("Upper limit of the colors")
     upper.focus()
     page.keyboard.press("ArrowLeft")
@@ -108,7 +108,7 @@ def test_colors_stand_for_the_changes_that_count(page: Page, board: str, logdir:
     in_address(page, "p.fp8.limits=underflow_pct%20spread%20-39.95%20")
     assert "40 times" not in (upper.get_attribute("aria-valuetext") or "")
     tab.locator("[data-picker=color]").select_option("all")
-    expect(tab.locator(".legend").first).to_contain_text("the warm-up, is left out")
+    expect(tab.locator(".legend").first).to_contain_text("The warm-up, the first tenth of the samples, is left out")
     expect(tab.get_by_role("button", name="Automatic limits")).to_have_count(0)
     found = tab.get_by_label("Upper limit of the colors").get_attribute("aria-valuetext")
     later = [read_table(logdir / name / "fp8_debug", "metrics").filter(pl.col("step") >= 80) for name in ("bad", "baseline")]
@@ -120,7 +120,7 @@ def test_what_is_told_of_a_place_follows_the_step_and_the_metric(page: Page, boa
     tab = opened(page, board, run="bad", baseline="baseline", step=390, view="map", metric="underflow_pct")
     at_step(tab, 390)
     expect(tab.locator(".legend")).to_have_count(1)  # until it is known what counts, maps have a scale each
-    expect(tab.locator(".legend")).to_contain_text("times what counts")
+    expect(tab.locator(".legend")).to_contain_text("x threshold")
     tab.locator(".headline[data-stage=all]").wait_for()  # which moves what is below it
     x, y = place_of(tab, column=5.9, row=2.9)
     page.mouse.move(x, y)
@@ -131,7 +131,7 @@ def test_what_is_told_of_a_place_follows_the_step_and_the_metric(page: Page, boa
     expect(told).to_contain_text("0.05%")
     tab.get_by_role("button", name="Next sampled step").evaluate("button => button.click()")
     at_step(tab, 400)
-    expect(told).to_contain_text("40%, 40 times what counts")
+    expect(told).to_contain_text("40%, 40x threshold")
     tab.locator("[data-picker=metric]").select_option("mse")
     expect(tab.locator(".legend").first).to_contain_text("mean squared error")
     at_step(tab, 400)
@@ -297,7 +297,7 @@ def test_a_run_without_a_sample_says_what_is_awaited(page: Page, tmp_path: Path)
     record.open(FINGERPRINT)
     with tensorboard("--logdir", tmp_path) as address:
         tab = opened(page, address)
-        expect(tab.locator(".notice")).to_contain_text("begun has nothing recorded yet")
+        expect(tab.locator(".notice")).to_contain_text("begun has no samples yet")
 
 
 def test_under_a_path_prefix_and_with_several_logdirs(page: Page, logdir: Path) -> None:
@@ -315,5 +315,5 @@ def test_an_unknown_run_in_the_address_is_said(page: Page, board: str) -> None:
 
 def test_runs_beside_it_that_are_not_there_are_said(page: Page, board: str) -> None:
     tab = opened(page, board, run="bad", baseline="gone", reference="", view="map")
-    expect(tab.locator(".notes")).to_contain_text("Baseline gone is not under the logdir: the page goes on without it.")
+    expect(tab.locator(".notes")).to_contain_text("Baseline gone is not below the logdir, so the page does not use it.")
     at_step(tab, 790)

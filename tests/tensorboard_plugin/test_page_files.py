@@ -193,7 +193,7 @@ class TestExport:
             look(view="what_if")
             page.locator("main table").wait_for()
             assert "mxfp8" in page.locator("main table").inner_text()
-            assert "this page has no server for" in page.locator("main").inner_text()
+            assert "This page has no server to try" in page.locator("main").inner_text()
             look(view="fingerprints")
             page.locator("main table").wait_for()
             assert page.locator(".problem").count() == 0
@@ -215,7 +215,7 @@ class TestExport:
         try:
             page = window(browser).new_page()
             page.goto(f"{exported.as_uri()}#p.fp8.view=verdict")
-            page.get_by_text(f"{file} cannot be read: is the folder complete?").first.wait_for()
+            page.get_by_text(f"{file} is unreadable. Check that the folder is complete.").first.wait_for()
         finally:
             kept.rename(exported.parent / file)
 

@@ -136,7 +136,7 @@ def test_a_timeline_has_the_baseline_beside_the_run(page: Page, board: str, runs
     assert drawn(page) == {"bad": recorded(runs / "bad", OWN), "baseline": recorded(runs / "baseline", LAYER)}
     expect(page.locator("[data-card] [data-words=band]")).to_contain_text(f"Out of the band of baseline since step {SINCE}")
     expect(page.locator("main .notes")).to_contain_text(
-        "bad: its layers are called as baseline calls them. Names were matched with 'model.' of the run for '' of the"
+        "bad: its layers have the names of baseline. Names were matched with 'model.' of the run for '' of the"
     )
     page.locator("[data-part=baseline]").select_option("")
     in_address(page, OWN)
@@ -161,7 +161,7 @@ def test_map_and_course_hold_the_run_against_the_baseline(page: Page, board: str
 
 def test_the_tensor_that_the_verdict_names_is_found(page: Page, board: str, runs: Path) -> None:
     opened(page, board, view="timeline")
-    expect(page.get_by_text(f"No tensor is chosen: here is X of {LAYER}")).to_be_visible()
+    expect(page.get_by_text(f"No tensor is chosen, so this is X of {LAYER}")).to_be_visible()
     page.locator("[data-drawn*=leaves]").wait_for()
     page.locator("[data-card] summary", has_text="Values, why, links").click()
     expect(page.locator("[data-card] [data-words=values]")).to_contain_text("0.1% baseline → 20.1% bad")
@@ -171,7 +171,7 @@ def test_distributions_are_of_the_same_layer(page: Page, board: str, runs: Path)
     state = {"run": "counted", "baseline": "counted-before", "step": 10}
     opened(page, board, view="distribution", layer="fc", role="input", **state)
     expect(page.get_by_text("the same tensor in counted-before")).to_be_visible()
-    expect(page.locator("main .notes")).to_contain_text("counted: its layers are called as counted-before calls them.")
+    expect(page.locator("main .notes")).to_contain_text("counted: its layers have the names of counted-before.")
 
 
 # Long tests rest on nemo_fp8_debug/tensorboard_plugin/page/*.py.

@@ -145,7 +145,7 @@ def test_the_card_says_what_the_story_says(page: Page, logdir: Path) -> None:
 
 def test_the_timeline_begins_with_the_first_tensor_of_the_verdict_and_gives_way_to_a_choice(page: Page) -> None:
     page.evaluate("location.hash = location.hash.replace(/&p.fp8.(layer|role|view)=[^&]*/g, '') + '&p.fp8.view=timeline'")
-    told = page.get_by_text("No tensor is chosen: here is")
+    told = page.get_by_text("No tensor is chosen, so this is")
     expect(told).to_contain_text(TITLE)
     expect(page.locator("main > div > [data-card]")).to_have_attribute("data-card", TITLE)
     expect(page.locator("[data-table=values] [data-metric=underflow_pct]")).to_be_visible()

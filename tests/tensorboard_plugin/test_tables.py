@@ -103,7 +103,7 @@ def test_they_are_chosen_on_the_map(browser: Browser, board: str) -> None:
     frame = page.frame_locator("iframe")
     frame.locator("[data-panel='run']").wait_for()
     expect(frame.locator("[data-picker='table'] option")).to_have_text(
-        ["operands of GEMMs", "what optimizers keep", "between GEMMs"]
+        ["operands of GEMMs", "optimizer states", "between GEMMs"]
     )
     assert "channel_ratio" not in frame.locator("[data-picker='metric'] option").evaluate_all(
         "all => all.map((o) => o.value)"

@@ -52,7 +52,7 @@ class TestThreeRuns:
             diagnosis["harm"],
         )
         assert facts["Since"] == f"step {ONSET}, on the map"
-        shown = [[row[0], row[1], row[3], row[4], row[5]] for row in cells(table(page, "What the rules found"))]
+        shown = [[row[0], row[1], row[3], row[4], row[5]] for row in cells(table(page, "Findings of the rules"))]
         assert shown == [
             [f["rule"], "-" if f["since"] is None else str(f["since"]), f["cause"], f["strength"], f["evidence"]]
             for f in diagnosis["findings"]
@@ -82,7 +82,7 @@ class TestThreeRuns:
             assert number(listed["drift"]) == (drift if drift is None else pytest.approx(2**drift, rel=1e-12))
             for run, column in (("baseline", "before"), ("run", "after")):
                 assert number(listed[f"underflow (%), {column}"]) == of[f"underflow_pct_{run}"]
-        order = cells(table(page, "Each tensor and metric at the first step"))
+        order = cells(table(page, "Each tensor and metric, at the first step"))
         assert [row[:4] for row in order] == [
             [str(of["onset"]), "-" if of["lead"] is None else str(of["lead"]), title(of), LABELS[of["metric"]][0]]
             for of in comparison["out_of_band"]
@@ -94,7 +94,7 @@ class TestThreeRuns:
             part: ["-" if run[key] is None else str(run[key]) for key in ("diverged_at", "above_baseline_since")]
             for part, run in comparison["runs"].items()
         }
-        differences = cells(table(page, "what bears on precision"))
+        differences = cells(table(page, "settings that affect precision"))
         assert [row[:3] for row in differences] == [
             [d["setting"], d["baseline"], d["run"]] for d in comparison["differences"]
         ]
@@ -164,7 +164,7 @@ def test_advice_against_fp8_is_none_where_software_is_to_blame(frame: Open, logd
     assert page.locator("ul.advice li").all_inner_texts() == found["next"]
     assert "BF16" not in found["next"][0] and "scaling" not in found["next"][0]
     fits = [f["rule"] for f in found["findings"] if f["cause"] == "software"]
-    assert [row[0] for row in cells(table(page, "What the rules found"))] == fits and "reference" in fits
+    assert [row[0] for row in cells(table(page, "Findings of the rules"))] == fits and "reference" in fits
     evidence = page.locator("[aria-label=Diagnosis] details")
     assert evidence.locator("td").first.is_hidden()
     evidence.locator("summary").click()
@@ -177,7 +177,7 @@ def test_without_a_good_run_it_is_judged_alone(frame: Open, logdir: Path) -> Non
     page = frame(view="verdict", run="bad", baseline="", reference="")
     assert verdict(page) == said("diagnose", logdir / "bad")["verdict"]
     expect(page.get_by_text("Judged alone")).to_be_visible()
-    expect(page.get_by_text("was judged by bands of healthy runs only")).to_be_visible()
+    expect(page.get_by_text("was judged only by bands of healthy runs")).to_be_visible()
     expect(page.locator(".headline h1")).to_contain_text(f"bad (run): X of {CULPRIT} went wrong by step {ONSET}")
     recommended = said("recommend", logdir / "bad")["findings"]
     assert [row[0] for row in cells(table(page, "The cheapest changes"))] == [title(of) for of in recommended]

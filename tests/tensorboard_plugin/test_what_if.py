@@ -72,7 +72,7 @@ def test_what_is_above_the_limit_and_what_is_least_is_marked_by_more_than_color(
             value = expected[name][cell.get_attribute("data-recipe") or ""]
             assert value is not None
             assert cell.get_by_role("img", name="above the limit").count() == (value > Budget().underflow_pct)
-            assert cell.get_by_role("img", name="least of the row").count() == (some and value == least)
+            assert cell.get_by_role("img", name="lowest of the row").count() == (some and value == least)
     worst, calm = (recipes(page).locator("tbody tr").nth(i).locator("td[data-recipe]").first for i in (0, -1))
     colors = [cell.evaluate("cell => getComputedStyle(cell).backgroundColor") for cell in (worst, calm)]
     assert colors == ["rgb(254, 232, 56)", "rgb(0, 34, 78)"]
@@ -90,7 +90,7 @@ def test_the_share_within_the_limits_is_that_of_the_budget(frame: Open, run: Run
         assert f"({sum(kept)} of {len(kept)})" in text
     known = Budget()
     limits = f"relative error {known.relative_error:g}, underflow {known.underflow_pct:g}%, overflow {known.overflow_pct:g}%"
-    expect(page.get_by_text("least of the row. Limits:")).to_contain_text(limits)
+    expect(page.get_by_text("lowest of the row. Limits:")).to_contain_text(limits)
 
 
 def test_another_recipe_is_tried_from_the_histograms(frame: Open, logdir: Path) -> None:

@@ -103,12 +103,12 @@ export function Shown({view}) {
   const {show: View, of} = VIEWS[view];
   if (of === 'any') return <View />;
   const run = about(chosen.value.run);
-  if (!run) return <Notice title="No such run"><p>The address names a run that is not under the logdir; choose another above.</p></Notice>;
-  if (run.state === 'unreadable') return <Problem error={`${run.name} cannot be read: ${run.why}`} />;
+  if (!run) return <Notice title="No such run"><p>The run in the address is not below the logdir; choose another one above.</p></Notice>;
+  if (run.state === 'unreadable') return <Problem error={`${run.name} is unreadable: ${run.why}`} />;
   if (run.state === 'empty' && of !== 'readable') {
     return (
-      <Notice title={`${run.name} has nothing recorded yet`}>
-        <p>Its first sampled step appears here by itself. Steps are sampled at the interval of the callback.</p>
+      <Notice title={`${run.name} has no samples yet`}>
+        <p>Its first sampled step will appear here. The callback's interval sets how often steps are sampled.</p>
       </Notice>
     );
   }
@@ -130,19 +130,19 @@ function Notes() {
 function useRenamed() {
   const runs = [chosen.value.run, chosen.value.reference];
   const {data} = useAnswers(runs.map(namesOf));
-  return runs.flatMap((run, i) => (data?.[i]?.how ? [`${run}: its layers are called as ${chosen.value.baseline} calls them. ${data[i].how}`] : []));
+  return runs.flatMap((run, i) => (data?.[i]?.how ? [`${run}: its layers have the names of ${chosen.value.baseline}. ${data[i].how}`] : []));
 }
 
 /** Runs beside the one that is looked at which the address names and nobody finds; an empty name asks for none. */
 const missing = () =>
-  ['baseline', 'reference'].filter((part) => at(part) && !about(at(part))).map((part) => `${PARTS[part].label} ${at(part)} is not under the logdir: the page goes on without it.`);
+  ['baseline', 'reference'].filter((part) => at(part) && !about(at(part))).map((part) => `${PARTS[part].label} ${at(part)} is not below the logdir, so the page does not use it.`);
 
 function NoRecord() {
   return (
     <Notice title="No record of FP8 here">
       <p>There is no run record under {known.value.logdirs.map((path) => <code key={path}>{path} </code>)}. Add the callback to a run:</p>
       <pre>{'from nemo_fp8_debug import FP8DebugCallback\n\ntrainer = nl.Trainer(..., callbacks=[FP8DebugCallback(interval=100)])'}</pre>
-      <p>Its record lies beside the events of TensorBoard, and appears here with its first sampled step; this page looks for it every 10 seconds.</p>
+      <p>Its record is next to TensorBoard's events, and appears here with its first sampled step. This page checks every 10 seconds.</p>
       <Notes />
     </Notice>
   );

@@ -69,7 +69,7 @@ export const about = (name) => (known.value?.runs ?? []).find((run) => run.name 
 export const versionOf = (...names) => names.map((name) => about(name)?.version ?? '').join('/');
 
 /** The tables of tensors, by what they hold. */
-export const TABLES = {metrics: 'operands of GEMMs', states: 'what optimizers keep', activations: 'between GEMMs'};
+export const TABLES = {metrics: 'operands of GEMMs', states: 'optimizer states', activations: 'between GEMMs'};
 
 /** The table that is looked at. */
 export const table = computed(() => (at('table') in TABLES ? at('table') : 'metrics'));

@@ -49,7 +49,7 @@ export function Legend({metric, choice, scale, label, automatic, distribution, c
         </div>
       </div>
       <span class="soft small-note">
-        {note} {counting.length > 0 && <>Marked: what counts. </>}
+        {note} {counting.length > 0 && <>Marked: the threshold. </>}
         {set && <button type="button" class="small" onClick={() => setLimits(metric, choice, null)}>Automatic limits</button>}
       </span>
     </div>

@@ -186,7 +186,7 @@ export function againstSpread(spread) {
 }
 
 /** A multiple as people read it. */
-export const asMultiple = (value) => (Number.isNaN(value) ? '-' : `${Number(value.toPrecision(2))} times what counts`);
+export const asMultiple = (value) => (Number.isNaN(value) ? '-' : `${Number(value.toPrecision(2))}x threshold`);
 
 // What colors stand for, and from where to where: as the address has it, or as the values suggest.
 /** What colors can stand for. */

@@ -49,7 +49,7 @@ export function Metric() {
             <option key={metric.name} value={metric.name}>{metric.unit ? `${metric.label} (${metric.unit})` : metric.label}</option>
           ))}
         </select>
-        {!at('metric') && suggestedMetric() === currentMetric() && <span class="soft" role="status">the metric that shows the first tensor out of band</span>}
+        {!at('metric') && suggestedMetric() === currentMetric() && <span class="soft" role="status">the metric of the first tensor out of band</span>}
       </label>
       <Help word={metricNamed(currentMetric()).label.replace(', in the units of the loss', '')} />
     </>

@@ -2,15 +2,15 @@
 import {Table} from './table.jsx';
 
 /** What there is to say of a setting in a word. */
-const wordOf = (row) => (row.telling ? 'bears on precision' : row.differs === false ? '' : 'differs');
+const wordOf = (row) => (row.telling ? 'affects precision' : row.differs === false ? '' : 'differs');
 
 /**
  * @param {Array<{setting, baseline, run, telling, differs}>} differences
  * @param {Array<string>} names of the runs: baseline, run
  */
 export function DifferencesTable({differences, names}) {
-  if (!differences.length) return <p>None that the fingerprints know of.</p>;
-  return <SettingsTable name={`settings of ${names.join(' and ')}`} caption="Marked: what bears on precision" rows={differences} names={names} first={15} />;
+  if (!differences.length) return <p>The fingerprints do not differ.</p>;
+  return <SettingsTable name={`settings of ${names.join(' and ')}`} caption="Marked: settings that affect precision" rows={differences} names={names} first={15} />;
 }
 
 export function SettingsTable({name, caption, rows, names, first}) {

@@ -101,7 +101,7 @@ export function Trial({base, tried, amax}) {
           {precise(tried.scale)} <span class="soft">(in use × {powerOfTwo(Math.log2(tried.scale / base))})</span>
         </output>
       </label>
-      <label title="the scale is divided by 2 to the power of it">
+      <label title="divides the scale by 2 to this power">
         Margin
         <input type="number" min={-MOST_MARGIN} max={MOST_MARGIN} step="1" value={margin()} onInput={setMargin} data-try="margin" />
       </label>
@@ -163,11 +163,11 @@ export function Histogram({title, parts, baseline, baselineName, inUse, tried, c
           <input type="checkbox" checked={linear} onChange={(event) => go({shares: event.target.checked ? 'linear' : null})} data-try="linear" />
           linear axis of shares
         </label>
-        <label title="magnitudes far below the window, too">
+        <label title="also show magnitudes far below the window">
           <input type="checkbox" checked={whole} onChange={(event) => go({whole: event.target.checked ? 1 : null})} data-try="whole" />
           all magnitudes
         </label>
-        {beyond > 0 && <span class="soft">{beyond.toLocaleString('en')} values lie beside {powerOfTwo(low)} to {powerOfTwo(high)}, which is shown; they are counted.</span>}
+        {beyond > 0 && <span class="soft">{beyond.toLocaleString('en')} values are outside of the shown range, {powerOfTwo(low)} to {powerOfTwo(high)}, but counted.</span>}
         {children}
       </div>
     </>

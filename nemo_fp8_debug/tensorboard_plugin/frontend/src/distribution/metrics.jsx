@@ -43,7 +43,7 @@ export function Metrics({title, inUse, tried, recorded}) {
         </tbody>
       </table>
       {!inUse.metrics && recorded && (
-        <p class="soft">What was in use has no scale of the whole tensor, so its metrics are the recorded ones and its window is not drawn.</p>
+        <p class="soft">The recipe in use has no single scale for the tensor, so we show its recorded metrics and no window.</p>
       )}
     </div>
   );

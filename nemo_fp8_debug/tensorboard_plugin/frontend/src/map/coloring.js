@@ -37,14 +37,14 @@ export function coloringOf(metric, parts, samples, background) {
     scale: choice === 'spread' ? scaleOfMultiples(metric, limits) : scaleOf(metric, limits),
     distribution: choice === 'all' ? together(background.extents) : {values: numbers.filter((value) => !Number.isNaN(value))},
     counting: choice === 'spread' ? [-1, 1] : LIMITS[metric.name] ? [LIMITS[metric.name]] : [],
-    note: waiting ? 'The other steps are being read.' : NOTES[choice](background),
+    note: waiting ? 'Reading the other steps …' : NOTES[choice](background),
     show: choice === 'spread' ? asMultiple : undefined,
   };
 }
 
 const NOTES = {
-  spread: () => `How many times the change that counts: more than ${chosen.value.baseline} itself moves by.`,
-  all: ({extents}) => (extents.some((one) => one.warm_up !== null) ? 'From the 1st to the 99th percentile; the first tenth of the samples, the warm-up, is left out.' : ''),
+  spread: () => `Multiples of the threshold, which is above the moves of ${chosen.value.baseline} itself.`,
+  all: ({extents}) => (extents.some((one) => one.warm_up !== null) ? 'From the 1st to the 99th percentile. The warm-up, the first tenth of the samples, is left out.' : ''),
   step: () => '',
 };
 

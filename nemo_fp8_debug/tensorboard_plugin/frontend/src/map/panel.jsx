@@ -60,7 +60,7 @@ export function Pointed({values, tell, children}) {
   return (
     <div class="pointed" onMouseMove={(event) => (under.value = placeOf(event))} onMouseLeave={() => (under.value = null)} onClick={open}>
       {children((made) => (chart.current = made))}
-      {now && <Under {...under.value}><b>{titleOf(now.tensor)}</b><br />{tell(now)}{now.tensors.length > 1 && <><br />the worst of {now.tensors.length} in this place</>}</Under>}
+      {now && <Under {...under.value}><b>{titleOf(now.tensor)}</b><br />{tell(now)}{now.tensors.length > 1 && <><br />the worst of {now.tensors.length} at this place</>}</Under>}
     </div>
   );
 }
@@ -194,6 +194,6 @@ export function Panel({name, title, step, values, scale, unit, badness, multiple
 
 // Of several in a place the worst.
 const table = (values, unit, multiples) => [
-  ['layer', 'role', `value (${unit || '1'})`, ...(multiples ? ['times what counts'] : [])],
+  ['layer', 'role', `value (${unit || '1'})`, ...(multiples ? ['x threshold'] : [])],
   ...values.map(({tensor: {layer, role}, value, number: times}) => [layer, role, value, ...(multiples ? [times] : [])]),
 ];

@@ -22,7 +22,7 @@ export function Worst({ordered, parts, unit, difference, multiples}) {
             <th scope="col">tensor</th>
             {parts.map((part) => <th key={part} scope="col" class="n">{chosen.value[part]}</th>)}
             {difference && <th scope="col" class="n">{difference.unit ? `${difference.label} (${difference.unit})` : difference.label}</th>}
-            {multiples && <th scope="col" class="n">times what counts</th>}
+            {multiples && <th scope="col" class="n">x threshold</th>}
             <th scope="col">see</th>
           </tr>
         </thead>

@@ -52,7 +52,7 @@ export function AlsoShow() {
       <details class="choices">
         <summary>Also show: {names.length || 'no'} other run{names.length === 1 ? '' : 's'}</summary>
         <fieldset class="controls">
-          <legend class="soft">Beside run, baseline and reference run; at most {MOST} runs in all. These runs are pinned in the table of runs.</legend>
+          <legend class="soft">Further runs, next to run, baseline and reference run; at most {MOST} in all. Pin them in the table of runs.</legend>
           {candidates.value.map((name) => (
             <label key={name}>
               <input type="checkbox" checked={names.includes(name)} disabled={isFull.value && !names.includes(name)} onChange={() => turnPin(name)} data-also={name} />
@@ -66,7 +66,7 @@ export function AlsoShow() {
           <Stroke of={key} /> {name} <button type="button" class="small" onClick={() => turnPin(name)} aria-label={`Do not show ${name}`}>×</button>
         </span>
       ))}
-      {leftOut.value > 0 && <span class="soft" role="status">{leftOut.value} more {leftOut.value === 1 ? 'is' : 'are'} pinned and not shown: {MOST} runs at most.</span>}
+      {leftOut.value > 0 && <span class="soft" role="status">{leftOut.value} more {leftOut.value === 1 ? 'is' : 'are'} pinned but not shown: at most {MOST} runs.</span>}
     </div>
   );
 }

@@ -7,9 +7,9 @@ import {colorOf, pinned, turnPin} from './beside.js';
 import {baseline, isOpen, working} from './rows.js';
 
 const STATES = {
-  growing: ['growing', 'More is to come.'],
-  ended: ['ended', 'The run says that it has ended.'],
-  still: ['silent', 'Nothing new for a while, and the run has not said that it ended.'],
+  growing: ['growing', 'The run adds samples.'],
+  ended: ['ended', 'The run has reported its end.'],
+  still: ['silent', 'No new samples for a while, and the run has not reported its end.'],
   empty: ['nothing recorded', 'No step was sampled yet.'],
   unreadable: ['unreadable', ''],
 };
@@ -70,7 +70,7 @@ function Verdict(row) {
     return (
       <>
         <span class={headline.harm.replaceAll(' ', '-')} title={headline.title}><Badge harm={headline.harm} /></span>
-        {hasGrown && <small class="block soft">it has grown since</small>}
+        {hasGrown && <small class="block soft">grown since</small>}
       </>
     );
   }
@@ -83,7 +83,7 @@ function Verdict(row) {
 function Gap({headline}) {
   if (!headline?.gap) return '-';
   const {percent, low, high} = headline.gap;
-  return percent == null ? 'no number' : <>{ratio(percent)}<small class="block soft">{ratio(low)} to {ratio(high)}</small></>;
+  return percent == null ? 'not finite' : <>{ratio(percent)}<small class="block soft">{ratio(low)} to {ratio(high)}</small></>;
 }
 
 function First({name, headline}) {

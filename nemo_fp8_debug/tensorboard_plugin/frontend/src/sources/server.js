@@ -16,7 +16,7 @@ async function fetched(route, url) {
   try {
     response = await fetch(url);
   } catch {
-    throw new Error('The server does not answer: is it still running?');
+    throw new Error('The server does not answer. Check that it still runs.');
   }
   if (response.ok) return parsed(route, await response.arrayBuffer());
   const said = await response.json().catch(() => ({}));

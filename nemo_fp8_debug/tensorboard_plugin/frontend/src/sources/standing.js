@@ -108,7 +108,7 @@ function load(file) {
   return new Promise((done, failed) => {
     const script = Object.assign(document.createElement('script'), {src: file});
     script.onload = done;
-    script.onerror = () => failed(new Error(`${file} cannot be read: is the folder complete?`));
+    script.onerror = () => failed(new Error(`${file} is unreadable. Check that the folder is complete.`));
     document.head.append(script);
   });
 }

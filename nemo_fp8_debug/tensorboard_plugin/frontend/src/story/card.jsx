@@ -163,7 +163,7 @@ function Figures({tensor, metric, row, band, divergence, missing, picture}) {
   const told = row?.values[metric];
   const values = told ? parts.map((part) => [part, told[part]]) : lines.map((line) => [line.part, at(line)]);
   if (!values.length) return null;
-  if (row?.zero_since != null) return <p data-words="values">All its values are zero since step {row.zero_since}: what the format loses of them tells nothing.</p>;
+  if (row?.zero_since != null) return <p data-words="values">All its values are zero since step {row.zero_since}: its errors mean nothing.</p>;
   const when = told ? 'medians over the later half' : chosenStep.value === null ? 'at the last sample' : `at step ${chosenStep.value}`;
   return (
     <>

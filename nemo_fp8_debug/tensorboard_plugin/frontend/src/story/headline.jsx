@@ -42,10 +42,10 @@ export const HARM = {
 
 /** What comes next, by what is known. */
 const NEXT = {
-  none: 'The losses are read; then come the tensors, the cause, and what to do.',
-  loss: 'Tensors are compared; then come the cause and what to do.',
-  comparison: 'The cause comes next, then what to do.',
-  diagnosis: 'Changes are tried.',
+  none: 'Reading the losses. Tensors, cause and advice follow.',
+  loss: 'Comparing tensors. Cause and advice follow.',
+  comparison: 'Finding the cause. Advice follows.',
+  diagnosis: 'Trying changes.',
 };
 
 export function Headline() {
@@ -76,7 +76,7 @@ const EXPLAINED = {Gap: 'gap', Tensors: 'out of band', Why: 'cause'};
 const isBrief = () => Boolean(at('view')) && at('view') !== 'verdict';
 
 /** Losses that do not tell are no verdict while tensors are still to come. */
-const titleOf = (told) => (told.harm === 'unknown' && told.cause === undefined ? 'the loss alone does not tell' : told.title);
+const titleOf = (told) => (told.harm === 'unknown' && told.cause === undefined ? 'the loss alone does not decide' : told.title);
 
 export function Badge({harm}) {
   const [sign, word] = HARM[harm];
@@ -109,7 +109,7 @@ function Words({told}) {
   if (!hasBits && told.out_of_band == null && !told.first) return null;
   return (
     <p class="soft" data-words="words">
-      Band <Help word="band" />: what the baseline does around a step, with its noise.
+      Band <Help word="band" />: the baseline's values around a step, with their noise.
       {hasBits && <> Bits <Help word="bits" />: powers of two; 3 bits are a factor of 8, 15 bits one of 33,000.</>}
     </p>
   );
@@ -136,9 +136,9 @@ const Why = ({told}) => (
 const signed = (value) => `${value < 0 ? '' : '+'}${number(value)}%`;
 
 function Gap({gap: {percent, low, high, visible, first, last, paired, of_range: ofRange}, brief}) {
-  if (percent == null) return 'no number is left of the loss';
+  if (percent == null) return 'the loss is not finite';
   const where = `steps ${first} to ${last}, ${paired ? 'the same batches' : 'other batches'}`;
-  const more = brief ? '' : `; a gap of ${number(visible)}% or more could have been seen; ${where}`;
+  const more = brief ? '' : `; gaps from ${number(visible)}% are visible; ${where}`;
   return <>{signed(percent)}{ofRange && " of the loss's range"} <span class="soft">(95% interval {signed(low)} to {signed(high)}{more})</span></>;
 }
 
@@ -149,7 +149,7 @@ const outOfBand = ({out_of_band: out, tensors, first_out: first, unit}) =>
 function First({first, since, unit, interval}) {
   const more = first.with ? `, with ${first.with} more` : '';
   const apart = since == null || first.since == null ? '' : `, ${distance(first.since - since, unit)} the loss`;
-  const seen = interval > 1 ? <span class="soft"> (one sample each {interval} {unit}s)</span> : null;
+  const seen = interval > 1 ? <span class="soft"> (one sample every {interval} {unit}s)</span> : null;
   return <><TensorLink {...first} step={first.since} />{first.since == null ? '' : <> since {unit} {first.since}{more}{apart}{seen}</>}</>;
 }
 

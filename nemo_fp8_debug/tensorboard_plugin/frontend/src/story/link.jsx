@@ -73,8 +73,8 @@ function Over({of, children}) {
 // Which tensor a view shows as long as none is chosen.
 /** @param {?{layer, role}} first as of `firstTensor` */
 export function NotChosen({first}) {
-  if (first) return <p class="soft" role="status">No tensor is chosen: here is {titleOf(first)}, the first that the verdict names.</p>;
-  if (judged.value.loading) return <p class="soft" role="status">No tensor is chosen: the first that the verdict names follows as soon as it is known.</p>;
+  if (first) return <p class="soft" role="status">No tensor is chosen, so this is {titleOf(first)}, the first one in the verdict.</p>;
+  if (judged.value.loading) return <p class="soft" role="status">No tensor is chosen. The first one in the verdict will appear here.</p>;
   return <Notice title="No tensor chosen"><p>Type a part of a layer's name above and choose a tensor, or click a cell of the map.</p></Notice>;
 }
 
@@ -100,7 +100,7 @@ export function Tensors({tensors, unit, run}) {
     <section aria-label="Tensors that matter">
       <h2>The tensors that matter</h2>
       <Table
-        name={`tensors of ${run}`} caption={`Blamed first, then what else was wrong, then consequences in order; ${paired ? 'baseline → run, ' : ''}medians over the later half`}
+        name={`tensors of ${run}`} caption={`Blamed first, then others that went wrong, then consequences in order; ${paired ? 'baseline → run, ' : ''}medians over the later half`}
         columns={columns} rows={tensors} first={FIRST} rowClass={(row) => (row.blamed || row.also_wrong ? 'telling' : '')}
       />
     </section>

@@ -129,7 +129,7 @@ export const Shape = ({kind}) => <path d={PATHS[KINDS[kind].shape]} class={`even
 /** @param {{events: Array, rows: string[]}} story @param {string} unit what steps count */
 export function Strip({events, rows, unit, run}) {
   const [box, width] = useWidth();
-  if (!events.length) return <p data-events="none">Nothing happened that the record tells of.</p>;
+  if (!events.length) return <p data-events="none">No events.</p>;
   return (
     <section aria-label="Events in order" class="strip">
       <h2>What happened, in order</h2>
@@ -167,7 +167,7 @@ function Picture({events, rows, unit, width}) {
   const place = scaleOf(events, inner);
   const bottom = rows.length * ROW;
   return (
-    <svg width={width} height={bottom + 24} role="group" aria-label={`${events.length} events by ${unit}, a row a kind; the table below says the same`}>
+    <svg width={width} height={bottom + 24} role="group" aria-label={`${events.length} events by ${unit}, one row for each kind; the table below has the same events`}>
       {rows.map((row, i) => (
         <g key={row} transform={`translate(0 ${i * ROW + ROW / 2})`}>
           <line x1={margin} x2={width} class="rule" />

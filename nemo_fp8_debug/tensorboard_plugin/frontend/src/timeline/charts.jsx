@@ -21,7 +21,7 @@ export function ValuesAt({step, panels, names}) {
   return (
     <div class="wide">
       <table data-table="values">
-        <caption>Values at step {step}, or at the recorded step next to it</caption>
+        <caption>Values at step {step}, or at the nearest recorded step</caption>
         <thead><tr>{headings.map((text, i) => <th key={i} scope="col" class={i ? 'n' : ''}>{i ? text : 'metric'}</th>)}</tr></thead>
         <tbody>
           {rows.map(([label, ...cells], i) => (
@@ -54,14 +54,14 @@ function Rows({panels, names, title}) {
     {label: 'step', of: (row) => row[1]},
     ...panels.map(({label, unit}, i) => ({label: unit ? `${label} (${unit})` : label, of: (row) => row[i + 2]})),
   ];
-  return <Table name={`timeline of ${title}`} caption={`What the charts show of ${title}`} columns={columns} rows={rows} first={30} />;
+  return <Table name={`timeline of ${title}`} caption={`Values of ${title} in the charts`} columns={columns} rows={rows} first={30} />;
 }
 
 // What happened in which step, to read and to go to.
 const MOST = 100;
 
 export function Events({events, names}) {
-  if (!events.length) return <p class="soft" data-events="none">Nothing stands out: the loss does not diverge, no metric leaves the band, no spikes, skipped steps or triggered samples.</p>;
+  if (!events.length) return <p class="soft" data-events="none">No events: the loss does not diverge, no metric leaves the band, and there are no spikes, skipped steps or triggered samples.</p>;
   const rows = () => [['step', 'run', 'what', 'why'], ...events.map(({step, part, kind, why}) => [step, names[part], KINDS[kind].label, why])];
   return (
     <div class="wide">
@@ -176,7 +176,7 @@ function Axes() {
 }
 
 const Band = ({name}) => (
-  <span class="soft" title="what it does at these steps, give or take the least change that counts">
+  <span class="soft" title="its values at these steps, plus or minus the threshold">
     <span class="swatch band" aria-hidden="true" /> band of {name}
   </span>
 );

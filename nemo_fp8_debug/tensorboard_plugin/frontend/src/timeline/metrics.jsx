@@ -29,7 +29,7 @@ export function Metrics({metrics}) {
     <details class="choices">
       <summary>Charts: the loss and {metrics.length} more</summary>
       <fieldset class="controls">
-        <legend class="soft">Beside the loss, a chart each</legend>
+        <legend class="soft">In addition to the loss, one chart each</legend>
         {offered().map((name) => {
           const {label, unit} = aboutMetric(name);
           return (

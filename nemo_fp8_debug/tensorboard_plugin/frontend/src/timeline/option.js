@@ -48,7 +48,7 @@ function columnsOf(panels, width) {
 // Axes of values: linear, logarithmic, or without the values that would squash all others.
 /** Choices of axes, as the address has them; automatic where it has none. */
 export const AXES = {
-  '': {label: 'automatic', told: 'logarithmic where values span a decade'},
+  '': {label: 'automatic', told: 'logarithmic if values span a decade'},
   linear: {label: 'linear', told: 'from the least to the largest value'},
   log: {label: 'logarithmic', told: 'values of 0 and below are left out'},
   robust: {label: 'robust', told: '1st to 99th percentile of the values, without the first tenth of the steps (warm-up)'},

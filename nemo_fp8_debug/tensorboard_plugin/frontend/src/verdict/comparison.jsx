@@ -19,7 +19,7 @@ export function Compared({found, names}) {
       {found.out_of_band.length > 0 && <Order rows={found.out_of_band} unit={unit} run={names.run} />}
       <Ranking tensors={found.tensors} unit={unit} names={names} />
       <Groups groups={found.groups} unit={unit} run={names.run} />
-      <h3>Differences of the settings</h3>
+      <h3>Settings that differ</h3>
       <DifferencesTable differences={found.differences} names={[names.baseline, names.run]} />
     </section>
   );
@@ -35,7 +35,7 @@ function Losses({runs, names, unit}) {
     {label: 'lowest loss', of: (row) => row.lowest_loss?.[1], show: (row) => loss(row.lowest_loss?.[1])},
     {label: `at ${unit}`, of: (row) => row.lowest_loss?.[0]},
     {label: 'final loss', of: (row) => row.final_loss, show: (row) => loss(row.final_loss)},
-    {label: `rises for good from ${unit}`, of: (row) => row.diverged_at},
+    {label: `rises to the end from ${unit}`, of: (row) => row.diverged_at},
     {label: `above the baseline from ${unit}`, of: (row) => row.above_baseline_since},
   ];
   return <><h3>Loss</h3><Table name="losses" caption="Medians over a sixth of the run" columns={columns} rows={rows} /></>;
@@ -61,12 +61,12 @@ function Order({rows, unit, run}) {
     {label: 'metric', of: (row) => metricNamed(row.metric).label, text: true},
     inTheUnit('expected', (row) => row.expected, (row) => metricNamed(row.metric).unit),
     inTheUnit('found', (row) => row.value, (row) => metricNamed(row.metric).unit),
-    {label: 'times the least that counts', of: (row) => row.excess},
+    {label: 'x threshold', of: (row) => row.excess},
   ];
   return (
     <>
       <h3>Order in which tensors leave the baseline's band</h3>
-      <Table name={`onsets of ${run}`} caption="Each tensor and metric at the first step from which it stays out" columns={columns} rows={rows} first={TOP} />
+      <Table name={`onsets of ${run}`} caption="Each tensor and metric, at the first step out of band" columns={columns} rows={rows} first={TOP} />
     </>
   );
 }
@@ -80,7 +80,7 @@ function Ranking({tensors, unit, names}) {
     ...['underflow_pct', 'overflow_pct', 'relative_error', 'amax'].map(pair),
     {label: `out of band from ${unit}`, of: (row) => row.onset},
   ];
-  const caption = `In the order of the verdict; ${names.baseline} → ${names.run}, medians over the later half. Drift: how many times worse FP8 holds a tensor; x1 is the same`;
+  const caption = `In the order of the verdict; ${names.baseline} → ${names.run}, medians over the later half. Drift: factor by which the FP8 error grew; x1 is no change`;
   return (
     <>
       <h3>Tensors by harm</h3>

@@ -15,11 +15,11 @@ export function Diagnosed({found, unit, run}) {
       <Facts found={found} unit={unit} />
       {found.next.length > 0 && <Advice advice={found.next} />}
       {[...found.details, ...found.notes].map((note) => <p key={note} class="soft"><Sentence text={note} /></p>)}
-      {fits.length > 0 && <Findings name={`findings of ${run}`} caption="What the rules found" findings={fits} unit={unit} />}
+      {fits.length > 0 && <Findings name={`findings of ${run}`} caption="Findings of the rules" findings={fits} unit={unit} />}
       {others.length > 0 && (
         <details>
-          <summary>What else the rules found, {others.length} in all: evidence, and no advice, since FP8 is not the cause</summary>
-          <Findings name={`other findings of ${run}`} caption="What follows from the cause, or stands beside it" findings={others} unit={unit} />
+          <summary>{others.length} other findings: evidence without advice, because FP8 is not the cause</summary>
+          <Findings name={`other findings of ${run}`} caption="Consequences of the cause, and unrelated findings" findings={others} unit={unit} />
         </details>
       )}
     </section>

@@ -9,18 +9,18 @@ const percent = (share) => `${number(100 * share)}%`;
 export function Recommended({found, snippets, aboutFp8, run}) {
   return (
     <section aria-label="Recommendation">
-      <h2>What to change in how FP8 is used</h2>
+      <h2>Recommended changes of FP8</h2>
       {found?.findings.length ? <Changes found={found} snippets={snippets} run={run} /> : <p>{nothing(aboutFp8)}</p>}
     </section>
   );
 }
 
 const nothing = (aboutFp8) =>
-  aboutFp8 !== false ? 'No operand is to blame: there is nothing to change.' : 'Nothing: the loss diverged for a reason that is not in how operands are represented.';
+  aboutFp8 !== false ? 'No operand is to blame, so there is nothing to change.' : 'Nothing to change: FP8 is not the cause of the divergence.';
 
 function Changes({found, snippets, run}) {
   const {before, after} = found.fp8_coverage;
-  const asIf = found.quantization === 'quantized' ? '' : ', if all that was measured were quantized';
+  const asIf = found.quantization === 'quantized' ? '' : ', as if all measured operands were quantized';
   return (
     <>
       <Findings found={found} run={run} />
@@ -34,8 +34,8 @@ function Changes({found, snippets, run}) {
 }
 
 function atTheEnds({start, end, coverage}) {
-  const kept = coverage == null ? '' : `; coverage would be ${percent(coverage)}`;
-  return `What leaves FP8 lies at the ends of the model: the first ${start} and last ${end} blocks in BF16 would do as well${kept}.`;
+  const kept = coverage == null ? '' : `, with a coverage of ${percent(coverage)}`;
+  return `All operands that leave FP8 are at the ends of the model. You can also leave the first ${start} and the last ${end} blocks in BF16${kept}.`;
 }
 
 function Findings({found, run}) {
@@ -55,6 +55,6 @@ function Findings({found, run}) {
     errors('overflow (%)', 'overflow_pct'),
     {label: 'coverage cost (% of FLOPs)', of: (row) => (row.cost == null ? null : 100 * row.cost)},
   ];
-  const caption = `The cheapest changes that keep to relative error ${error}, underflow ${underflow}%, overflow ${overflow}%; worst samples of the later half`;
+  const caption = `The cheapest changes within the limits (relative error ${error}, underflow ${underflow}%, overflow ${overflow}%); worst samples of the later half`;
   return <Table name={`changes for ${run}`} caption={caption} columns={columns} rows={found.findings} first={15} />;
 }

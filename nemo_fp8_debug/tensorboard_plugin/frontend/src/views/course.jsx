@@ -103,14 +103,14 @@ function Shown({metric, shown, title, data, losses, marks, span}) {
       />
       <p class="soft">Click a cell for its tensor and step; drag across to zoom.</p>
       {tensor.value && <Card {...tensor.value} inLine />}
-      <Table name={`course of ${metric.name}`} caption={`The farthest of ${rows.length} tensors, each at its worst step; without the warm-up`} columns={columnsOf(metric, against)} rows={rows} first={LISTED} />
+      <Table name={`course of ${metric.name}`} caption={`The farthest of ${rows.length} tensors, each at its worst step, without the warm-up`} columns={columnsOf(metric, against)} rows={rows} first={LISTED} />
     </>
   );
 }
 
 const stepsOf = ({step, last, samples}) => (samples > 1 ? `the worst of ${samples} samples, steps ${step} to ${last}` : `step ${step}`);
 
-const noteOf = (against) => `${against ? `How many times the change that counts: more than ${chosen.value.baseline} itself moves by.` : 'From the 1st to the 99th percentile.'} The first tenth of the samples, the warm-up, is left out and faint.`;
+const noteOf = (against) => `${against ? `Multiples of the threshold, which is above the moves of ${chosen.value.baseline} itself.` : 'From the 1st to the 99th percentile.'} The warm-up, the first tenth of the samples, is left out and faint.`;
 
 /** How what is colored is distributed, without the warm-up. */
 function settled({course, numbers, warmUp}) {
@@ -122,9 +122,9 @@ function settled({course, numbers, warmUp}) {
 const columnsOf = (metric, against) => [
   {label: 'tensor', of: titleOf, text: true, show: (row) => <TensorLink {...row} />},
   {label: metric.unit ? `${metric.label} (${metric.unit})` : metric.label, of: (row) => row.value, show: (row) => number(row.value)},
-  ...(against ? [{label: 'times what counts', of: (row) => row.number, show: (row) => number(row.number)}] : []),
+  ...(against ? [{label: 'x threshold', of: (row) => row.number, show: (row) => number(row.number)}] : []),
   {label: 'at step', of: (row) => row.step},
-  {label: 'counts from step', of: (row) => row.since},
+  {label: 'above threshold from step', of: (row) => row.since},
 ];
 
 function csvOf({course, numbers}) {

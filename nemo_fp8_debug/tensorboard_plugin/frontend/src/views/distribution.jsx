@@ -50,8 +50,8 @@ function Counts({of, histogram, baseline}) {
       <p data-words="values"><b><TensorLink layer={of.layer} role={of.role} /></b> at step {histogram.step}: {inWords(parts)} {castHow(histogram.recorded)}</p>
       {histogram.rows.some((row) => row.rounded) && (
         <p class="soft" data-words="rounded">
-          Its values are float32 and were rounded to bfloat16 to be counted: what is computed here is approximate, what is
-          recorded is exact.
+          Its float32 values were rounded to bfloat16 to be counted. Metrics computed here are approximate, and recorded ones
+          are exact.
         </p>
       )}
       {histogram.rows.length > 1 && <Calls rows={histogram.rows} call={call} />}
@@ -73,7 +73,7 @@ function inWords(parts) {
   return `${count(n)} finite values, ${some(zeros, 'zeros')}${share}, ${some(nan, 'NaN')}, ${some(inf, 'infinities')}; largest magnitude ${number(amaxOf(parts))}.`;
 }
 
-const SOURCES = {engine: 'read from what cast it', emulated: 'from a history of the sampled steps', current: 'that of its own largest magnitude'};
+const SOURCES = {engine: 'read from the engine', emulated: 'from a history of the sampled steps', current: 'from its own largest magnitude'};
 
 function castHow({recipe, scale_source: source}) {
   if (!recipe) return '';
@@ -83,7 +83,7 @@ function castHow({recipe, scale_source: source}) {
 function OfBaseline({baseline, step}) {
   if (baseline.error) return <span class="soft">{chosen.value.baseline}: {baseline.error}</span>;
   if (!baseline.data) return null;
-  const when = baseline.data.step === step ? '' : ` at step ${baseline.data.step}, its sampled step nearest to this one`;
+  const when = baseline.data.step === step ? '' : ` at step ${baseline.data.step}, its nearest sampled step`;
   return <span class="soft"><span class="swatch baseline" aria-hidden="true" /> the same tensor in {chosen.value.baseline}{when}</span>;
 }
 
@@ -100,7 +100,7 @@ function Calls({rows, call}) {
         <select value={call ?? ''} onChange={(event) => go({call: event.target.value || null})} data-picker="call">
           <option value="">all {rows.length}, each under its own scale</option>
           {rows.map((row, i) => (
-            <option key={i} value={i}>{i + 1}: {row.scale == null ? 'no scale known' : `scale ${number(row.scale)}`}</option>
+            <option key={i} value={i}>{i + 1}: {row.scale == null ? 'unknown scale' : `scale ${number(row.scale)}`}</option>
           ))}
         </select>
       </label>

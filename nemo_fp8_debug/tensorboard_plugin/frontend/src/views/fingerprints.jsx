@@ -38,7 +38,7 @@ export function Fingerprints() {
       <Answered answer={answer}>{(data) => <Settings {...data} names={[a, b].filter(Boolean)} />}</Answered>
       {!b && (
         <Notice>
-          <p>This is the fingerprint of {run} alone. Choose a baseline or a reference run above to see in what the two differ.</p>
+          <p>This is the fingerprint of {run} alone. Choose a baseline or a reference run above to see the differences.</p>
         </Notice>
       )}
     </>
@@ -59,7 +59,7 @@ function Settings({a, b, differences, learning_rates: rates, names}) {
       {rows.length ? (
         <SettingsTable name={`fingerprint of ${names.join(' and ')}`} caption={`${rows.length} of ${all.length} settings`} rows={rows} names={names} />
       ) : (
-        <p>{found ? `No setting matches “${at('setting')}”.` : 'There is nothing in which they differ.'}</p>
+        <p>{found ? `No setting matches “${at('setting')}”.` : 'The settings do not differ.'}</p>
       )}
     </>
   );
@@ -68,7 +68,7 @@ function Settings({a, b, differences, learning_rates: rates, names}) {
 /** Settings do not hold what a schedule makes of a learning rate; the record does. */
 const Rates = ({rates: {step, before, run, baseline}, names}) => (
   <p class="told" data-words="rates">
-    Beside the settings, their learning rates differ: first at <Link to={{view: 'timeline', step}}>step {step}</Link>{before === null ? '' : ` (still the same at step ${before})`}, where {names[1]} has {number(run)} and {names[0]} {number(baseline)}.
+    Their learning rates differ too: first at <Link to={{view: 'timeline', step}}>step {step}</Link>{before === null ? '' : ` (still the same at step ${before})`}, where {names[1]} has {number(run)} and {names[0]} {number(baseline)}.
   </p>
 );
 
@@ -80,7 +80,7 @@ function beside(a, b, differences) {
 }
 
 function told(n, telling) {
-  if (!n) return 'The two fingerprints are the same, setting by setting.';
-  const bears = telling === 0 ? 'none of which bears on precision' : `${telling} of which ${telling === 1 ? 'bears' : 'bear'} on precision`;
-  return n === 1 ? `They differ in 1 setting${telling ? ', which bears on precision' : ', which does not bear on precision'}.` : `They differ in ${n} settings, ${bears}.`;
+  if (!n) return 'All settings of the two fingerprints are the same.';
+  const bears = telling === 0 ? 'none of which affects precision' : `${telling} of which ${telling === 1 ? 'affects' : 'affect'} precision`;
+  return n === 1 ? `They differ in 1 setting${telling ? ', which affects precision' : ', which does not affect precision'}.` : `They differ in ${n} settings, ${bears}.`;
 }

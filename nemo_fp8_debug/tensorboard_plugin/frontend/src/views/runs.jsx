@@ -20,7 +20,7 @@ export function AllRuns() {
   return (
     <>
       <div class="controls">
-        <label title="A regular expression, as in TensorBoard's run filter; upper and lower case are the same.">
+        <label title="A regular expression, as in TensorBoard's run filter. Case is ignored.">
           Filter runs (regex)
           <input type="search" value={filterText()} onInput={(event) => setFilter(event.target.value)} aria-invalid={Boolean(error)} data-picker="run-filter" />
         </label>
@@ -36,20 +36,20 @@ export function AllRuns() {
   );
 }
 
-const WHOLE = source.live ? 'all are judged' : 'verdicts are those that are in this page';
+const WHOLE = source.live ? 'all are judged' : 'only verdicts in this page are shown';
 
 const counted = (n, word) => `${n} ${word}${n === 1 ? '' : 's'}`;
 
 function told(all, shown) {
   const left = shown.filter(isOpen).length;
   const some = shown.length < all.length ? `${shown.length} of ` : '';
-  return `${some}${counted(all.length, 'run')}; ${left ? `${left} to be judged, one after the other, those in sight first` : WHOLE}.`;
+  return `${some}${counted(all.length, 'run')}; ${left ? `${left} to be judged, visible rows first` : WHOLE}.`;
 }
 
 function caption() {
   const {run, reference} = chosen.value;
-  if (!baseline.value) return 'Without a baseline each run is judged by its own losses and tensors alone';
-  return `Verdicts against ${baseline.value}${reference ? `; that of ${run} takes ${reference} (reference run) into account` : ''}`;
+  if (!baseline.value) return 'Without a baseline, each run is judged by its own losses and tensors';
+  return `Verdicts against ${baseline.value}${reference ? `. The verdict on ${run} also uses the reference run ${reference}` : ''}`;
 }
 
 function Grown({all}) {

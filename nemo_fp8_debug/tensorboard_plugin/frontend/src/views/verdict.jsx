@@ -28,7 +28,7 @@ export function Verdict() {
       </div>
       {data?.comparison && (
         <details class="fold">
-          <summary>What sets it apart from {baseline}: losses, order, drift and settings in tables</summary>
+          <summary>Differences from {baseline}: losses, order, drift and settings in tables</summary>
           <Compared found={data.comparison} names={{baseline, run, reference}} />
         </details>
       )}
@@ -39,9 +39,9 @@ export function Verdict() {
 const Alone = ({run}) => (
   <Notice title="Judged alone">
     <p>
-      {run} was judged by bands of healthy runs only. With a baseline, chosen above, there is more: since when each tensor is out of
-      the baseline's band, in which order they left, how far they drifted, and in what the settings differ. With a reference run that
-      differs in precision alone, whether FP8 is the cause at all.
+      {run} was judged only by bands of healthy runs. Choose a baseline above to see when each tensor left its band, in which order,
+      how far tensors drifted, and which settings differ. Choose a reference run that differs only in precision to see whether FP8 is
+      the cause.
     </p>
   </Notice>
 );

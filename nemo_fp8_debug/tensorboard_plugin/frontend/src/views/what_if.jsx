@@ -51,8 +51,8 @@ export function WhatIf() {
 function NotByFp8() {
   const told = story.value?.headline;
   if (told?.cause === undefined || told.cause === 'unknown' || (told.about_fp8 !== false && told.cause !== 'none')) return null;
-  const found = told.cause === 'none' ? 'The verdict names no cause: no recipe needs to be changed.' : `FP8 is not to blame (${told.confidence} confidence): another recipe would not have prevented it.`;
-  return <p class="told" data-words="not by FP8"><b>{found}</b> Below is what recipes would lose of each tensor. <Link to={{view: 'verdict'}}>All the evidence</Link></p>;
+  const found = told.cause === 'none' ? 'The verdict names no cause, so no recipe needs to change.' : `FP8 is not to blame (${told.confidence} confidence), so another recipe would not have helped.`;
+  return <p class="told" data-words="not by FP8"><b>{found}</b> The table shows the errors of each tensor under other recipes. <Link to={{view: 'verdict'}}>All the evidence</Link></p>;
 }
 
 function labelOf(metric) {
@@ -95,19 +95,18 @@ function Tried({run, step, rows}) {
 
 const NeedsServer = ({run}) => (
   <p class="soft">
-    Recipes that were not recorded are tried from the record's histograms, which this page has no server for:{' '}
-    <code>nemo-fp8-debug view</code> has one, and <code>nemo-fp8-debug replay {run} --recipe current</code> adds a recipe to the
-    record before the page is written.
+    This page has no server to try recipes that were not recorded. Run <code>nemo-fp8-debug view</code>, or add a recipe to the
+    record before you write the page: <code>nemo-fp8-debug replay {run} --recipe current</code>.
   </p>
 );
 
 const NoOther = ({run}) => (
   <Notice title="No other recipe was tried at this step">
     <p>
-      Try one above: it is replayed from the record's histograms. Results of float32 tensors are approximate, and marked “about”; all
-      others are exact. A run tries recipes as it goes with{' '}
-      <code>{'FP8DebugCallback(what_if=["current", "blockwise", "mxfp8"])'}</code>, block recipes among them, of which histograms know
-      nothing. <code>nemo-fp8-debug replay {run} --recipe current</code> adds a recipe to the record at every step.
+      Try one above: we replay it from the record's histograms. Results of float32 tensors are approximate and marked “about”, all
+      others are exact. To try recipes during a run, also block recipes, which histograms cannot replay, use{' '}
+      <code>{'FP8DebugCallback(what_if=["current", "blockwise", "mxfp8"])'}</code>. To add a recipe to the record at every step, run{' '}
+      <code>nemo-fp8-debug replay {run} --recipe current</code>.
     </p>
   </Notice>
 );
@@ -123,13 +122,13 @@ function Recipes({run, step, tensors, recipes, inUse}) {
   const automatic = limitsOfValues(about, values);
   const set = limitsSet(about, CHOICE);
   const scale = scaleOf(about, set ?? automatic);
-  if (!listed.length) return <Notice><p>No tensor matches; take the search or the operand away.</p></Notice>;
+  if (!listed.length) return <Notice><p>No tensor matches; clear the search or the operand.</p></Notice>;
   const columns = [
     {label: 'tensor', of: titleOf, text: true, show: (row) => <TensorLink {...row} step={step} view="distribution" />},
     ...names.map((name) => columnOf(name, inUse, metric, scale)),
   ];
   const summary = ['within the limits', ...names.map((name) => share(listed, name))];
-  const caption = `${labelOf(metric)} of ${listed.length} tensors of ${run} at step ${step}, worst in use first`;
+  const caption = `${labelOf(metric)} of ${listed.length} tensors of ${run} at step ${step}, largest value in use first`;
   return (
     <>
       <Legend
@@ -155,7 +154,7 @@ function columnOf(name, inUse, metric, scale) {
 
 function Cell({value, metric, least, about}) {
   const told = about && value !== null ? `about ${number(value)}` : number(value);
-  if (value !== null && value === least) return <><Mark exceeded={exceeds(metric, value)} /><strong>{told}</strong><span role="img" aria-label="least of the row"> ★</span></>;
+  if (value !== null && value === least) return <><Mark exceeded={exceeds(metric, value)} /><strong>{told}</strong><span role="img" aria-label="lowest of the row"> ★</span></>;
   return <><Mark exceeded={exceeds(metric, value)} />{told}</>;
 }
 
@@ -170,7 +169,7 @@ function share(tensors, name) {
 
 const Key = ({metric}) => (
   <p class="soft">
-    {LIMITS[metric] !== undefined && `▲ above the limit of ${LIMITS[metric]}; `}★ least of the row. Limits: relative error{' '}
+    {LIMITS[metric] !== undefined && `▲ above the limit of ${LIMITS[metric]}; `}★ lowest of the row. Limits: relative error{' '}
     {LIMITS.relative_error}, underflow {LIMITS.underflow_pct}%, overflow {LIMITS.overflow_pct}%.
   </p>
 );

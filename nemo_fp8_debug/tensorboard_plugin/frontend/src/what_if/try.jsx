@@ -120,5 +120,5 @@ function Settled({question, version}) {
     if (job.data) keep(question, {version, rows: job.data.rows});
     else if (job.error) keep(question, {version, error: job.error});
   }, [job.data, job.error]);
-  return <p class="soft" role="status">{question.recipe} is tried from the histograms of step {question.step}{job.seconds ? `, for ${Math.round(job.seconds)} s so far` : ''} …</p>;
+  return <p class="soft" role="status">Trying {question.recipe} with the histograms of step {question.step}{job.seconds ? `, for ${Math.round(job.seconds)} s so far` : ''} …</p>;
 }
