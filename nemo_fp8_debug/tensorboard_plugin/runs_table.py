@@ -252,7 +252,7 @@ class RunsTable:
         self._told: dict[tuple[str, str | None], tuple[float, Any]] = {}
 
     def list_rows(self, baseline: str | None) -> dict[str, Any]:
-        """Update the newest and oldest rows first, and return all. If time runs out, other rows stay as they were.
+        """Return all rows. Read new rows first, then those read longest ago. If time runs out, the rest stay as they were.
 
         Returns:
             rows: for each name the result of `_read_progress`, `version` of the record, and `headline` (None if unknown),

@@ -227,7 +227,7 @@ def check_origin(headers: Headers, names: Collection[str] = ()) -> None:
     """Refuse a request from another site's page.
 
     A proxy passes the page's host in X-Forwarded-Host, if not in Host. Anybody can write that header, so it counts only if
-    it holds one of the names in `HOSTS`.
+    `HOSTS` is set and the header holds one of `names`.
 
     Args:
         names: the result of `list_own_names`.

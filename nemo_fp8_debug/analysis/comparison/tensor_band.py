@@ -24,7 +24,7 @@ class MetricBand:
     #: least rise that counts: a difference, or a factor if `is_ratio`
     least: float
     is_ratio: bool
-    #: number of samples outside the band, and of those that count, because errors count only if the MSE also rises
+    #: number of samples outside the band, and number of those that count (errors count only if the MSE also rises)
     beyond: int
     counted: int
 

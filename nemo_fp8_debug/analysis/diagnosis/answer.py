@@ -124,7 +124,7 @@ class Answer:
     def divergence_step(self) -> int | None:
         """Return the step from which the loss stays too high or no step is taken, or None if no harm is known.
 
-        Smoothing shifts the onset of the loss a little. So we move it behind the onset of its cause.
+        Smoothing may place the loss a little too early. If it comes shortly before its cause began, return the latter step.
         """
         loss, chosen = self.loss.harmful_since, self.decision.finding
         if loss is not None and chosen is not None and chosen.since is not None and not chosen.slack:
@@ -198,8 +198,8 @@ _NO_EVIDENCE = ("recipe", "nonfinite", "rate", "nothing")
 def state_harm(loss: LossOutcome, stopped_at: int | None, decision: Decision, sampled: Ints) -> str:
     """Return the harm that a verdict states; see `Answer.harm`.
 
-    A gap to a baseline of other batches means likely harm under three conditions: the gap is surely above 0 and beyond the
-    limit, a lasting fault may explain it, and it was absent before the fault.
+    A gap to a baseline of other batches means likely harm under three conditions: it is surely above 0 and beyond the
+    limit, a lasting fault may explain it, and it did not exist before.
 
     Args:
         sampled: sampled steps, int64 [S], ascending.

@@ -104,7 +104,7 @@ def _measure_compared(comparison: Comparison) -> tuple[Facts, Records]:
 
 
 def list_baselines(baseline: Source | Sequence[Source] | None) -> list[Source]:
-    """Return none, one or several baselines as a list."""
+    """Return the baselines as a list, which may be empty."""
     return [baseline] if isinstance(baseline, str | os.PathLike | Run) else list(baseline or ())
 
 
@@ -196,7 +196,7 @@ def _add_rise(facts: Facts, findings: Sequence[Finding]) -> LossOutcome:
     if loss.harm not in ("unknown", "likely") or (
         loss.gap is not None and (loss.gap.paired or loss.gap.percent <= loss.max_gap)
     ):
-        return loss  # a rise that is gone by the end is no harm
+        return loss  # a rise that does not last to the end is no harm
     if loss.gap is not None and loss.gap.interval()[0] <= 0:
         return loss  # noise may explain the gap
     steps = sorted({f.since for f in findings if f.since is not None and f.strength != "hint"})
@@ -270,7 +270,7 @@ def recommend(
     """Return the cheapest change for each operand that loses too much.
 
     Args:
-        run: the record of the run to fix, or a folder above it; a path or any fsspec address.
+        run: the record of the run to fix, or a folder above it, as a path or any fsspec address.
         baseline: the record of a run that went well, or of several, as in `diagnose`. With a baseline, change only
             operands that left its band before the loss diverged. Without one, change all that exceed the budget. Change
             no operand if something other than FP8 is to blame.

@@ -1,4 +1,4 @@
-"""The operands that a diagnosis asks you to change: the reason, the steps, and the change that came before."""
+"""Flag the operands that a diagnosis asks you to change, with the reason, the steps, and an earlier change of recipe."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ def find_blamed(found: Answer) -> Finding | None:
 def flag_operands(found: Answer) -> dict[Key, Flag]:
     """Return the operands to change, by harm rank.
 
-    These are the blamed operand and those that left the baseline's band before the loss diverged, or all of these if the
-    loss follows the baseline's. A scale that surely went wrong counts at any time, because no loss causes that. So does
-    an X or W that loses most of its values to the end. Return no operand if FP8 is not to blame.
+    Flag the blamed operand, and those that left the baseline's band before the loss diverged, or at any time if the loss
+    follows the baseline's. A scale that surely went wrong counts at any time, because no loss causes that. So does an X
+    or W that loses most of its values to the end. Flag no operand if FP8 is not to blame.
     """
     flagged: dict[Key, Flag] = {}
     if found.cause in (*NOT_FP8, *NO_RECIPE):

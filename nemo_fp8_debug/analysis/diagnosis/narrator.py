@@ -94,7 +94,7 @@ def tell_steps_apart(step: int, other: int, unit: str) -> str:
 
 
 def tell_percent(value: float, of_range: bool = False, signed: bool = False) -> str:
-    """Return percents with three digits.
+    """Format percents with three digits.
 
     Example:
         >>> tell_percent(56.04), tell_percent(-0.183, signed=True)

@@ -220,7 +220,7 @@ class LossCurve:
         return measure_scale(self.losses[self.steps < step])
 
     def raised(self, percent: float) -> LossCurve:
-        """Return the curve with all losses higher by a percentage."""
+        """Return the curve with all losses raised by a percentage."""
         part, both = percent / 100, (self.losses, self.smooth)
         losses, smooth = (each + part * (np.abs(each) if self.scale is None else self.scale.value) for each in both)
         return LossCurve(self.steps, losses, smooth, self.half)

@@ -36,7 +36,7 @@ class Gate:
     gap: float
     error: float
     freedom: int
-    #: `this pair` or `the recipe`
+    #: subject of the gap: `this pair` or `the recipe`
     of: str
     #: gaps of the runs, in order, each to its baseline or to the mean of all baselines
     gaps: Sequence[Gap]
@@ -69,7 +69,7 @@ class Gate:
 
     @property
     def is_far_below(self) -> bool:
-        """Return True if the loss ends so far below the baseline's that a fault in the data is likely."""
+        """Return True if the loss ends so far below the baseline's that the data must be checked first."""
         return self.bounds[1] < min(self.max_gap, 0.0) - thresholds.OTHER_SEEDS
 
     @property
@@ -80,7 +80,7 @@ class Gate:
         apart, n = abs(self.gap - self.max_gap), self.gaps[0].n
         if not apart:
             return None
-        # The standard error falls with the square root of the losses.
+        # The standard error falls with the square root of the number of losses.
         needed = n * (self._reach(1 - ERROR) / apart) ** 2
         return max(1, math.ceil((needed - n) * self.spacing / self.part))
 

@@ -167,7 +167,7 @@ class LossOutcome:
         least = thresholds.OTHER_SEEDS if self.same_model else 2 * thresholds.OTHER_SEEDS
         if rise is not None and rise > least:
             return "harmful"
-        # A shallower model ends above a deeper one, but its loss rises neither slowly nor at a step.
+        # A shallower model ends above a deeper baseline, but its own loss does not rise or jump.
         moved = rise is not None or self.run.diverged_at is not None or self.run.stepped_up is not None
         if moved and found.percent > 2 * thresholds.OTHER_SEEDS:
             return "harmful"

@@ -56,8 +56,8 @@ def choose_baseline_loss(run: tuple[str, LossCurve], baselines: Mapping[str, Los
     """Choose the loss to compare a run with: its one baseline, or the one that saw the run's batches, or a mean.
 
     Args:
-        run: name and losses.
-        baselines: by name, at least one.
+        run: name and losses of the run.
+        baselines: losses by name, at least one.
 
     Example:
         >>> noise = np.random.default_rng(0).normal(0, 0.02, (3, 200))

@@ -321,8 +321,10 @@ def _taken_out(plan: Plan, keys: Collection[Key]) -> set[Key]:
 
 
 def _plan(findings: Sequence[TensorFix]) -> Plan:
-    """Return a plan with one change for each operand. If two operands of a layer leave FP8, no GEMM of it is left there,
-    so the whole layer leaves."""
+    """Return a plan with one change for each operand.
+
+    If two operands of a layer leave FP8, no GEMM of the layer is left in FP8, so the plan changes the whole layer.
+    """
     layers: dict[str, list[TensorFix]] = {}
     for finding in findings:
         if finding.changes:

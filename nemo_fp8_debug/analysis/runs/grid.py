@@ -162,7 +162,7 @@ def median(values: Floats) -> Floats:
 
 
 def lower_median(values: Floats) -> Floats:
-    """Return the median over the last axis, ignoring NaN. Of two middle values, return the lower one."""
+    """Return the median over the last axis, ignoring NaN, and the lower one of two middle values."""
     if values.shape[-1] == 0:
         return np.full(values.shape[:-1], np.nan)
     if not np.isnan(values).any():

@@ -139,7 +139,7 @@ def _apart(lead: int, unit: str) -> str:
 
 
 def _of_the_experts(found: Comparison, aggregate: Mapping[str, Any]) -> list[str]:
-    """The worst of the experts, if there are any and one of them stands out."""
+    """Describe the worst expert of an aggregate in a sentence, if its drift or NaN is known."""
     for row in found.experts.iter_rows(named=True):
         if aggregate_key(row["layer"], row["role"]) == (aggregate["layer"], aggregate["role"]):
             tells = row["nonfinite_since"] is not None or row["drift_log2"] is not None

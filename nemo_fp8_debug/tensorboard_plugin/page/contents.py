@@ -17,7 +17,7 @@ from ..records.logdir import Root
 from ..records.thinning import join_frames, thin_columns
 from ..web import Refused, encode_json
 
-#: seconds between two looks at a job
+#: seconds between two checks of a job
 _LOOK = 0.2
 
 

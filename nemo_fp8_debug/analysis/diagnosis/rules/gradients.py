@@ -194,7 +194,7 @@ class GradientNorms:
     consumed: pl.DataFrame
     #: step, layer, level: log2 of the largest dY; empty if no dY is recorded
     gradients: pl.DataFrame
-    #: whether any dY is recorded at all
+    #: whether any dY is recorded
     records_gradients: bool
     #: median loss scale of run and baseline, if it is equal and large
     common_scale: float | None

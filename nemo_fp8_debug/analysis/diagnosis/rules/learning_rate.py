@@ -47,7 +47,7 @@ def find_learning_rate(facts: Facts) -> Iterator[Finding]:
     if first is None:
         return
     farthest = first + int(np.argmax(np.abs(np.log2(ratios[first:]))))
-    # If rates are reported at some steps only, it may have departed at any step after the last one that agreed.
+    # If rates are reported only at some steps, the departure may be at any step after the last agreement.
     since = int(both["step"][first - 1]) + 1 if first else int(both["step"][0])
     times = float(ratios[farthest])
     what = f"{_show_factor(times)} times" if times > 1 else f"1/{_show_factor(1 / times)} of"

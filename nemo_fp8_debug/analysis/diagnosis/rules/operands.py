@@ -31,7 +31,7 @@ from .losses import resumes
 _KEY = ["layer", "role"]
 #: largest number of suspects that are explained
 _LOOKED_INTO = 8
-#: metrics that no recipe changes
+#: metrics that do not depend on the recipe
 _OF_VALUES = ("nonfinite", "outlier_log2")
 #: columns of the `metrics` table that make a course
 COURSE = ("scale", "scale_ratio_log2", "amax", "outlier_log2", "underflow_pct", "overflow_pct", "nan", "inf")
@@ -42,7 +42,7 @@ class Course:
     """The metrics of an operand over the samples of a run, oldest first; NaN if a metric is absent."""
 
     steps: Ints
-    #: log2 of the scale in use, and its distance from the log2 of the scale that the values ask for
+    #: log2 of the scale in use, and its distance from the log2 of the scale that fits the values
     scale: Floats
     off: Floats
     #: whether the scale in use is infinite, zero or negative
@@ -260,7 +260,7 @@ def _follows_late(suspect: Suspect) -> bool:
 
 
 def _grew_from_zero(suspect: Suspect) -> bool:
-    """Return True if all values were zero before the onset, and the format represents them well at the end."""
+    """Return True if all values were zero in a sample before the onset, and the format represents them well at the end."""
     run = suspect.course
     start = int(np.searchsorted(run.steps, suspect.since))
     lost = np.fmax(run.underflow, run.overflow)

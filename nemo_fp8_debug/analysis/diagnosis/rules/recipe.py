@@ -82,7 +82,7 @@ def _changed(run: Run) -> RecipeChange | None:
 
 
 def _differs(run: Run, baseline: Run) -> RecipeChange | None:
-    """Return operands whose recipe is constant in both runs but different, or None if these are none or nearly all."""
+    """Return the operands whose constant recipe differs from the baseline's, or None if these are none or most."""
     mine, theirs = (_constant(each.metrics) for each in (run, baseline))
     both = mine.join(theirs, on=_KEY, suffix="_baseline", maintain_order="left")
     differ = both.filter(pl.col("recipe") != pl.col("recipe_baseline"))

@@ -21,7 +21,7 @@ class Known:
     """A bug report, and a test for the runs it applies to."""
 
     what: str
-    #: an issue or a pull request
+    #: the issue or pull request
     source: str
     advice: str
     holds: Callable[[Fingerprint], bool]

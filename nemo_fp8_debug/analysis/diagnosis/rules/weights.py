@@ -106,7 +106,7 @@ class Decays(NamedTuple):
 
 @fact
 def weight_decays(records: Records) -> Decays:
-    """Return the decay in each interval between two samples: the fall of the root mean square over the learning rate."""
+    """Return the decay between consecutive samples: the fall of log root mean square over the summed learning rates."""
     steps, decays = _decays(records.run)
     return Decays(steps, decays, np.zeros(0) if records.baseline is None else _decays(records.baseline)[1])
 

@@ -29,9 +29,9 @@ from ..recommend import OPERANDS, READERS, Recommendation, TensorFix
 from .megatron import count_stages, local_name
 from .snippet import Snippet, combine_options, comment_lines, find_module
 
-#: role -> cast; None is high precision
+#: casts by role; None is high precision
 Casts = Mapping[str, Cast | None]
-#: (role, GEMM) -> cast
+#: casts by (role, GEMM); None is high precision
 ByGemm = dict[tuple[str, str], Cast | None]
 
 

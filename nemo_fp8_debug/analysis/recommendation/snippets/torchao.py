@@ -23,7 +23,7 @@ _HOW = (
     "place of the run's own convert_to_float8_training, or of torchtitan's and Accelerate's conversion, before the model is "
     "sharded or compiled.",
 )
-#: (role, product) -> field of Float8LinearConfig
+#: fields of Float8LinearConfig by (role, product)
 _FIELDS = {
     ("input", "fprop"): "cast_config_input",
     ("input", "wgrad"): "cast_config_input_for_grad_weight",
