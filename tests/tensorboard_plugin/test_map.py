@@ -315,5 +315,5 @@ def test_an_unknown_run_in_the_address_is_said(page: Page, board: str) -> None:
 
 def test_runs_beside_it_that_are_not_there_are_said(page: Page, board: str) -> None:
     tab = opened(page, board, run="bad", baseline="gone", reference="", view="map")
-    expect(tab.locator(".notes")).to_contain_text("Baseline gone is not below the logdir, so the page does not use it.")
+    expect(tab.locator(".notes")).to_contain_text("Baseline gone is not under the logdir, so the page does not use it.")
     at_step(tab, 790)

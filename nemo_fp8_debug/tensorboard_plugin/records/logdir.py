@@ -101,7 +101,7 @@ class Logdir:
         records = self.find_records().records
         if name not in records:
             some = ", ".join(quote_text(known) for known in list(records)[:3]) or "none yet"
-            raise NotThere(f"There is no run {quote_text(name)} below the logdir. Choose one of these: {some}.")
+            raise NotThere(f"There is no run {quote_text(name)} below the logdir. Runs found so far: {some}.")
         if _was_swapped(records[name]):
             raise NotThere(f"A link has replaced the folder of run {quote_text(name)}; put the folder back.")
         return records[name]

@@ -368,7 +368,7 @@ def make_quantizers(found: Recommendation, for_megatron: bool) -> tuple[list[Sni
 def _reasons(found: Recommendation, recorded: Mapping[str, Any], names: Iterable[str]) -> Iterator[str]:
     host = found.run.fingerprint.get("backend_options", {})
     if host.get("fp8_quantizer_factory"):
-        yield "the run has its own quantizer factory, which the record does not contain; edit that one"
+        yield "the run has its own quantizer factory, whose casts the record shows only in part; edit that one"
     if host.get("fp8_wgrad") is False:
         yield "fp8_wgrad is off, and CustomRecipe has no option for that"
     for name in names:

@@ -103,8 +103,8 @@ export function Shown({view}) {
   const {show: View, of} = VIEWS[view];
   if (of === 'any') return <View />;
   const run = about(chosen.value.run);
-  if (!run) return <Notice title="No such run"><p>The run in the address is not below the logdir; choose another one above.</p></Notice>;
-  if (run.state === 'unreadable') return <Problem error={`${run.name} is unreadable: ${run.why}`} />;
+  if (!run) return <Notice title="No such run"><p>The run in the address is not under the logdir; choose another one above.</p></Notice>;
+  if (run.state === 'unreadable') return <Problem error={`${run.name} cannot be read: ${run.why}`} />;
   if (run.state === 'empty' && of !== 'readable') {
     return (
       <Notice title={`${run.name} has no samples yet`}>
@@ -135,7 +135,7 @@ function useRenamed() {
 
 /** Runs beside the one that is looked at which the address names and nobody finds; an empty name asks for none. */
 const missing = () =>
-  ['baseline', 'reference'].filter((part) => at(part) && !about(at(part))).map((part) => `${PARTS[part].label} ${at(part)} is not below the logdir, so the page does not use it.`);
+  ['baseline', 'reference'].filter((part) => at(part) && !about(at(part))).map((part) => `${PARTS[part].label} ${at(part)} is not under the logdir, so the page does not use it.`);
 
 function NoRecord() {
   return (
