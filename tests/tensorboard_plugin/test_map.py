@@ -106,7 +106,7 @@ def test_colors_stand_for_the_changes_that_count(page: Page, board: str, logdir:
     page.keyboard.press("ArrowLeft")
     expect(tab.get_by_role("button", name="Automatic limits")).to_be_visible()
     in_address(page, "p.fp8.limits=underflow_pct%20spread%20-39.95%20")
-    assert "40 times" not in (upper.get_attribute("aria-valuetext") or "")
+    assert "40x" not in (upper.get_attribute("aria-valuetext") or "")
     tab.locator("[data-picker=color]").select_option("all")
     expect(tab.locator(".legend").first).to_contain_text("The warm-up, the first tenth of the samples, is left out")
     expect(tab.get_by_role("button", name="Automatic limits")).to_have_count(0)
