@@ -52,7 +52,7 @@ export function AlsoShow() {
       <details class="choices">
         <summary>Also show: {names.length || 'no'} other run{names.length === 1 ? '' : 's'}</summary>
         <fieldset class="controls">
-          <legend class="soft">Further runs, next to run, baseline and reference run; at most {MOST} in all. Pin them in the table of runs.</legend>
+          <legend class="soft">Further runs, next to run, baseline and reference run; at most {MOST} runs in all. Pin them in the table of runs.</legend>
           {candidates.value.map((name) => (
             <label key={name}>
               <input type="checkbox" checked={names.includes(name)} disabled={isFull.value && !names.includes(name)} onChange={() => turnPin(name)} data-also={name} />
