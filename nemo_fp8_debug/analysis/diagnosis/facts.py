@@ -28,7 +28,7 @@ class Records:
     comparison: Comparison | None = None
     #: the run judged by bands of healthy runs, if there is no baseline
     bands: JudgedRun | None = None
-    #: what was left out, in sentences
+    #: sentences about records that were left out
     notes: Sequence[str] = ()
 
 

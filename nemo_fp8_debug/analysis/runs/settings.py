@@ -15,7 +15,7 @@ from .grid import Ints
 from .metrics import Metrics
 from .run import Run
 
-#: relative difference of learning rates that rounding makes
+#: largest relative difference of learning rates that rounding explains
 _ROUNDING = 1e-5
 
 
@@ -102,14 +102,14 @@ def list_remarks(baseline: Run, run: Run) -> list[str]:
 
 
 def find_departure(run: pl.DataFrame, baseline: pl.DataFrame) -> dict[str, Any] | None:
-    """Return where two learning rates first differ by more than rounding, or None if they do not.
+    """Return the step at which two learning rates first differ by more than rounding, or None.
 
     Args:
         run: a table with step and lr.
-        baseline: likewise.
+        baseline: a table with step and lr.
 
     Returns:
-        step, run and baseline (the rate of each there), and before (the last earlier step that both know).
+        step, run and baseline (their rates there), and before (the last earlier step in both tables).
 
     Example:
         >>> find_departure(
