@@ -3,6 +3,9 @@
 A sample opens in `on_train_batch_start`, with the step number under which Lightning logs this batch's loss
 (`_batches_that_stepped`, which unlike `global_step` does not move before the batch ends). It closes in `on_train_batch_end`
 of the last accumulated batch, so accumulated batches are one sample.
+
+If a checkpoint was saved as a batch ended, Lightning 2.4 resumes its count one step too early. We add that step, so that a
+resumed run has the steps of one that went through.
 """
 
 from __future__ import annotations
@@ -89,6 +92,8 @@ class FP8DebugCallback(pl.Callback):
         #: ends what the current step began, or None between steps
         self._leave: Callable[[], None] | None = None
         self._scale: Any = None
+        #: steps by which Lightning's count lags behind the optimizer's after a resume
+        self._lag = 0
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Apply the plan if `nemo-fp8-debug rescue` started the run."""
@@ -100,9 +105,10 @@ class FP8DebugCallback(pl.Callback):
         """Find the GEMMs and open the record."""
         self._monitor = None
         self._stop_watching()
+        self._lag = int(len(trainer.optimizers) == 1 and trainer.global_step == _logged_step(trainer) + 1)
         self._monitor = start_monitor(lambda: self._make_monitor(trainer, pl_module), self._config.on_error == "raise")
         if self._monitor and trainer.max_steps > 0:  # an error here costs a warning, and not the monitor
-            self._monitor.expect_steps(_logged_step(trainer), trainer.max_steps - 1)
+            self._monitor.expect_steps(_logged_step(trainer) + self._lag, trainer.max_steps - 1)
 
     def _make_monitor(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> Monitor:
         output = self._config.output or self._default_output(trainer)
@@ -119,7 +125,7 @@ class FP8DebugCallback(pl.Callback):
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int) -> None:
         """Open a sample if one is due."""
         if self._monitor and self._leave is None:
-            self._monitor.begin_step(_logged_step(trainer))
+            self._monitor.begin_step(_logged_step(trainer) + self._lag)
             self._scale = read_scale(_scaler(trainer))
             self._leave = self._watch(trainer) if self._monitor.sampling else _nothing
 

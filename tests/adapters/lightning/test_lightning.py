@@ -14,6 +14,7 @@ import lightning.pytorch as pl
 import polars as pl_frames
 import pytest
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.loggers.logger import DummyLogger
 from small_models.lightning import Module, fit
@@ -142,6 +143,31 @@ def test_emulation_resumes_with_its_scales(tmp_path: Path) -> None:
     resumed = pl.Trainer(accelerator="cpu", logger=False, callbacks=[second], max_epochs=1, enable_checkpointing=False)
     resumed.fit(Module(), DataLoader([torch.ones(4)]), ckpt_path=tmp_path / "run.ckpt")
     assert torch.equal(second.state_dict()["states"][0]["scale"], scales)
+
+
+def test_a_resumed_run_has_the_steps_of_one_that_went_through(tmp_path: Path) -> None:
+    """From a checkpoint saved as a batch ends, as `ModelCheckpoint` does, and from one saved as a batch begins."""
+    batches = DataLoader([torch.ones(4)] * 6)  # alike: Lightning resumes with the first one
+
+    class Save(pl.Callback):
+        def on_train_batch_start(self, trainer: pl.Trainer, *rest: Any) -> None:
+            if trainer.global_step == 3:
+                trainer.save_checkpoint(tmp_path / "begins.ckpt")
+
+    def losses(name: str, *callbacks: pl.Callback, checkpoint: Path | None = None) -> dict[int, float]:
+        debug = FP8DebugCallback(interval=1, output=tmp_path / name, on_error="raise")
+        options = {"logger": False, "max_steps": 6, "enable_progress_bar": False, "default_root_dir": tmp_path / name}
+        trainer = pl.Trainer(accelerator="cpu", callbacks=[debug, *callbacks], **options)
+        pl.seed_everything(0)
+        trainer.fit(Module(), batches, ckpt_path=checkpoint)
+        steps = read_table(tmp_path / name, "steps")
+        return dict(steps.select("step", "loss").rows())
+
+    ends = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=3, save_top_k=-1)
+    whole = losses("whole", ends, Save())
+    assert [*whole] == [*range(6)]
+    for checkpoint in (tmp_path / "step=3.ckpt", tmp_path / "begins.ckpt"):
+        assert losses(checkpoint.stem, checkpoint=checkpoint) == {step: whole[step] for step in (3, 4, 5)}, checkpoint
 
 
 def test_configuration_errors_come_before_the_first_step(tmp_path: Path) -> None:
