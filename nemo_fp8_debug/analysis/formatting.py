@@ -1,4 +1,4 @@
-"""How a number is written, and values for JSON."""
+"""Values for JSON."""
 
 from __future__ import annotations
 
@@ -9,11 +9,6 @@ from typing import Any
 
 import numpy as np
 import polars as pl
-
-
-def format_number(value: float | None, unit: str = "", prefix: str = "") -> str:
-    """Three digits of a metric; `-` where it is absent."""
-    return "-" if value is None else f"{prefix}{value:.3g}{unit}"
 
 
 def make_jsonable(value: Any) -> Any:

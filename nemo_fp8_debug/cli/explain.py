@@ -17,7 +17,6 @@ from ..analysis.diagnosis.diagnose import diagnose, diagnose_comparison
 from ..analysis.diagnosis.diagnosis import Diagnosis
 from ..analysis.diagnosis.narrator import tell_advice, tell_verdict
 from ..analysis.diagnosis.ranking import order_by_harm
-from ..analysis.formatting import format_number
 from ..analysis.loss.outcome import MAX_GAP
 from ..analysis.recommendation.options import Budget, Errors
 from ..analysis.recommendation.recommend import Recommendation, TensorFix
@@ -29,6 +28,7 @@ from ..analysis.story.story import draw_strip, story
 from ..analysis.story.summary import summarize, to_json, write_markdown
 from ..core.keys import ROLES, SHOWN_AS, STATES, Key
 from ..core.table import load_modules
+from ..core.text import format_number
 from ..errors import ConfigError
 from ..numerics.metric_names import name_metric
 from .console import AsJson, AsWholeJson, By, Cluster, Top, console, print_json, print_text, show_progress

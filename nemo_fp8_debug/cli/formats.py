@@ -11,10 +11,10 @@ import typer
 
 from ..analysis.checkpoint.audit import Audit, audit
 from ..analysis.comparison.compare import split_experts
-from ..analysis.formatting import format_number
 from ..analysis.replay.replay import SOURCES, add_to_record, replay
 from ..core.keys import SHOWN_AS
 from ..core.layer_names import compile_patterns
+from ..core.text import format_number
 from ..errors import ConfigError, RecordError
 from ..numerics.recipe import parse_recipe
 from ..record.reader import find_run

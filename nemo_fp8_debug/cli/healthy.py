@@ -9,10 +9,10 @@ from typing import Annotated
 import typer
 
 from ..analysis.bands.bands import FEWEST, Bands
-from ..analysis.formatting import format_number
 from ..analysis.loss.gap import CHECK_DATA
 from ..analysis.loss.gate import CANNOT_TELL, ERROR, FAIL, PASS, PUBLISHED, THIS_PAIR, TRAINING, Acceptance, Gate, accept
 from ..analysis.runs.run import Run
+from ..core.text import format_number
 from ..errors import ConfigError, RecordError
 from .console import AsJson, By, console, print_json, print_text, show_progress
 

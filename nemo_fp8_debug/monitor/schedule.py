@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from ..core.sample import Sample
+from ..core.text import format_number
 from ..distributed import Ranks
 from ..numerics.limits import MADE_UP
 from ..options.config import Config
@@ -151,7 +152,8 @@ class Triggers:
             elif isinstance(rule, LossSpike):
                 spikes = loss is not None and self._is_spike(loss)
                 if spikes and not self._holds[i]:
-                    reasons.append(f"loss spike at step {step}: {loss:.4g}, median {statistics.median(self._losses):.4g}")
+                    spike, usual = (format_number(value, digits=4) for value in (loss, statistics.median(self._losses)))
+                    reasons.append(f"loss spike at step {step}: {spike}, median {usual}")
                 self._holds[i] = spikes
         if loss is not None:
             self._losses.append(loss)

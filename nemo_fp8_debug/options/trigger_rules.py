@@ -10,6 +10,7 @@ from typing import Any
 from ..core.keys import RESULTS, ROLES, SHOWN_AS
 from ..core.layer_names import aggregate_key, is_aggregate, name_aggregate
 from ..core.sample import Sample
+from ..core.text import format_number
 from ..errors import ConfigError
 from ..numerics.limits import FAR, FORMATS, LIMITS, find_worst
 from ..numerics.metric_names import METRICS
@@ -37,7 +38,8 @@ class Threshold:
         if not past:
             return None
         layer, role, value = past[0]
-        found = f"{self.metric} of {SHOWN_AS[role]} of {layer} is {value:.4g} ({self.sign} {self.limit:g})"
+        shown, limit = format_number(value, digits=4), format_number(self.limit)
+        found = f"{self.metric} of {SHOWN_AS[role]} of {layer} is {shown} ({self.sign} {limit})"
         alike = (
             sum(aggregate_key(*row[:2]) == aggregate_key(layer, role) for row in past[1:]) if name_aggregate(layer) else 0
         )
@@ -88,7 +90,8 @@ class EarlyWarning:
             return None
         _, metric, value = _times(sample)[key]
         (layer, role), limit = key, LIMITS[key[1]][metric]
-        told = f"{metric} of {SHOWN_AS[role]} of {layer} is {value:.4g}, which healthy runs keep within {limit:g}"
+        shown = format_number(value, digits=4)
+        told = f"{metric} of {SHOWN_AS[role]} of {layer} is {shown}, which healthy runs keep within {format_number(limit)}"
         return f"early warning: {told}"
 
 
@@ -145,7 +148,7 @@ class WrongProduct:
             for name in ("layer", "product", "rank", "error_over_bound")
         )
         told = f"{RESULTS[product]} of {layer} is not {_OUGHT.get(product, f'the product of its operands on rank {rank}')}"
-        return f"{told} (error {times:.3g} times its bound)"
+        return f"{told} (error {format_number(times)} times its bound)"
 
 
 Rule = Threshold | NonFinite | LossSpike | EarlyWarning | WrongProduct

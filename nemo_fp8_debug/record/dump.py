@@ -23,6 +23,7 @@ import safetensors.torch
 import torch
 
 from ..core.keys import ROLES
+from ..core.text import format_number
 from ..core.waits import DUMPS, Waits
 from ..errors import RecordError
 from ..numerics.formats import FORMATS, FloatFormat
@@ -206,7 +207,7 @@ def _encode(about: Dumped, x: torch.Tensor, scale: torch.Tensor) -> bytes:
 
 
 def _readable(size: int) -> str:
-    return f"{size / (1 << 30):.3g} GiB"
+    return f"{format_number(size / (1 << 30))} GiB"
 
 
 def read_dump(run: str | os.PathLike[str], name: str) -> tuple[Dumped, dict[str, torch.Tensor]]:

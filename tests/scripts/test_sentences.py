@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 
 import numpy as np
 import pytest
 from fault_injection.known import Fault, Known
 from fault_injection.raw_losses import Losses
-from fault_injection.sentences import Checked, check_texts
+from fault_injection.sentences import Checked, N, check_texts, read_number
+
+from nemo_fp8_debug.core.text import format_number
 
 _STEPS = 200
 _FALLS = 4 * np.exp(-np.arange(_STEPS) / 60) + 1
@@ -91,6 +94,12 @@ def test_a_loss_that_rises_is_not_said_to_stay_low() -> None:
     assert check_texts(["The loss does not rise."], known).false
     assert check_texts(["The loss diverged at step 100: it rises for good."], known).false == []
     assert check_texts(["The loss diverged at step 20: it rises for good."], known).false
+
+
+@pytest.mark.parametrize("value", [2896.0, -0.183, 1.25e-5, 2.0**-30, -(2.0**20), 4.1e9, 0.0, 12_345.0, 0.1])
+def test_a_number_is_read_as_it_is_written(value: float) -> None:
+    written = format_number(value, signed=True)
+    assert re.fullmatch(N, written) and read_number(written) == pytest.approx(value, rel=5e-3)
 
 
 def test_a_claim_that_nothing_checks_is_listed_once() -> None:

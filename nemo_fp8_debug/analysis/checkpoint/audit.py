@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from ...core.arguments import quote_names
+from ...core.text import format_number
 from ...errors import ConfigError, RecordError, warn
 from ...kernels import count_into
 from ...numerics import metrics
@@ -70,7 +71,7 @@ class Audit:
         dtypes = ", ".join(f"{n} {dtype}" for dtype, n in Counter(row["dtype"] for row in self.rows).items())
         kinds = ", ".join(f"{n} {kind}" for kind, n in self.left_out.items())
         left_out = f"; left out: {sum(self.left_out.values())} tensors that are no GEMM weights ({kinds})" if kinds else ""
-        return f"Weights: {len(self.rows)}, values: {values:.4g} ({dtypes}){left_out}."
+        return f"Weights: {len(self.rows)}, values: {format_number(values, digits=4)} ({dtypes}){left_out}."
 
     def _without_scale(self) -> str:
         lost = [row["layer"] for row in self.rows if lacks_scale(row)]
@@ -131,7 +132,8 @@ def _errors(rows: Sequence[Mapping[str, Any]], cast: str) -> str:
         return "an unknown amount"
     worst = max(known, key=lambda layer: known[layer])
     return (
-        f"{100 * statistics.median(known.values()):.3g}% (median relative error; worst {100 * known[worst]:.3g}%: {worst})"
+        f"{format_number(100 * statistics.median(known.values()))}% (median relative error; "
+        f"worst {format_number(100 * known[worst])}%: {worst})"
     )
 
 

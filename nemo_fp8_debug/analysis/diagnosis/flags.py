@@ -9,7 +9,7 @@ import polars as pl
 
 from ...core.keys import GRADIENTS, ROLES, Key
 from ...core.scale_sources import QUANTIZED
-from ..formatting import format_number
+from ...core.text import format_number
 from ..recommendation.options import Flag, Undo
 from ..runs.grid import measure_interval
 from ..runs.run import Run

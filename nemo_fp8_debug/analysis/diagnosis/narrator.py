@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ...core.keys import GRADIENTS, SHOWN_AS
+from ...core.text import format_number, format_power
 from ...numerics.metric_names import LABELS
 from ...record.schema import TABLES
 from ..comparison.onset import IN_A_ROW
-from ..formatting import format_number
 from ..loss.gap import CHECK_DATA, Gap
 from ..loss.outcome import OF_RANGE, LossOutcome
 from ..loss.seeds import Seeds
@@ -60,8 +60,8 @@ def show_value(metric: str, value: float | None) -> str:
     if value is None:
         return "-"
     if metric.endswith("_log2"):
-        return f"x{2.0**value:.3g}" if abs(value) < 1000 else f"x2^{value:.0f}"
-    return f"{value:.3g}{'%' if metric.endswith('_pct') else ''}"
+        return format_power(value)
+    return format_number(value, "%" if metric.endswith("_pct") else "")
 
 
 def show_move(row: Mapping[str, Any], zero_since: int | None = None) -> str:
@@ -98,9 +98,9 @@ def tell_percent(value: float, of_range: bool = False, signed: bool = False) -> 
 
     Example:
         >>> tell_percent(56.04), tell_percent(-0.183, signed=True)
-        ('56%', '-0.183%')
+        ('56%', '−0.183%')
     """
-    return f"{value:{'+' if signed else ''}.3g}%{OF_RANGE if of_range else ''}"
+    return format_number(value, f"%{OF_RANGE if of_range else ''}", signed=signed)
 
 
 # The verdict ------------------------------------------------------------------------------------------------------------
@@ -359,7 +359,8 @@ def _tell_badly(row: Mapping[str, Any]) -> str:
     amax, usual = row["amax_run"], row["amax_baseline"]
     vanishes = row["role"] in GRADIENTS and amax is not None and usual and amax < usual / 2
     if vanishes and ratio is not None and ratio < 1:
-        return f"Large relative error, but no effect: this gradient is nearly zero (x{amax / usual:.2g} of the baseline's)."
+        share = format_number(amax / usual, prefix="x")
+        return f"Large relative error, but no effect: this gradient is nearly zero ({share} of the baseline's)."
     return "Large error, and no larger than in the baseline." if lost <= 1.2 * usually else ""
 
 
@@ -497,9 +498,9 @@ def tell_gap_end(gap: Gap, whose: str = "the baseline's", seeds: Seeds | None = 
     side = "above" if gap.percent >= 0 else "below"
     amount = tell_percent(abs(gap.percent), gap.of_range)
     bounds = (low, high) if gap.percent >= 0 else (-high, -low)
-    interval = f"95% interval {bounds[0]:.3g} to {bounds[1]:.3g}%"
+    interval = f"95% interval {format_number(bounds[0])} to {format_number(bounds[1])}%"
     if low < 0 < high:
-        interval = f"95% interval {-low:.3g}% below to {high:.3g}% above"
+        interval = f"95% interval {format_number(-low)}% below to {format_number(high)}% above"
     # A loss far from the baseline's does not show whether their batches match.
     batches = "same batches" if gap.paired else "batches not matched"
     if seeds is not None:
@@ -511,7 +512,7 @@ def _tell_other_seeds(loss: LossOutcome, gap: Gap) -> str:
     if loss.seeds is None:
         limit = loss.beyond_seeds
         return (
-            f"Another seed can explain up to {limit:.3g}%."
+            f"Another seed can explain up to {format_number(limit)}%."
             if gap.percent <= limit
             else "One baseline cannot rule out the seed."
         )
@@ -547,7 +548,7 @@ def tell_reference(loss: LossOutcome, unit: str = "step") -> str:
         return lead
     low, high = apart.interval()
     rest = f"The run's gap to the reference run is {tell_percent(apart.percent, apart.of_range, True)}"
-    rest += f" (95% interval {low:+.3g} to {high:+.3g}%)"
+    rest += f" (95% interval {format_number(low, signed=True)} to {format_number(high, signed=True)}%)"
     if loss.harm != "none" and not loss.is_far_below and not loss.differs_from_reference:
         rest += (
             ", so FP8 does not explain the loss" if loss.differs_from_reference is False else ", too uncertain to blame FP8"

@@ -7,8 +7,8 @@ from functools import cached_property
 
 import numpy as np
 
+from ...core.text import format_number
 from .. import thresholds
-from ..formatting import format_number
 from .curve import LossCurve
 from .gap import Gap, find_rise_above, measure_gap
 from .seeds import Seeds

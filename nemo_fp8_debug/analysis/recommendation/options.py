@@ -9,6 +9,7 @@ from typing import NamedTuple
 import polars as pl
 
 from ...core.keys import Key
+from ...core.text import format_number
 from ...errors import ConfigError
 from ...numerics.block_scaling import Float8BlockScaling, MXFP8Scaling
 from ...numerics.limits import LEAST_VALUES
@@ -121,7 +122,7 @@ class Budget:
 
 def _exceeded(metric: str, value: float, limit: float) -> str:
     label, unit = LABELS[metric]
-    return f"{label} {value:.3g}{unit} > {limit:g}{unit}"
+    return f"{label} {format_number(value, unit)} > {format_number(limit, unit)}"
 
 
 @dataclass(frozen=True)

@@ -14,11 +14,12 @@ import polars as pl
 from ...core.keys import ROLES, SHOWN_AS, Key
 from ...core.layer_names import compile_patterns, is_aggregate
 from ...core.scale_sources import HIGH_PRECISION, NOT_READ, QUANTIZED, describe_quantization
+from ...core.text import format_number
 from ...errors import RecordError
 from ...numerics.recipe import BF16_RECIPE, find_recipe
 from ...plan.plan import Change, Plan
 from ..comparison.compare import select_quantized
-from ..formatting import format_number, make_jsonable
+from ..formatting import make_jsonable
 from ..runs.metrics import Metrics
 from ..runs.run import Run
 from .options import STAY, UNDO, Budget, Errors, Flag, Given, Judged, Option, Undo, list_options, list_replayable

@@ -6,11 +6,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from ...core.layer_names import aggregate_key
+from ...core.text import format_number
 from ...numerics.metric_names import LABELS, name_metric
 from ..comparison.compare import Comparison
 from ..comparison.drift import describe_concentration
 from ..diagnosis.narrator import show_value, tell_loss, tell_reference
-from ..formatting import format_number, make_jsonable
+from ..formatting import make_jsonable
 from ..loss.gap import find_rise_above
 
 #: largest number of rows in each table

@@ -14,9 +14,9 @@ from ...analysis.diagnosis.facts import Facts, Records, fact, read_unusual
 from ...analysis.diagnosis.finding import Finding
 from ...analysis.diagnosis.rule import rule
 from ...analysis.diagnosis.rules.nonfinite import FirstNonfinite, find_first_nonfinite_row
-from ...analysis.formatting import format_number
 from ...analysis.runs.metrics import IS_NONFINITE
 from ...analysis.runs.run import Run
+from ...core.text import format_number
 from .table import TABLES
 
 _Loads = np.ndarray[tuple[int, int], np.dtype[np.int64]]

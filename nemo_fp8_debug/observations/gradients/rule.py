@@ -17,6 +17,7 @@ from ...analysis.diagnosis.rules.operands import has_lost_most, suspects
 from ...analysis.diagnosis.rules.zeros import zero_tensors
 from ...analysis.runs.run import Run
 from ...core.layer_names import name_aggregate
+from ...core.text import format_number
 
 _ROLE = "weight_gradient"
 
@@ -146,7 +147,7 @@ def find_first_step(facts: Facts) -> Iterator[Finding]:
     off = [each for each in sizes if each.moved > max(least, thresholds.NORM_SIGMAS * noise) and each.layer not in explained]
     agree = f"in {facts.unit} {step}, in which the losses agree"
     if np.abs(bits - usual).max() < 0.5 * abs(usual) and abs(usual) > np.log2(thresholds.FACTOR):
-        evidence = f"all dW are {2**usual:.3g} times the baseline's {agree}"
+        evidence = f"all dW are {format_number(2**usual)} times the baseline's {agree}"
         yield Finding("first step", "multiplier", "clear", evidence, since=step, is_exact=True)
     elif len(off) > 1 and sizes[-1].moved > least:
         # The backward pass reaches the last weight first, so the fault is in the loss or the forward pass.
@@ -155,7 +156,7 @@ def find_first_step(facts: Facts) -> Iterator[Finding]:
         yield Finding("first step", "software", "clear", evidence, None, None, step, advice, is_exact=True)
     elif off:
         first = off[-1]
-        evidence = f"dW of {first.layer} is {2**first.bits:.3g} times the baseline's {agree}"
+        evidence = f"dW of {first.layer} is {format_number(2**first.bits)} times the baseline's {agree}"
         evidence += f"; {len(off) - 1} more dW differ" if len(off) > 1 else ""
         advice = (
             f"Look at the backward pass of {first.layer} and of what follows it, such as attention, a norm or a fused "

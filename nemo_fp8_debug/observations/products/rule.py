@@ -11,8 +11,8 @@ from ...analysis import thresholds
 from ...analysis.diagnosis.facts import Facts, Records, fact
 from ...analysis.diagnosis.finding import Finding
 from ...analysis.diagnosis.rule import rule
-from ...analysis.formatting import format_number
 from ...core.keys import RESULTS, ROLES, SHOWN_AS
+from ...core.text import format_number
 from .table import OUTPUTS, VERIFICATION
 
 #: value of `product` for the sum over ranks of dW
@@ -88,7 +88,9 @@ def find_wrong_products(facts: Facts) -> Iterator[Finding]:
 
 def _times(row: Mapping[str, Any]) -> str:
     times = row["error_over_bound"]
-    return "a value that is not finite" if times is None or times == float("inf") else f"{times:.3g} times its bound"
+    return (
+        "a value that is not finite" if times is None or times == float("inf") else f"{format_number(times)} times its bound"
+    )
 
 
 def _factor(row: Mapping[str, Any]) -> str:

@@ -13,10 +13,10 @@ from ...analysis.diagnosis.facts import Facts, Records, fact, read_unusual
 from ...analysis.diagnosis.finding import Finding
 from ...analysis.diagnosis.rule import rule
 from ...analysis.diagnosis.rules.nonfinite import OPTIMIZER, WEIGHT_GRADIENT, FirstNonfinite
-from ...analysis.formatting import format_number
 from ...analysis.runs.metrics import IS_NONFINITE
 from ...analysis.runs.run import Run
 from ...core.keys import SHOWN_AS, STATES
+from ...core.text import format_number
 from ..products.rule import compute_shares
 from .table import TABLES
 

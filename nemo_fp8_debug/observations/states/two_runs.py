@@ -8,9 +8,9 @@ from typing import Any
 import polars as pl
 
 from ...analysis.comparison.drift import ROOT_MEAN_SQUARE, TAIL
-from ...analysis.formatting import format_number
 from ...analysis.runs.run import Run
 from ...core.keys import SHOWN_AS
+from ...core.text import format_number
 from .table import TABLES
 
 #: name in JSON, title of the table, and its columns after layer and tensor

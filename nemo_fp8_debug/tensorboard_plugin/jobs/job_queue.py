@@ -26,6 +26,7 @@ from typing import IO, Any
 import joblib
 
 from ...analysis.formatting import make_jsonable
+from ...core.text import format_number
 from ...core.threads import run_in_background
 from ...errors import ConfigError, RecordError, warn
 
@@ -74,7 +75,7 @@ _KEPT, _WAITING = 8, 16
 #: seconds between two checks of the child
 _LOOK = 0.1
 _TOO_LARGE = (
-    "The job was stopped because it used more than {:.3g} GiB of memory. Run `nemo-fp8-debug` on the records, or start "
+    "The job was stopped because it used more than {} GiB of memory. Run `nemo-fp8-debug` on the records, or start "
     f"TensorBoard with the environment variable {MEMORY} set to more."
 )
 # The child uses this process's module path, without the folder in which it starts.
@@ -210,7 +211,7 @@ class JobQueue:
                 if time.monotonic() - began > _LONGEST:
                     return _failed(f"The job was stopped because it took more than {_LONGEST / 60:.0f} minutes.")
                 if measure_memory(child.pid) > most:
-                    return _failed(_TOO_LARGE.format(most / (1 << 30)))
+                    return _failed(_TOO_LARGE.format(format_number(most / (1 << 30))))
                 if wait([said], _LOOK).done:
                     child.wait(_ABANDONED)
             wait([said], 5)

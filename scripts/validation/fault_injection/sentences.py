@@ -28,7 +28,8 @@ _EARLIER = 0.75
 #: steps that the truth averages over to find where a loss leaves
 _BACK = 20
 # The text ---------------------------------------------------------------------------------------------------------------
-N = r"[-+]?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?(?:e[-+]?\d+)?"
+#: a number as verdicts write it: 2,896, −0.183, 4e−5 or 2^−30
+N = r"[-+−]?(?:2\^[-−]?[\d,.]*\d|(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?(?:e[-+−]?\d+)?)"
 T = (
     r"(?<![\w.])(?:master W|step of W|the reduced dW|logits|input|output|[XWYQKVSOmv]|d[XWYOPQKV]) of "
     r"(?!all |some |most )[\w.*\-/\[\]]*\w[\w*\]]*"
@@ -43,6 +44,13 @@ _CLAIMS = re.compile(
 )
 #: beginnings of sentences about what is unusual, likely, or so in the baseline too: they do not say what is wrong
 _NOT_WRONG = ("Unusual:", "Likeliest:", "The baseline has the same trouble:")
+
+
+def read_number(text: str) -> float:
+    """Return the value of a number as `N` matches it."""
+    plain = text.replace(",", "").replace("−", "-")
+    base, power, exponent = plain.partition("^")
+    return math.copysign(abs(float(base)) ** float(exponent), float(base)) if power else float(plain)
 
 
 @dataclass
@@ -83,7 +91,7 @@ class Claim:
     def __getitem__(self, name: str) -> float:
         """Return the number of a group; one that fails all comparisons if there is none."""
         text = self.get(name)
-        return float(text.replace(",", "")) if text else math.nan
+        return read_number(text) if text else math.nan
 
     def has(self, *names: str) -> bool:
         """Return True if one of some groups matched."""
@@ -348,7 +356,7 @@ def _check_jump(claim: Claim) -> Iterator[str]:
 def _check_no_rise(claim: Claim) -> list[str]:
     rise = _measure_end_above_lowest(claim.known.losses)
     visible = re.search(rf"does not rise \(a rise below ({N})%( of the loss's range)?", claim.text)
-    limit = float(visible[1].replace(",", "")) if visible else _HARM
+    limit = read_number(visible[1]) if visible else _HARM
     # The lowest of many windows lies below their mean by chance: two more standard errors.
     is_high = rise and not (visible and visible[2]) and rise.percent > limit + rise.reach + 2 * rise.error
     return _if(is_high, f"the last tenth of the losses lies {rise} above the lowest")

@@ -10,9 +10,9 @@ import numpy as np
 import polars as pl
 
 from ....core.keys import GRADIENTS, SHOWN_AS
+from ....core.text import format_number
 from ....numerics.limits import MADE_UP
 from ... import thresholds
-from ...formatting import format_number
 from ...loss.curve import find_lasting_start, running_median
 from ...loss.step_change import measure_rise
 from ...runs.grid import Floats, Ints
@@ -76,7 +76,8 @@ def find_factor(facts: Facts) -> Iterator[Finding]:
     scaled = mine.filter(pl.col("loss_scale") > thresholds.FACTOR)
     if len(scaled) and not alike:
         share, scale = _median(scaled["per_scale"].abs()), _median(scaled["loss_scale"])
-        evidence = f"gradients carry a factor of {share * scale:.3g}, and a loss scale of {scale:.3g} is reported"
+        carried = format_number(share * scale)
+        evidence = f"gradients carry a factor of {carried}, and a loss scale of {format_number(scale)} is reported"
         is_lost, of_step = share < thresholds.LEAST_SHARE, pl.col("per_scale").abs()
         wrong = of_step < thresholds.LEAST_SHARE if is_lost else of_step > thresholds.FACTOR
         since = next(iter(scaled.filter(wrong)["step"].to_list()), int(scaled["step"][0]))
@@ -89,12 +90,13 @@ def find_factor(facts: Facts) -> Iterator[Finding]:
     yield from _moved(mine, theirs)
     if theirs is not None and not alike:
         here, there = (_median(rows["per_scale"]) for rows in (mine, theirs))
-        evidence = f"gradients carry a factor of {here:.3g} on top of the loss scale, and {there:.3g} in the baseline"
+        factors = [format_number(factor) for factor in (here, there)]
+        evidence = f"gradients carry a factor of {factors[0]} on top of the loss scale, and {factors[1]} in the baseline"
         off = (int(step) for step, value in mine["step", "per_scale"].iter_rows() if _differ(value, there))
         since = next(off, int(mine["step"][0]))
         scale_of_both = find_common_scale(mine, theirs)
         if scale_of_both is not None and here != 0 and not _differ(here * scale_of_both, there, 1.01):
-            evidence += f"; both report a loss scale of {scale_of_both:.3g}"
+            evidence += f"; both report a loss scale of {format_number(scale_of_both)}"
             yield _factor("proof", evidence, since, "Find why the reported loss scale is not applied.")
         else:
             advice = "Other numbers of ranks or tokens explain that; otherwise the loss is divided twice, or not at all."
@@ -109,8 +111,8 @@ def _moved(mine: pl.DataFrame, theirs: pl.DataFrame | None) -> Iterator[Finding]
     first = max(place for place in places if place is not None)
     step = int(mine["step"][first])
     evidence = (
-        f"gradients carry a factor of {values[first]:.3g} on top of the loss scale from step {step} on, and "
-        f"{_usual(values):.3g} before; neither the loss scale nor accumulation explains that"
+        f"gradients carry a factor of {format_number(values[first])} on top of the loss scale from step {step} on, and "
+        f"{format_number(_usual(values))} before; neither the loss scale nor accumulation explains that"
     )
     yield _factor("proof", evidence, step, "Look at what divides the loss: accumulation, tokens, averaging over ranks.")
 
@@ -255,7 +257,7 @@ def find_norm(facts: Facts) -> Iterator[Finding]:
     move = _find_move(norms.run, norms.baseline)
     if move is not None and not _has_other_reason(norms, facts, move.step):
         times = 2**move.bits
-        what = f"{times:.3g} times" if times > 1 else f"1/{1 / times:.3g} of"
+        what = f"{format_number(times)} times" if times > 1 else f"1/{format_number(1 / times)} of"
         evidence = f"the gradient norm is {what} what it was from {facts.unit} {move.step} on, at once and steadily"
         where = _where(norms, move)
         cause = ("unknown", "hint") if where is None else ("multiplier", "clear")
@@ -395,7 +397,7 @@ def _apart(norms: GradientNorms, facts: Facts) -> Iterator[Finding]:
         np.sign(usual) * np.median(bits[: 3 * thresholds.LEVEL]) > thresholds.NORM_APART
     ):
         times = 2**usual
-        what = f"{times:.3g} times" if times > 1 else f"1/{1 / times:.3g} of"
+        what = f"{format_number(times)} times" if times > 1 else f"1/{format_number(1 / times)} of"
         evidence = f"the gradient norm is {what} the baseline's from the first step on"
         scale = norms.common_scale
         is_scale = scale is not None and abs(usual - np.log2(scale)) <= 1
@@ -475,7 +477,7 @@ def find_sizes(facts: Facts) -> Iterator[Finding]:
             continue
         first = off.row(0, named=True)
         times = 2.0 ** abs(first["apart"])
-        what = f"{times:,.3g} times" if first["apart"] > 0 else f"1/{times:,.3g} of"
+        what = f"{format_number(times)} times" if first["apart"] > 0 else f"1/{format_number(times)} of"
         evidence = f"{SHOWN_AS[role]} of {first['kind']} has {what} its size in the baseline"
         if len(off) > 1:
             evidence += f"; {len(off)} kinds of layers are off"

@@ -8,8 +8,8 @@ from typing import NamedTuple
 import numpy as np
 import polars as pl
 
+from ....core.text import format_number
 from ... import thresholds
-from ...formatting import format_number
 from ...runs.settings import read_rates
 from ..facts import Facts, Records, fact
 from ..finding import Finding
@@ -50,7 +50,7 @@ def find_learning_rate(facts: Facts) -> Iterator[Finding]:
     # If rates are reported only at some steps, the departure may be at any step after the last agreement.
     since = int(both["step"][first - 1]) + 1 if first else int(both["step"][0])
     times = float(ratios[farthest])
-    what = f"{_show_factor(times)} times" if times > 1 else f"1/{_show_factor(1 / times)} of"
+    what = f"{format_number(times)} times" if times > 1 else f"1/{format_number(1 / times)} of"
     before = f"after {facts.unit} {both['step'][first - 1]}" if first else "from the start"
     evidence = (
         f"it left the baseline's {before} and was {what} it at {both['step'][farthest]}: "
@@ -71,16 +71,6 @@ def _rises(mine: pl.DataFrame, unit: str) -> Iterator[Finding]:
             evidence = f"it rose from {format_number(highest)} at {unit} {steps[rise - 1]} to {most} after its warm-up"
             yield Finding("learning rate", "learning_rate", "clear", evidence, since=int(steps[rise - 1]) + 1, is_exact=True)
             return
-
-
-def _show_factor(times: float) -> str:
-    """Format a factor with three digits and no exponent.
-
-    Example:
-        >>> _show_factor(4.0), _show_factor(2895.3)
-        ('4', '2,895')
-    """
-    return f"{times:,.0f}" if times >= 100 else f"{times:.3g}"
 
 
 def _first_in_a_row(differs: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> int | None:

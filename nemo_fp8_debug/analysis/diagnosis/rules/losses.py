@@ -8,8 +8,8 @@ from typing import NamedTuple
 import numpy as np
 import polars as pl
 
+from ....core.text import format_number
 from ... import thresholds
-from ...formatting import format_number
 from ...loss.curve import LossCurve
 from ...loss.outcome import OF_RANGE
 from ...runs.run import Run

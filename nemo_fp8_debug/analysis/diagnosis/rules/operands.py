@@ -12,11 +12,11 @@ import polars as pl
 from ....core.keys import GRADIENTS, SHOWN_AS
 from ....core.layer_names import is_aggregate, name_aggregate
 from ....core.scale_sources import QUANTIZED
+from ....core.text import format_number
 from ....numerics.limits import MADE_UP
 from ... import thresholds
 from ...comparison.compare import Comparison, select_quantized, split_experts
 from ...comparison.onset import IN_A_ROW, find_onsets
-from ...formatting import format_number
 from ...runs.blocks import compute_median
 from ...runs.grid import Floats, Ints
 from ...runs.metrics import IS_NONFINITE, Metrics
@@ -301,11 +301,12 @@ def _explain_scale(suspect: Suspect, out: slice, error: float, usual: float) -> 
     for moves in ((_moves(run.scale[until]), _moves((run.scale - run.off)[until])), (scale, wanted)):
         if start > MADE_UP and _has_jumped(*moves, error):
             by, values = float(moves[0].sum()), -float(moves[1].sum())
-            evidence += f"; around step {suspect.since} it moved by {by:+.1f} bits, and the values by {values:+.1f}"
+            scale_by, values_by = (format_number(bits, signed=True) for bits in (by, values))
+            evidence += f"; around step {suspect.since} it moved by {scale_by} bits, and the values by {values_by}"
             return _name(suspect, "corrupted_scale", "clear", evidence)
     stands = len(run.scale[start : around.stop]) > 1 and not _moves(run.scale[start : around.stop]).any()
     if stands and abs(moved) < abs(asked) / 2 and asked * np.sign(error) < -thresholds.SCALE_OFF / 2:
-        evidence += f"; it stands still while the values moved by {-asked:+.1f} bits"
+        evidence += f"; it stands still while the values moved by {format_number(-asked, signed=True)} bits"
         return _name(suspect, "stale_scale", "clear", evidence)
     return replace(_name(suspect, cause, "clear", evidence), advice=CAUSES["clipping"].advice)
 

@@ -13,9 +13,9 @@ import numpy as np
 import polars as pl
 
 from ....core.layer_names import name_aggregate
+from ....core.text import format_number
 from ... import thresholds
 from ...comparison.drift import read_depth
-from ...formatting import format_number
 from ...runs.grid import Floats, Ints, find_stretches
 from ...runs.metrics import Metrics
 from ...runs.run import Run

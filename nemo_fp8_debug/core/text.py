@@ -1,0 +1,239 @@
+"""Numbers and tables as text, for the terminal, logs, verdicts and reports."""
+
+from __future__ import annotations
+
+import codecs
+import math
+import textwrap
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+MINUS, ELLIPSIS, ARROW = "\u2212", "\u2026", "->"
+#: what a table shows for a value that is absent
+ABSENT = "-"
+#: sizes that need a power of ten or two
+_SMALLEST, _LARGEST = 1e-4, 1e6
+#: sizes from which a power of two is easier to read as one
+_SMALL_POWER, _LARGE_POWER = 1e-3, 1e4
+
+#: columns that a name and a text keep at least, if there is room for that
+_NAME, _TEXT = 20, 24
+_GAP = "  "
+
+
+def format_number(value: float | None, unit: str = "", prefix: str = "", signed: bool = False, digits: int = 3) -> str:
+    """Return a number as people read it. The tab's `number` in `frontend/src/units.js` follows the same rules.
+
+    Args:
+        unit: to append.
+        prefix: to put in front.
+        signed: write a plus in front of positive numbers.
+        digits: significant digits; whole numbers from 100 on keep all of theirs.
+
+    Example:
+        >>> [format_number(value) for value in (2896.31, 0.040349, 100.0, 1.25e-5, 2.0**-30, 4.1e9, None)]
+        ['2,896', '0.0403', '100', '1.25e−5', '2^−30', '4.1e9', '-']
+        >>> format_number(-0.183, "%", signed=True), format_number(2.34567, digits=4)
+        ('−0.183%', '2.346')
+    """
+    if value is None:
+        return ABSENT
+    sign = MINUS if value < 0 else "+" if signed and value > 0 else ""
+    return f"{prefix}{sign}{_format_size(abs(value), digits)}{unit}"
+
+
+def _format_size(size: float, digits: int) -> str:
+    if math.isnan(size):
+        return "NaN"
+    if math.isinf(size):
+        return "inf"
+    mantissa, exponent = math.frexp(size)
+    if mantissa == 0.5 and not _SMALL_POWER <= size < _LARGE_POWER:
+        return f"2^{exponent - 1}".replace("-", MINUS)
+    if size and not _SMALLEST <= size < _LARGEST:
+        digit, _, power = f"{size:.{digits - 1}e}".partition("e")
+        digit = digit.rstrip("0").rstrip(".") if "." in digit else digit
+        return f"{digit}e{int(power)}".replace("-", MINUS)
+    return f"{size:,.0f}" if size >= 10 ** (digits - 1) else f"{size:,.{digits}g}"
+
+
+def format_power(exponent: float) -> str:
+    """Return 2 to an exponent as a factor.
+
+    Example:
+        >>> format_power(3), format_power(-29.6), format_power(2000)
+        ('x8', 'x2^−29.6', 'x2^2,000')
+    """
+    is_readable = _SMALLEST <= 2.0**exponent < _LARGEST if abs(exponent) < 1000 else False
+    return f"x{format_number(2.0**exponent)}" if is_readable else f"x2^{format_number(exponent)}"
+
+
+def format_count(count: int, noun: str, plural: str | None = None) -> str:
+    """Return a count with its noun.
+
+    Example:
+        >>> format_count(1, "run"), format_count(2896, "loss", "losses")
+        ('1 run', '2,896 losses')
+    """
+    return f"{count:,} {noun if count == 1 else plural or f'{noun}s'}"
+
+
+# Tables -----------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column of a table.
+
+    Attributes:
+        heading: above it.
+        kind: a `name` is shortened in its middle, a `text` is wrapped, and a `number` stands on the right.
+        rank: 0 keeps the column at any width. The column of the highest rank is the first to go.
+    """
+
+    heading: str
+    kind: Literal["name", "text", "number"] = "number"
+    rank: int = 0
+
+
+#: the two columns that say which tensor a row is about
+TENSOR = (Column("tensor", "text"), Column("layer", "name"))
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A table as lines: of the heading with its rule, and of each row."""
+
+    heading: list[str]
+    rows: list[list[str]]
+    #: the beginning of all names that an ellipsis stands for; empty if they are whole
+    beginning: str = ""
+
+
+def lay_out(columns: Sequence[Column], rows: Sequence[Sequence[str]], width: int | None = None) -> Layout:
+    """Return the lines of a table. Columns without a value in any row are left out.
+
+    Args:
+        rows: a text for each column.
+        width: columns of the terminal; None: as wide as need be. Columns go, names are shortened and texts are wrapped
+            to keep to it.
+
+    Example:
+        >>> columns = Column("layer", "name"), Column("amax"), Column("overflow %")
+        >>> found = lay_out(columns, [["layers.0.fc1", "3.83", "-"], ["layers.1.fc1", "1,264", "-"]])
+        >>> print("\\n".join([*found.heading, *(line for row in found.rows for line in row)]))
+        layer          amax
+        ────────────  ─────
+        layers.0.fc1   3.83
+        layers.1.fc1  1,264
+    """
+    cells = {place: [row[place] for row in rows] for place in range(len(columns))}
+    kept = [place for place, column in cells.items() if any(cell not in ("", ABSENT) for cell in column)] or [0]
+    width = width or sum(max(map(len, [columns[place].heading, *cells[place]])) + len(_GAP) for place in kept)
+
+    def measure(place: int, shortest: bool = False) -> int:
+        """Return the least width of a column."""
+        column, longest = columns[place], max(map(len, cells[place]), default=0)
+        most = {"name": _NAME, "text": _TEXT, "number": longest}[column.kind] // (2 if shortest else 1)
+        word = max(map(len, column.heading.split()))
+        return max(min(longest, most), word) if column.kind != "number" or not shortest else longest
+
+    def count_spare(shortest: bool = False) -> int:
+        return width - sum(measure(place, shortest) for place in kept) - len(_GAP) * (len(kept) - 1)
+
+    while count_spare() < 0 and any(columns[place].rank for place in kept):
+        kept.remove(max(kept, key=lambda place: (columns[place].rank, place)))
+    shortest = count_spare() < 0
+    beginning = ""
+    names = [place for place in kept if columns[place].kind == "name"]
+    for place in names:
+        if len(names) == 1 and max(map(len, cells[place])) > measure(place, shortest) + max(0, count_spare(shortest)):
+            beginning, cells[place] = _strip_beginning(cells[place])
+    spare = max(0, count_spare(shortest))
+    widths = {}
+    for place in sorted(kept, key=lambda place: ("name", "number", "text").index(columns[place].kind)):
+        longest = max(map(len, [columns[place].heading, *cells[place]]))
+        least = measure(place, shortest)
+        widths[place] = least + min(spare, max(0, longest - least))
+        spare -= widths[place] - least
+    if (over := sum(widths.values()) + len(_GAP) * (len(kept) - 1) - width) > 0:  # a terminal that is very narrow
+        widest = max(widths, key=lambda place: widths[place])
+        widths[widest] = max(1, widths[widest] - over)
+    shown = {place: _fit(columns[place], cells[place], widths[place]) for place in kept}
+    headings = {place: textwrap.wrap(columns[place].heading, widths[place]) for place in kept}
+    tall = max(map(len, headings.values()))
+    above = {place: [""] * (tall - len(lines)) + lines for place, lines in headings.items()}
+
+    def join(lines_of: dict[int, list[str]]) -> list[str]:
+        lines = []
+        for i in range(max(map(len, lines_of.values()))):
+            parts = []
+            for place, lines_here in lines_of.items():
+                part = lines_here[i] if i < len(lines_here) else ""
+                parts.append(part.rjust(widths[place]) if columns[place].kind == "number" else part.ljust(widths[place]))
+            lines.append(_GAP.join(parts).rstrip())
+        return lines
+
+    rule = _GAP.join("─" * widths[place] for place in kept)
+    body = [join({place: shown[place][i] for place in kept}) for i in range(len(rows))]
+    return Layout([*join(above), rule], body, beginning)
+
+
+def _strip_beginning(names: Sequence[str]) -> tuple[str, list[str]]:
+    """Return the parts of dotted names that all begin with, and the names with an ellipsis instead.
+
+    Names without a dot, such as *the run*, are left as they are.
+    """
+    dotted = [name.split(".") for name in names if "." in name]
+    shared = 0
+    for parts in zip(*dotted, strict=False):
+        if len(set(parts)) > 1:
+            break
+        shared += 1
+    shared = min([shared, *(len(parts) - 1 for parts in dotted)])
+    if len(dotted) < 2 or shared < 1:
+        return "", list(names)
+    beginning = ".".join(dotted[0][:shared]) + "."
+    stripped = (f"{ELLIPSIS}{name[len(beginning) :]}" if name.startswith(beginning) else name for name in names)
+    return beginning, list(stripped)
+
+
+def shorten_name(name: str, width: int) -> str:
+    """Return a name with an ellipsis for its middle, if it is too long. Most of what stays is its end.
+
+    Example:
+        >>> shorten_name("decoder.layers.0.self_attention.linear_qkv", 24)
+        'decoder.…tion.linear_qkv'
+    """
+    if len(name) <= width:
+        return name
+    end = max(1, (width - 1) * 2 // 3)
+    return f"{name[: max(0, width - 1 - end)]}{ELLIPSIS}{name[-end:]}"
+
+
+def _fit(column: Column, cells: Sequence[str], width: int) -> list[list[str]]:
+    """Return the lines of each cell. Names that would look the same are broken and not shortened."""
+    if column.kind == "name":
+        short = [shorten_name(cell, width) for cell in cells]
+        if len(set(short)) == len(set(cells)):
+            return [[cell] for cell in short]
+    return [textwrap.wrap(cell, width) or [""] for cell in cells]
+
+
+# Encodings --------------------------------------------------------------------------------------------------------------
+
+#: what stands for characters that a terminal's encoding lacks
+_PLAIN = {MINUS: "-", ELLIPSIS: "...", "─": "-"}
+
+
+def _write_plainly(error: UnicodeError) -> tuple[str, int]:
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    lacking = error.object[error.start : error.end]
+    return "".join(_PLAIN.get(character, "?") for character in lacking), error.end
+
+
+#: name of the error handler that writes plain characters, for `str.encode` and streams
+PLAINLY = "nemo_fp8_debug.plainly"
+codecs.register_error(PLAINLY, _write_plainly)
