@@ -65,8 +65,9 @@ def format_power(exponent: float) -> str:
         >>> format_power(3), format_power(-29.6), format_power(2000)
         ('x8', 'x2^−29.6', 'x2^2,000')
     """
-    is_readable = _SMALLEST <= 2.0**exponent < _LARGEST if abs(exponent) < 1000 else False
-    return f"x{format_number(2.0**exponent)}" if is_readable else f"x2^{format_number(exponent)}"
+    if math.isfinite(exponent) and not math.log2(_SMALLEST) <= exponent < math.log2(_LARGEST):
+        return f"x2^{format_number(exponent)}"
+    return f"x{format_number(2.0**exponent)}"
 
 
 def format_count(count: int, noun: str, plural: str | None = None) -> str:

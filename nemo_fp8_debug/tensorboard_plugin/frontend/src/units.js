@@ -1,41 +1,50 @@
 // Numbers and names as people read them.
 
-/** Three significant digits; - where there is none. */
-export function number(value) {
+const MINUS = '−';
+
+/** As `format_number` of `core/text.py` writes it: three significant digits, or more; - where there is none. */
+export function number(value, digits = 3, signed = false) {
   if (value == null || Number.isNaN(value)) return '-';
-  if (value === 0) return '0';
-  if (!Number.isFinite(value)) return value > 0 ? '∞' : '-∞';
-  const size = Math.abs(value);
-  if (size >= 1e5 || size < 1e-3) return value.toExponential(2);
-  return String(Number(value.toPrecision(size >= 100 ? 4 : 3)));
+  const sign = value < 0 ? MINUS : signed && value > 0 ? '+' : '';
+  return `${sign}${sized(Math.abs(value), digits)}`;
 }
+
+function sized(size, digits) {
+  if (!Number.isFinite(size)) return 'inf';
+  if (Number.isInteger(Math.log2(size)) && !(size >= 1e-3 && size < 1e4)) return `2^${Math.log2(size)}`.replace('-', MINUS);
+  if (size && !(size >= 1e-4 && size < 1e6)) {
+    const [digit, power] = size.toExponential(digits - 1).split('e');
+    return `${Number(digit)}e${Number(power)}`.replace('-', MINUS);
+  }
+  return size.toLocaleString('en', size >= 10 ** (digits - 1) ? {maximumFractionDigits: 0} : {maximumSignificantDigits: digits});
+}
+
+/** A whole number with all of its digits. */
+export const count = (value) => value.toLocaleString('en');
 
 /** As on an axis, where room is scarce. */
-export function tick(value) {
-  const size = Math.abs(value);
-  const rounded = Number(value.toPrecision(4));
-  return size >= 1e5 || (size > 0 && size < 1e-3) ? rounded.toExponential().replace('+', '') : String(rounded);
-}
+export const tick = (value) => number(value, 4);
 
 /** Five significant digits, where numbers next to each other are almost the same. */
-export function precise(value) {
-  if (value == null || Number.isNaN(value)) return '-';
-  const size = Math.abs(value);
-  return size >= 1e6 || (size > 0 && size < 1e-4) ? value.toExponential(4) : String(Number(value.toPrecision(5)));
-}
+export const precise = (value) => number(value, 5);
 
 /** A value in its unit, a logarithm of a ratio as the ratio. */
 export const inUnit = (value, unit) => (value != null && unit === 'log2' ? 2 ** value : value);
 
-const RAISED = {'-': '⁻', 0: '⁰', 1: '¹', 2: '²', 3: '³', 4: '⁴', 5: '⁵', 6: '⁶', 7: '⁷', 8: '⁸', 9: '⁹', '.': '·'};
-
 /** A power of two. */
-export const powerOfTwo = (exponent) => `2${[...String(Number(exponent.toFixed(2)))].map((sign) => RAISED[sign] ?? sign).join('')}`;
+export const powerOfTwo = (exponent) => `2^${number(Number(exponent.toFixed(2)), 4)}`;
+
+/** A ratio by its log2, as `format_power` writes it. */
+export function factor(exponent, digits = number) {
+  if (exponent == null || Number.isNaN(exponent)) return '-';
+  const isExtreme = Number.isFinite(exponent) && !(exponent >= Math.log2(1e-4) && exponent < Math.log2(1e6));
+  return isExtreme ? `x2^${number(exponent)}` : `x${digits(2 ** exponent)}`;
+}
 
 /** A number and its unit; a logarithm of a ratio as the ratio. */
 export function withUnit(value, unit, digits = number) {
   if (value == null || Number.isNaN(value)) return '-';
-  if (unit === 'log2') return `x${digits(inUnit(value, unit))}`;
+  if (unit === 'log2') return factor(value, digits);
   return `${digits(value)}${unit === '%' ? '' : ' '}${unit ?? ''}`.trim();
 }
 

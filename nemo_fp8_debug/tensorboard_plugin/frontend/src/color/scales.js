@@ -4,6 +4,7 @@ import {at, go} from '../address.js';
 import {keyOf} from '../map/data.js';
 import {chosen} from '../records.js';
 import {diverging, SEQUENTIAL} from '../theme.js';
+import {factor, number} from '../units.js';
 
 const LINEAR = {to: (x) => x, from: (x) => x};
 // Most percents are small, and one that is not would leave the others one color.
@@ -50,17 +51,9 @@ export const badnessOf = (metric) => (metric.scale === 'diverging' ? Math.abs : 
 
 /** What is made of two values: how many times as much for metrics on a log scale, else by how much more. */
 export function differenceOf(metric) {
-  if (metric.scale === 'log') return {of: (run, baseline) => (run === 0 && baseline === 0 ? 0 : Math.log2(run / baseline)), unit: '', show: asRatio, label: 'ratio'};
+  if (metric.scale === 'log') return {of: (run, baseline) => (run === 0 && baseline === 0 ? 0 : Math.log2(run / baseline)), unit: '', show: factor, label: 'ratio'};
   if (metric.scale === 'diverging') return {of: (run, baseline) => Math.abs(run) - Math.abs(baseline), unit: `${metric.unit}, distance from 0`, label: 'difference'};
   return {of: (run, baseline) => run - baseline, unit: metric.unit === '%' ? 'percentage points' : metric.unit, label: 'difference'};
-}
-
-/** A ratio by its log2: 0.748 is x1.68. */
-export function asRatio(exponent) {
-  if (Number.isNaN(exponent)) return '-';
-  const ratio = 2 ** exponent;
-  if (ratio === 0 || !Number.isFinite(ratio)) return ratio ? 'x∞' : 'x0';
-  return `x${ratio >= 1e4 || ratio < 1e-3 ? ratio.toExponential(1) : Number(ratio.toPrecision(ratio < 10 ? 2 : 3))}`;
 }
 
 /** How bad a difference is: a distance from 0 that grew is worse. */
@@ -186,7 +179,7 @@ export function againstSpread(spread) {
 }
 
 /** A multiple as people read it. */
-export const asMultiple = (value) => (Number.isNaN(value) ? '-' : `${Number(value.toPrecision(2))}x threshold`);
+export const asMultiple = (value) => (Number.isNaN(value) ? '-' : `${number(value, 2)}x threshold`);
 
 // What colors stand for, and from where to where: as the address has it, or as the values suggest.
 /** What colors can stand for. */

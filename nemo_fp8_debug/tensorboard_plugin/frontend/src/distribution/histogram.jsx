@@ -6,7 +6,7 @@ import {at, go} from '../address.js';
 import {amaxOf, asScale, currentScale, histogram, metricsOf, together} from '../cast.js';
 import {Chart} from '../components/chart.jsx';
 import {known} from '../records.js';
-import {number, powerOfTwo, precise} from '../units.js';
+import {count, number, powerOfTwo, precise} from '../units.js';
 import {optionOf, PLOT, rangeOf, REACH_PX} from './histogram_option.js';
 
 // Two ways to cast a tensor: as it was, and as it is tried.
@@ -167,7 +167,7 @@ export function Histogram({title, parts, baseline, baselineName, inUse, tried, c
           <input type="checkbox" checked={whole} onChange={(event) => go({whole: event.target.checked ? 1 : null})} data-try="whole" />
           all magnitudes
         </label>
-        {beyond > 0 && <span class="soft">{beyond.toLocaleString('en')} values are outside of the shown range, {powerOfTwo(low)} to {powerOfTwo(high)}, but counted.</span>}
+        {beyond > 0 && <span class="soft">{count(beyond)} values are outside of the shown range, {powerOfTwo(low)} to {powerOfTwo(high)}, but counted.</span>}
         {children}
       </div>
     </>

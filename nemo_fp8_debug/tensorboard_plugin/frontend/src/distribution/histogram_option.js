@@ -2,7 +2,7 @@
 import {windowOf} from '../cast.js';
 import {axis, tip, tooltip} from '../components/chart.jsx';
 import {COLORS, inks} from '../theme.js';
-import {number, powerOfTwo, precise} from '../units.js';
+import {count, number, powerOfTwo, precise, tick} from '../units.js';
 
 const HALF = 0.5;
 const BESIDE = 2;
@@ -49,7 +49,7 @@ export function optionOf({own, others, inUse, tried, linear, range}) {
     }),
     yAxis: axis({
       type: linear ? 'value' : 'log', min: floor, max: linear ? undefined : 100, name: 'share of values (%)',
-      nameLocation: 'middle', nameGap: 52, axisLabel: {formatter: (value) => String(Number(value.toPrecision(6)))},
+      nameLocation: 'middle', nameGap: 52, axisLabel: {formatter: tick},
     }),
     series: [
       ...(tried.scale === null ? [] : [zones(tried)]),
@@ -72,8 +72,8 @@ function bars(all, floor) {
     },
     tooltip: {
       formatter: ({dataIndex}) => {
-        const {from, count, share} = all[dataIndex];
-        return tip(`${powerOfTwo(from)} to ${powerOfTwo(from + HALF)}`, `${count.toLocaleString('en')} values, ${number(share)}%`);
+        const {from, count: many, share} = all[dataIndex];
+        return tip(`${powerOfTwo(from)} to ${powerOfTwo(from + HALF)}`, `${count(many)} values, ${number(share)}%`);
       },
     },
   };
@@ -93,7 +93,7 @@ function zones(cut) {
   const {zero, normal, max} = log2WindowOf(cut);
   const ink = inks();
   const {n, underflows, overflows, underflow_pct: lost, overflow_pct: clipped} = cut.metrics;
-  const of = (many, pct) => `${precise(pct)}%, ${many.toLocaleString('en')} of ${n.toLocaleString('en')} values`;
+  const of = (many, pct) => `${precise(pct)}%, ${count(many)} of ${count(n)} values`;
   return {
     type: 'custom', z: 1, data: [[0]], ...NOT_DRAWN,
     renderItem: ({coordSys}, api) => {

@@ -3,7 +3,7 @@ import {at} from '../address.js';
 import {axis, tooltip} from '../components/chart.jsx';
 import {drawnAs, lineOf} from '../runs/beside.js';
 import {COLORS, inks} from '../theme.js';
-import {placeOf, tick, withUnit} from '../units.js';
+import {count, placeOf, tick, withUnit} from '../units.js';
 import {KINDS} from './happened.js';
 import {aboutMetric, ofTheRun} from './metrics.jsx';
 
@@ -83,7 +83,7 @@ export function axisOf(kind, mayBeLog, lines) {
 
 /** A metric and how its axis is drawn, in words. */
 export const axisTold = ({label, unit, log, limits, left}) =>
-  [`${label}${unit && unit !== 'log2' ? ` (${unit})` : ''}`, log && 'logarithmic', limits && 'robust', left > 0 && `${left.toLocaleString('en')} value${left === 1 ? '' : 's'} beyond the axis`].filter(Boolean).join(', ');
+  [`${label}${unit && unit !== 'log2' ? ` (${unit})` : ''}`, log && 'logarithmic', limits && 'robust', left > 0 && `${count(left)} value${left === 1 ? '' : 's'} beyond the axis`].filter(Boolean).join(', ');
 
 function spansDecade(values) {
   const positive = values.filter((value) => value > 0);

@@ -3,7 +3,7 @@ import {DifferencesTable} from '../components/settings.jsx';
 import {Table} from '../components/table.jsx';
 import {metricNamed} from '../records.js';
 import {TensorLink} from '../story/link.jsx';
-import {inUnit, titleOf, withUnit} from '../units.js';
+import {inUnit, number, titleOf, withUnit} from '../units.js';
 
 const TOP = 15;
 
@@ -25,7 +25,7 @@ export function Compared({found, names}) {
   );
 }
 
-const loss = (value) => (value == null ? '-' : String(Number(value.toPrecision(4))));
+const loss = (value) => number(value, 4);
 
 function Losses({runs, names, unit}) {
   const rows = Object.entries(runs).map(([part, run]) => ({part, name: names[part], ...run}));

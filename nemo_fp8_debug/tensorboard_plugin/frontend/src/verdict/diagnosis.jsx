@@ -3,7 +3,7 @@ import {toTensor} from '../address.js';
 import {Link, Sentence} from '../components/basics.jsx';
 import {TensorLink} from '../story/link.jsx';
 import {Table} from '../components/table.jsx';
-import {titleOf} from '../units.js';
+import {number, titleOf} from '../units.js';
 
 export function Diagnosed({found, unit, run}) {
   const fits = found.findings.filter((finding) => found.about_fp8 !== false || finding.cause === found.cause);
@@ -47,8 +47,8 @@ function Facts({found, unit}) {
 /** A gap with its interval; what JSON has no number for is infinite. */
 function told({percent, low, high, visible, of_range: ofRange}) {
   if (percent == null) return 'infinite';
-  const signed = (value) => `${value < 0 ? '' : '+'}${value.toPrecision(3)}`;
-  return `${signed(percent)}%${ofRange ? " of the loss's range" : ''} (95%: ${signed(low)} to ${signed(high)}%; visible from ${visible.toPrecision(3)}%)`;
+  const signed = (value) => number(value, 3, true);
+  return `${signed(percent)}%${ofRange ? " of the loss's range" : ''} (95%: ${signed(low)} to ${signed(high)}%; visible from ${number(visible)}%)`;
 }
 
 const Advice = ({advice}) => (

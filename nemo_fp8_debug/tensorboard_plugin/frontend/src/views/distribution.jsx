@@ -10,7 +10,7 @@ import {chosen, versionOf} from '../records.js';
 import {useAnswer} from '../server.js';
 import {firstTensor} from '../story/judged.js';
 import {NotChosen, TensorLink} from '../story/link.jsx';
-import {number, titleOf} from '../units.js';
+import {count, number, titleOf} from '../units.js';
 import {Metrics} from '../distribution/metrics.jsx';
 import {cuts, Histogram, Trial} from '../distribution/histogram.jsx';
 
@@ -64,7 +64,6 @@ function Counts({of, histogram, baseline}) {
   );
 }
 
-const count = (value) => value.toLocaleString('en');
 const some = (many, what) => (many ? `${count(many)} ${what}` : `no ${what}`);
 
 function inWords(parts) {
