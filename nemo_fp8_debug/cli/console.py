@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
-import os
+import shlex
 import sys
+import textwrap
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from io import TextIOWrapper
 from typing import Annotated, Any
 
 import typer
@@ -18,12 +20,13 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 from rich.text import Text
 
 from ..analysis.formatting import make_jsonable
+from ..core.text import ELLIPSIS, PLAINLY, Column, find_width, lay_out, read_columns
 from ..errors import ConfigError, FP8DebugWarning, RecordError
 
 #: arguments and options of several commands
-Record = Annotated[str, typer.Argument(help="the run's record, or a folder above it; any fsspec address")]
-By = Annotated[str, typer.Option(metavar="step|samples", help="match the runs by step, or by samples consumed")]
-Top = Annotated[int, typer.Option(metavar="N", help="tensors to list", min=1)]
+Record = Annotated[str, typer.Argument(metavar="RUN", help="folder of the run, or one above it; or an fsspec address")]
+By = Annotated[str, typer.Option(metavar="step|samples", help="match the runs by step, or by consumed samples")]
+Top = Annotated[int, typer.Option(metavar="N", help="rows of each table, at most", min=1)]
 AsJson = Annotated[bool, typer.Option("--json", help="print JSON")]
 AsWholeJson = Annotated[bool, typer.Option("--json", help="print JSON, with every tensor")]
 #: of commands that read long records
@@ -32,23 +35,25 @@ Cluster = Annotated[
     typer.Option(
         "--cluster",
         metavar="ray|dask|ADDRESS",
-        help="share the work on long records: ray or dask on this machine, or ray://HOST:10001 or tcp://HOST:8786",
+        help="share the work on long records: ray or dask on this machine, or an address such as ray://HOST:10001 or "
+        "tcp://HOST:8786",
     ),
 ]
 
-#: columns of a terminal at the least, and if there is no terminal
-_NARROWEST, _NO_TERMINAL = 40, 200
+#: columns of text if there is no terminal
+_NO_TERMINAL = 200
+_NEXT = "Next: "
 
 
 class _Console(Console):
-    """Names come from records and plans of others: what would steer a terminal is shown instead, and no emoji is made."""
+    """A console for names from records and plans of others: it shows control characters and makes no emoji."""
 
     def render_str(self, text: str, **named: Any) -> Text:
         return super().render_str(escape_controls(text), **named | {"emoji": False})
 
 
 def escape_controls(text: str) -> str:
-    """What would steer a terminal is shown instead.
+    """Return a text with control characters made visible, so that no record steers the terminal.
 
     Example:
         >>> escape_controls("fc1\\x1b[2J")
@@ -60,30 +65,82 @@ def escape_controls(text: str) -> str:
 def console(stderr: bool = False) -> Console:
     """Return standard output, or standard error, as wide as `COLUMNS` says, or else the terminal; 200 columns if neither."""
     stream = sys.stderr if stderr else sys.stdout
-    return _Console(stderr=stderr, width=_width(), color_system="auto" if stream.isatty() else None)
+    if isinstance(stream, TextIOWrapper):
+        stream.reconfigure(errors=PLAINLY)
+    width = find_width(sys.stdout, sys.stderr, sys.stdin) or _NO_TERMINAL
+    return _Console(stderr=stderr, width=width, color_system="auto" if stream.isatty() else None)
 
 
-def _columns() -> int | None:
-    told = os.environ.get("COLUMNS", "")
-    return max(_NARROWEST, int(told)) if told.isdecimal() and int(told) else None
-
-
-def _width() -> int:
-    if (told := _columns()) is not None:
-        return told
-    for stream in (sys.stdout, sys.stderr, sys.stdin):
-        with contextlib.suppress(AttributeError, OSError, ValueError):
-            return max(_NARROWEST, os.get_terminal_size(stream.fileno()).columns)
-    return _NO_TERMINAL
-
-
-def print_text(out: Console, text: str) -> None:
+def print_text(out: Console, text: str, style: str = "") -> None:
     """Print prose: wrapped between words in a terminal, a line a paragraph in a file unless `COLUMNS` is set."""
-    out.print(Text(escape_controls(text)), soft_wrap=not out.is_terminal and _columns() is None)
+    out.print(Text(escape_controls(text), style), soft_wrap=_is_file(out))
+
+
+def _is_file(out: Console) -> bool:
+    return not out.is_terminal and read_columns() is None
+
+
+def print_table(
+    out: Console, title: str, columns: Sequence[Column], rows: Sequence[Sequence[str]], styles: Sequence[str] = ()
+) -> None:
+    """Print a table after a blank line; nothing if it has no rows.
+
+    Args:
+        rows: a text for each column.
+        styles: of the rows; none if left out.
+    """
+    if not rows:
+        return
+    found = lay_out(columns, [[escape_controls(cell) for cell in row] for row in rows], out.width)
+    out.print()
+    print_text(out, f"{title}; {ELLIPSIS} stands for {found.beginning}" if found.beginning else title, "bold")
+    _print_lines(out, found.heading, "dim")
+    for lines, style in zip(found.rows, styles or [""] * len(rows), strict=True):
+        _print_lines(out, lines, style)
+
+
+def _print_lines(out: Console, lines: Sequence[str], style: str = "") -> None:
+    for line in lines:
+        out.print(Text(line, style), no_wrap=True, overflow="ignore", crop=False)
+
+
+def print_notes(out: Console, notes: Sequence[str]) -> None:
+    """Print notes, a paragraph each, after a blank line."""
+    for place, note in enumerate(notes):
+        if not place:
+            out.print()
+        print_text(out, f"note: {note}")
+
+
+def print_next(out: Console, step: str | Sequence[str]) -> None:
+    """Print what to do next, the last paragraph of a command.
+
+    Args:
+        step: a sentence, or the words of a command of ours, which stays one command if it is broken into lines.
+    """
+    is_command = not isinstance(step, str)
+    text = step.removeprefix(_NEXT) if isinstance(step, str) else shlex.join(["nemo-fp8-debug", *step])
+    indent = " " * len(_NEXT)
+    lines = [f"{_NEXT}{escape_controls(text)}"]
+    if not _is_file(out):
+        width = out.width - 2 * is_command
+        lines = textwrap.wrap(lines[0], width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+    out.print()
+    _print_lines(out, [f"{line} \\" if is_command else line for line in lines[:-1]] + lines[-1:])
+
+
+def repeat_option(option: str, values: Sequence[object] | None) -> list[str]:
+    """Return the words of an option that may be repeated.
+
+    Example:
+        >>> repeat_option("--baseline", ["runs/a", "runs/b"])
+        ['--baseline', 'runs/a', '--baseline', 'runs/b']
+    """
+    return [word for value in values or () for word in (option, str(value))]
 
 
 def print_json(value: Any) -> None:
-    """Print what `make_jsonable` makes of a value, for programs and people: a key a line, and of tables a row a line."""
+    """Print a value as JSON, for programs and people: a line a key, and a line a row of a table."""
     for piece in _json(make_jsonable(value), "\n"):
         sys.stdout.write(piece)
     print()
@@ -92,7 +149,7 @@ def print_json(value: Any) -> None:
 def _json(value: Any, line: str) -> Iterator[str]:
     """
     Args:
-        line: what ends one, with the indent of the next.
+        line: the end of a line, with the indent of the next.
     """
     inner = f"{line}  "
     if isinstance(value, Mapping) and value:
@@ -110,7 +167,7 @@ def _json(value: Any, line: str) -> Iterator[str]:
 
 @contextlib.contextmanager
 def show_progress(*phases: str) -> Iterator[Callable[[], None]]:
-    """A progress bar on standard error, if that is a terminal.
+    """Show a progress bar on standard error, if that is a terminal.
 
     Args:
         phases: what is done, in order.
@@ -136,10 +193,10 @@ def show_progress(*phases: str) -> Iterator[Callable[[], None]]:
 
 
 def explain_errors(command: Callable[..., None], status: int) -> Callable[..., None]:
-    """The command with errors and warnings of ours as one line each on standard error.
+    """Return the command with our errors and warnings as one line each on standard error.
 
     Args:
-        status: of the exit after an error.
+        status: exit status after an error.
     """
 
     @functools.wraps(command)

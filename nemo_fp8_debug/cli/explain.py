@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -11,11 +13,19 @@ from typing import Annotated, Any
 import polars as pl
 import typer
 from rich.console import Console
+from rich.text import Text
 
 from ..analysis.comparison.compare import Comparison, compare
 from ..analysis.diagnosis.diagnose import diagnose, diagnose_comparison
 from ..analysis.diagnosis.diagnosis import Diagnosis
-from ..analysis.diagnosis.narrator import tell_advice, tell_verdict
+from ..analysis.diagnosis.narrator import (
+    show_move,
+    tell_advice,
+    tell_conclusion,
+    tell_missed,
+    tell_next,
+    tell_steps_apart,
+)
 from ..analysis.diagnosis.ranking import order_by_harm
 from ..analysis.loss.outcome import MAX_GAP
 from ..analysis.recommendation.options import Budget, Errors
@@ -25,14 +35,27 @@ from ..analysis.recommendation.snippets.snippet import Snippet
 from ..analysis.runs.cluster import on_cluster
 from ..analysis.runs.run import Run
 from ..analysis.story.story import draw_strip, story
-from ..analysis.story.summary import summarize, to_json, write_markdown
+from ..analysis.story.summary import tell_conclusion as tell_comparison
+from ..analysis.story.summary import tell_tensors, to_json, write_markdown
 from ..core.keys import ROLES, SHOWN_AS, STATES, Key
 from ..core.table import load_modules
-from ..core.text import format_number
+from ..core.text import ABSENT, ARROW, ELLIPSIS, TENSOR, Column, format_count, format_number
 from ..errors import ConfigError
-from ..numerics.metric_names import name_metric
-from .console import AsJson, AsWholeJson, By, Cluster, Top, console, print_json, print_text, show_progress
-from .listing import TENSOR, Column, print_rows
+from .console import (
+    AsJson,
+    AsWholeJson,
+    By,
+    Cluster,
+    Top,
+    console,
+    print_json,
+    print_next,
+    print_notes,
+    print_table,
+    print_text,
+    repeat_option,
+    show_progress,
+)
 
 EXAMPLES = {
     "compare": (
@@ -60,26 +83,27 @@ EXAMPLES = {
 
 
 def compare_command(
-    run: Annotated[
-        list[Path], typer.Argument(help="folder of the run to explain, or one above it; several: each by itself")
-    ],
-    baseline: Annotated[Path | None, typer.Option(metavar="BASELINE", help="a run that went well; required")] = None,
+    run: Annotated[list[Path], typer.Argument(metavar="RUN...", help="folder of a run, or one above it")],
+    baseline: Annotated[
+        Path | None, typer.Option(metavar="BASELINE", help="a good run to compare with; required", show_default=False)
+    ] = None,
     reference: Annotated[
-        Path | None, typer.Option(metavar="RUN", help="a run that differs from RUN in one thing, such as BF16")
+        Path | None, typer.Option(metavar="REFERENCE", help="the same run in BF16: tells whether precision is the cause")
     ] = None,
     by: By = "step",
     rename: Annotated[
         list[str] | None,
-        typer.Option(metavar="REGEX=REPLACEMENT", help="rename RUN's layers, REGEX=REPLACEMENT; may be repeated"),
+        typer.Option(metavar="REGEX=NAME", help="rename layers of RUN so that they match the baseline's; may be repeated"),
     ] = None,
-    top: Top = 15,
+    top: Top = 6,
+    everything: Annotated[bool, typer.Option("--all", help="print every table, note and row")] = False,
     as_json: AsWholeJson = False,
-    html: Annotated[Path | None, typer.Option(metavar="FILE", help="file for a report, which opens in any browser")] = None,
+    html: Annotated[Path | None, typer.Option(metavar="FILE", help="also write a report that opens in any browser")] = None,
     cluster: Cluster = None,
 ) -> None:
-    """Compare runs with a baseline: the losses, and the tensors in the order of harm, with how far each drifted."""
+    """Compare runs with a good one: the losses, and the tensors that drifted farthest."""
     if baseline is None:
-        raise ConfigError("name the baseline with an option: compare RUN --baseline BASELINE")
+        raise ConfigError("--baseline is missing; name a good run: compare RUN --baseline BASELINE")
     if html is not None:
         from ..tensorboard_plugin.page.report import check_report
 
@@ -104,81 +128,105 @@ def compare_command(
         print_json(plain[0] if len(plain) == 1 else {"comparisons": plain})
     else:
         for found, tensors in zip(comparisons, ranked, strict=True):
-            _print_comparison(found, tensors, top)
+            _print_comparison(found, tensors, None if everything else top)
+        also = repeat_option("--reference", [reference] if reference else None)
+        harmed = [path for path, each in zip(run, comparisons, strict=True) if each.loss.harm in ("harmful", "likely")]
+        print_next(console(), ["diagnose", str([*harmed, *run][0]), "--baseline", str(baseline), *also])
 
 
 def _read_runs(paths: list[Path], by: str) -> list[Run]:
-    """All at once: most of it is work outside of Python. Samples of skipped steps are left out, as `diagnose` does."""
+    """Read runs at the same time, without the samples of skipped steps, as `diagnose` does."""
     with ThreadPoolExecutor() as pool:
         return list(pool.map(lambda path: Run.read(path, by).without_skipped(), paths))
 
 
-def _print_comparison(found: Comparison, tensors: Sequence[Mapping[str, Any]], top: int) -> None:
+def _print_comparison(found: Comparison, tensors: Sequence[Mapping[str, Any]], top: int | None) -> None:
     """
     Args:
         tensors: rows of `found.tensors` in the order of harm.
+        top: rows of each table; None: print everything.
     """
     out = console()
+    print_text(out, tell_comparison(found))
     _print_losses(out, found)
     _print_ranking(out, tensors[:top], found.run.unit)
-    if len(found.out_of_band):
-        _print_order(out, found, top)
-        _print_groups(out, found)
+    order = found.out_of_band if top is None else found.out_of_band.head(top)
+    _print_order(out, order, found.run.unit)
     for module in load_modules("two_runs"):
-        _print_feature(out, module, found.features[module.NAME].head(top))
-    if len(tried := _tried_states(found)):
-        _print_other_formats(out, tried, top)
-    if len(found.differences()):
-        _print_differences(out, found, top)
-    for note in found.notes:
-        print_text(out, note)
-    print_text(out, summarize(found))
+        rows = found.features[module.NAME]
+        _print_feature(out, module, rows if top is None else rows.head(top))
+    settings = found.differences().to_dicts()
+    told = [row for row in settings if row["telling"]][:top] if top is not None else settings
+    _print_differences(out, told)
+    left = {"tensor": len(tensors) - len(tensors[:top]), "tensor out of band": len(found.out_of_band) - len(order)}
+    left |= {"setting that differs": len(settings) - len(told)}
+    if top is None:
+        _print_groups(out, found)
+        _print_other_formats(out, _tried_states(found))
+        out.print()
+        print_text(out, " ".join(tell_tensors(found)))
+    width = 2 * out.width - len("note: ")
+    print_notes(out, [note if top is None else textwrap.shorten(note, width, placeholder=ELLIPSIS) for note in found.notes])
+    if top is not None:
+        plural = {"setting that differs": "settings that differ", "tensor out of band": "tensors out of band"}
+        counts = [format_count(n, what, plural.get(what)) for what, n in left.items() if n]
+        out.print()
+        print_text(out, f"Left out: {', '.join([*counts, 'groups'])}. --all prints them.")
 
 
 def _print_losses(out: Console, found: Comparison) -> None:
     unit = found.run.unit
-    headings = (f"lowest ({unit})", "final", f"rises for good from {unit}", f"above the baseline from {unit}")
+    columns = (
+        *(Column("run", "text"), Column("lowest loss"), Column(f"at {unit}", rank=2), Column("final loss")),
+        *(Column("above baseline since"), Column("rises since"), Column("record", "name", rank=1)),
+    )
     rows = []
     for name, run in to_json(found)["runs"].items():
-        lowest = "-" if run["lowest_loss"] is None else f"{run['lowest_loss'][1]:.4g} ({run['lowest_loss'][0]})"
-        final = "-" if run["final_loss"] is None else f"{run['final_loss']:.4g}"
-        since = [_show_step(run[key]) for key in ("diverged_at", "above_baseline_since")]
-        rows.append((name, run["path"], lowest, final, *since))
-    columns = (Column("run", "name"), Column("record", "text"), *map(Column, headings))
-    print_rows(out, "Loss", columns, rows, entry=" ".join)
+        at, lowest = run["lowest_loss"] or (None, None)
+        losses = format_number(lowest, digits=4), _show_step(at), format_number(run["final_loss"], digits=4)
+        since = [_show_step(run[key]) for key in ("above_baseline_since", "diverged_at")]
+        rows.append((name, *losses, *since, run["path"]))
+    print_table(out, "Losses", columns, rows)
 
 
 def _print_ranking(out: Console, tensors: Sequence[Mapping[str, Any]], unit: str) -> None:
-    title = "Tensors by harm, as diagnose ranks them; baseline -> run, medians over the later half of the run"
-    headings = ("drift (log2)", "MSE ratio", "underflow %", "overflow %", "amax", f"out of band from {unit}")
+    columns = (
+        *(*TENSOR, Column(f"since {unit}"), Column("underflow %", rank=1), Column("amax", rank=2)),
+        *(Column("MSE ratio", rank=3), Column("drift (log2)", rank=4), Column("overflow %", rank=5)),
+    )
     rows = []
     for row in tensors:
-        pairs = [_show_medians(row, metric) for metric in ("underflow_pct", "overflow_pct", "amax")]
-        ratios = format_number(row["drift_log2"]), format_number(row["mse_ratio"])
-        rows.append((row["layer"], row["tensor"], *ratios, *pairs, _show_step(row["onset"])))
-    print_rows(out, title, (*TENSOR, *map(Column, headings)), rows)
+        under, over, amax = (_show_medians(row, metric) for metric in ("underflow_pct", "overflow_pct", "amax"))
+        ratios = format_number(row["mse_ratio"]), format_number(row["drift_log2"])
+        rows.append((row["tensor"], row["layer"], _show_step(row["onset"]), under, amax, *ratios, over))
+    print_table(out, f"Tensors by harm; baseline {ARROW} run are medians of the later half", columns, rows)
 
 
-def _print_order(out: Console, found: Comparison, top: int) -> None:
-    unit = found.run.unit
-    steps = (Column(f"from {unit}"), Column(f"{unit}s before the loss"))
-    others = (Column("metric", "text"), *map(Column, ("expected", "found", "times the least that counts")))
+def _print_order(out: Console, order: pl.DataFrame, unit: str) -> None:
+    columns = (
+        *(Column(f"since {unit}"), *TENSOR, Column(f"baseline {ARROW} run", "text", least=40)),
+        *(Column("times threshold", rank=1), Column("next to the loss", "text", rank=2)),
+    )
     rows = []
-    for row in found.out_of_band.head(top).iter_rows(named=True):
-        values = [format_number(row[name]) for name in ("expected", "value", "excess")]
-        when = str(row["onset"]), _show_step(row["lead"])
-        rows.append((row["layer"], row["tensor"], *when, name_metric(row["metric"]), *values))
-    print_rows(out, "Order in which tensors leave the baseline's band", (*TENSOR, *steps, *others), rows)
+    for row in order.iter_rows(named=True):
+        when = ABSENT if row["lead"] is None else tell_steps_apart(-row["lead"], 0, unit)
+        about = str(row["onset"]), row["tensor"], row["layer"]
+        rows.append((*about, show_move(row), format_number(row["excess"]), when))
+    print_table(out, "Order in which tensors left the baseline's band", columns, rows)
 
 
 def _print_groups(out: Console, found: Comparison) -> None:
-    headings = ("tensors", "out of band", f"the first from {found.run.unit}", "median drift (log2)")
+    if found.out_of_band.is_empty():
+        return
+    columns = (
+        *(Column("by", "text"), Column("group", "text"), Column("tensors"), Column("out of band")),
+        *(Column(f"first from {found.run.unit}"), Column("median drift (log2)", rank=1)),
+    )
     rows = []
     for row in found.groups().iter_rows(named=True):
-        counts = str(row["tensors"]), str(row["out_of_band"]), _show_step(row["onset"])
+        counts = f"{row['tensors']:,}", f"{row['out_of_band']:,}", _show_step(row["onset"])
         rows.append((row["by"], row["group"], *counts, format_number(row["drift_log2"])))
-    columns = (Column("by", "name"), Column("group", "name"), *map(Column, headings))
-    print_rows(out, "Where they are", columns, rows, entry=" ".join)
+    print_table(out, "Groups of tensors", columns, rows)
 
 
 def _print_feature(out: Console, module: ModuleType, rows: pl.DataFrame) -> None:
@@ -187,86 +235,76 @@ def _print_feature(out: Console, module: ModuleType, rows: pl.DataFrame) -> None
     Args:
         module: `two_runs` of the feature.
     """
-    if len(rows):
-        columns = (*TENSOR, *(Column(heading, "text") for heading in module.HEADINGS))
-        cells = [(row["layer"], row["tensor"], *module.show_row(row)) for row in rows.iter_rows(named=True)]
-        print_rows(out, module.TITLE, columns, cells)
+    columns = (*TENSOR, *(Column(heading, "text", rank=i) for i, heading in enumerate(module.HEADINGS)))
+    cells = [(row["tensor"], row["layer"], *module.show_row(row)) for row in rows.iter_rows(named=True)]
+    print_table(out, module.TITLE, columns, cells)
 
 
 def _tried_states(found: Comparison) -> pl.DataFrame:
-    """What each format that was tried would do to what the run's optimizers keep, the worst weights first."""
+    """Return what each format that was tried would do to the optimizers' tensors, the worst weights first."""
     rows = found.what_if().filter(pl.col("role").is_in(list(STATES)))
     return rows.sort("relative_error", descending=True, nulls_last=True, maintain_order=True)
 
 
-def _print_other_formats(out: Console, tried: pl.DataFrame, top: int) -> None:
+def _print_other_formats(out: Console, tried: pl.DataFrame) -> None:
     columns = (*TENSOR, Column("recipe", "text"), *map(Column, ("underflow %", "relative error")))
-    rows = [
-        (
-            row["layer"],
-            SHOWN_AS[row["role"]],
-            row["recipe"],
-            format_number(row["underflow_pct"]),
-            format_number(row["relative_error"]),
-        )
-        for row in tried.head(top).iter_rows(named=True)
-    ]
-    print_rows(out, "What other formats would do to what the run's optimizers keep", columns, rows)
+    rows = []
+    for row in tried.iter_rows(named=True):
+        metrics = [format_number(row[metric]) for metric in ("underflow_pct", "relative_error")]
+        rows.append((SHOWN_AS[row["role"]], row["layer"], row["recipe"], *metrics))
+    print_table(out, "Other formats for what the run's optimizers keep", columns, rows)
 
 
-def _print_differences(out: Console, found: Comparison, top: int) -> None:
-    settings = found.differences().head(top).to_dicts()
+def _print_differences(out: Console, settings: Sequence[Mapping[str, Any]]) -> None:
     columns = (Column("setting", "name"), Column("baseline", "text"), Column("run", "text"))
-    rows = [(row["setting"], *(row[name] or "-" for name in ("baseline", "run"))) for row in settings]
+    rows = [(row["setting"], *(row[name] or ABSENT for name in ("baseline", "run"))) for row in settings]
     styles = ["bold yellow" if row["telling"] else "" for row in settings]
-    print_rows(out, "Differences of the runs", columns, rows, entry=" ".join, styles=styles)
+    print_table(out, "Settings that differ", columns, rows, styles)
 
 
 def _show_step(value: int | None) -> str:
-    return "-" if value is None else str(value)
+    return ABSENT if value is None else str(value)
 
 
 def _show_medians(row: Mapping[str, Any], metric: str) -> str:
-    return f"{format_number(row[f'{metric}_baseline'])} -> {format_number(row[f'{metric}_run'])}"
+    return f"{format_number(row[f'{metric}_baseline'])} {ARROW} {format_number(row[f'{metric}_run'])}"
 
 
 # --- diagnose -------------------------------------------------------------------------------------------------------------
 
-#: columns that the events take at most, and how many of them are listed
-_WIDEST, _LISTED = 110, 15
+#: columns that the events take at most, how many of them are listed, and how many findings
+_WIDEST, _EVENTS, _FINDINGS = 110, 10, 8
 
 
 def diagnose_command(
-    run: Annotated[Path, typer.Argument(help="folder of the run to explain, or one above it")],
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="folder of the run to explain, or one above it")],
     baseline: Annotated[
         list[Path] | None,
         typer.Option(
             "--baseline",
             "--good",
-            metavar="RUN",
-            help="a run that went well; may be repeated for other seeds; without it RUN is judged by bands of healthy runs "
-            "or by fixed limits",
+            metavar="BASELINE",
+            help="a good run to compare with; repeat it for other seeds. Without it, RUN is judged by the bands of healthy "
+            "runs and by fixed thresholds",
         ),
     ] = None,
     reference: Annotated[
-        Path | None, typer.Option(metavar="RUN", help="a run that differs from RUN only in precision")
+        Path | None, typer.Option(metavar="REFERENCE", help="the same run in BF16: tells whether precision is the cause")
     ] = None,
     by: By = "step",
     max_gap: Annotated[
         float,
-        typer.Option(
-            metavar="PERCENT", help="percent that the mean loss may lie above the baseline's before it counts as harm"
-        ),
+        typer.Option(metavar="PERCENT", help="loss gap over the baseline from which on it counts as harm, e.g. 2"),
     ] = MAX_GAP,
     bands: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="bands of healthy runs (see learn), which a run without a baseline is judged by"),
+        typer.Option(metavar="FILE", help="bands of your healthy runs, a file of `learn`, to judge by without a baseline"),
     ] = None,
     as_json: AsJson = False,
     as_markdown: Annotated[bool, typer.Option("--markdown", help="print Markdown, for an issue")] = False,
     cluster: Cluster = None,
 ) -> None:
-    """Say what is wrong with a run: the operand it began in, since when, why, and whether it did harm."""
+    """Report which tensor or setting went wrong first, when, why, whether it hurt the loss, and what to change."""
     with on_cluster(cluster), show_progress(f"diagnosing {run}"):
         found = diagnose(run, baseline, reference, by, max_gap, bands)
         told = story(found) if as_json or as_markdown else {}
@@ -277,38 +315,59 @@ def diagnose_command(
         print(f"### {run.name}{against}: {told['headline']['title']}\n\n{write_markdown(told)}")
     else:
         _print_diagnosis(found)
+        print_next(console(), _choose_next(found, run, baseline))
+
+
+def _choose_next(found: Diagnosis, run: Path, baselines: Sequence[Path] | None) -> str | list[str]:
+    """Return the advice, and the command that writes it as a plan.
+
+    Without advice, return the command that accepts the run, or shows it.
+    """
+    runs = [str(run), *repeat_option("--baseline", baselines)]
+    if advice := " ".join(tell_next(found, found.advice)):
+        has_plan = found.fix is not None and found.fix.changes
+        write = shlex.join(["nemo-fp8-debug", "recommend", *runs, "--output", "fix"])
+        return f"{advice} To write the change as a plan: {write}" if has_plan else advice
+    return ["gate", *runs, "--max-gap", "0.5%"] if baselines else ["view", str(run)]
 
 
 def _print_diagnosis(found: Diagnosis) -> None:
     out = console()
-    print_text(out, found.verdict())
-    for note in (*found.details, *found.notes):
-        print_text(out, f"note: {note}")
+    print_text(out, tell_conclusion(found))
     _print_events(out, story(found)["events"], found.run.unit)
-    out.print()
     columns = (
-        *(Column("rule", "name"), Column("about", "name"), Column(f"since {found.run.unit}")),
-        *(Column(heading, "text") for heading in ("cause", "strength", "evidence")),
+        *(Column(f"since {found.run.unit}"), *TENSOR, Column("evidence", "text", least=36)),
+        *(Column("strength", "text", rank=1), Column("rule", "text", rank=2), Column("cause", "text", rank=3)),
     )
     rows = [
-        (f.rule, f.operand or "the run", "-" if f.since is None else str(f.since), f.cause, f.strength, f.evidence)
-        for f in found.findings
+        (
+            *(_show_step(each.since), SHOWN_AS[each.role] if each.role else "", each.layer or "the run"),
+            *(each.evidence, each.strength, each.rule, each.cause),
+        )
+        for each in found.findings
     ]
-    print_rows(out, "What the rules found, which the verdict rests on", columns, rows, entry=": ".join)
+    print_table(out, "Findings that the verdict rests on", columns, rows[:_FINDINGS])
+    if (left := len(rows) - _FINDINGS) > 0:
+        print_text(out, f"and {left} more; --json prints them")
+    print_notes(out, [*tell_missed(found), *found.details, *found.notes])
 
 
 def _print_events(out: Console, events: Sequence[Mapping[str, Any]], unit: str) -> None:
-    """On one axis of steps, and as a list."""
+    """Print events on one axis of steps, and as a list."""
     if len(events) < 2:
         return
     out.print()
-    print_text(out, "Order of events:")
-    for line in draw_strip(events, min(out.width, _WIDEST) - 2, unit).splitlines():
-        out.print(f"  {line}", markup=False, highlight=False, no_wrap=True, overflow="ignore")
-    for event in events[:_LISTED]:
-        print_text(out, f"  {unit} {event['step']}: {event['what']}")
-    if (left := len(events) - _LISTED) > 0:
-        print_text(out, f"  and {left} more, all with --json")
+    print_text(out, "Order of events", "bold")
+    for line in draw_strip(events, min(out.width, _WIDEST), unit).splitlines():
+        out.print(Text(line), no_wrap=True, overflow="ignore", crop=False)
+    rows = []
+    for event in events[:_EVENTS]:
+        tensor, layer = SHOWN_AS.get(event["role"], ""), event["layer"] or ""
+        what = event["what"].removeprefix(f"{tensor} of {layer}: ").replace(f"{tensor} of {layer}", "the tensor")
+        rows.append((str(event["step"]), tensor, layer, what))
+    print_table(out, "Events", (Column(unit), *TENSOR, Column("what happened", "text", least=36)), rows)
+    if (left := len(events) - _EVENTS) > 0:
+        print_text(out, f"and {left} more; --json prints them")
 
 
 # --- recommend ------------------------------------------------------------------------------------------------------------
@@ -317,39 +376,38 @@ _DEFAULT = Budget()
 
 
 def recommend_command(
-    run: Annotated[Path, typer.Argument(help="folder of the run to fix, or one above it")],
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="folder of the run to fix, or one above it")],
     baseline: Annotated[
         list[Path] | None,
         typer.Option(
             "--baseline",
             "--good",
-            metavar="RUN",
-            help="a run that went well: looks only at operands that left its band; may be repeated for other seeds",
+            metavar="BASELINE",
+            help="a good run: only operands that left its band are looked at; repeat it for other seeds",
         ),
     ] = None,
     operand: Annotated[
         list[str] | None,
-        typer.Option(metavar="LAYER:ROLE", help="look at this one: LAYER:X, LAYER:W or LAYER:dY; may be repeated"),
+        typer.Option(metavar="LAYER:ROLE", help="look at this operand: LAYER:X, LAYER:W or LAYER:dY; may be repeated"),
     ] = None,
     output: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="folder for the plan and the files of each framework")
+        Path | None, typer.Option(metavar="FOLDER", help="folder for the plan and the files of your framework")
     ] = None,
     relative_error: Annotated[
-        float, typer.Option(metavar="LIMIT", help="most relative error of an operand")
+        float, typer.Option(metavar="LIMIT", help="maximum relative error of an operand, 0 to 1")
     ] = _DEFAULT.relative_error,
     underflow: Annotated[
-        float, typer.Option(metavar="PERCENT", help="most percent that become zero")
+        float, typer.Option(metavar="PERCENT", help="maximum percentage of values that become zero")
     ] = _DEFAULT.underflow_pct,
     overflow: Annotated[
-        float, typer.Option(metavar="PERCENT", help="most percent that are clipped")
+        float, typer.Option(metavar="PERCENT", help="maximum percentage of values that are clipped")
     ] = _DEFAULT.overflow_pct,
     as_json: Annotated[bool, typer.Option("--json", help="print JSON, with every option that was tried")] = False,
     cluster: Cluster = None,
 ) -> None:
     """Find the cheapest change for each operand that loses too much, and write the files that make it.
 
-    Without --baseline and --operand it looks at all operands that exceed the limits. It begins with the verdict of
-    `diagnose`, whose advice is the change of the blamed operand.
+    Without --baseline and --operand, all operands over the limits are looked at. The verdict of `diagnose` comes first.
     """
     budget = Budget(relative_error, underflow, overflow)
     with on_cluster(cluster), show_progress(f"diagnosing {run}", "trying changes") as over:
@@ -362,74 +420,94 @@ def recommend_command(
     if as_json:
         print_json(found.to_json() | {"advice": advice})
         return
-    if not operand:
-        print_text(console(), tell_verdict(diagnosis, advice))
-    _print_recommendation(console(), found, snippets, output)
+    out = console()
+    print_text(out, " ".join([*([] if operand else [tell_conclusion(diagnosis)]), _tell_changes(found, output)]))
+    _print_recommendation(out, found, snippets, output)
+    runs = [str(run), *repeat_option("--baseline", baseline), *repeat_option("--operand", operand)]
+    if output:
+        print_next(out, f"resume the run under the plan: nemo-fp8-debug rescue {output / PLAN} -- COMMAND")
+    elif found.plan.changes:
+        print_next(out, ["recommend", *runs, *_repeat_limits(budget), "--output", "fix"])
+    else:
+        print_next(out, " ".join(tell_next(diagnosis, advice)) or ["diagnose", *runs[: 1 + 2 * len(baseline or ())]])
+
+
+def _repeat_limits(budget: Budget) -> list[str]:
+    """Return the options for the limits that are not the default."""
+    options = {"--relative-error": "relative_error", "--underflow": "underflow_pct", "--overflow": "overflow_pct"}
+    changed = {o: getattr(budget, name) for o, name in options.items() if getattr(budget, name) != getattr(_DEFAULT, name)}
+    return [word for option, value in changed.items() for word in (option, f"{value:g}")]
 
 
 def _parse_operand(text: str) -> Key:
     layer, _, role = text.rpartition(":")
     roles = {SHOWN_AS[role]: role for role in ROLES} | {role: role for role in ROLES}
     if not layer or role not in roles:
-        raise ConfigError(f"--operand {text!r} is not an operand; write LAYER:ROLE, the role X, W or dY")
+        raise ConfigError(f"--operand {text!r} is not an operand; write LAYER:X, LAYER:W or LAYER:dY")
     return layer, roles[role]
 
 
-def _print_recommendation(out: Console, found: Recommendation, snippets: list[Snippet], folder: Path | None) -> None:
+def _tell_changes(found: Recommendation, folder: Path | None) -> str:
+    """Return how many operands a change helps, and whether it was written."""
+    n = sum(finding.changes for finding in found.findings)
     if not found.findings and not found.notes:
-        print_text(out, "No recipe is to blame: there is nothing to change, and nothing was written.")
-        return
-    if found.findings:
-        _print_fixes(out, found)
-    for line in _tell_recommendation(found, snippets, folder):
-        print_text(out, line)
+        return "No recipe is to blame, so there is nothing to change."
+    if not found.plan.changes:
+        return "There is nothing to change."
+    what = f"{n} of {format_count(len(found.findings), 'operand')} need{'s' if n == 1 else ''} another cast"
+    return f"{what}; nothing was written yet." if folder is None else f"{what}; the plan is {folder / PLAN}."
 
 
-def _tell_recommendation(found: Recommendation, snippets: list[Snippet], folder: Path | None) -> Iterator[str]:
-    """What there is to say below the table."""
+def _print_recommendation(out: Console, found: Recommendation, snippets: list[Snippet], folder: Path | None) -> None:
+    _print_fixes(out, found)
+    files = [(str(snippet.name if folder is None else folder / snippet.name), snippet.about) for snippet in snippets]
+    title = "Files that --output writes" if folder is None else "Files"
+    print_table(out, title, (Column("file", "name"), Column("for", "text")), files)
+    print_notes(out, list(_tell_recommendation(found, snippets)))
+
+
+def _tell_recommendation(found: Recommendation, snippets: list[Snippet]) -> Iterator[str]:
+    """Yield what there is to say below the tables."""
     if found.before is not None and found.after is not None:
         of_what = "" if found.in_use else ", if all that was measured were quantized"
-        yield f"FP8 coverage, share of the GEMMs' FLOPs{of_what}: {_show_share(found.before)} -> {_show_share(found.after)}."
+        shares = f"{_show_share(found.before)} {ARROW} {_show_share(found.after)}"
+        yield f"FP8 coverage, the share of the GEMMs' FLOPs{of_what}: {shares}."
     if found.ends:
-        kept = "" if found.ends.coverage is None else f"; coverage would be {_show_share(found.ends.coverage)}"
+        kept = "" if found.ends.coverage is None else f" Coverage would be {_show_share(found.ends.coverage)}."
         ends = f"the first {found.ends.start} and last {found.ends.end} blocks in BF16"
-        yield f"What leaves FP8 lies at the ends of the model: {ends} would do as well{kept}."
+        yield f"What leaves FP8 lies at the ends of the model: {ends} would do as well.{kept}"
     yield from found.notes
     for snippet in snippets:
-        yield f"{snippet.about}: {snippet.name if folder is None else folder / snippet.name}"
-        yield from (f"  {sentence}" for sentence in snippet.coarser)
+        yield from (f"{snippet.name}: {sentence}" for sentence in snippet.coarser)
     yield from list_unwritten(found)
-    if not found.plan.changes:
-        yield "There is nothing to change, and nothing was written."
-    elif folder is None:
-        yield "Nothing was written; --output FOLDER writes the plan and these files."
-    else:
-        yield f"the plan: {folder / PLAN}"
 
 
 def _print_fixes(out: Console, found: Recommendation) -> None:
     limits = found.budget
     bounds = (
-        f"relative error {limits.relative_error:g}, underflow {limits.underflow_pct:g}%, overflow {limits.overflow_pct:g}%"
+        f"relative error {format_number(limits.relative_error)}, underflow {format_number(limits.underflow_pct, '%')}, "
+        f"overflow {format_number(limits.overflow_pct, '%')}"
     )
     columns = (
-        *(*TENSOR, Column("why", "text"), Column("in use" if found.in_use else "measured under", "text")),
-        *(Column("change", "text"), *map(Column, ("relative error", "underflow %", "overflow %", "coverage cost"))),
+        *(*TENSOR, Column("change", "text"), Column("why", "text", rank=1), Column("relative error", rank=2)),
+        *(Column("underflow %", rank=3), Column("overflow %", rank=5), Column("coverage cost", rank=4)),
+        Column("in use" if found.in_use else "measured under", "text", rank=6),
     )
     rows = []
     for finding in found.findings:
         stay, chosen = finding.options[0], finding.chosen
         metrics = [_show_change(finding, stay.errors, chosen.errors, name) for name in Errors.__annotations__]
-        cost = "-" if finding.cost is None else _show_share(finding.cost)
-        rows.append((finding.layer, SHOWN_AS[finding.role], finding.why, stay.recipe, finding.change, *metrics, cost))
-    print_rows(out, f"Cheapest changes that keep to {bounds}, worst samples", columns, rows)
+        cost = ABSENT if finding.cost is None else _show_share(finding.cost)
+        about = SHOWN_AS[finding.role], finding.layer, finding.change, finding.why
+        rows.append((*about, *metrics, cost, stay.recipe))
+    print_table(out, f"Cheapest changes that keep to {bounds} (worst samples)", columns, rows)
 
 
 def _show_change(finding: TensorFix, now: Errors | None, then: Errors | None, name: str) -> str:
     shown = [format_number(getattr(errors, name) if errors else None) for errors in (now, then)]
     about = "about " if finding.chosen.approximate and then is not None else ""
-    return f"{shown[0]} -> {about}{shown[1]}" if finding.changes else shown[0]
+    return f"{shown[0]} {ARROW} {about}{shown[1]}" if finding.changes else shown[0]
 
 
 def _show_share(share: float) -> str:
-    return f"{100 * share:.3g}%"
+    return format_number(100 * share, "%")

@@ -9,17 +9,16 @@ from typing import Annotated, Any
 import polars as pl
 import typer
 
-from ..analysis.checkpoint.audit import Audit, audit
+from ..analysis.checkpoint.audit import Audit, audit, lacks_scale
 from ..analysis.comparison.compare import split_experts
 from ..analysis.replay.replay import SOURCES, add_to_record, replay
 from ..core.keys import SHOWN_AS
 from ..core.layer_names import compile_patterns
-from ..core.text import format_number
+from ..core.text import ABSENT, TENSOR, Column, format_count, format_number
 from ..errors import ConfigError, RecordError
 from ..numerics.recipe import parse_recipe
 from ..record.reader import find_run
-from .console import AsWholeJson, Record, Top, console, print_json, print_text, show_progress
-from .listing import TENSOR, Column, print_rows
+from .console import AsWholeJson, Record, Top, console, print_json, print_next, print_table, print_text, show_progress
 
 EXAMPLES = {
     "replay": (
@@ -41,18 +40,20 @@ _SHOWN = ("relative_error", "underflow_pct", "overflow_pct")
 def replay_command(
     run: Record,
     recipe: Annotated[
-        list[str], typer.Option(metavar="RECIPE", help="'current', 'current-e5m2', 'delayed(margin=1)'; may be repeated")
+        list[str],
+        typer.Option(metavar="RECIPE", help="recipe to try: current, current-e5m2, 'delayed(margin=1)'; may be repeated"),
     ],
     source: Annotated[
-        str, typer.Option(metavar="histograms|dumps", help="what to recompute from: histograms or dumps")
+        str, typer.Option(metavar="histograms|dumps", help="what to recompute from: recorded histograms, or dumped tensors")
     ] = "histograms",
     cluster: Annotated[
-        str | None, typer.Option(metavar="ADDRESS", help="ray, ray://HOST:PORT, or tcp://HOST:PORT of a Dask scheduler")
+        str | None,
+        typer.Option(metavar="ADDRESS", help="share the work: ray, ray://HOST:PORT, or tcp://HOST:PORT of a Dask scheduler"),
     ] = None,
     top: Top = 15,
     as_json: AsWholeJson = False,
 ) -> None:
-    """Recompute every metric under other recipes, add them to the record, and show what would have changed.
+    """Recompute every metric of a run under other recipes, and add the results to its record.
 
     Tensors are listed by relative error under the scales in use, worst first; medians over all steps.
     """
@@ -61,7 +62,7 @@ def replay_command(
     parsed = [parse_recipe(name) for name in recipe]
     storage = find_run(run)
     recipes = ", ".join(wanted.name for wanted in parsed)
-    print_text(console(stderr=as_json), f"replay adds rows under {recipes} to the table `replayed` of {storage}.")
+    print_text(console(stderr=True), f"replay adds rows under {recipes} to the table `replayed` of {storage}.")
     with show_progress(f"reading {run}", *(f"recomputing under {wanted.name}" for wanted in parsed)) as over:
         frames = {"in use": replay(storage, None, source, cluster)}
         if frames["in use"].is_empty():
@@ -76,8 +77,22 @@ def replay_command(
         plain = [{"recipe": name, **row} for name, rows in _medians(frames).items() for row in rows.to_dicts()]
         print_json({"run": str(storage), "added": added, "tensors": plain})
         return
-    _print_replayed(frames, top)
-    print_text(console(), f"added {added} rows to the table `replayed` of {storage}")
+    medians, out = _medians(frames), console()
+    print_text(out, f"{_tell_best(medians)} We added {format_count(added, 'row')} to the table `replayed` of {storage}.")
+    _print_replayed(medians, top)
+    print_next(out, ["view", run])
+
+
+def _tell_best(medians: dict[str, pl.DataFrame]) -> str:
+    """Return the recipe with the lowest relative error, in a sentence."""
+    errors = {name: rows["relative_error"].median() for name, rows in medians.items()}
+    known = {name: float(error) for name, error in errors.items() if isinstance(error, (int, float))}
+    if not known:
+        return "No relative error is known."
+    best = min(known, key=lambda name: known[name])
+    own = f", {format_number(known['in use'])} in use" if best != "in use" and "in use" in known else ""
+    which = "The scales in use have" if best == "in use" else f"{best} has"
+    return f"{which} the lowest relative error: {format_number(known[best])} in the median of all tensors{own}."
 
 
 def _medians(frames: dict[str, pl.DataFrame]) -> dict[str, pl.DataFrame]:
@@ -86,18 +101,18 @@ def _medians(frames: dict[str, pl.DataFrame]) -> dict[str, pl.DataFrame]:
     }
 
 
-def _print_replayed(frames: dict[str, pl.DataFrame], top: int) -> None:
-    medians = _medians(frames)
+def _print_replayed(medians: dict[str, pl.DataFrame], top: int) -> None:
     listed, experts = split_experts(medians["in use"])
-    what = f"{len(listed)} tensors" + (", experts of a layer as one" if len(experts) else "")
-    headings = [f"{metric} {name}" for metric in ("relative error", "underflow %", "overflow %") for name in frames]
+    what = format_count(len(listed), "tensor") + (", experts of a layer as one" if len(experts) else "")
+    metrics = ("relative error", "underflow %", "overflow %")
+    columns = [Column(f"{metric} {name}", rank=rank) for rank, metric in enumerate(metrics) for name in medians]
     worst = listed.sort("relative_error", descending=True, nulls_last=True).head(top)
     by_key = {name: {(r["layer"], r["role"]): r for r in rows.to_dicts()} for name, rows in medians.items()}
     rows = []
     for layer, role in worst.select("layer", "role").rows():
-        found = [by_key[name].get((layer, role), {}) for name in frames]
-        rows.append((layer, SHOWN_AS[role], *(format_number(row.get(metric)) for metric in _SHOWN for row in found)))
-    print_rows(console(), f"{what}, worst first; medians over all steps", (*TENSOR, *map(Column, headings)), rows)
+        found = [by_key[name].get((layer, role), {}) for name in medians]
+        rows.append((SHOWN_AS[role], layer, *(format_number(row.get(metric)) for metric in _SHOWN for row in found)))
+    print_table(console(), f"{what}, worst first; medians over all steps", (*TENSOR, *columns), rows)
 
 
 # --- audit ----------------------------------------------------------------------------------------------------------------
@@ -105,16 +120,19 @@ def _print_replayed(frames: dict[str, pl.DataFrame], top: int) -> None:
 
 def audit_command(
     checkpoint: Annotated[
-        Path, typer.Argument(help="folder of Megatron, NeMo 2 or DCP, safetensors, or a file of torch.save or Lightning")
+        Path,
+        typer.Argument(
+            metavar="CHECKPOINT", help="folder of Megatron, NeMo 2, DCP or safetensors, or a file of torch.save or Lightning"
+        ),
     ],
     layers: Annotated[
         list[str] | None,
-        typer.Option(metavar="PATTERN", help="only weights whose names match this pattern; may be repeated"),
+        typer.Option(metavar="PATTERN", help="only weights whose names match, such as '*.mlp.*'; may be repeated"),
     ] = None,
     recipe: Annotated[
-        str, typer.Option(metavar="RECIPE", help="FP8 recipe to serve in, a name or JSON; its format of weights counts")
+        str, typer.Option(metavar="RECIPE", help="FP8 recipe to serve in, a name or JSON; only its format of weights counts")
     ] = "current",
-    top: Annotated[int, typer.Option(metavar="N", help="weights to list", min=1)] = 15,
+    top: Annotated[int, typer.Option(metavar="N", help="weights to list, at most", min=1)] = 15,
     as_json: Annotated[bool, typer.Option("--json", help="print JSON, with every weight")] = False,
 ) -> None:
     """Check a checkpoint's weights: what they lose in FP8 and BF16, and whether stored scales still fit them."""
@@ -122,8 +140,11 @@ def audit_command(
         found = audit(checkpoint, _parse_recipe(recipe), compile_patterns(layers))
     if as_json:
         print_json(found)
-    else:
-        _print_audit(found, top)
+        return
+    _print_audit(found, top)
+    faulty = any(row["nan"] or row["inf"] or lacks_scale(row) for row in found.rows)
+    advice = "save the checkpoint again: the weights above have NaN, infinity or no scale." if faulty else ""
+    print_next(console(), advice or ["audit", str(checkpoint), "--json"])
 
 
 def _parse_recipe(text: str) -> str | dict[str, Any]:
@@ -138,33 +159,24 @@ def _parse_recipe(text: str) -> str | dict[str, Any]:
 
 def _print_audit(found: Audit, top: int) -> None:
     out, fp8 = console(), found.fp8_format.name
-    headings = (
-        "amax",
-        "outliers (log2)",
-        f"{fp8} error %",
-        "underflow %",
-        "stored scale: ratio (log2)",
-        "error %",
-        "overflow %",
-    )
+    for sentence in found.verdict():
+        print_text(out, sentence)
     columns = (
-        *(Column("weight", "name"), Column("dtype", "text")),
-        *(*map(Column, headings), Column("BF16 error %"), Column("stored scale", "text")),
+        *(Column("weight", "name"), Column("dtype", "text", rank=6), Column("amax", rank=2)),
+        *(Column("outliers (log2)", rank=5), Column(f"{fp8} error %"), Column("underflow %", rank=4)),
+        *(Column("BF16 error %", rank=3), Column("stored scale", "text"), Column("its ratio (log2)")),
+        *(Column("its error %", rank=1), Column("its overflow %", rank=4)),
     )
     rows = []
     for row in found.rows[:top]:
         now, stored = row["fp8_current"], row["fp8_stored"] or {}
-        cast = (
-            format_number(row["amax"]),
-            format_number(row["outlier_log2"]),
-            _show_error(now),
-            format_number(now["underflow_pct"]),
-        )
-        kept = format_number(stored.get("scale_ratio_log2")), _show_error(stored), format_number(stored.get("overflow_pct"))
-        rows.append((row["layer"], row["dtype"], *cast, *kept, _show_error(row["bf16"]), stored.get("state", "-")))
-    print_rows(out, f"{found.path}: {found.format}, worst first", columns, rows, entry=" ".join)
-    for sentence in found.verdict():
-        print_text(out, sentence)
+        cast = format_number(row["amax"]), format_number(row["outlier_log2"]), _show_error(now)
+        lost = format_number(now["underflow_pct"]), _show_error(row["bf16"])
+        kept = stored.get("state", ABSENT), format_number(stored.get("scale_ratio_log2")), _show_error(stored)
+        rows.append((row["layer"], row["dtype"], *cast, *lost, *kept, format_number(stored.get("overflow_pct"))))
+    print_table(out, f"{found.path}: {found.format}, worst first", columns, rows)
+    if (left := len(found.rows) - top) > 0:
+        print_text(out, f"and {left:,} more; --top {len(found.rows)} prints them")
 
 
 def _show_error(cast: dict[str, Any]) -> str:

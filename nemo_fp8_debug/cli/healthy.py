@@ -12,9 +12,9 @@ from ..analysis.bands.bands import FEWEST, Bands
 from ..analysis.loss.gap import CHECK_DATA
 from ..analysis.loss.gate import CANNOT_TELL, ERROR, FAIL, PASS, PUBLISHED, THIS_PAIR, TRAINING, Acceptance, Gate, accept
 from ..analysis.runs.run import Run
-from ..core.text import format_number
+from ..core.text import format_count, format_number
 from ..errors import ConfigError, RecordError
-from .console import AsJson, By, console, print_json, print_text, show_progress
+from .console import AsJson, By, console, print_json, print_next, print_notes, print_text, repeat_option, show_progress
 
 EXAMPLES = {
     "gate": (
@@ -32,21 +32,28 @@ STATUS = {PASS: 0, FAIL: 1, CANNOT_TELL: 3}
 
 
 def gate_command(
-    run: Annotated[list[Path], typer.Argument(help="folder of the run, or one above it; several seeds of a recipe")],
+    run: Annotated[
+        list[Path], typer.Argument(metavar="RUN...", help="folder of the run, or one above it; several: seeds of one recipe")
+    ],
     baseline: Annotated[
         list[Path],
-        typer.Option("--baseline", "--good", metavar="RUN", help="a run that went well; may be repeated, one for each RUN"),
+        typer.Option("--baseline", "--good", metavar="BASELINE", help="a good run; repeat it, once for each RUN"),
     ],
-    max_gap: Annotated[
-        str, typer.Option(metavar="PERCENT", help="percent that the mean loss may lie above the baseline's: 0.5%")
-    ],
-    last: Annotated[str, typer.Option(metavar="PERCENT", help="part of the steps, from the end, whose mean counts")] = "20%",
-    after: Annotated[int | None, typer.Option(metavar="STEP", help="instead: the steps after this one")] = None,
+    max_gap: Annotated[str, typer.Option(metavar="PERCENT", help="maximum loss gap over the baseline, e.g. 0.5%")],
+    last: Annotated[
+        str, typer.Option(metavar="PERCENT", help="share of the steps, from the end, whose mean loss is compared")
+    ] = "20%",
+    after: Annotated[
+        int | None, typer.Option(metavar="STEP", help="compare the mean loss of all steps after this one instead")
+    ] = None,
     by: By = "step",
     as_json: AsJson = False,
 ) -> None:
-    """Accept a run or not. Exit with 0 if the gap is below the limit, 1 if it is above or the loss is far below the
-    baseline's, 3 if we cannot tell."""
+    """Accept a run if its loss is close enough to a good run's.
+
+    Exit status: 0 if the gap is below the limit, 1 if it is above or the loss is far below the baseline's, 3 if we cannot
+    tell, 2 for wrong usage.
+    """
     limit, part = _parse_percent(max_gap, "--max-gap"), _parse_percent(last, "--last") / 100
     runs, baselines = ([Run.read(path, by, held=0) for path in paths] for paths in (run, baseline))
     found = accept(runs, baselines, limit, part, after)
@@ -56,22 +63,34 @@ def gate_command(
     if as_json:
         print_json(found)
     else:
-        for line in tell_outcome(found, runs[0].unit):
-            print_text(console(), line)
+        out, (first, *others) = console(), tell_outcome(found, runs[0].unit)
+        print_text(out, first)
+        print_notes(out, others)
+        print_next(out, _choose_next(found, run, baseline, max_gap))
     raise typer.Exit(STATUS[found.outcome])
+
+
+def _choose_next(found: Acceptance, run: list[Path], baseline: list[Path], max_gap: str) -> str | list[str]:
+    runs = [str(run[0]), *repeat_option("--baseline", baseline)]
+    if found.outcome == FAIL:
+        return ["diagnose", *runs]
+    if found.outcome == PASS:
+        return "accept the run. It is as good as its baseline, within the limit."
+    return f"train on, or repeat with more seeds: nemo-fp8-debug gate RUN... --baseline BASELINE... --max-gap {max_gap}"
 
 
 def _parse_percent(text: str, option: str) -> float:
     try:
         return float(text.strip().removesuffix("%"))
     except ValueError:
-        raise ConfigError(f"{option} {text!r} is no percentage; write it like 0.5%") from None
+        raise ConfigError(f"{option} {text!r} is no percentage; write it as 0.5%") from None
 
 
 def tell_outcome(found: Acceptance, unit: str) -> list[str]:
-    """The answer in a line, and what to bear in mind."""
+    """Return the answer, and what to bear in mind."""
     first, decisive = found.loss.gaps[0], found.gates[found.decisive]
-    lines = [f"{found.outcome.upper()}: {_tell_gap(found.decisive, decisive, unit)}; limit {decisive.max_gap:g}%."]
+    limit = format_number(decisive.max_gap, "%")
+    lines = [f"{found.outcome.upper()}: {_tell_gap(found.decisive, decisive, unit)}; limit {limit}."]
     if any(each.is_far_below for each in found.gates.values()):
         lines.append(f"A loss far below the baseline's does not pass. {CHECK_DATA}")
     if found.outcome == CANNOT_TELL:
@@ -91,15 +110,17 @@ def tell_outcome(found: Acceptance, unit: str) -> list[str]:
 
 
 def _tell_gap(name: str, each: Gate, unit: str) -> str:
-    """A gap, in a clause."""
-    (low, high), gap = each.bounds, each.gaps[0]
-    where = f"{unit}s {gap.first} to {gap.last}, {gap.n} {'losses' if name == TRAINING else 'evaluations'}"
+    """Return a gap as a clause."""
+    low, high = (format_number(bound, "%", signed=True) for bound in each.bounds)
+    gap = each.gaps[0]
+    n = format_count(gap.n, *(("loss", "losses") if name == TRAINING else ("evaluation",)))
+    where = f"{unit}s {gap.first} to {gap.last}, {n}"
     of = each.of if name == TRAINING else f"{each.of} ({name})"
     sure = 100 * (1 - ERROR / each.together)
-    above = f"{sure:.3g}% sure above {low:+.3g}%"
-    below = f"and {'' if each.together == 1 else '95% sure '}below {high:+.3g}%"
+    above = f"{format_number(sure, '%')} sure above {low}"
+    below = f"and {'' if each.together == 1 else '95% sure '}below {high}"
     range_ = " of the range of the baseline's losses" if gap.of_range else ""
-    return f"the gap of {of} is {each.gap:+.3g}%{range_}, {above} {below} ({where})"
+    return f"the gap of {of} is {format_number(each.gap, '%', signed=True)}{range_}, {above} {below} ({where})"
 
 
 def _tell_missing(found: Gate, unit: str) -> str:
@@ -114,26 +135,29 @@ def _tell_missing(found: Gate, unit: str) -> str:
 
 
 def learn_command(
-    runs: Annotated[list[Path], typer.Argument(help="folders of runs that went well")],
-    output: Annotated[Path, typer.Option(metavar="FILE", help="file to write; one that is there is not overwritten")],
+    runs: Annotated[list[Path], typer.Argument(metavar="RUNS...", help="folders of good runs")],
+    output: Annotated[Path, typer.Option(metavar="FILE", help="output file, e.g. bands.parquet; must not exist")],
     as_json: AsJson = False,
 ) -> None:
-    """Learn what healthy runs do, so that a run without a baseline is judged by them: `diagnose RUN --bands FILE`."""
+    """Learn what your healthy runs do, to judge later runs that have no baseline."""
     if output.exists():
-        raise ConfigError(f"{output} is there already, and is not overwritten")
+        raise ConfigError(f"{output} exists and is not overwritten; name another file")
     with show_progress(*(f"reading {path}" for path in runs)) as over:
         bands = Bands.learn(_read_runs(runs, over))
     bands.write(output)
     kinds = bands.table.select("purpose", "role", "recipe", "part").unique()
     judged = bands.table.filter(bands.table["runs"] >= FEWEST).select(kinds.columns).unique()
-    told = f"{output}: {bands.runs} runs of {', '.join(bands.families) or 'unknown models'}, {len(kinds)} kinds of operands"
-    if len(judged) < len(kinds):
-        told += f"; {len(kinds) - len(judged)} of them come from fewer than {FEWEST} runs, and are not judged by"
     if as_json:
         plain = {"runs": bands.runs, "families": list(bands.families), "kinds": len(kinds), "judged": len(judged)}
         print_json({"output": str(output), **plain})
-    else:
-        print_text(console(), told)
+        return
+    out, n = console(), format_count(bands.runs, "run")
+    families = ", ".join(bands.families) or "unknown models"
+    kinds_told = format_count(len(kinds), "kind of operand", "kinds of operands")
+    print_text(out, f"We learned bands for {len(judged)} of {kinds_told} from {n} of {families}, and wrote {output}.")
+    if len(judged) < len(kinds):
+        print_notes(out, [f"The other kinds come from fewer than {FEWEST} runs and judge nothing. Add runs to judge them."])
+    print_next(out, f"nemo-fp8-debug diagnose RUN --bands {output}")
 
 
 def _read_runs(runs: list[Path], over: Callable[[], None]) -> Iterator[Run]:

@@ -9,14 +9,14 @@ from typing import Annotated
 
 import typer
 
+from ..core.text import ARROW, Column, format_count, format_number
 from ..errors import ConfigError
 from ..numerics.metric_names import name_metric
 from ..record.imports import import_logs
 from ..record.merging import Compacted, Size, compact, copy_record
 from ..record.schema import SCHEMAS
 from ..record.views import sql_views
-from .console import AsJson, Record, console, print_json, print_text, show_progress
-from .listing import Column, print_rows
+from .console import AsJson, Record, console, print_json, print_next, print_notes, print_table, print_text, show_progress
 
 EXAMPLES = {
     "import": (
@@ -44,11 +44,13 @@ EXAMPLES = {
 
 
 def import_command(
-    logs: Annotated[Path, typer.Argument(help="a log of nvdlfw_inspect or msProbe, or a folder of the logs of one run")],
-    output: Annotated[str, typer.Argument(help="folder for the record, or any fsspec address")],
+    logs: Annotated[
+        Path, typer.Argument(metavar="LOGS", help="a log of nvdlfw_inspect or msProbe, or a folder of the logs of one run")
+    ],
+    output: Annotated[str, typer.Argument(metavar="RUN", help="new folder for the record, or any fsspec address")],
     as_json: AsJson = False,
 ) -> None:
-    """Make a record of what another tool logged, for compare and TensorBoard."""
+    """Turn what another tool logged into a record, for all commands and TensorBoard."""
     with show_progress(f"reading {logs}"):
         found = import_logs(logs, output)
     steps = sorted(found.rows)
@@ -59,34 +61,33 @@ def import_command(
         print_json({**told, "metrics": found.mapped, "left_out": found.left_out})
         return
     out = console()
-    print_text(out, f"Imported {len(found.files)} {found.tool} {'file' if len(found.files) == 1 else 'files'} into {output}")
-    print_text(out, f"  steps    {len(steps)}, {steps[0]} to {steps[-1]}")
-    print_text(out, f"  tensors  {len(found.tensors)}")
-    print_text(out, f"  metrics  {', '.join(f'{name_metric(metric)} {n}' for metric, n in sorted(found.mapped.items()))}")
-    print_text(out, f"  losses   {losses or 'none in the logs'}")
-    if found.left_out:
-        print_text(out, "Left out")
-        for what, n in sorted(found.left_out.items()):
-            print_text(out, f"  {n:>8}  {what}")
+    what = f"{format_count(len(found.files), f'{found.tool} file')} into {output}"
+    which = f"{format_count(len(found.tensors), 'tensor')} at {format_count(len(steps), 'step')} ({steps[0]} to {steps[-1]})"
+    print_text(out, f"We imported {what}: {which}, {format_count(losses, 'loss', 'losses') if losses else 'no losses'}.")
+    rows = [(name_metric(metric), f"{n:,}") for metric, n in sorted(found.mapped.items())]
+    print_table(out, "Values by metric", (Column("metric", "text"), Column("values")), rows)
+    left = [(what, f"{n:,}") for what, n in sorted(found.left_out.items())]
+    print_table(out, "Left out", (Column("what", "text"), Column("values")), left)
+    print_next(out, ["diagnose", output])
 
 
 # --- view -----------------------------------------------------------------------------------------------------------------
 
 
 def view_command(
-    runs: Annotated[list[str], typer.Argument(help="folders of runs, or above some", metavar="RUNS...")],
+    runs: Annotated[list[str], typer.Argument(metavar="RUNS...", help="folders of runs, or above some")],
     host: Annotated[str, typer.Option(metavar="NAME", help="name or address of this machine to listen at")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(metavar="PORT", help="port to listen at; 0: any that is free", min=0, max=65535)] = 0,
+    port: Annotated[int, typer.Option(metavar="PORT", help="port to listen at; 0 takes any free one", min=0, max=65535)] = 0,
     open_: Annotated[bool, typer.Option("--open/--no-open", help="open the page in a browser")] = False,
     export: Annotated[
         Path | None,
-        typer.Option(help="write the page into this new folder, to open without a server", metavar="FOLDER"),
+        typer.Option(metavar="FOLDER", help="write the page into this new folder instead, to open without a server"),
     ] = None,
 ) -> None:
-    """Show the tab's page without TensorBoard: serve it, or write it into a folder."""
+    """Show runs in the browser, without TensorBoard."""
     for address in runs:
         if "://" not in address and not Path(address).is_dir():
-            raise ConfigError(f"{address} is not a folder; name a run's folder or one above some")
+            raise ConfigError(f"{address} is not a folder; name the folder of a run, or one above some")
     if export is not None:
         _export(export, runs)
     else:
@@ -98,7 +99,9 @@ def _export(folder: Path, runs: list[str]) -> None:
 
     with show_progress(f"writing {folder}"):
         files, size = export_page(folder, runs)
-    print_text(console(), f"Wrote {files} files, {size / 1e6:.1f} MB. Open {folder / 'index.html'} in a browser.")
+    out = console()
+    print_text(out, f"We wrote {format_count(files, 'file')}, {format_number(size / 1e6)} MB, into {folder}.")
+    print_next(out, f"open {folder / 'index.html'} in a browser.")
 
 
 def _serve(runs: list[str], host: str, port: int, open_: bool) -> None:
@@ -108,15 +111,14 @@ def _serve(runs: list[str], host: str, port: int, open_: bool) -> None:
     with contextlib.suppress(KeyboardInterrupt), bind_server(name_roots(runs), host, port) as serving:
         name = f"[{host}]" if ":" in host else host
         address = f"http://{name}:{serving.port}/"
-        print_text(console(), f"FP8 page of {', '.join(runs)} at {address} (Ctrl+C ends it)")
+        print_text(console(), f"Serving {', '.join(runs)} at {address}")
+        print_next(console(), f"open {address} in a browser. Ctrl+C ends the server.")
         if open_:
             webbrowser.open(address)
         serving.serve_forever()
 
 
 # --- compact --------------------------------------------------------------------------------------------------------------
-
-_HEADINGS = ("files", "rows", "MB")
 
 
 def compact_command(
@@ -127,15 +129,17 @@ def compact_command(
     ] = None,
     every: Annotated[
         int,
-        typer.Option("--histograms-every", metavar="N", help="keep histograms of one sample in N steps", min=1),
+        typer.Option("--histograms-every", metavar="N", help="keep the histograms of one sample in N steps", min=1),
     ] = 1,
-    killed: Annotated[bool, typer.Option("--killed", help="the run is over, though its record does not say so")] = False,
+    killed: Annotated[
+        bool, typer.Option("--killed", help="the run was killed: its record does not say that it has ended")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Merge a record into few files. Every row stays, except histograms if you ask for fewer.
 
     Steps that triggers sampled, or that have NaN or infinity, keep their histograms, and so does the last sample. The
-    run must have ended. A compaction that is interrupted loses nothing; start it again.
+    run must have ended. If a compaction is interrupted, nothing is lost; start it again.
     """
     copying = [f"copying {run}"] if output else []
     with show_progress(*copying, *(f"merging {table}" for table in SCHEMAS)) as over:
@@ -151,16 +155,18 @@ def compact_command(
 
 
 def _print_sizes(done: Compacted) -> None:
-    out = console()
-    columns = (Column("table", "name"), *(Column(f"{name} {when}") for name in _HEADINGS for when in ("before", "after")))
-    sizes = {**done.before, "all": _add_up(done.before)}
-    after = {**done.after, "all": _add_up(done.after)}
-    rows = [_show_sizes(table, size, after.get(table, Size(0, 0, 0))) for table, size in sizes.items()]
-    print_rows(out, str(done.run), columns, rows, entry=" ".join)
+    out, before, after = console(), _add_up(done.before), _add_up(done.after)
+    files = f"{format_count(before.files, 'file')} into {after.files:,}"
+    sizes = f"{format_number(before.bytes / 1e6)} {ARROW} {format_number(after.bytes / 1e6)} MB"
+    print_text(out, f"We merged {files} in {done.run}: {sizes}.")
+    headings = ("files", "rows", "MB")
+    columns = (Column("table", "text"), *(Column(f"{name} {when}") for name in headings for when in ("before", "after")))
+    rows = [_show_sizes(table, size, done.after.get(table, Size(0, 0, 0))) for table, size in done.before.items()]
+    print_table(out, "Tables", columns, [*rows, _show_sizes("all", before, after)])
     if done.left:
-        print_text(
-            out, f"Left as they were, since they cannot be read whole: {len(done.left)} parts, the first {done.left[0]}"
-        )
+        parts = format_count(len(done.left), "part")
+        print_notes(out, [f"{parts} cannot be read whole and stayed as they were; the first is {done.left[0]}."])
+    print_next(out, ["view", str(done.run)])
 
 
 def _add_up(sizes: dict[str, Size]) -> Size:
@@ -169,9 +175,8 @@ def _add_up(sizes: dict[str, Size]) -> Size:
 
 
 def _show_sizes(table: str, before: Size, after: Size) -> tuple[str, ...]:
-    counts = ((str(before.files), str(after.files)), (str(before.rows), str(after.rows)))
-    size = f"{before.bytes / 1e6:.3g}", f"{after.bytes / 1e6:.3g}"
-    return table, *(cell for pair in (*counts, size) for cell in pair)
+    counts = (f"{count:,}" for count in (before.files, after.files, before.rows, after.rows))
+    return table, *counts, *(format_number(size.bytes / 1e6) for size in (before, after))
 
 
 # --- sql ------------------------------------------------------------------------------------------------------------------
@@ -179,10 +184,11 @@ def _show_sizes(table: str, before: Size, after: Size) -> tuple[str, ...]:
 
 def sql_command(
     run: Record,
-    engine: Annotated[str, typer.Option(metavar="duckdb|spark", help="whose SQL it is")] = "duckdb",
+    engine: Annotated[str, typer.Option(metavar="duckdb|spark", help="engine that runs the SQL")] = "duckdb",
 ) -> None:
-    """Print SQL that makes views over the record's Parquet files, in DuckDB or Spark.
+    """Print SQL that makes a view of each table of a record, for DuckDB or Spark.
 
-    Each table has the rows that read_record gives: the latest attempt's of a step, each once, with today's names.
+    A view has the rows that read_record returns: each row once, of a step's latest attempt, with today's names.
     """
     print(sql_views(run, engine), end="")
+    print_next(console(stderr=True), f"run this SQL in {engine}, then query the views.")

@@ -11,17 +11,16 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.markup import escape
 
 from ..core.keys import SHOWN_AS
+from ..core.text import Column, format_count, format_number
 from ..errors import ConfigError, RecordError, warn
 from ..options.control_file import NAME, Control
 from ..plan.plan import PLAN, TAKEN, Plan
 from ..record.reader import find_run, read_status
 from ..record.schema import STATUS
 from ..record.storage import Storage
-from .console import AsJson, Record, console, print_json, print_text
-from .listing import Column, print_rows
+from .console import AsJson, Record, console, print_json, print_next, print_table, print_text
 
 EXAMPLES = {
     "control": (
@@ -41,7 +40,7 @@ Patterns = list[str] | None
 
 def control_command(
     run: Record,
-    interval: Annotated[int | None, typer.Option(metavar="STEPS", help="sampling interval in steps")] = None,
+    interval: Annotated[int | None, typer.Option(metavar="STEPS", help="steps between two samples")] = None,
     layers: Annotated[
         Patterns, typer.Option(metavar="PATTERN", help="layers to sample, such as 'layers.3.*'; may be repeated")
     ] = None,
@@ -49,70 +48,73 @@ def control_command(
         Patterns, typer.Option(metavar="ROLE", help="operands to sample: input, weight or grad_output; may be repeated")
     ] = None,
     what_if: Annotated[
-        Patterns, typer.Option(metavar="RECIPE", help="a what-if recipe, such as 'current-e4m3'; may be repeated")
+        Patterns,
+        typer.Option(metavar="RECIPE", help="recipe to try on each sample, e.g. current-e4m3; may be repeated"),
     ] = None,
     dump: Annotated[
         Patterns, typer.Option(metavar="PATTERN", help="layers to dump, such as 'layers.3.*'; may be repeated")
     ] = None,
     steps: Annotated[
-        int | None, typer.Option(metavar="N", help="sample each of so many steps, and dump only in these")
+        int | None, typer.Option(metavar="N", help="sample each of the next N steps, and dump in these alone")
     ] = None,
-    reset: Annotated[bool, typer.Option("--reset", help="go back to the settings that the run was started with")] = False,
+    reset: Annotated[bool, typer.Option("--reset", help="return to the settings that the run started with")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Change what a run samples and dumps while it goes on; without options, show what the last change did.
+    """Change what a running job samples and dumps. Without options, show what the last change did.
 
-    A setting that is not given is as the run was started with. The run reads the settings before each sampled step.
+    A setting that you leave out is the one that the run started with. The run reads the settings before each sampled step.
     """
     storage = find_run(run)
     given = {"interval": interval, "layers": layers, "roles": roles, "what_if": what_if, "dump": dump}
     wanted = {name: tuple(v) if isinstance(v, list) else v for name, v in given.items() if v}
     if reset or wanted or steps is not None:
-        # Read back as the run will read it, so that it is refused here and not there.
+        # Parsed as the run will parse it, so that mistakes show here.
         control = Control.parse("" if reset else str(Control(wanted, steps)))
-        heard = _last_heard_of(storage)
+        last = _tell_last_status(storage)
         _write(storage, str(control))
         if as_json:
             print_json({"wrote": storage.path(NAME), "settings": str(control)})
         else:
-            print_text(console(), f"wrote {storage.path(NAME)}; the run applies it from its next sampled step on{heard}")
+            print_text(console(), f"We wrote {storage.path(NAME)}. The run applies it from its next sampled step on{last}.")
+            print_next(console(), ["control", run])
     elif as_json:
         print_json(_read_status(storage))
     else:
         _print_status(storage)
+        print_next(console(), ["control", run, "--help"])
 
 
-def _last_heard_of(storage: Storage) -> str:
-    """When the run last wrote its status, in words.
+def _tell_last_status(storage: Storage) -> str:
+    """Return when the run last wrote its status, in words.
 
     Raises:
-        RecordError: that was when it ended.
+        RecordError: the run has ended.
     """
     try:
         status = read_status(storage)
         step = "before its first sample" if status["step"] is None else f"at step {int(status['step'])}"
         time, ended = _as_time(status["time"]), status.get("ended") is not None
-    except Exception:  # an earlier version's, or damaged: the run itself can do without
+    except Exception:  # written by an earlier version, or damaged: the run does not need it
         return ""
     if ended:
         raise RecordError(
             f"the run in {storage} ended on {time}, {step} or later, and applies no more changes; nothing was written. "
-            f"To have it hold when the run is resumed or started again, write {storage.path(NAME)} yourself"
+            f"To change the run when it is resumed or started again, write {storage.path(NAME)} yourself"
         )
-    return f" (last heard of on {time}, {step})"
+    return f" (its last status is of {time}, {step})"
 
 
 def _as_time(seconds: float) -> str:
     try:
         return datetime.fromtimestamp(seconds).astimezone().isoformat(" ", "seconds")
-    except (ValueError, OverflowError, OSError, TypeError):  # it is damaged
+    except (ValueError, OverflowError, OSError, TypeError):  # damaged
         return "an unknown day"
 
 
 def _write(storage: Storage, text: str) -> None:
     try:
         storage.write(NAME, text.encode())
-    except Exception as error:  # every driver of a remote file system has errors of its own
+    except Exception as error:  # each driver of a remote file system has its own errors
         raise RecordError(f"{storage.path(NAME)} cannot be written: {error}") from None
 
 
@@ -120,7 +122,7 @@ def _read_status(storage: Storage) -> dict[str, Any]:
     """Return the status of a run, with its control and dumps.
 
     Raises:
-        RecordError: there is none, or none that can be read.
+        RecordError: there is no status, or it cannot be read.
     """
     status = read_status(storage)
     try:
@@ -137,22 +139,22 @@ def _print_status(storage: Storage) -> None:
     at = "not sampled yet" if status.get("step") is None else f"at step {status['step']}"
     try:
         progress = _tell_progress(dump)
-    except (TypeError, ValueError, OverflowError) as error:  # what should be numbers is something else
+    except (TypeError, ValueError, OverflowError) as error:  # not numbers
         raise RecordError(f"{storage.path(STATUS)} cannot be read: {error}") from None
     out = console()
-    print_text(out, f"{storage}, {at}")
+    print_text(out, f"The run in {storage} has {'ended' if ended else 'not ended'}, {at}.")
     rows = [(key, str(value).strip()) for key, value in {**ended, **shown, **progress}.items()]
-    print_rows(out, "Status", (Column("what", "name"), Column("value", "text")), rows, entry=" ".join)
+    print_table(out, "Status", (Column("what", "text"), Column("value", "text")), rows)
 
 
 def _tell_progress(dump: dict[str, Any]) -> dict[str, str]:
     def readable(name: str) -> str:
-        return f"{float(dump.get(name, 0)) / (1 << 30):.3g} GiB"
+        return format_number(float(dump.get(name, 0)) / (1 << 30), " GiB")
 
     if not dump:
         return {}
     return {
-        "dumped": f"{dump.get('tensors', 0)} tensors, {readable('bytes')}; {readable('bytes_waiting')} wait to be written",
+        "dumped": f"{dump.get('tensors', 0)} tensors, {readable('bytes')}; {readable('bytes_waiting')} are being written",
         "budget": f"{readable('budget_left_bytes')} left of {readable('budget_bytes')}",
         **{f"left out, {n} tensors": str(why) for why, n in dict(dump.get("left_out") or {}).items()},
     }
@@ -162,37 +164,46 @@ def _tell_progress(dump: dict[str, Any]) -> dict[str, str]:
 
 
 def rescue_command(
-    plan: Annotated[Path, typer.Argument(help="file of a plan, which `recommend --output` writes")],
-    run: Annotated[list[str], typer.Argument(help="after --: the command that resumes the run", metavar="-- COMMAND...")],
+    plan: Annotated[Path, typer.Argument(metavar="PLAN", help="file of a plan, which `recommend --output` writes")],
+    run: Annotated[list[str], typer.Argument(metavar="-- COMMAND...", help="the command that resumes the run")],
 ) -> None:
-    """Resume a failing run under a plan: runs the command that resumes it from a checkpoint before the failure.
+    """Run a resume command with a plan applied.
 
-    The callbacks of this package in that run apply the plan. The exit status is that of the command.
+    Resume from a checkpoint before the failure. The callbacks of this package in that run apply the plan. The exit status
+    is the command's.
     """
     changes = Plan.load(plan).changes
     if not changes:
-        raise ConfigError(f"{plan} has no changes: the run would go as it went before")
+        raise ConfigError(f"{plan} has no changes, so the run would not differ")
+    out = console()
+    print_text(out, f"We run the command with {format_count(len(changes), 'change')} of {plan} applied.")
+    columns = (Column("layer", "name"), Column("tensors", "text"), Column("recipe", "text"))
+    rows = []
     for change in changes:
         how = change.recipe + (", multiplied in BF16" if change.multiply_in_bf16 else "")
-        roles = ", ".join(SHOWN_AS[role] for role in change.roles)
-        console().print(f"{escape(change.layer)}: {roles} in {escape(how)}", highlight=False, soft_wrap=True)
+        rows.append((change.layer, ", ".join(SHOWN_AS[role] for role in change.roles), how))
+    print_table(out, "Changes", columns, rows)
+    out.print()
+    out.file.flush()
     with tempfile.TemporaryDirectory() as folder:
         taken = Path(folder) / "taken"
         status = _run_command(run, {PLAN: str(plan.resolve()), TAKEN: str(taken)})
         if not taken.exists():
             warn(
-                "no process on this host took the plan up: does the run have FP8DebugCallback, FP8EmulationCallback, "
-                "FP8PlanCallback or apply_plan in it?"
+                "no process on this host applied the plan: the run needs FP8DebugCallback, FP8EmulationCallback, "
+                "FP8PlanCallback or apply_plan"
             )
+    done = "nemo-fp8-debug diagnose on the resumed run shows whether the plan helped."
+    print_next(out, done if status == 0 else f"the command ended with status {status}; read its last lines.")
     raise typer.Exit(status)
 
 
 def _run_command(command: list[str], added: dict[str, str]) -> int:
-    """The exit status of a command; it alone answers to signals, as it would without us."""
+    """Return the exit status of a command. Signals reach the command alone, as they would without us."""
     try:
         process = subprocess.Popen(command, env=os.environ | added)
     except OSError as error:
-        raise ConfigError(f"{command[0]} cannot be run: {error.strerror}") from None
+        raise ConfigError(f"cannot run {command[0]}: {error.strerror}") from None
     terminate = signal.signal(signal.SIGTERM, lambda number, frame: process.send_signal(number))
     interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to the command as well
     try:

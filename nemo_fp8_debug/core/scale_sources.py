@@ -34,6 +34,22 @@ def classify_sources(sources: Iterable[str | None], fingerprint: Mapping[str, An
     return HIGH_PRECISION if found and not found & {UNKNOWN, None} and asked == "auto" else NOT_READ
 
 
+def mark_unquantized(source: str | None, known: str) -> str:
+    """Return what to write next to an operand that a run which quantizes leaves alone; empty for the others.
+
+    Args:
+        source: the operand's, as in the column `scale_source`.
+        known: as `classify_sources` returns it.
+
+    Example:
+        >>> mark_unquantized("not quantized", QUANTIZED), mark_unquantized("engine", QUANTIZED)
+        ('not quantized', '')
+    """
+    if known != QUANTIZED or source not in _AS_IF:
+        return ""
+    return "unknown" if source in (UNKNOWN, None) else "not quantized"
+
+
 def describe_quantization(known: str, name: str = "the run") -> str | None:
     """Return a sentence on how to read a run's metrics, or None if the run is quantized.
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import codecs
+import contextlib
 import math
+import os
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TextIO
 
 MINUS, ELLIPSIS, ARROW = "\u2212", "\u2026", "->"
 #: what a table shows for a value that is absent
@@ -17,9 +19,9 @@ _SMALLEST, _LARGEST = 1e-4, 1e6
 #: sizes from which a power of two is easier to read as one
 _SMALL_POWER, _LARGE_POWER = 1e-3, 1e4
 
-#: columns that a name and a text keep at least, if there is room for that
-_NAME, _TEXT = 20, 24
 _GAP = "  "
+#: columns that a name and a text keep, if there is room for that, and lines that a heading takes
+_NAME, _TEXT, _HEADING_LINES = 20, 24, 2
 
 
 def format_number(value: float | None, unit: str = "", prefix: str = "", signed: bool = False, digits: int = 3) -> str:
@@ -91,11 +93,13 @@ class Column:
         heading: above it.
         kind: a `name` is shortened in its middle, a `text` is wrapped, and a `number` stands on the right.
         rank: 0 keeps the column at any width. The column of the highest rank is the first to go.
+        least: characters that a text keeps, if there is room for them.
     """
 
     heading: str
     kind: Literal["name", "text", "number"] = "number"
     rank: int = 0
+    least: int = _TEXT
 
 
 #: the two columns that say which tensor a row is about
@@ -117,8 +121,8 @@ def lay_out(columns: Sequence[Column], rows: Sequence[Sequence[str]], width: int
 
     Args:
         rows: a text for each column.
-        width: columns of the terminal; None: as wide as need be. Columns go, names are shortened and texts are wrapped
-            to keep to it.
+        width: columns of the terminal; None: as wide as need be. To keep to it, columns go, names lose their middle, and
+            texts are wrapped.
 
     Example:
         >>> columns = Column("layer", "name"), Column("amax"), Column("overflow %")
@@ -129,56 +133,71 @@ def lay_out(columns: Sequence[Column], rows: Sequence[Sequence[str]], width: int
         layers.0.fc1   3.83
         layers.1.fc1  1,264
     """
-    cells = {place: [row[place] for row in rows] for place in range(len(columns))}
-    kept = [place for place, column in cells.items() if any(cell not in ("", ABSENT) for cell in column)] or [0]
-    width = width or sum(max(map(len, [columns[place].heading, *cells[place]])) + len(_GAP) for place in kept)
-
-    def measure(place: int, shortest: bool = False) -> int:
-        """Return the least width of a column."""
-        column, longest = columns[place], max(map(len, cells[place]), default=0)
-        most = {"name": _NAME, "text": _TEXT, "number": longest}[column.kind] // (2 if shortest else 1)
-        word = max(map(len, column.heading.split()))
-        return max(min(longest, most), word) if column.kind != "number" or not shortest else longest
-
-    def count_spare(shortest: bool = False) -> int:
-        return width - sum(measure(place, shortest) for place in kept) - len(_GAP) * (len(kept) - 1)
-
-    while count_spare() < 0 and any(columns[place].rank for place in kept):
-        kept.remove(max(kept, key=lambda place: (columns[place].rank, place)))
-    shortest = count_spare() < 0
-    beginning = ""
-    names = [place for place in kept if columns[place].kind == "name"]
-    for place in names:
-        if len(names) == 1 and max(map(len, cells[place])) > measure(place, shortest) + max(0, count_spare(shortest)):
-            beginning, cells[place] = _strip_beginning(cells[place])
-    spare = max(0, count_spare(shortest))
-    widths = {}
-    for place in sorted(kept, key=lambda place: ("name", "number", "text").index(columns[place].kind)):
-        longest = max(map(len, [columns[place].heading, *cells[place]]))
-        least = measure(place, shortest)
-        widths[place] = least + min(spare, max(0, longest - least))
-        spare -= widths[place] - least
-    if (over := sum(widths.values()) + len(_GAP) * (len(kept) - 1) - width) > 0:  # a terminal that is very narrow
-        widest = max(widths, key=lambda place: widths[place])
-        widths[widest] = max(1, widths[widest] - over)
-    shown = {place: _fit(columns[place], cells[place], widths[place]) for place in kept}
-    headings = {place: textwrap.wrap(columns[place].heading, widths[place]) for place in kept}
+    cells = {column: [row[place] for row in rows] for place, column in enumerate(columns)}
+    kept = {column: found for column, found in cells.items() if any(cell not in ("", ABSENT) for cell in found)}
+    kept = kept or dict([*cells.items()][:1])
+    width = width or _add_up([_find_longest(column, found) for column, found in kept.items()])
+    while _add_up([_find_least(*item) for item in kept.items()]) > width and any(column.rank for column in kept):
+        del kept[max(kept, key=lambda column: column.rank)]
+    beginning, names = "", [column for column in kept if column.kind == "name"]
+    if len(names) == 1 and _add_up([_find_longest(*item) for item in kept.items()]) > width:
+        beginning, kept[names[0]] = _strip_beginning(kept[names[0]])
+    widths = _share_width(kept, width)
+    shown = {column: _fit(column, found, widths[column]) for column, found in kept.items()}
+    headings = {column: textwrap.wrap(column.heading, widths[column]) for column in kept}
     tall = max(map(len, headings.values()))
-    above = {place: [""] * (tall - len(lines)) + lines for place, lines in headings.items()}
+    above = {column: [""] * (tall - len(lines)) + lines for column, lines in headings.items()}
+    rule = _GAP.join("─" * widths[column] for column in kept)
+    body = [_join({column: shown[column][i] for column in kept}, widths) for i in range(len(rows))]
+    return Layout([*_join(above, widths), rule], body, beginning)
 
-    def join(lines_of: dict[int, list[str]]) -> list[str]:
-        lines = []
-        for i in range(max(map(len, lines_of.values()))):
-            parts = []
-            for place, lines_here in lines_of.items():
-                part = lines_here[i] if i < len(lines_here) else ""
-                parts.append(part.rjust(widths[place]) if columns[place].kind == "number" else part.ljust(widths[place]))
-            lines.append(_GAP.join(parts).rstrip())
-        return lines
 
-    rule = _GAP.join("─" * widths[place] for place in kept)
-    body = [join({place: shown[place][i] for place in kept}) for i in range(len(rows))]
-    return Layout([*join(above), rule], body, beginning)
+_Cells = Mapping[Column, Sequence[str]]
+
+
+def _add_up(widths: Sequence[int]) -> int:
+    return sum(widths) + len(_GAP) * (len(widths) - 1)
+
+
+def _find_longest(column: Column, cells: Sequence[str]) -> int:
+    return max(map(len, [column.heading, *cells]))
+
+
+def _find_least(column: Column, cells: Sequence[str], is_narrow: bool = False) -> int:
+    """Return the width that a column has to keep.
+
+    Args:
+        is_narrow: names and texts keep half of what they otherwise do.
+    """
+    longest, words = max(map(len, cells), default=0), column.heading.split()
+    most = {"name": _NAME, "text": column.least, "number": longest}[column.kind] // (2 if is_narrow else 1)
+    heading = max(map(len, words))
+    while not is_narrow and len(textwrap.wrap(column.heading, heading)) > _HEADING_LINES:
+        heading += 1
+    return max(longest if column.kind == "number" else min(longest, most), heading)
+
+
+def _share_width(kept: _Cells, width: int) -> dict[Column, int]:
+    """Return the width of each column: what it has to keep, and then names, texts and headings get what is left."""
+    is_narrow = _add_up([_find_least(*item) for item in kept.items()]) > width
+    widths = {column: _find_least(column, cells, is_narrow) for column, cells in kept.items()}
+    for column in sorted(kept, key=lambda column: ("name", "text", "number").index(column.kind)):
+        spare = max(0, width - _add_up([*widths.values()]))
+        widths[column] += min(spare, max(0, _find_longest(column, kept[column]) - widths[column]))
+    if (over := _add_up([*widths.values()]) - width) > 0:  # a terminal that is very narrow
+        widest = max(widths, key=lambda column: widths[column])
+        widths[widest] = max(1, widths[widest] - over)
+    return widths
+
+
+def _join(lines_of: _Cells, widths: Mapping[Column, int]) -> list[str]:
+    """Return the lines of a row from those of its cells."""
+    lines = []
+    for i in range(max(map(len, lines_of.values()))):
+        parts = {column: own[i] if i < len(own) else "" for column, own in lines_of.items()}
+        placed = (f"{part:{'>' if c.kind == 'number' else '<'}{widths[c]}}" for c, part in parts.items())
+        lines.append(_GAP.join(placed).rstrip())
+    return lines
 
 
 def _strip_beginning(names: Sequence[str]) -> tuple[str, list[str]]:
@@ -219,7 +238,29 @@ def _fit(column: Column, cells: Sequence[str], width: int) -> list[list[str]]:
         short = [shorten_name(cell, width) for cell in cells]
         if len(set(short)) == len(set(cells)):
             return [[cell] for cell in short]
-    return [textwrap.wrap(cell, width) or [""] for cell in cells]
+    return [textwrap.wrap(cell, width, break_on_hyphens=False) or [""] for cell in cells]
+
+
+# Terminals --------------------------------------------------------------------------------------------------------------
+
+#: columns of a terminal at the least
+_NARROWEST = 40
+
+
+def read_columns() -> int | None:
+    """Return the width that the environment variable `COLUMNS` asks for; None if it asks for none."""
+    asked = os.environ.get("COLUMNS", "")
+    return max(_NARROWEST, int(asked)) if asked.isdecimal() and int(asked) else None
+
+
+def find_width(*streams: TextIO) -> int | None:
+    """Return the columns that text may take: what `COLUMNS` asks for, or those of the first terminal; None if neither."""
+    if (asked := read_columns()) is not None:
+        return asked
+    for stream in streams:
+        with contextlib.suppress(AttributeError, OSError, ValueError):
+            return max(_NARROWEST, os.get_terminal_size(stream.fileno()).columns)
+    return None
 
 
 # Encodings --------------------------------------------------------------------------------------------------------------

@@ -131,7 +131,7 @@ class Config:
     output: str | None = None
     on_error: str = "warn"
     max_tags: int = 5000
-    table_rows: int = 12
+    table_rows: int = 5
     output_rows: int = 0
     verify_rows: int = 0
     replicas: bool = False

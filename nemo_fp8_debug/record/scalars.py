@@ -12,6 +12,7 @@ from typing import Any
 from ..core.keys import ROLES, SHOWN_AS
 from ..core.layer_names import aggregate_key, few_experts, is_aggregate, name_aggregate
 from ..core.sample import Recorder, Sample
+from ..core.scale_sources import classify_sources, mark_unquantized
 from ..core.table import Columns, load_modules
 from ..numerics.limits import MADE_UP
 from ..numerics.metric_names import METRICS, WORSE
@@ -227,17 +228,20 @@ class Overview:
 
 def _operands(sample: Sample, found: StartHere) -> None:
     columns = sample.columns
+    known_of_run = classify_sources(columns["scale_source"])
     for role in ROLES:
         rows = [i for i, r in enumerate(columns["role"]) if r == role and not is_aggregate(columns["layer"][i])]
         for metric in (*LOSSES, OFF):
-            values = [(columns[metric][i], columns["layer"][i]) for i in rows]
-            known = [(value, layer) for value, layer in values if value is not None and math.isfinite(value)]
+            values = [(columns[metric][i], i) for i in rows]
+            known = [(value, i) for value, i in values if value is not None and math.isfinite(value)]
             if not known:
                 continue
-            worst, layer = max(known, key=lambda of: abs(of[0]))
+            worst, place = max(known, key=lambda of: abs(of[0]))
             found.scalars[f"{metric}/{role}/worst"] = worst
             found.scalars[f"{metric}/{role}/median"] = statistics.median(value for value, _ in known)
-            found.texts[f"worst_tensor/{metric}/{role}"] = layer if worst else "none: all are 0"
+            mark = mark_unquantized(columns["scale_source"][place], known_of_run)
+            name = columns["layer"][place] + (f" ({mark})" if mark else "")
+            found.texts[f"worst_tensor/{metric}/{role}"] = name if worst else "none: all are 0"
 
 
 def _nonfinite(sample: Sample, found: StartHere) -> None:

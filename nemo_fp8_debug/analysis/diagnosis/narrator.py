@@ -117,11 +117,23 @@ def tell_verdict(found: Answer, advice: Sequence[str]) -> str:
     Args:
         advice: the result of `tell_advice`.
     """
-    loss = tell_loss(found.loss, found.run.unit, found.divergence_step)
+    return " ".join([*_tell_finding(found), *tell_next(found, advice), *_tell_outcome(found), *tell_missed(found)[:2]])
+
+
+def tell_conclusion(found: Answer) -> str:
+    """Return the verdict without what to do and what could not be seen."""
+    return " ".join([*_tell_finding(found), *_tell_outcome(found)])
+
+
+def _tell_finding(found: Answer) -> list[str]:
+    """Return what is wrong, and the evidence."""
     trouble = (_tell_trouble(found, found.confidence), _tell_evidence(found), _tell_unusual(found))
-    # Another cast only hides the code that sets a wrong scale.
-    is_scale = found.culprit is not None and found.culprit.kind == "scale"
-    sentences = [*trouble, *_tell_next(advice, 2 if is_scale else 1), loss]
+    return [*filter(None, trouble)]
+
+
+def _tell_outcome(found: Answer) -> list[str]:
+    """Return what the losses came to."""
+    sentences = [tell_loss(found.loss, found.run.unit, found.divergence_step)]
     if found.harm == "likely" and found.loss.harm == "unknown":
         sentences.append("With this fault, harm is likely.")
     if found.stopped_at is not None:
@@ -129,8 +141,7 @@ def tell_verdict(found: Answer, advice: Sequence[str]) -> str:
     sentences.append(tell_reference(found.loss, found.run.unit))
     if found.shared:
         sentences.append(f"The baseline has the same trouble: {'; '.join(map(_name_finding, found.shared[:2]))}.")
-    sentences += tell_missed(found)[:2]
-    return " ".join(filter(None, sentences))
+    return [*filter(None, sentences)]
 
 
 def _tell_trouble(found: Answer, confidence: str | None = None) -> str:
@@ -239,8 +250,10 @@ def _tell_evidence(found: Answer) -> str:
     return tell_sentence(chosen.evidence) + (f" Also wrong by then: {also}." if also else "")
 
 
-def _tell_next(advice: Sequence[str], most: int) -> list[str]:
-    first = next(iter(advice), "")
+def tell_next(found: Answer, advice: Sequence[str]) -> list[str]:
+    """Return what to do next: the first advice, and for a wrong scale, whose other cast only hides it, the second too."""
+    is_scale = found.culprit is not None and found.culprit.kind == "scale"
+    first, most = next(iter(advice), ""), 2 if is_scale else 1
     return [f"Next: {first[0].lower()}{first[1:]}", *advice[1:most]] if first else []
 
 

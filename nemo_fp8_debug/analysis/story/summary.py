@@ -7,10 +7,10 @@ from typing import Any
 
 from ...core.layer_names import aggregate_key
 from ...core.text import format_number
-from ...numerics.metric_names import LABELS, name_metric
+from ...numerics.metric_names import LABELS
 from ..comparison.compare import Comparison
 from ..comparison.drift import describe_concentration
-from ..diagnosis.narrator import show_value, tell_loss, tell_reference
+from ..diagnosis.narrator import show_move, show_value, tell_loss, tell_reference, tell_steps_apart
 from ..formatting import make_jsonable
 from ..loss.gap import find_rise_above
 
@@ -97,17 +97,28 @@ def _plain(text: str) -> str:
 
 
 def summarize(found: Comparison) -> str:
-    """Summarize the comparison in a few sentences."""
+    """Return the comparison in a few sentences."""
+    return " ".join([*_of_the_loss(found), *_of_the_first_out(found), *tell_tensors(found), *_of_the_reference(found)])
+
+
+def tell_conclusion(found: Comparison) -> str:
+    """Return what came of the loss, which tensor left the baseline's band first, and what the reference run says."""
+    return " ".join([*_of_the_loss(found)[:1], *_of_the_first_out(found), *_of_the_reference(found)])
+
+
+def tell_tensors(found: Comparison) -> list[str]:
+    """Return where the tensors that drifted lie, and what became of the one that drifted farthest, a sentence each."""
     worst = found.tensors.row(0, named=True)
-    sentences = [
-        *_of_the_loss(found),
-        *_of_the_first_out(found),
+    return [
         *describe_concentration(found.tensors),
         described(worst, found.run.unit),
         *_of_the_experts(found, worst),
         *_of_other_recipes(found, worst),
     ]
-    return " ".join([*sentences, *filter(None, [tell_reference(found.loss, found.run.unit)])])
+
+
+def _of_the_reference(found: Comparison) -> list[str]:
+    return [*filter(None, [tell_reference(found.loss, found.run.unit)])]
 
 
 def _of_the_loss(found: Comparison) -> list[str]:
@@ -127,16 +138,9 @@ def _of_the_first_out(found: Comparison) -> list[str]:
         return ["No tensor leaves the baseline's band."]
     first = found.out_of_band.row(0, named=True)
     unit = found.run.unit
-    before = "" if first["lead"] is None else f", {_apart(first['lead'], unit)} the loss"
-    what = f"{name_metric(first['metric'])} {format_number(first['expected'])} -> {format_number(first['value'])}"
-    which = f"{first['tensor']} of {first['layer']}"
-    return [f"The first tensor out of the baseline's band is {which}, from {unit} {first['onset']}{before}: {what}."]
-
-
-def _apart(lead: int, unit: str) -> str:
-    if lead == 0:
-        return "with"
-    return f"{abs(lead)} {unit}s {'before' if lead > 0 else 'after'}"
+    before = "" if first["lead"] is None else f", {tell_steps_apart(-first['lead'], 0, unit)} the loss"
+    which = f"{first['tensor']} of {first['layer']}, from {unit} {first['onset']}{before}"
+    return [f"The first tensor out of the baseline's band is {which}: {show_move(first)}."]
 
 
 def _of_the_experts(found: Comparison, aggregate: Mapping[str, Any]) -> list[str]:
