@@ -48,10 +48,10 @@ class _Command(TyperCommand):
 
 
 def _hide_types(params: Sequence[Any]) -> Sequence[Any]:
-    """Leave types out of the help of flags and arguments."""
+    """Leave types out of the help of flags and arguments, and braces out of the usage."""
     for param in params:
         if param.param_type_name == "argument":
-            vars(param).update(display_type_rich=lambda ctx: None, make_metavar=lambda ctx, name=param.metavar: name)
+            vars(param).update(display_type_rich=lambda ctx: None, get_usage_pieces=lambda ctx, name=param.metavar: [name])
         elif param.metavar is None and param.is_flag:
             param.metavar = ""
     return params

@@ -425,7 +425,7 @@ def recommend_command(
     _print_recommendation(out, found, snippets, output)
     runs = [str(run), *repeat_option("--baseline", baseline), *repeat_option("--operand", operand)]
     if output:
-        print_next(out, f"resume the run under the plan: nemo-fp8-debug rescue {output / PLAN} -- COMMAND")
+        print_next(out, ["rescue", str(output / PLAN), "--", "COMMAND"])
     elif found.plan.changes:
         print_next(out, ["recommend", *runs, *_repeat_limits(budget), "--output", "fix"])
     else:
@@ -454,7 +454,7 @@ def _tell_changes(found: Recommendation, folder: Path | None) -> str:
         return "No recipe is to blame, so there is nothing to change."
     if not found.plan.changes:
         return "There is nothing to change."
-    what = f"{n} of {format_count(len(found.findings), 'operand')} need{'s' if n == 1 else ''} another cast"
+    what = f"Another cast helps {n} of {format_count(len(found.findings), 'operand')}"
     return f"{what}; nothing was written yet." if folder is None else f"{what}; the plan is {folder / PLAN}."
 
 
@@ -489,7 +489,7 @@ def _print_fixes(out: Console, found: Recommendation) -> None:
         f"overflow {format_number(limits.overflow_pct, '%')}"
     )
     columns = (
-        *(*TENSOR, Column("change", "text"), Column("why", "text", rank=1), Column("relative error", rank=2)),
+        *(*TENSOR, Column("change", "text", least=14), Column("why", "text", rank=1), Column("relative error", rank=2)),
         *(Column("underflow %", rank=3), Column("overflow %", rank=5), Column("coverage cost", rank=4)),
         Column("in use" if found.in_use else "measured under", "text", rank=6),
     )

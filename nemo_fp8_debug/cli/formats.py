@@ -18,7 +18,18 @@ from ..core.text import ABSENT, TENSOR, Column, format_count, format_number
 from ..errors import ConfigError, RecordError
 from ..numerics.recipe import parse_recipe
 from ..record.reader import find_run
-from .console import AsWholeJson, Record, Top, console, print_json, print_next, print_table, print_text, show_progress
+from .console import (
+    AsWholeJson,
+    Record,
+    Top,
+    console,
+    print_json,
+    print_next,
+    print_notes,
+    print_table,
+    print_text,
+    show_progress,
+)
 
 EXAMPLES = {
     "replay": (
@@ -159,7 +170,8 @@ def _parse_recipe(text: str) -> str | dict[str, Any]:
 
 def _print_audit(found: Audit, top: int) -> None:
     out, fp8 = console(), found.fp8_format.name
-    for sentence in found.verdict():
+    read, *findings = found.verdict()
+    for sentence in findings:
         print_text(out, sentence)
     columns = (
         *(Column("weight", "name"), Column("dtype", "text", rank=6), Column("amax", rank=2)),
@@ -177,6 +189,7 @@ def _print_audit(found: Audit, top: int) -> None:
     print_table(out, f"{found.path}: {found.format}, worst first", columns, rows)
     if (left := len(found.rows) - top) > 0:
         print_text(out, f"and {left:,} more; --top {len(found.rows)} prints them")
+    print_notes(out, [read])
 
 
 def _show_error(cast: dict[str, Any]) -> str:

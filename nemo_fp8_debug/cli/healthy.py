@@ -66,17 +66,17 @@ def gate_command(
         out, (first, *others) = console(), tell_outcome(found, runs[0].unit)
         print_text(out, first)
         print_notes(out, others)
-        print_next(out, _choose_next(found, run, baseline, max_gap))
+        print_next(out, _choose_next(found, run, baseline))
     raise typer.Exit(STATUS[found.outcome])
 
 
-def _choose_next(found: Acceptance, run: list[Path], baseline: list[Path], max_gap: str) -> str | list[str]:
+def _choose_next(found: Acceptance, run: list[Path], baseline: list[Path]) -> str | list[str]:
     runs = [str(run[0]), *repeat_option("--baseline", baseline)]
     if found.outcome == FAIL:
         return ["diagnose", *runs]
     if found.outcome == PASS:
         return "accept the run. It is as good as its baseline, within the limit."
-    return f"train on, or repeat with more seeds: nemo-fp8-debug gate RUN... --baseline BASELINE... --max-gap {max_gap}"
+    return "train on, or repeat the run and its baseline with more seeds."
 
 
 def _parse_percent(text: str, option: str) -> float:

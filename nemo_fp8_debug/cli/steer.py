@@ -193,7 +193,7 @@ def rescue_command(
                 "no process on this host applied the plan: the run needs FP8DebugCallback, FP8EmulationCallback, "
                 "FP8PlanCallback or apply_plan"
             )
-    done = "nemo-fp8-debug diagnose on the resumed run shows whether the plan helped."
+    done = "nemo-fp8-debug diagnose RUN shows whether the plan helped. RUN is the folder of the resumed run."
     print_next(out, done if status == 0 else f"the command ended with status {status}; read its last lines.")
     raise typer.Exit(status)
 

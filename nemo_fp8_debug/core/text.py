@@ -266,7 +266,7 @@ def find_width(*streams: TextIO) -> int | None:
 # Encodings --------------------------------------------------------------------------------------------------------------
 
 #: what stands for characters that a terminal's encoding lacks
-_PLAIN = {MINUS: "-", ELLIPSIS: "...", "─": "-"}
+_PLAIN = {MINUS: "-", ELLIPSIS: "~", "─": "-"}
 
 
 def _write_plainly(error: UnicodeError) -> tuple[str, int]:

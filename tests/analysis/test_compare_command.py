@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -17,7 +18,7 @@ from typer.testing import CliRunner, Result
 from nemo_fp8_debug.analysis.comparison.compare import compare
 from nemo_fp8_debug.analysis.diagnosis.diagnose import diagnose
 from nemo_fp8_debug.analysis.story.story import story
-from nemo_fp8_debug.analysis.story.summary import summarize, to_json
+from nemo_fp8_debug.analysis.story.summary import summarize, tell_conclusion, tell_tensors, to_json
 from nemo_fp8_debug.cli import app
 
 
@@ -25,10 +26,14 @@ def run_cli(baseline: object, *arguments: object) -> Result:
     return CliRunner().invoke(app, ["compare", *map(str, arguments), "--baseline", str(baseline)])
 
 
-def tables_of(result: Result) -> list[list[str]]:
-    """The lines that name layers: of the ranking, and of the order in which tensors left the band."""
-    parts = result.output.partition("Order in which")
-    return [[line for line in part.splitlines() if "decoder.layers" in line and "│" in line] for part in parts[::2]]
+def tables_of(result: Result) -> list[list[list[str]]]:
+    """Return the cells of lines that name layers: of the ranking, and of the order in which tensors left the band."""
+    parts = result.stdout.partition("Tensors by harm")[2].partition("Order in which")
+    cells = (
+        [re.split(r"\s{2,}", line.strip()) for line in part.splitlines()[1:] if "decoder.layers" in line]
+        for part in parts[::2]
+    )
+    return list(cells)
 
 
 def strict_json(text: str) -> Any:
@@ -41,18 +46,19 @@ def strict_json(text: str) -> Any:
 
 
 class TestCommandLine:
-    def test_prints_losses_ranking_and_verdict(self, baseline: Path, bad: Path) -> None:
+    def test_prints_its_conclusion_first_then_losses_and_rankings(self, baseline: Path, bad: Path) -> None:
         result = run_cli(baseline, bad)
         assert result.exit_code == 0
-        ranked, left = tables_of(result)
-        assert CULPRIT[0] in ranked[0]
-        assert len(ranked) == 3
-        assert "0.1 ->" in ranked[0]
         found = compare(bad, baseline)
-        assert (
-            len(left) == len(found.out_of_band) and CULPRIT[0] in left[0] and str(found.out_of_band["onset"][0]) in left[0]
-        )
-        assert result.output.splitlines()[-1] == summarize(compare(bad, baseline))
+        assert result.stdout.startswith(tell_conclusion(found))
+        assert all(sentence in summarize(found) for sentence in tell_conclusion(found).split(". "))
+        ranked, left = tables_of(result)
+        assert ranked[0][1] == CULPRIT[0] and any(cell.startswith("0.1 ->") for cell in ranked[0])
+        assert len(ranked) == 3
+        assert len(left) == len(found.out_of_band)
+        assert left[0][0] == str(found.out_of_band["onset"][0]) and left[0][2] == CULPRIT[0]
+        assert " ".join(tell_tensors(found)) in run_cli(baseline, bad, "--all").stdout
+        assert result.stdout.splitlines()[-1] == f"Next: nemo-fp8-debug diagnose {bad} --baseline {baseline}"
 
     def test_ranks_tensors_by_harm_as_diagnose_does_and_not_by_drift(self, tmp_path: Path, baseline: Path) -> None:
         def spread(step: int) -> list[dict[str, Any]]:
@@ -63,7 +69,7 @@ class TestCommandLine:
 
         bad = write(tmp_path / "spread", spread, rising())
         by_harm = [(row["layer"], row["tensor"]) for row in story(diagnose(bad, baseline))["tensors"]]
-        listed = [tuple(cell.strip() for cell in line.split("│")[1:3]) for line in tables_of(run_cli(baseline, bad))[0]]
+        listed = [(layer, tensor) for tensor, layer, *_ in tables_of(run_cli(baseline, bad))[0]]
         assert listed == by_harm
         found = strict_json(run_cli(baseline, bad, "--json").stdout)["tensors"]
         assert [(row["layer"], row["tensor"]) for row in found] == by_harm
@@ -120,7 +126,7 @@ class TestCommandLine:
         assert result.exit_code == 0
         assert result.stderr.startswith(f"warning: {part} is left out, it cannot be read")
         assert result.stderr.count("\n") == 1
-        assert "The tensor that drifted farthest is" in result.stdout
+        assert "Tensors by harm" in result.stdout
 
 
 class TestMistakes:
@@ -138,7 +144,7 @@ class TestMistakes:
     def test_a_baseline_that_is_no_option_is_refused(self, baseline: Path, bad: Path) -> None:
         result = CliRunner().invoke(app, ["compare", str(baseline), str(bad)])
         assert result.exit_code == 1
-        assert "error: name the baseline with an option: compare RUN --baseline BASELINE" in result.stderr
+        assert "error: --baseline is missing; name a good run: compare RUN --baseline BASELINE" in result.stderr
 
     def test_runs_that_were_swapped_are_asked_about(self, baseline: Path, bad: Path) -> None:
         assert compare(baseline, bad).notes[0].endswith("were the two swapped?")

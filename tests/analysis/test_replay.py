@@ -119,10 +119,9 @@ class TestAddedToTheRecord:
         assert set(rows["scale_source"]) == {"what-if"}
         assert_frame_equal(rows.filter(recipe="current-e4m3"), replay(run, "current-e4m3"), check_row_order=False)
         assert read_table(run, "metrics").equals(metrics)
-        first, last = result.output.splitlines()[0], result.output.splitlines()[-1]
         recipes = "current-e4m3, delayed-hybrid(margin=2)"
-        assert first == f"replay adds rows under {recipes} to the table `replayed` of {tmp_path}."
-        assert last == f"added {2 * len(metrics)} rows to the table `replayed` of {tmp_path}"
+        assert result.stderr == f"replay adds rows under {recipes} to the table `replayed` of {tmp_path}.\n"
+        assert f"We added {2 * len(metrics)} rows to the table `replayed` of {tmp_path}." in result.stdout.splitlines()[0]
         as_json = cli(tmp_path, "--recipe", "current-e4m3", "--json")
         assert json.loads(as_json.stdout) and as_json.stderr.splitlines()[0].startswith(
             "replay adds rows under current-e4m3"

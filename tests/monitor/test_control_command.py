@@ -33,7 +33,7 @@ class TestCommandLine:
     def test_it_writes_what_the_run_applies(self, recorded: Path) -> None:
         result = cli(recorded, "--dump", "0", "--steps", 2, "--interval", 20, "--what-if", "current-e4m3")
         assert result.exit_code == 0, result.output
-        assert f"wrote {recorded}/run/control.yaml" in result.output
+        assert f"We wrote {recorded}/run/control.yaml." in result.output
         assert not run(recorded / "run", {}, start=15, steps=45)
         assert {step for _, step, _, _ in dumped_files(Storage(recorded / "run"))} == {20, 21}
         assert sampled(recorded / "run", attempt=1) == [20, 21, 40]
@@ -81,7 +81,7 @@ class TestCommandLine:
         run(tmp_path, {}, steps=31)
         run(tmp_path, {}, start=31, steps=35, close=False)  # before its first sample
         result = cli(tmp_path, "--interval", 3)
-        assert result.exit_code == 0 and "last heard of on 20" in result.stdout, result.output
+        assert result.exit_code == 0 and "its last status is of 20" in result.stdout, result.output
         assert (tmp_path / "control.yaml").read_text() == "interval: 3\n"
 
     def test_no_record(self, tmp_path: Path) -> None:

@@ -243,7 +243,7 @@ class TestCompare:
         arguments = ["compare", str(written(tmp_path / "bad", 77)), "--baseline", str(written(tmp_path / "good", None))]
         result = CliRunner().invoke(app, [*arguments, "--top", "50"], env={"COLUMNS": "250"})
         assert result.exit_code == 0
-        rows = [line for line in result.output.splitlines() if line.startswith("│") and "local_experts" in line]
+        rows = [line for line in result.output.splitlines() if re.match(r"(\s*\d+ +)?\w+ +\S*local_experts", line)]
         assert [line for line in rows if name_of(3, "*", "linear_fc1") in line]
         # every layer stands in the ranking, the bad one in the order of onsets too
         assert len(rows) == LAYERS + 1

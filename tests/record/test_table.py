@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from io import StringIO
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 from samples import sample
 
 from nemo_fp8_debug.core.sample import Sample
+from nemo_fp8_debug.options.config import Config
 from nemo_fp8_debug.record.console_table import TableRecorder
 
 NOTHING = "Nothing is quantized: what FP8 would do"
@@ -20,13 +22,8 @@ def printed(of: Sample, rows: int = 12) -> list[str]:
     return out.getvalue().splitlines()
 
 
-def cells(lines: list[str]) -> list[list[str]]:
-    """Heading and rows, cell by cell."""
-    return [[cell.strip() for cell in line.strip("┃│").replace("┃", "│").split("│")] for line in lines if line[0] in "┃│"]
-
-
 def rows(of: Sample, **options: Any) -> list[dict[str, str]]:
-    heading, *body = cells(printed(of, **options))
+    heading, *body = (re.split(r"\s{2,}", line.strip()) for line in printed(of, **options)[1:])
     return [dict(zip(heading, row, strict=True)) for row in body]
 
 
@@ -37,22 +34,24 @@ def test_shows_each_metric_under_its_heading() -> None:
         "scale_current": 110.0,
         "scale": 100.0,
         "cosine": 0.9996,
-        "mse": 1.234e-4,
+        "mse": 1.234e-5,
+        "relative_error": 0.0261,
         "underflow_pct": 0.125,
         "overflow_pct": 0.5,
     }
     (row,) = rows(sample(120, [{"layer": "decoder.layers.0.mlp.linear_fc1", "role": "grad_output", **metrics}]))
     assert row == {
-        "layer": "decoder.layers.0.mlp.linear_fc1",
         "tensor": "dY",
-        "amin": "1e-05",
-        "amax": "4.07",
-        "current scale": "110",
-        "delayed scale": "100",
-        "cosine": "0.9996",
-        "MSE": "0.0001234",
+        "layer": "decoder.layers.0.mlp.linear_fc1",
+        "relative error": "0.0261",
         "underflow %": "0.125",
         "overflow %": "0.5",
+        "amax": "4.07",
+        "delayed scale": "100",
+        "current scale": "110",
+        "cosine": "0.9996",
+        "amin": "1e−5",
+        "MSE": "1.23e−5",
     }
 
 
@@ -113,16 +112,32 @@ def test_tensors_go_by_the_names_people_write(role: str, shown: str) -> None:
     assert rows(sample(0, [{"role": role}]))[0]["tensor"] == shown
 
 
-def test_an_absent_metric_is_a_dash() -> None:
+def test_an_absent_metric_is_a_dash_and_a_column_of_them_is_left_out() -> None:
     absent = dict.fromkeys(("amin", "cosine", "mse", "underflow_pct", "overflow_pct", "relative_error"))
-    (row,) = rows(sample(0, [absent]))
-    assert [row[heading] for heading in ("amin", "cosine", "MSE", "underflow %", "overflow %")] == ["-"] * 5
-    assert row["amax"] != "-"
+    first, second = rows(sample(0, [absent | {"underflow_pct": 1.0}, absent]))
+    assert (first["underflow %"], second["underflow %"]) == ("1", "-")
+    assert first.keys() == {"tensor", "layer", "underflow %", "amax", "delayed scale", "current scale"}
 
 
 def test_current_scaling_has_no_delayed_scale() -> None:
     (row,) = rows(sample(0, [{"scale_source": "current"}]))
-    assert row["delayed scale"] == "-"
+    assert "delayed scale" not in row and "current scale" in row
+
+
+def test_what_the_run_does_not_quantize_is_marked_and_comes_last() -> None:
+    lost = {"head": ("not quantized", 90.0), "fc1": ("engine", 1.0), "odd": ("unknown", 2.0)}
+    of = sample(0, [{"layer": layer, "scale_source": s, "underflow_pct": under} for layer, (s, under) in lost.items()])
+    assert [(row["layer"], row["cast"]) for row in rows(of)] == [("fc1", "-"), ("head", "not quantized"), ("odd", "unknown")]
+    plain = sample(0, [{"layer": "head", "scale_source": "not quantized"}])
+    assert "cast" not in rows(plain)[0], "the title says that nothing is quantized"
+
+
+@pytest.mark.parametrize("columns", ["80", "120", None])
+def test_a_sample_takes_eight_lines_and_a_terminal_is_wide_enough(columns: str | None, monkeypatch: Any) -> None:
+    monkeypatch.setenv("COLUMNS", columns or "0")
+    of = sample(0, [{"layer": f"decoder.layers.{i}.self_attention.linear_qkv"} for i in range(30)])
+    lines = printed(of, rows=Config().table_rows)
+    assert len(lines) <= 8 and (columns is None or max(map(len, lines)) <= int(columns))
 
 
 def test_a_log_file_gets_names_whole() -> None:

@@ -97,18 +97,20 @@ class TestCommand:
         script = f"import sys; {read}; print(plan().changes[0].layer, sys.argv[1:]); sys.exit(3)"
         done = self.rescue(saved(tmp_path, FIRST), sys.executable, "-c", script, "--steps", "4")
         assert done.returncode == 3, done.stderr
-        assert done.stdout.splitlines() == ["layers.0: X, W, dY in bf16", "layers.0 ['--steps', '4']"]
-        assert "took the plan up" not in done.stderr
+        lines = done.stdout.splitlines()
+        assert ["layers.0", "X,", "W,", "dY", "bf16"] in [line.split() for line in lines]
+        assert lines.index("layers.0 ['--steps', '4']") == len(lines) - 3 and "status 3" in lines[-1]
+        assert "applied the plan" not in done.stderr
 
     def test_a_command_that_does_not_look_at_the_plan_is_told_of(self, tmp_path: Path) -> None:
         done = self.rescue(saved(tmp_path, FIRST), sys.executable, "-c", "pass")
         assert done.returncode == 0
-        assert "no process on this host took the plan up" in done.stderr
+        assert "no process on this host applied the plan" in done.stderr
 
     def test_a_name_of_a_plan_cannot_steer_the_terminal(self, tmp_path: Path) -> None:
         plan = saved(tmp_path, Plan((Change("\x1b]0;pwned\x07[bold]", "bf16"),)))
         result = CliRunner().invoke(app, ["rescue", plan, "--", "true"])
-        assert result.stdout == "\\x1b]0;pwned\\x07[bold]: X, W, dY in bf16\n"
+        assert "\\x1b]0;pwned\\x07[bold]  X, W, dY  bf16\n" in result.stdout and "\x1b" not in result.stdout
 
     def test_signals_are_given_back(self, tmp_path: Path) -> None:
         before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
@@ -118,7 +120,7 @@ class TestCommand:
     def test_what_cannot_be_run_is_refused(self, tmp_path: Path) -> None:
         path, empty = saved(tmp_path, FIRST), saved(tmp_path, Plan(), "empty.json")
         for arguments, message in (
-            ([path, "--", str(tmp_path / "nothing")], "cannot be run: No such file"),
+            ([path, "--", str(tmp_path / "nothing")], "cannot run"),
             ([empty, "--", "true"], "has no changes"),
             ([str(tmp_path / "none.json"), "--", "true"], "cannot be read"),
         ):
