@@ -451,9 +451,9 @@ def _tell_changes(found: Recommendation, folder: Path | None) -> str:
     """Return how many operands a change helps, and whether it was written."""
     n = sum(finding.changes for finding in found.findings)
     if not found.findings and not found.notes:
-        return "No recipe is to blame, so there is nothing to change."
+        return "No recipe is to blame: there is nothing to change, and nothing was written."
     if not found.plan.changes:
-        return "There is nothing to change."
+        return "There is nothing to change, and nothing was written."
     what = f"Another cast helps {n} of {format_count(len(found.findings), 'operand')}"
     return f"{what}; nothing was written yet." if folder is None else f"{what}; the plan is {folder / PLAN}."
 

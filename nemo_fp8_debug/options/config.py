@@ -75,7 +75,7 @@ class Config:
         max_tags: most scalar tags of single tensors in TensorBoard. If more are needed, only the worst tensors of each role
             get one. An int, at least 0. Default: `5000`.
         table_rows: rows of the table that is printed at each sampled step, worst first. An int, at least 0. 0 prints
-            nothing. Default: `12`.
+            nothing. Default: `5`.
         output_rows: number of rows, and of columns, of each GEMM's outputs whose error is measured. An int, at least 0. 0
             measures none. Default: `0`.
         verify_rows: number of rows, and of columns, of what each GEMM returns (Y, dX, dW) that are compared with the exact

@@ -10,7 +10,7 @@ from ..core.keys import SHOWN_AS
 from ..core.layer_names import aggregate_key, few_experts
 from ..core.sample import Recorder, Sample
 from ..core.scale_sources import HIGH_PRECISION, NOT_READ, QUANTIZED, classify_sources, mark_unquantized
-from ..core.text import ABSENT, PLAINLY, TENSOR, Column, find_width, format_number, lay_out
+from ..core.text import ABSENT, ELLIPSIS, PLAINLY, TENSOR, Column, find_width, format_count, format_number, lay_out
 
 #: metrics by column of the record: heading, significant digits, and the rank at which a narrow terminal does without
 _METRICS = {
@@ -77,12 +77,14 @@ class TableRecorder(Recorder):
         loss = sample.scalars.get("loss")
         title = f"{_SUBJECTS[known]} at step {sample.step}"
         title += "" if loss is None else f", loss {format_number(loss, digits=4)}"
-        title += f": {len(worst)} of {len(ranked)} tensors, worst first" + (f"; {sample.remarks}" if sample.remarks else "")
+        title += f": worst {len(worst)} of {format_count(len(ranked), 'tensor')}"
+        title += f"; {sample.remarks}" if sample.remarks else ""
         if not worst:
             return title
         rows = [_show_row({name: values[i] for name, values in columns.items()}, marks[i]) for i in worst]
         # Rich would hold the GIL for longer than all metrics take.
         found = lay_out(_COLUMNS, rows, find_width(self._file or sys.stdout))
+        title += f"; {ELLIPSIS} stands for {found.beginning}" if found.beginning else ""
         return "\n".join([title, *found.heading[:-1], *(line for lines in found.rows for line in lines)])
 
 

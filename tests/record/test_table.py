@@ -57,11 +57,11 @@ def test_shows_each_metric_under_its_heading() -> None:
 
 def test_the_title_names_step_loss_and_how_many_are_shown() -> None:
     title = printed(sample(120, [{}, {}, {}], loss=2.34567), rows=2)[0]
-    assert title.strip() == "FP8 at step 120, loss 2.346: 2 of 3 tensors, worst first"
+    assert title.strip() == "FP8 at step 120, loss 2.346: worst 2 of 3 tensors"
 
 
 def test_the_title_does_without_a_loss() -> None:
-    assert printed(sample(0, [{}]))[0].strip() == "FP8 at step 0: 1 of 1 tensors, worst first"
+    assert printed(sample(0, [{}]))[0].strip() == "FP8 at step 0: worst 1 of 1 tensor"
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The bundle that is shipped is what its source builds, so that nobody who installs needs Node.js, and writes our numbers."""
+"""The bundle that is shipped is what its source builds, so that nobody who installs needs Node.js."""
 
 from __future__ import annotations
 
