@@ -1,4 +1,4 @@
-"""What all commands share: options, how they print, and how they refuse."""
+"""Options of several commands, and how commands print text, tables, JSON, errors and the next step."""
 
 from __future__ import annotations
 
@@ -112,21 +112,24 @@ def print_notes(out: Console, notes: Sequence[str]) -> None:
         print_text(out, f"note: {note}")
 
 
-def print_next(out: Console, step: str | Sequence[str]) -> None:
+def print_next(out: Console, sentence: str = "", command: Sequence[str] = ()) -> None:
     """Print what to do next, the last paragraph of a command.
 
     Args:
-        step: a sentence, or the words of a command of ours, which stays one command if it is broken into lines.
+        sentence: what to do.
+        command: words of a command of ours that does it. If the command is broken into lines, it stays one command.
     """
-    is_command = not isinstance(step, str)
-    text = step.removeprefix(_NEXT) if isinstance(step, str) else shlex.join(["nemo-fp8-debug", *step])
-    indent = " " * len(_NEXT)
-    lines = [f"{_NEXT}{escape_controls(text)}"]
-    if not _is_file(out):
-        width = out.width - 2 * is_command
-        lines = textwrap.wrap(lines[0], width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+    sentence = escape_controls(sentence.removeprefix(_NEXT))
+    told = escape_controls(shlex.join(["nemo-fp8-debug", *command])) if command else ""
+    if _is_file(out):
+        lines = [" ".join(filter(None, [sentence, told]))]
+    else:
+        wrap = functools.partial(textwrap.wrap, break_long_words=False, break_on_hyphens=False)
+        width = out.width - len(_NEXT)
+        *broken, last = wrap(told, width - len(" \\")) or [""]
+        lines = [*wrap(sentence, width), *(f"{line} \\" for line in broken), *filter(None, [last])]
     out.print()
-    _print_lines(out, [f"{line} \\" if is_command else line for line in lines[:-1]] + lines[-1:])
+    _print_lines(out, [f"{' ' * len(_NEXT) if place else _NEXT}{line}" for place, line in enumerate(lines)])
 
 
 def repeat_option(option: str, values: Sequence[object] | None) -> list[str]:

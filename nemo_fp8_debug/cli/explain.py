@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -16,6 +15,7 @@ from rich.console import Console
 from rich.text import Text
 
 from ..analysis.comparison.compare import Comparison, compare
+from ..analysis.comparison.drift import describe_concentration
 from ..analysis.diagnosis.diagnose import diagnose, diagnose_comparison
 from ..analysis.diagnosis.diagnosis import Diagnosis
 from ..analysis.diagnosis.narrator import (
@@ -131,7 +131,7 @@ def compare_command(
             _print_comparison(found, tensors, None if everything else top)
         also = repeat_option("--reference", [reference] if reference else None)
         harmed = [path for path, each in zip(run, comparisons, strict=True) if each.loss.harm in ("harmful", "likely")]
-        print_next(console(), ["diagnose", str([*harmed, *run][0]), "--baseline", str(baseline), *also])
+        print_next(console(), command=["diagnose", str([*harmed, *run][0]), "--baseline", str(baseline), *also])
 
 
 def _read_runs(paths: list[Path], by: str) -> list[Run]:
@@ -163,8 +163,9 @@ def _print_comparison(found: Comparison, tensors: Sequence[Mapping[str, Any]], t
     if top is None:
         _print_groups(out, found)
         _print_other_formats(out, _tried_states(found))
+    if told := describe_concentration(found.tensors) if top is not None else tell_tensors(found):
         out.print()
-        print_text(out, " ".join(tell_tensors(found)))
+        print_text(out, " ".join(told))
     width = 2 * out.width - len("note: ")
     print_notes(out, [note if top is None else textwrap.shorten(note, width, placeholder=ELLIPSIS) for note in found.notes])
     if top is not None:
@@ -315,20 +316,17 @@ def diagnose_command(
         print(f"### {run.name}{against}: {told['headline']['title']}\n\n{write_markdown(told)}")
     else:
         _print_diagnosis(found)
-        print_next(console(), _choose_next(found, run, baseline))
+        _print_advice(found, run, baseline)
 
 
-def _choose_next(found: Diagnosis, run: Path, baselines: Sequence[Path] | None) -> str | list[str]:
-    """Return the advice, and the command that writes it as a plan.
-
-    Without advice, return the command that accepts the run, or shows it.
-    """
+def _print_advice(found: Diagnosis, run: Path, baselines: Sequence[Path] | None) -> None:
+    """Print the advice and the command that writes its plan, or else the command that accepts or shows the run."""
     runs = [str(run), *repeat_option("--baseline", baselines)]
     if advice := " ".join(tell_next(found, found.advice)):
         has_plan = found.fix is not None and found.fix.changes
-        write = shlex.join(["nemo-fp8-debug", "recommend", *runs, "--output", "fix"])
-        return f"{advice} To write the change as a plan: {write}" if has_plan else advice
-    return ["gate", *runs, "--max-gap", "0.5%"] if baselines else ["view", str(run)]
+        print_next(console(), advice, ["recommend", *runs, "--output", "fix"] if has_plan else [])
+    else:
+        print_next(console(), command=["gate", *runs, "--max-gap", "0.5%"] if baselines else ["view", str(run)])
 
 
 def _print_diagnosis(found: Diagnosis) -> None:
@@ -423,13 +421,14 @@ def recommend_command(
     out = console()
     print_text(out, " ".join([*([] if operand else [tell_conclusion(diagnosis)]), _tell_changes(found, output)]))
     _print_recommendation(out, found, snippets, output)
-    runs = [str(run), *repeat_option("--baseline", baseline), *repeat_option("--operand", operand)]
+    told, runs = " ".join(tell_next(diagnosis, advice)), [str(run), *repeat_option("--baseline", baseline)]
     if output:
-        print_next(out, ["rescue", str(output / PLAN), "--", "COMMAND"])
+        print_next(out, told, ["rescue", str(output / PLAN), "--", "COMMAND"])
     elif found.plan.changes:
-        print_next(out, ["recommend", *runs, *_repeat_limits(budget), "--output", "fix"])
+        again = [*runs, *repeat_option("--operand", operand), *_repeat_limits(budget), "--output", "fix"]
+        print_next(out, told, ["recommend", *again])
     else:
-        print_next(out, " ".join(tell_next(diagnosis, advice)) or ["diagnose", *runs[: 1 + 2 * len(baseline or ())]])
+        print_next(out, told, [] if told else ["diagnose", *runs])
 
 
 def _repeat_limits(budget: Budget) -> list[str]:
@@ -443,7 +442,7 @@ def _parse_operand(text: str) -> Key:
     layer, _, role = text.rpartition(":")
     roles = {SHOWN_AS[role]: role for role in ROLES} | {role: role for role in ROLES}
     if not layer or role not in roles:
-        raise ConfigError(f"--operand {text!r} is not an operand; write LAYER:X, LAYER:W or LAYER:dY")
+        raise ConfigError(f"--operand {text!r} is not an operand; write LAYER:ROLE, such as fc1:dY")
     return layer, roles[role]
 
 
@@ -471,7 +470,7 @@ def _tell_recommendation(found: Recommendation, snippets: list[Snippet]) -> Iter
     if found.before is not None and found.after is not None:
         of_what = "" if found.in_use else ", if all that was measured were quantized"
         shares = f"{_show_share(found.before)} {ARROW} {_show_share(found.after)}"
-        yield f"FP8 coverage, the share of the GEMMs' FLOPs{of_what}: {shares}."
+        yield f"FP8 coverage, share of the GEMMs' FLOPs{of_what}: {shares}."
     if found.ends:
         kept = "" if found.ends.coverage is None else f" Coverage would be {_show_share(found.ends.coverage)}."
         ends = f"the first {found.ends.start} and last {found.ends.end} blocks in BF16"

@@ -91,7 +91,7 @@ def replay_command(
     medians, out = _medians(frames), console()
     print_text(out, f"{_tell_best(medians)} We added {format_count(added, 'row')} to the table `replayed` of {storage}.")
     _print_replayed(medians, top)
-    print_next(out, ["view", run])
+    print_next(out, command=["view", run])
 
 
 def _tell_best(medians: dict[str, pl.DataFrame]) -> str:
@@ -154,8 +154,10 @@ def audit_command(
         return
     _print_audit(found, top)
     faulty = any(row["nan"] or row["inf"] or lacks_scale(row) for row in found.rows)
-    advice = "save the checkpoint again: the weights above have NaN, infinity or no scale." if faulty else ""
-    print_next(console(), advice or ["audit", str(checkpoint), "--json"])
+    if faulty:
+        print_next(console(), "save the checkpoint again: weights have NaN, infinity or no scale.")
+    else:
+        print_next(console(), command=["audit", str(checkpoint), "--json"])
 
 
 def _parse_recipe(text: str) -> str | dict[str, Any]:

@@ -66,17 +66,13 @@ def gate_command(
         out, (first, *others) = console(), tell_outcome(found, runs[0].unit)
         print_text(out, first)
         print_notes(out, others)
-        print_next(out, _choose_next(found, run, baseline))
+        if found.outcome == FAIL:
+            print_next(out, command=["diagnose", str(run[0]), *repeat_option("--baseline", baseline)])
+        elif found.outcome == PASS:
+            print_next(out, "accept the run. It is as good as its baseline, within the limit.")
+        else:
+            print_next(out, "train on, or repeat the run and its baseline with more seeds.")
     raise typer.Exit(STATUS[found.outcome])
-
-
-def _choose_next(found: Acceptance, run: list[Path], baseline: list[Path]) -> str | list[str]:
-    runs = [str(run[0]), *repeat_option("--baseline", baseline)]
-    if found.outcome == FAIL:
-        return ["diagnose", *runs]
-    if found.outcome == PASS:
-        return "accept the run. It is as good as its baseline, within the limit."
-    return "train on, or repeat the run and its baseline with more seeds."
 
 
 def _parse_percent(text: str, option: str) -> float:
@@ -157,7 +153,7 @@ def learn_command(
     print_text(out, f"We learned bands for {len(judged)} of {kinds_told} from {n} of {families}, and wrote {output}.")
     if len(judged) < len(kinds):
         print_notes(out, [f"The other kinds come from fewer than {FEWEST} runs and judge nothing. Add runs to judge them."])
-    print_next(out, f"nemo-fp8-debug diagnose RUN --bands {output}")
+    print_next(out, command=["diagnose", "RUN", "--bands", str(output)])
 
 
 def _read_runs(runs: list[Path], over: Callable[[], None]) -> Iterator[Run]:

@@ -68,7 +68,7 @@ def import_command(
     print_table(out, "Values by metric", (Column("metric", "text"), Column("values")), rows)
     left = [(what, f"{n:,}") for what, n in sorted(found.left_out.items())]
     print_table(out, "Left out", (Column("what", "text"), Column("values")), left)
-    print_next(out, ["diagnose", output])
+    print_next(out, command=["diagnose", output])
 
 
 # --- view -----------------------------------------------------------------------------------------------------------------
@@ -136,10 +136,10 @@ def compact_command(
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Merge a record into few files. Every row stays, except histograms if you ask for fewer.
+    """Merge the files of a record into a few, without losing a row.
 
-    Steps that triggers sampled, or that have NaN or infinity, keep their histograms, and so does the last sample. The
-    run must have ended. If a compaction is interrupted, nothing is lost; start it again.
+    With --histograms-every, only histograms become fewer. The last sample keeps them, and so do steps that triggers sampled
+    or that have NaN or infinity. The run must have ended. If a compaction is interrupted, start it again.
     """
     copying = [f"copying {run}"] if output else []
     with show_progress(*copying, *(f"merging {table}" for table in SCHEMAS)) as over:
@@ -166,7 +166,7 @@ def _print_sizes(done: Compacted) -> None:
     if done.left:
         parts = format_count(len(done.left), "part")
         print_notes(out, [f"{parts} cannot be read whole and stayed as they were; the first is {done.left[0]}."])
-    print_next(out, ["view", str(done.run)])
+    print_next(out, command=["view", str(done.run)])
 
 
 def _add_up(sizes: dict[str, Size]) -> Size:

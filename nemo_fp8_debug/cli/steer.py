@@ -60,9 +60,10 @@ def control_command(
     reset: Annotated[bool, typer.Option("--reset", help="return to the settings that the run started with")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Change what a running job samples and dumps. Without options, show what the last change did.
+    """Change what a running job samples and dumps, or show what the last change did.
 
-    A setting that you leave out is the one that the run started with. The run reads the settings before each sampled step.
+    Without options, you see the last change. A setting that you leave out is the one that the run started with. The run
+    reads the settings before each sampled step.
     """
     storage = find_run(run)
     given = {"interval": interval, "layers": layers, "roles": roles, "what_if": what_if, "dump": dump}
@@ -76,12 +77,12 @@ def control_command(
             print_json({"wrote": storage.path(NAME), "settings": str(control)})
         else:
             print_text(console(), f"We wrote {storage.path(NAME)}. The run applies it from its next sampled step on{last}.")
-            print_next(console(), ["control", run])
+            print_next(console(), command=["control", run])
     elif as_json:
         print_json(_read_status(storage))
     else:
         _print_status(storage)
-        print_next(console(), ["control", run, "--help"])
+        print_next(console(), command=["control", run, "--help"])
 
 
 def _tell_last_status(storage: Storage) -> str:

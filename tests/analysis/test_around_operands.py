@@ -74,7 +74,7 @@ class TestLearningRate:
 class TestGradientNorm:
     def test_that_jumps_by_a_factor_is_multiplied(self, tmp_path: Path, baseline: Path) -> None:
         found = diagnose(write(tmp_path / "run", grad_norm=norms(1024, ONSET)), baseline)
-        assert (found.cause, found.confidence) == ("multiplier", "high") and "1.02e+03 times" in found.verdict()
+        assert (found.cause, found.confidence) == ("multiplier", "high") and "1,024 times" in found.verdict()
         assert found.decision.finding and found.decision.finding.since == ONSET
 
     def test_that_grows_is_an_event(self, tmp_path: Path, baseline: Path) -> None:

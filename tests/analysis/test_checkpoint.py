@@ -261,7 +261,9 @@ def test_command(tmp_path: Path) -> None:
     printed = run.invoke(app, ["audit", str(TE_STATE), "--layers", "linear_proj"])
     assert printed.exit_code == 0, printed.output
     lines = printed.output.splitlines()
-    assert "decoder.layers.1.linear_proj" in next(line for line in lines if "linear_proj" in line)
+    assert lines[0] == audit(TE_STATE, matches=compile_patterns(["linear_proj"])).verdict()[1]
+    table = lines[lines.index("") :]
+    assert "decoder.layers.1.linear_proj" in next(line for line in table if "linear_proj" in line)
     assert "linear_qkv" not in printed.output
     assert "left out: 8 tensors that are no GEMM weights" in printed.output
     as_json = run.invoke(app, ["audit", str(TE_STATE), "--json"])

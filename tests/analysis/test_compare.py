@@ -136,7 +136,7 @@ class TestVerdict:
 
     def test_a_run_s_gap_to_a_twin_is_told_if_it_did_not_diverge(self, tmp_path: Path, baseline: Path) -> None:
         verdict = summarize(compare(write(tmp_path / "bad", healthy, falling()), baseline, baseline))
-        assert "The run's gap to the reference run is +0% (95% interval +0 to +0%)" in verdict
+        assert "The run's gap to the reference run is 0% (95% interval 0 to 0%)" in verdict
 
     def test_a_run_that_ended_in_nan_everywhere_has_a_verdict(self, tmp_path: Path, baseline: Path) -> None:
         losses = {i: loss if i < 100 else float("nan") for i, loss in falling().items()}

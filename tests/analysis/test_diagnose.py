@@ -20,11 +20,12 @@ from typer.testing import CliRunner, Result
 from nemo_fp8_debug.analysis.comparison.compare import compare
 from nemo_fp8_debug.analysis.diagnosis.diagnose import diagnose
 from nemo_fp8_debug.analysis.diagnosis.flags import flag_operands
-from nemo_fp8_debug.analysis.diagnosis.narrator import tell_reference
+from nemo_fp8_debug.analysis.diagnosis.narrator import tell_conclusion, tell_missed, tell_next, tell_reference
 from nemo_fp8_debug.analysis.runs.run import Run
 from nemo_fp8_debug.analysis.story.story import story
 from nemo_fp8_debug.analysis.story.summary import summarize
 from nemo_fp8_debug.cli import app
+from nemo_fp8_debug.core.text import format_number
 from nemo_fp8_debug.errors import ConfigError, RecordError
 from nemo_fp8_debug.record.writer import RunRecord
 
@@ -416,7 +417,7 @@ class TestReference:
         ends = {name: np.mean([by_step[i] for i in range(160, 200)]) for name, by_step in paths.items()}
         expected = 100 * (ends["bf16"] / ends["good"] - 1)
         assert found.to_json()["reference"]["gap"]["percent"] == pytest.approx(expected, abs=0.01)
-        assert f"{100 * (ends['run'] / ends['bf16'] - 1):+.3g}%" in found.verdict()
+        assert format_number(100 * (ends["run"] / ends["bf16"] - 1), "%", signed=True) in found.verdict()
         assert found.about_fp8 == is_fp8 and (found.culprit is not None) == bool(is_fp8)
         assert found.cause == {None: "none", False: "software", True: "corrupted_scale"}[is_fp8]
         for text in (tell_reference(found.loss), summarize(compare(bad, good, bf16))):
@@ -506,7 +507,10 @@ class TestCommandLine:
         bad = write(tmp_path / "bad", corrupted, falling(left=120))
         result = cli(bad, "--baseline", baseline)
         assert result.exit_code == 0 and CULPRIT in result.stdout
-        assert result.stdout.splitlines()[0] == diagnose(bad, baseline).verdict()
+        found, lines = diagnose(bad, baseline), result.stdout.splitlines()
+        assert lines[0] == tell_conclusion(found)
+        assert lines[-1].startswith(" ".join(tell_next(found, found.advice)))
+        assert all(sentence in found.verdict() for sentence in (*tell_missed(found), *tell_next(found, found.advice)))
 
     def test_json(self, tmp_path: Path, baseline: Path) -> None:
         bad = write(tmp_path / "bad", corrupted, falling(left=120))

@@ -15,7 +15,7 @@ from unlike_runs import CULPRIT, first_out, rows, run_cli, write
 from nemo_fp8_debug.analysis.comparison.compare import compare
 from nemo_fp8_debug.analysis.comparison.onset import running_median
 from nemo_fp8_debug.analysis.runs.grid import Paired, median
-from nemo_fp8_debug.analysis.story.summary import summarize, to_json
+from nemo_fp8_debug.analysis.story.summary import summarize, tell_conclusion, to_json
 from nemo_fp8_debug.errors import ConfigError
 from nemo_fp8_debug.record.writer import RunRecord
 
@@ -185,4 +185,4 @@ class TestSeveral:
         assert [one["out_of_band"][0]["onset"] for one in found] == [60, 120]
         assert [one["runs"]["run"]["path"] for one in found] == [str(path) for path in bad]
         printed = run_cli(baseline, *bad).stdout
-        assert all(summarize(compare(path, baseline)) in printed for path in bad)
+        assert all(tell_conclusion(compare(path, baseline)) in printed for path in bad)

@@ -110,7 +110,7 @@ class TestBounds:
         for call in range(5):
             out.add(about(call=call), torch.ones(64).bfloat16(), torch.tensor(1.0))
         assert len(list(dumped_files(Storage(tmp_path)))) == 3
-        assert out.progress()["left_out"] == {"the dump's budget of 5.36e-07 GiB is used up": 2}
+        assert out.progress()["left_out"] == {"the dump's budget of 5.36e−7 GiB is used up": 2}
 
     def test_the_budget_counts_what_earlier_starts_of_the_run_wrote(self, tmp_path: Path) -> None:
         writer(tmp_path).add(about(), torch.ones(1000).bfloat16(), torch.tensor(1.0))

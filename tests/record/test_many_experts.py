@@ -19,6 +19,7 @@ from typer.testing import CliRunner
 from nemo_fp8_debug.analysis.comparison.compare import compare
 from nemo_fp8_debug.analysis.story.summary import summarize, to_json
 from nemo_fp8_debug.cli import app
+from nemo_fp8_debug.core.keys import SHOWN_AS
 from nemo_fp8_debug.core.layer_names import compile_patterns, few_experts, is_aggregate, name_aggregate
 from nemo_fp8_debug.core.sample import Sample
 from nemo_fp8_debug.options.trigger_rules import parse_rule
@@ -169,8 +170,9 @@ def test_the_table_shows_the_worst_expert_of_a_layer_only() -> None:
     out = StringIO()
     TableRecorder(60, out).record(moe(0, random.Random(0)))
     lines = out.getvalue().splitlines()
-    assert "60 of 60 tensors" in lines[0]
-    rows = [tuple(cell.strip() for cell in line.split("│")[1:3]) for line in lines if line.startswith("│")]
+    assert "worst 60 of 60 tensors" in lines[0]
+    roles = {shown: role for role, shown in SHOWN_AS.items() if role in ROLES}
+    rows = [(layer, roles[tensor]) for tensor, layer, *_ in (line.split() for line in lines[2:])]
     assert len(rows) == 60 == len(ROLES) * (DENSE + 2 * FOLDS)
     assert set(Counter((name_aggregate(layer), role) for layer, role in rows if name_aggregate(layer)).values()) == {1}
     assert sum(is_aggregate(layer) for layer, _ in rows) == len(ROLES) * FOLDS
