@@ -163,9 +163,10 @@ def _print_comparison(found: Comparison, tensors: Sequence[Mapping[str, Any]], t
     if top is None:
         _print_groups(out, found)
         _print_other_formats(out, _tried_states(found))
-    if told := describe_concentration(found.tensors) if top is not None else tell_tensors(found):
+    sentences = tell_tensors(found) if top is None else describe_concentration(found.tensors)
+    if sentences:
         out.print()
-        print_text(out, " ".join(told))
+        print_text(out, " ".join(sentences))
     width = 2 * out.width - len("note: ")
     print_notes(out, [note if top is None else textwrap.shorten(note, width, placeholder=ELLIPSIS) for note in found.notes])
     if top is not None:
