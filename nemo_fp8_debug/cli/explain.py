@@ -422,7 +422,10 @@ def recommend_command(
     out = console()
     print_text(out, " ".join([*([] if operand else [tell_conclusion(diagnosis)]), _tell_changes(found, output)]))
     _print_recommendation(out, found, snippets, output)
-    told, runs = " ".join(tell_next(diagnosis, advice)), [str(run), *repeat_option("--baseline", baseline)]
+    # The plan does not follow from advice on something else, such as a baseline that is missing.
+    is_about_plan = not found.plan.changes or diagnosis.find_fix(found) is not None
+    told = " ".join(tell_next(diagnosis, advice)) if is_about_plan else ""
+    runs = [str(run), *repeat_option("--baseline", baseline)]
     if output:
         print_next(out, told, ["rescue", str(output / PLAN), "--", "COMMAND"])
     elif found.plan.changes:

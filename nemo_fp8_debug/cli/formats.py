@@ -102,7 +102,7 @@ def _tell_best(medians: dict[str, pl.DataFrame]) -> str:
         return "No relative error is known."
     best = min(known, key=lambda name: known[name])
     own = f", {format_number(known['in use'])} in use" if best != "in use" and "in use" in known else ""
-    which = "The scales in use have" if best == "in use" else f"{best} has"
+    which = "The scales in use have" if best == "in use" else f"Recipe {best} has"
     return f"{which} the lowest relative error: {format_number(known[best])} in the median of all tensors{own}."
 
 
