@@ -57,7 +57,7 @@ def exported(logdir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("export") / "page"
     result = CliRunner().invoke(app, ["view", *(str(logdir / part) for part in PARTS), "--export", str(folder)])
     assert result.exit_code == 0, result.output
-    assert f"Open {folder / 'index.html'}" in result.output.replace("\n", "")
+    assert f"open {folder / 'index.html'}" in result.output.replace("\n", "")
     return folder / "index.html"
 
 
