@@ -24,7 +24,7 @@ import duckdb
 import pytest
 import torch
 from packaging.requirements import Requirement
-from page_blocks import BLOCKS, ROOT, check_text, commands, cut, find_block, parse_options, wrapped
+from page_blocks import BLOCKS, ROOT, check_text, commands, find_block, parse_options, wrapped
 from page_names import (
     CHECKS,
     NAMES,
