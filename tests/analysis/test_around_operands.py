@@ -185,7 +185,7 @@ class TestRecipe:
         ]
         other, one = (replace(usual, metrics=Metrics.of(changed)) for changed in others)
         assert not evidence(diagnose(other, usual), "recipe")
-        assert "so is that of 2 other operands" in evidence(diagnose(one, usual), "recipe")[0]
+        assert "2 other operands differ too" in evidence(diagnose(one, usual), "recipe")[0]
 
 
 class TestTransient:

@@ -38,8 +38,8 @@ def advise_on_nonfinite(layer: str | None, role: str | None, what: str = "", is_
     look = look_at_producer(layer, role) if layer and role else f"Look at what computes {what}."
     if not layer and not is_sampled:
         look += " No operand was sampled at that step, so any layer may have made it: resume before it with `interval=1`."
-        return f"No recipe fixes NaN. {look}"
-    return f"No recipe fixes NaN. {look} `triggers=['nonfinite']` samples the step after a loss or gradient norm of NaN."
+        return f"{look} No recipe fixes NaN."
+    return f"{look} No recipe fixes NaN. `triggers=['nonfinite']` samples the step after a loss or gradient norm of NaN."
 
 
 #: strengths of a finding. A `proof` needs no comparison. A `hint` also occurs in healthy runs

@@ -264,7 +264,7 @@ def tell_missed(found: Answer) -> list[str]:
         return missed
     if found.baseline is None:
         unseen = "data, gradients, kernels or communication"
-        missed.append(f"We could have missed a fault in {unseen}, and one of operands from the first step on.")
+        missed.append(f"We could have missed a fault in {unseen}, or an operand that was wrong from the first step.")
     elif found.cause != "software" and not (found.loss.harm == "none" and found.facts.same_batches):
         missed.append("We could have missed a fault in data, gradients, kernels or communication.")
     absent = [table for table in TABLES.values() if table.checks and found.run.table(table.name).is_empty()]
@@ -299,7 +299,7 @@ def tell_advice(found: Answer, fix: TensorFix | None) -> list[str]:
     ask = "Give a baseline, a run that went well: it shows a gap that this run alone cannot."
     if found.baseline is not None:
         same = "" if found.facts.same_batches else "Give a baseline that saw the same batches, or repeat"
-        ask = f"{same or 'Repeat'} `--baseline` for more seeds: they show smaller gaps."
+        ask = f"{same or 'Repeat'} `--baseline` for more seeds. Then we can detect smaller gaps."
     return [ask, *told]
 
 

@@ -36,7 +36,7 @@ T = (
 )
 _SPLIT = re.compile(r"(?<=\.)\s+(?=[A-Z0-9]|d[A-Z] )")
 _ADVICE = re.compile(
-    r"Next:|Look|Check|Sample|Use|Find|Restore|Let|Compare|Give|Before you trust|If one rank|`|Set|No recipe"
+    r"Next:|Look|Check|Sample|Use|Find|Restore|Let|Compare|Give|Before you trust|If one rank|`|Set|No recipe|Then we can"
 )
 _CLAIMS = re.compile(
     r"\d|\b(?:above|below|follows?|first|transient|since|gone|start|harms?|harmed|rises?|rose|jump\w*|departed|diverged|stays|"
@@ -446,7 +446,7 @@ _TABLE: list[tuple[str, str, Check | None]] = [
     ("tensor since", f"<tensor> went wrong {_WHEN}", _check_sample),
     ("blamed since", "^<tensor>: (?:Also wrong by then|Blamed): .*?, since @onset", None),
     ("recipe or scale since", f"(?:recipe|scale) of <tensor> (?:changed )?{_WHEN}", None),
-    ("recipe from", r"the recipe of <tensor> is \S+(?: \S+)? from (?:@onset on|(?P<start>the first sample) on)", None),
+    ("recipe from", r"the recipe of <tensor> changed from \S+(?: \S+)? to \S+(?: \S+)? at @onset", None),
     ("cause since", rf"^(?!The (?:loss|first NaN|optimizer|re\w+)\b|{_LATE}|.* went wrong)[^;:]*?{_WHEN}{_SURE}", None),
     # What is found in weights or in the loss is measured over several samples.
     ("cause since", f"^{_LATE}.*? {_WHEN.replace('onset', 'late')}{_SURE}", None),

@@ -49,12 +49,12 @@ def find_recipe_changes(facts: Facts) -> Iterator[Finding]:
     """
     for each in recipe_changes(facts):
         if each.in_the_run:
-            what = f"is {each.now} from {facts.unit} {each.step} on and was {each.before}"
+            what, too = f"changed from {each.before} to {each.now} at {facts.unit} {each.step}", "changed too"
         else:
-            what = f"is {each.now} from the first sample on and {each.before} in the baseline"
+            what, too = f"is {each.now}, and {each.before} in the baseline", "differ too"
         others = [key for key in each.keys if key != (each.layer, each.role)]
-        more = f"; so is that of {len(others)} other operands" if others else ""
-        more = f"; so is that of {SHOWN_AS[others[0][1]]} of {others[0][0]}" if len(others) == 1 else more
+        more = f"; {len(others)} other operands {too}" if others else ""
+        more = f"; {SHOWN_AS[others[0][1]]} of {others[0][0]} {too.replace('differ', 'differs')}" if len(others) == 1 else more
         evidence = f"the recipe of {SHOWN_AS[each.role]} of {each.layer} {what}{more}"
         yield Finding("recipe", "changed_recipe", "clear", evidence, each.layer, each.role, each.step)
 
