@@ -61,7 +61,7 @@ function within({step, values}, [from, to]) {
   return {step: kept.map((i) => step[i]), values: kept.map((i) => values[i])};
 }
 
-// Where the loss of the run diverges from the baseline's, and where the first tensor does: what the verdict says.
+// Where the loss of the run departs from the baseline's, and where the first tensor does: what the verdict says.
 /** @returns {Array<{step, label, kind}>} as far as it is known by now */
 export function useMarks() {
   const {run, baseline} = chosen.value;
@@ -73,7 +73,7 @@ export function useMarks() {
   if (!comparison) return [];
   const since = comparison.runs.run.above_baseline_since;
   return [
-    ...(since == null ? [] : [{step: since, kind: 'loss', label: `loss diverges at ${since}`}]),
+    ...(since == null ? [] : [{step: since, kind: 'loss', label: `loss departs at ${since}`}]),
     ...(first ? [{step: first.onset, kind: 'tensor', label: `${titleOf(first)} at ${first.onset}`}] : []),
   ];
 }

@@ -175,7 +175,7 @@ function Figures({tensor, metric, row, band, divergence, missing, picture}) {
       {picture && (
         <Spark
           label={`${label} of ${titleOf(tensor)} over the steps in ${lines.map(({part}) => `${chosen.value[part]} (${PARTS[part].label.toLowerCase()})`).join(', ')}`}
-          lines={lines} band={band?.metrics[metric]} markers={markersOf({divergence, band, step: null})} missing={missing}
+          lines={lines} band={band?.metrics[metric]} markers={markersOf({divergence, band, step: null, hasBaseline: Boolean(chosen.value.baseline)})} missing={missing}
         />
       )}
     </>

@@ -62,7 +62,7 @@ export const isTold = () => Boolean(story.value?.tensors);
 /** What the story tells of a tensor; undefined: it is not among those that matter, or they are not known yet. */
 export const storyOf = ({layer, role}) => story.value?.tensors?.find((row) => row.layer === layer && row.role === role);
 
-// The baseline's band of a tensor, since when the tensor is out of it, and since when the loss diverges.
+// The baseline's band of a tensor, since when the tensor is out of it, and since when the loss departs.
 /** The answer of `band`; data null where there is no baseline, or no tensor. */
 export function useBand(tensor) {
   const {run, baseline} = chosen.value;

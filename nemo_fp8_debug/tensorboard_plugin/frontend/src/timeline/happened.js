@@ -3,7 +3,7 @@ import {metricNamed} from '../records.js';
 import {placeOf, withUnit} from '../units.js';
 
 export const KINDS = {
-  diverges: {label: 'loss diverges'},
+  diverges: {label: 'loss departs or diverges'},
   leaves: {label: "leaves the baseline's band"},
   spike: {label: 'spike of the loss', why: 'more than 5 standard deviations above the running median', symbol: 'triangle'},
   skipped: {label: 'skipped step', why: 'the optimizer did not step', symbol: 'rect'},
@@ -32,7 +32,7 @@ export function leavingTold(name, {usual, value}) {
 
 /** @returns {Array<{part, step, kind, why}>} */
 function apart(divergence, band, hasBaseline) {
-  const why = hasBaseline ? "it stays above the baseline's from here on" : 'it stays above its own minimum from here on';
+  const why = hasBaseline ? "a test finds it above the baseline's loss from here on" : 'it rises for good from here on';
   const of = (kind, step, told) => ({part: 'run', step, kind, why: told, loss: null});
   const left = Object.entries(band?.metrics ?? {}).filter(([, {since}]) => since !== null);
   return [
@@ -56,9 +56,9 @@ export function eventsOf({samples, losses, divergence, band, hasBaseline}) {
 }
 
 /** Steps that vertical lines mark, with what they are: those of the loss and of the tensor, and the one that is looked at. */
-export function markersOf({divergence, band, step}) {
+export function markersOf({divergence, band, step, hasBaseline}) {
   return [
-    divergence?.since != null && {kind: 'diverges', step: divergence.since, label: `loss diverges: step ${divergence.since}`},
+    divergence?.since != null && {kind: 'diverges', step: divergence.since, label: `loss ${hasBaseline ? 'departs' : 'diverges'}: step ${divergence.since}`},
     band?.since != null && {kind: 'leaves', step: band.since, label: `leaves the band${band.chance ? ' (may be chance)' : ''}: step ${band.since}`},
     step !== null && {kind: 'chosen', step, label: `step ${step}`},
   ].filter(Boolean);

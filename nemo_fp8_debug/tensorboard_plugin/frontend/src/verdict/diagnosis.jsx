@@ -33,7 +33,7 @@ function Facts({found, unit}) {
     found.confidence && ['Confidence', found.confidence],
     ['Harm', found.harm],
     found.gap && ['Gap', told(found.gap)],
-    ['Loss diverges', found.divergence_step == null ? 'no' : <Link to={{view: 'timeline', step: found.divergence_step}}>{unit} {found.divergence_step}</Link>],
+    ['Loss departs', found.divergence_step == null ? 'no' : <Link to={{view: 'timeline', step: found.divergence_step}}>{unit} {found.divergence_step}</Link>],
     culprit && ['Begins in', <TensorLink {...culprit} step={culprit.since} />],
     culprit?.since != null && ['Since', <Link to={toTensor(culprit, {view: 'map', step: culprit.since})}>{unit} {culprit.since}, on the map</Link>],
   ];

@@ -44,7 +44,7 @@ function Shown({of, metrics, samples, losses, band, divergence}) {
   const shown = ['loss', ...(of ? metrics : metrics.filter(ofTheRun))];
   const panels = useMemo(() => panelsOf(shown, samples, losses, band, axes), [shown.join(), axes, ...key]);
   const events = useMemo(() => eventsOf({samples, losses, divergence, band, hasBaseline: Boolean(names.baseline)}), [...key, divergence]);
-  const markers = useMemo(() => markersOf({divergence, band, step}), [divergence, band, step]);
+  const markers = useMemo(() => markersOf({divergence, band, step, hasBaseline: Boolean(names.baseline)}), [divergence, band, step, names.baseline]);
   if (!key.some(Boolean)) return null;
   const title = of ? titleOf(of) : 'the loss';
   return (
