@@ -55,7 +55,7 @@ VARIANTS = {
 
 
 class LearningRate(nl.LRSchedulerModule):
-    """Warms up over 20 steps, then falls to half; or also doubles every 20 steps from a given step on."""
+    """Warms up over 20 steps, then falls to a tenth; or also doubles every 20 steps from a given step on."""
 
     def __init__(self, steps: int, rises_from: int | None) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ class LearningRate(nl.LRSchedulerModule):
 
     def factor(self, step: int) -> float:
         rise = 0 if self.rises_from is None else max(0, step - self.rises_from) / 20
-        return min(1.0, (step + 1) / 20) * (1 - 0.5 * min(step / self.steps, 1.0)) * 2**rise
+        return min(1.0, (step + 1) / 20) * (1 - 0.9 * min(step / self.steps, 1.0)) * 2**rise
 
     def scheduler(self, model: llm.GPTModel, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, self.factor)

@@ -277,7 +277,8 @@ def compare_ends(output: Path, names: Sequence[str], first: int) -> str:
     ends = {name: float(np.nanmean(each.losses[each.steps >= first])) for name, each in losses.items()}
     lines = [f"{'run':14}{'loss':>6}{'to baseline':>13}   what it is"]
     for name, end in ends.items():
-        gap = "" if name == "baseline" else f"{100 * (end / ends['baseline'] - 1):+.1f}%".replace("-", "\N{MINUS SIGN}")
+        percent = round(100 * (end / ends["baseline"] - 1), 1) + 0.0  # and not -0.0
+        gap = "" if name == "baseline" else f"{percent:+.1f}%".replace("-", "\N{MINUS SIGN}")
         lines.append(f"{name:14}{end:6.2f}{gap:>13}   {ABOUT[name]}")
     return "\n".join(lines)
 
