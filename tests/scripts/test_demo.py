@@ -248,4 +248,4 @@ def test_the_headline_names_the_learning_rate_and_calls_the_first_tensor_a_conse
         shown = " ".join(headline.inner_text().split())
     assert "not FP8" in shown and "The learning rate is wrong at step 81" in shown
     assert re.search(r"The loss departed from the baseline.s at step \d+", shown)
-    assert re.search(r"First tensor, a consequence:?\s*X of decoder\.layers\.", shown)
+    assert re.search(r"First tensor, a consequence:?\s*(X|dY) of decoder\.layers\.", shown)
