@@ -63,7 +63,7 @@ class TestAPair:
         assert found.culprit and (found.culprit.layer, found.culprit.role, found.culprit.since) == (CULPRIT, "input", ONSET)
         assert (found.cause, found.harm) == ("corrupted_scale", "harmful") and found.confidence in ("medium", "high")
         assert found.divergence_step is not None and found.lead == found.divergence_step - ONSET > 0
-        assert f"X of {CULPRIT} went wrong by step {ONSET} ({found.confidence} confidence)" in found.verdict()
+        assert f"X of {CULPRIT} went wrong at or before step {ONSET} ({found.confidence} confidence)" in found.verdict()
 
     @pytest.mark.parametrize(("later", "named"), [(5.0, True), (0.3, False)])
     def test_an_outlier_that_costs_values_only_later_is_named(self, tmp_path: Path, later: float, named: bool) -> None:
@@ -202,7 +202,7 @@ class TestAPair:
             write(tmp_path / name, change, consumed_samples=consumed) for name, change in (("g", nothing), ("b", corrupted))
         )
         found = diagnose(bad, baseline, by="samples")
-        assert found.culprit and found.culprit.since == 8 * ONSET and f"by sample {8 * ONSET}" in found.verdict()
+        assert found.culprit and found.culprit.since == 8 * ONSET and f"at or before sample {8 * ONSET}" in found.verdict()
 
     def test_nothing_quantized_can_have_done_no_harm(self, tmp_path: Path) -> None:
         """Metrics of a BF16 run are what a recipe would make of it."""
@@ -546,7 +546,7 @@ class TestCommandLine:
     def test_names_are_printed_as_they_are(self, tmp_path: Path, name: str) -> None:
         bad = write(tmp_path / "bad", corrupted, layers=[name], culprit=name)
         result = cli(bad)
-        assert result.exit_code == 0 and f"X of {name} went wrong by step" in result.stdout
+        assert result.exit_code == 0 and f"X of {name} went wrong at or before step" in result.stdout
 
     def test_control_characters_do_not_reach_the_terminal(self, tmp_path: Path) -> None:
         name = "a\x1b[2J\x1b]0;title\x07.fc"

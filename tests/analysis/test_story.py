@@ -54,11 +54,11 @@ class TestACulpritInFp8:
         assert headline["harm"] == "harmful" and headline["title"].endswith(
             f"The loss diverged at step {headline['since']}."
         )
-        assert headline["title"].startswith(f"X of {CULPRIT} went wrong by step {ONSET}: ")
+        assert headline["title"].startswith(f"X of {CULPRIT} went wrong at or before step {ONSET}: ")
         assert abs(headline["since"] - DIVERGES) <= 8
         assert (headline["cause"], headline["about_fp8"]) == ("corrupted_scale", True)
         assert headline["confidence"] in ("medium", "high")
-        assert f"X of {CULPRIT} went wrong by step {ONSET}" in headline["cause_told"]
+        assert f"X of {CULPRIT} went wrong at or before step {ONSET}" in headline["cause_told"]
         assert "bits too large" in headline["cause_told"]
         assert headline["gap"]["low"] < headline["gap"]["percent"] < headline["gap"]["high"]
         assert headline["change"] == f"Cast X of {CULPRIT} in current-hybrid."

@@ -133,7 +133,7 @@ class TestFullLength:
 def test_the_demo_of_full_length_names_the_culprit_and_recovers(tmp_path: Path) -> None:
     done = finished(*DEMO, tmp_path / "runs", env=ENVIRONMENT)
     printed = " ".join(done.stdout.split())
-    assert "stale_scale: X of decoder.layers.0.mlp.linear_fc2 went wrong by step 120" in printed
+    assert "stale_scale: X of decoder.layers.0.mlp.linear_fc2 went wrong at or before step 120" in printed
     assert "learning_rate: The learning rate is wrong at step 81" in printed
     gap = re.search(r"rescued: .*? ended ([\d.]+)% (above|below) the baseline", printed)
     assert gap and float(gap[1]) < 1

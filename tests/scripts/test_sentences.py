@@ -39,23 +39,23 @@ def make_known(begins: int | None = 100, rise: float = 0.5) -> Known:
 
 
 TRUE = (
-    "X of layers.0.fc1 went wrong by step 100 (high confidence): its scale moved, its values did not.",
-    "X of layers.0.fc1 went wrong by step 100: its scale jumped. The scale is 3.0 bits too large.",
+    "X of layers.0.fc1 went wrong at or before step 100 (high confidence): its scale moved, its values did not.",
+    "X of layers.0.fc1 went wrong at or before step 100: its scale jumped. The scale is 3.0 bits too large.",
     "The loss rose by 32.1% at step 100 and ended 43.1% above the baseline's (95% interval 42 to 44%; batches not matched).",
     "The loss departed from the baseline's at step 100.",
     "Unusual: dY of layers.0.fc2 since 40 (underflow 3% instead of 1%).",
 )
 #: by what is wrong with it, a sentence
 FALSE = {
-    "a step before the fault": "X of layers.0.fc1 went wrong by step 50: its scale moved, its values did not.",
-    "a step after the fault": "X of layers.0.fc1 went wrong by step 150: its scale moved, its values did not.",
+    "a step before the fault": "X of layers.0.fc1 went wrong at or before step 50: its scale moved, its values did not.",
+    "a step after the fault": "X of layers.0.fc1 went wrong at or before step 150: its scale moved, its values did not.",
     "a step outside the run": "The loss departed from the baseline's at step 300.",
-    "a step that is no sample": "X of layers.0.fc1 went wrong by step 103: its scale moved, its values did not.",
-    "no such tensor": "X of layers.7.fc1 went wrong by step 100: its scale moved, its values did not.",
+    "a step that is no sample": "X of layers.0.fc1 went wrong at or before step 103: its scale moved, its values did not.",
+    "no such tensor": "X of layers.7.fc1 went wrong at or before step 100: its scale moved, its values did not.",
     "the first sample": "X of layers.0.fc1 went wrong from the first sample on: its scale moved, its values did not.",
     "the first NaN": "The first NaN or infinity is in the loss at step 100.",
     "the first tensor": "X of layers.0.fc1 is out of band from step 20 on: the first tensor.",
-    "a sign of bits": "X of layers.0.fc1 went wrong by step 100: its scale jumped. The scale is 3.0 bits too small.",
+    "a sign of bits": "X of layers.0.fc1 went wrong around step 100: its scale jumped. The scale is 3.0 bits too small.",
     "a sign of a gap": "The loss ended 43.1% below the baseline's (95% interval 42 to 44%; batches not matched).",
     "a size of a gap": "The loss ended 12.1% above the baseline's (95% interval 12 to 13%; batches not matched).",
     "a gap outside its interval": "The loss ended 43.1% above the baseline's (95% interval 45 to 46%; batches not matched).",
@@ -64,7 +64,7 @@ FALSE = {
     "follows": "The loss follows the baseline's.",
     "above": "The loss is not above the baseline's.",
     "less than counts": "The loss lies above the baseline's, by less than counts as harm.",
-    "a transient": "X of layers.0.fc1 went wrong by step 100: its scale jumped; it lasted for 2 samples, a transient.",
+    "a transient": "X of layers.0.fc1 went wrong around step 100: its scale jumped; it lasted for 2 samples, a transient.",
     "a departure before the fault": "The loss departed from the baseline's at step 30.",
     "the loss is lost": "The loss is NaN or infinite from step 120 on.",
     "no harm": "We found nothing wrong.",

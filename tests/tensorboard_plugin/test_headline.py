@@ -65,7 +65,7 @@ def test_two_culprits_are_told_as_two(browser: Browser, tmp_path: Path) -> None:
         page.goto(f"{address}#p.fp8.run=bad&p.fp8.baseline=baseline")
         page.locator(".headline[data-stage=all]").wait_for()
         shown = " ".join(page.locator(".headline").inner_text().split())
-    both = f"X of {CULPRIT} went wrong by step {ONSET}", "Also wrong by then: X of up."
+    both = f"X of {CULPRIT} went wrong at or before step {ONSET}", "Also wrong by then: X of up."
     assert all(told in shown for told in both) and "FP8" in shown
 
 

@@ -178,7 +178,7 @@ def test_without_a_good_run_it_is_judged_alone(frame: Open, logdir: Path) -> Non
     assert verdict(page) == said("diagnose", logdir / "bad")["verdict"]
     expect(page.get_by_text("Judged alone")).to_be_visible()
     expect(page.get_by_text("was judged only by bands of healthy runs")).to_be_visible()
-    expect(page.locator(".headline h1")).to_contain_text(f"bad (run): X of {CULPRIT} went wrong by step {ONSET}")
+    expect(page.locator(".headline h1")).to_contain_text(f"bad (run): X of {CULPRIT} went wrong at or before step {ONSET}")
     recommended = said("recommend", logdir / "bad")["findings"]
     assert [row[0] for row in cells(table(page, "The cheapest changes"))] == [title(of) for of in recommended]
     assert page.locator("details.fold").count() == 0

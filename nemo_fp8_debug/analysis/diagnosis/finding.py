@@ -37,8 +37,8 @@ def advise_on_nonfinite(layer: str | None, role: str | None, what: str = "", is_
     """
     look = look_at_producer(layer, role) if layer and role else f"Look at what computes {what}."
     if not layer and not is_sampled:
-        look += " No operand was sampled at that step, so any layer may have made it: resume before it with `interval=1`."
-        return f"{look} No recipe fixes NaN."
+        unseen = "no operand was sampled at that step, so any layer may be the source"
+        return f"Resume before it with `interval=1`: {unseen}, or what computes {what}. No recipe fixes NaN."
     return f"{look} No recipe fixes NaN. `triggers=['nonfinite']` samples the step after a loss or gradient norm of NaN."
 
 

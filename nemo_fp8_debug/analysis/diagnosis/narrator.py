@@ -237,7 +237,7 @@ def _tell_since(found: Answer, chosen: Finding) -> str:
         return f"around {unit} {chosen.since}"
     # The fault may have begun at any step since the previous sample, and values may have grown for a while.
     sampled = not chosen.is_exact and (chosen.is_out_of_band or measure_interval(found.facts.steps) > 1)
-    return f"{'by' if sampled else 'at'} {unit} {chosen.since}"
+    return f"{'at or before' if sampled else 'at'} {unit} {chosen.since}"
 
 
 def _tell_evidence(found: Answer) -> str:

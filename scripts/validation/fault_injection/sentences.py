@@ -36,7 +36,8 @@ T = (
 )
 _SPLIT = re.compile(r"(?<=\.)\s+(?=[A-Z0-9]|d[A-Z] )")
 _ADVICE = re.compile(
-    r"Next:|Look|Check|Sample|Use|Find|Restore|Let|Compare|Give|Before you trust|If one rank|`|Set|No recipe|Then we can"
+    r"Next:|Look|Check|Sample|Use|Find|Restore|Let|Compare|Give|Before you trust|If one rank|`|Set|No recipe|Then we can|"
+    r"Resume"
 )
 _CLAIMS = re.compile(
     r"\d|\b(?:above|below|follows?|first|transient|since|gone|start|harms?|harmed|rises?|rose|jump\w*|departed|diverged|stays|"
@@ -428,7 +429,8 @@ def _expand(pattern: str) -> re.Pattern[str]:
 
 
 _WHEN = (
-    "(?:(?:at|by|around) @onset|(?P<start>from the first sample on)|since @earlier or earlier|at an unknown (?:step|sample))"
+    "(?:(?:at|at or before|around) @onset|(?P<start>from the first sample on)|since @earlier or earlier|"
+    "at an unknown (?:step|sample))"
 )
 _SURE = r"(?= \(\w+ confidence\)|\.$)"
 _LATE = r"(?:In \S+, )?(?:[Ww]eights|Something)\b"

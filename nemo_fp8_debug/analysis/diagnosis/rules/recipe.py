@@ -54,7 +54,8 @@ def find_recipe_changes(facts: Facts) -> Iterator[Finding]:
             what, too = f"is {each.now}, and {each.before} in the baseline", "differ too"
         others = [key for key in each.keys if key != (each.layer, each.role)]
         more = f"; {len(others)} other operands {too}" if others else ""
-        more = f"; {SHOWN_AS[others[0][1]]} of {others[0][0]} {too.replace('differ', 'differs')}" if len(others) == 1 else more
+        if len(others) == 1:
+            more = f"; {SHOWN_AS[others[0][1]]} of {others[0][0]} {too.replace('differ', 'differs')}"
         evidence = f"the recipe of {SHOWN_AS[each.role]} of {each.layer} {what}{more}"
         yield Finding("recipe", "changed_recipe", "clear", evidence, each.layer, each.role, each.step)
 
