@@ -32,8 +32,8 @@ _QUESTIONS = {
     "culprit first": "first tensor right",
     "cause": "cause right",
     "harm right, cannot tell left out": "harm right, if stated",
-    "harmed, and cannot tell": "harm unknown, though harmed",
-    "software blamed on an operand": "other fault blamed on FP8",
+    "harmed, and cannot tell": "harm unknown in harmed runs",
+    "software blamed on an operand": "FP8 blamed for another fault",
     "clean, accused": "healthy run accused",
     "a sentence is false": "verdict with a false sentence",
 }
@@ -43,12 +43,12 @@ _BY_INTERVAL = ("culprit first", "cause")
 _HELD_OUT_QUESTIONS = {
     "tensor right, faults of an operand": "first tensor right",
     "cause right": "cause right",
-    "cause right, and harmed": "cause right, harmed runs",
+    "cause right, and harmed": "cause right in harmed runs",
     "cause wrong": "cause wrong",
     "cause cannot be told": "cause unknown",
     "harm right where stated": "harm right, if stated",
-    "harm cannot be told, harmed": "harm unknown, though harmed",
-    "harm cannot be told, not harmed": "harm unknown, not harmed",
+    "harm cannot be told, harmed": "harm unknown in harmed runs",
+    "harm cannot be told, not harmed": "harm unknown in unharmed runs",
     "clean, accused": "healthy run accused",
     "clean, called harmed": "healthy run called harmed",
     "a sentence is false": "verdict with a false sentence",
@@ -57,17 +57,17 @@ _HELD_OUT_QUESTIONS = {
 _PRODUCT_FAULTS = {
     "power_of_two": "scale wrong by a power of two",
     "factor": "factor of 1 + 2^-6",
-    "dropped_block": "a sixteenth of the sum is left out",
-    "stale_operand": "operand off by a thousandth, as before an update",
+    "dropped_block": "a sixteenth of the sum left out",
+    "stale_operand": "operand wrong by a thousandth, as before an update",
     "transposed": "operand read transposed",
-    "wrong_rows": "a quarter of the rows are their neighbors",
+    "wrong_rows": "a quarter of the rows replaced by their neighbors",
     "one_value": "highest exponent bit flipped in half of the values",
     "rounded_sums": "sums kept in BF16",
 }
 _DTYPES = {"bfloat16": "BF16", "float16": "FP16", "float32": "float32"}
 #: subjects of thresholds, by the first threshold of each
 _SUBJECTS = {
-    "IN_A_ROW": "what lasts",
+    "IN_A_ROW": "duration",
     "SCALE_OFF": "operands",
     "RATE_DIFFERS": "settings and gradients",
     "DECAY": "weights",
@@ -170,7 +170,8 @@ def list_gates() -> Iterator[tuple[str, ...]]:
     results = json.loads(GATE.read_text(encoding="utf-8"))
     groups = ("the same batches", "other batches")
     lengths = list(results[groups[0]]["by steps"])
-    yield ("batches", "interval holds the gap", "bad run passes", "good run fails", *(f"{int(n):,} steps" for n in lengths))
+    shown = (f"{int(n):,} steps" for n in lengths)
+    yield "batches", "interval contains the gap", "bad run passes", "good run fails", *shown
     for group in groups:
         found = results[group]
         names = ("interval holds the gap, %", "pass at or above the limit, %", "fail at or below the limit, %")
