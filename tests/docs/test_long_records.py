@@ -40,8 +40,8 @@ def test_the_course_of_a_tensor_takes_no_more_than_is_promised() -> None:
 def test_the_tab_takes_what_the_page_says() -> None:
     tab = max(MEASURED, key=lambda found: found["rows"])["tab"]
     text, course = " ".join(PAGE.split()), tab["a tensor's course"]
-    assert f"the course of one tensor {course:.2f} s" in text
-    assert f"the map of layers by steps {tab['layers by steps']:.1f} s, and {tab['gb']:.1f} GB" in text
+    assert f"shows one tensor in {course:.2f} s" in text
+    assert f"the map of layers by steps in {tab['layers by steps']:.1f} s, with {tab['gb']:.1f} GB" in text
 
 
 @pytest.mark.parametrize("engine", ["ray", "dask"])
