@@ -55,14 +55,14 @@ SHOWN = {
     "histograms that are the CPU's, count by count": "histograms equal to a CPU's",
     "metrics from histograms that are the CPU's, bit by bit": "metrics equal to a CPU's",
     "metrics from sums over float32 or blocks that are the CPU's, bit by bit: the others, relative": (
-        "relative difference of others"
+        "relative difference of other metrics"
     ),
     "products that are within their bounds": "products within their bounds",
-    "fprop that is wrong by a factor is named, and no other": "smallest wrong factor found in fprop",
-    "dgrad that is wrong by a factor is named, and no other": "in dgrad and wgrad",
-    "wgrad that is wrong by a factor is named, and no other": "in dgrad and wgrad",
+    "fprop that is wrong by a factor is named, and no other": "smallest wrong factor detected in fprop",
+    "dgrad that is wrong by a factor is named, and no other": "smallest such factor in dgrad and wgrad",
+    "wgrad that is wrong by a factor is named, and no other": "smallest such factor in dgrad and wgrad",
     "sampled step, until the next can start": "a sampled step, until the next can start",
-    "sampled step, with all that it costs the next four": "the same, with its effect on the next four",
+    "sampled step, with all that it costs the next four": "a sampled step, with the slowdown of the next four",
     "average at interval 100": "added to all steps at interval 100",
     "unsampled step, attached": "an unsampled step with the monitor",
     "hooks in unsampled steps": "hooks in an unsampled step",
