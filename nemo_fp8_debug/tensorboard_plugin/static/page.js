@@ -12,7 +12,7 @@ input become zero in FP8.
 | baseline | a run of the same model that went well |
 | reference run | the same run in BF16 |
 | record | the Parquet files that a run leaves: [the record](record.md) |
-| attempt | one start of a run; a resume begins another |
+| attempt | one start of a run; a resume begins another attempt |
 | fingerprint | versions, recipe, options and devices of a run |
 | sample | what we measured at one step |
 | trigger | a condition that samples the next steps, such as a loss spike |
@@ -28,9 +28,9 @@ input become zero in FP8.
 | m, v | first and second moment of an optimizer |
 | Q, K, V, S, O | in attention \`query\`, \`key\`, \`value\`, \`probabilities\` (softmax of Q K^T), \`context\` (S V) |
 | dO, dP, dQ, dK, dV | gradients in attention: \`grad_context\`, \`grad_scores\`, \`grad_query\`, \`grad_key\`, \`grad_value\` |
-| expert aggregate | all experts of a layer as one row |
-| copy | an operand as one product multiplies it |
-| engine | what casts operands in the run, such as Transformer Engine |
+| expert aggregate | a row for all experts of a layer together |
+| copy | the cast of an operand for one of its two products |
+| engine | the library that casts operands, such as Transformer Engine |
 
 ## Numbers in FP8
 
@@ -38,13 +38,13 @@ input become zero in FP8.
 |---|---|
 | E4M3, E5M2 | FP8 with 4 exponent and 3 mantissa bits, up to 448, or 5 and 2, up to 57,344 |
 | hybrid | E4M3 for X and W, E5M2 for dY |
-| scale | the factor that brings a tensor into the range of FP8 |
-| bits, of a scale or a magnitude | powers of two: 2.5 bits too small is 2^2.5 = 5.7 times too small |
-| margin | bits by which the scale stays below the largest that fits |
+| scale | the factor that maps a tensor to the range of FP8 |
+| bits (scale, magnitude) | powers of two: 2.5 bits too small is 2^2.5 = 5.7 times too small |
+| margin | bits by which the scale stays below the largest fitting scale |
 | clipping | overflow: a value is cut to the format's maximum |
 | dead | all values of an operand are zero |
-| stale scale | a scale that stands still while the values move |
-| corrupted scale | a scale that jumps while the values do not |
+| stale scale | a scale that stays constant while the values change |
+| corrupted scale | a scale that jumps although the values do not |
 
 ## Recipes
 
@@ -54,7 +54,7 @@ input become zero in FP8.
 | delayed scaling | the scale follows from earlier steps' amaxes, the amax history |
 | current scaling | the scale follows from the tensor's own amax |
 | blockwise, rowwise, MXFP8, NVFP4 | one scale for each [block of values](metrics.md#block-recipes) |
-| what-if recipe | a recipe that we measure but the run does not use: \`what_if\`, or [replay](fix.md) |
+| what-if recipe | a recipe that we evaluate but the run does not use: \`what_if\`, or [replay](fix.md) |
 | emulation | FP8 values, multiplied in the run's own precision |
 
 ## Metrics
@@ -66,33 +66,33 @@ input become zero in FP8.
 | underflow | share of the values that are not zero and become zero in the cast, in percent |
 | overflow | share of the values that the cast clips, in percent |
 | mean squared error | mean of the squared errors of the cast |
-| relative error | size of the cast's error over the tensor's; at best 0.026 in E4M3, 0.052 in E5M2 |
+| relative error | norm of the cast's error / norm of the tensor; at best 0.026 in E4M3, 0.052 in E5M2 |
 | signal to quantization noise | relative error in dB: 20 dB is an error of 10% |
-| cosine | of the angle between the tensor and its cast; 1 is the same direction |
-| scale in use / current scale | x1: the scale fits; x2: twice too large, values are clipped; x0.5: half of what fits |
+| cosine | cosine of the angle between tensor and cast; 1 is the same direction |
+| scale in use / current scale | x1: the scale fits; x2: twice too large, values are clipped; x0.5: half the fitting scale |
 | scale in use | the factor before the cast |
 | largest magnitude | amax: the largest absolute value |
 | smallest magnitude | amin: the smallest absolute value that is not zero |
-| largest / smallest magnitude | the range of the values; E4M3 holds 2^17.8, E5M2 2^31.8 |
-| largest / median magnitude | how far the largest value stands above usual ones |
+| largest / smallest magnitude | the range of the values; E4M3 spans 2^17.8, E5M2 2^31.8 |
+| largest / median magnitude | how far the largest value exceeds a usual value |
 | kurtosis | weight of the tails: 3 for a normal distribution, more with outliers |
 | NaN and infinities | how many values are not finite |
-| output error | how far FP8 moves a GEMM's result |
-| largest / median channel | how far the largest channel stands above the usual one |
-| entropy of weights | of a router or attention: 0 if one choice has all the weight |
+| output error | how far FP8 changes a GEMM's result |
+| largest / median channel | how far the largest channel exceeds a usual channel |
+| entropy of weights | spread of a router's or attention's weights: 0 if one choice has all weight |
 | weight of the first key | share of attention that the first token gets |
 | largest / mean load of experts | how uneven a router is: 1 is even |
 | experts without a token | how many experts got no token |
 | dropped tokens | share of the tokens that no expert had room for |
 | norm | root of the sum of squares |
-| share of all squared norms | this tensor's part of the squared gradient norm |
-| step of W / W | size of an optimizer step over the weight's size |
-| error of the step of W | how far a step is off because few bits are stored |
+| share of all squared norms | this gradient's share of the squared gradient norm |
+| step of W / W | norm of an optimizer step / norm of the weight |
+| error of the step of W | relative error of a step due to low-precision storage |
 | error of the step of W by dW | the part due to dW's format |
 | error of the step of W by m | the part due to m's format |
 | error of the step of W by v | the part due to v's format |
 | error of the step of W by its rounding | the part due to rounding W |
-| times what counts | distance from healthy in thresholds: from 1 on it counts |
+| x threshold | distance from the baseline in thresholds: from 1x on, a change counts |
 
 ## Verdicts
 
@@ -103,14 +103,14 @@ input become zero in FP8.
 | out of band | three samples in a row above the band; NaN and infinity need one |
 | transient | far out of band, but for fewer than three samples |
 | onset | the first step at which an operand is out of band |
-| divergence | the loss stays above the baseline's, or its own minimum, to the end |
+| divergence | the loss stays above the baseline's loss, or its own minimum, to the end |
 | lead | steps from an operand's onset to the divergence |
-| drift | bits by which underflow, overflow or error exceed the baseline's, late in the run |
+| drift | bits by which underflow, overflow or error exceed the baseline, late in the run |
 | culprit | the operand that went wrong first |
 | cause | why, such as \`stale_scale\` or \`underflow\`: [all causes](diagnose.md#causes) |
-| software | a cause other than FP8, such as learning rate, data, communication |
-| harm | whether the loss is worse for it: harmful, likely, gap, harmless so far, none, unknown |
-| gap | how far the mean loss at the end lies above the baseline's, in percent |
+| software | a cause outside of FP8, such as data, kernels, communication |
+| harm | effect of the fault on the loss: harmful, likely, gap, harmless so far, none, unknown |
+| gap | how far the mean final loss exceeds the baseline's loss, in percent |
 | gate | the command that accepts or rejects a run by its gap |
 | confidence | how sure the cause is: high, medium or low |
 | plan | changes of single operands, which \`rescue\` applies: [fix](fix.md) |
