@@ -11,7 +11,7 @@ from typing import Any, TypeVar, get_type_hints
 from ..errors import ConfigError
 
 C = TypeVar("C", bound=type)
-#: how many names a message lists
+#: number of names that a message lists
 _FIRST = 6
 _OF_SIGNATURE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
@@ -94,10 +94,10 @@ def suggest_name(name: str, known: Iterable[str]) -> str:
 
 
 def check_whole_number(value: Any) -> int | None:
-    """Return a Python, NumPy or torch number as an int, or None if it is not one whole number. A bool is not one."""
+    """Return a Python, NumPy or torch number as an int, or None if it is a bool or not a single whole number."""
     try:
         number = value.item() if hasattr(value, "item") else value
-    except Exception:  # more than one element, or none that can be read
+    except Exception:  # several elements, or an element that cannot be read
         return None
     if isinstance(number, bool) or not isinstance(number, (int, float)):
         return None
@@ -105,7 +105,7 @@ def check_whole_number(value: Any) -> int | None:
 
 
 def check_number(name: str, value: Any, least: int) -> int:
-    """Return the whole number that an option was given.
+    """Return the value of an option as a whole number.
 
     Raises:
         ConfigError: the value is not a whole number, or is less than `least`.

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-#: how many reasons the sentence lists
+#: number of reasons that the sentence lists
 _SHOWN = 3
-#: name of products that functions compute; any model may have them, so they are not listed
+#: name of the entry for products that functions compute; not listed, because any model may have such products
 _FUNCTIONS = "*"
 
 
@@ -15,8 +15,8 @@ def describe_unobserved(coverage: object, above: float = -1.0) -> str:
     """Return a sentence with the share of multiply-adds that is not observed, and the main reasons.
 
     Args:
-        coverage: the mapping that `Ledger.compact` makes. Older records have others, which give "".
-        above: report only a larger share, unless layers of unknown size are not observed.
+        coverage: the mapping that `Ledger.compact` returns. Other mappings, from older records, give "".
+        above: do not report a share up to this, unless a layer of unknown size is not observed.
 
     Returns:
         The sentence, or "" if there is nothing to report.
@@ -30,7 +30,7 @@ def describe_unobserved(coverage: object, above: float = -1.0) -> str:
     told = list(_reasons(reasons)) if isinstance(reasons, Mapping) else []
     what = "the multiply-adds per token that modules show"
     if not isinstance(share, (int, float)):
-        return f"how much of the model is observed is not known{_because(told)}"
+        return f"it is not known how much of the model is observed{_because(told)}"
     if share == 0:
         return f"all of {what} are observed" + (f"; not observed{_because(told)}" if told else "")
     return f"{_percent(share)} of {what} are not observed{_because(told)}"

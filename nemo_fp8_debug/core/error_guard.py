@@ -1,4 +1,4 @@
-"""Keep the monitor's exceptions out of training: each costs a sample or an operand, and one warning of its kind."""
+"""Keep exceptions of the monitor out of training. Each drops a sample or an operand. Each kind gives one warning."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class ErrorGuard:
         except Exception as error:
             if self.raises:
                 raise
-            with contextlib.suppress(Exception):  # the warning may need memory or stack that is not left
+            with contextlib.suppress(Exception):  # the warning may need more memory or stack than is left
                 message = f"error {when} near step {self.step()}; that sample was dropped"
                 self.warn(f"{message}: {type(error).__name__}: {error}", kind=f"{when} {type(error)}")
 
@@ -43,7 +43,7 @@ class ErrorGuard:
         """Warn once for each kind.
 
         Args:
-            kind: by default the message itself. If there are several, warn unless all of them are known.
+            kind: the kind, by default the message itself. With several kinds, warn if any of them is new.
         """
         kinds = {kind or message} if kind is None or isinstance(kind, str) else set(kind)
         if new := kinds - self._warned:
@@ -63,7 +63,7 @@ def guard_entry(when: str) -> Callable[[F], F]:
     """Return a decorator for a method that the run calls.
 
     An exception in the method drops the sample and gives a warning. KeyboardInterrupt and SystemExit also drop the sample,
-    which removes all hooks, and are raised again.
+    and are raised again. Dropping a sample removes all hooks.
 
     Args:
         when: what the method does, in words.
@@ -86,11 +86,11 @@ def guard_entry(when: str) -> Callable[[F], F]:
 
 
 def all_of(guard: Callable[[str], Any], steps: dict[str, Callable[[], object]]) -> None:
-    """Run all steps in order, whatever one of them raises. Exceptions give warnings. An interrupt is raised at the end.
+    """Run all steps in order, even if one raises an exception. Exceptions give warnings. An interrupt is raised at the end.
 
     Args:
-        guard: returns a context that keeps an exception from the run.
-        steps: functions by what they do, in words.
+        guard: returns a context that turns an exception into a warning.
+        steps: functions to run, each under a description of what it does.
     """
     interrupt: BaseException | None = None
     for when, step in steps.items():
@@ -104,9 +104,9 @@ def all_of(guard: Callable[[str], Any], steps: dict[str, Callable[[], object]]) 
 
 
 class OperandGuard:
-    """A context in which an exception costs an operand, or the record of its cast. Dispatch modes do not see its operators.
+    """A context in which an exception drops an operand, or only the record of its cast. Dispatch modes are off inside.
 
-    It is a class and no generator because hooks enter hundreds of these.
+    This is a class, because hooks enter hundreds of these contexts and a generator would be slower.
     """
 
     __slots__ = ("_lost", "_modes", "_name", "_on_fault", "_role")
@@ -126,7 +126,7 @@ class OperandGuard:
 
 
 def leave_modes() -> Sequence[Any]:
-    """Leave this thread's dispatch modes and return them for `enter_again`. If one of them traces, leave none."""
+    """Leave this thread's dispatch modes and return them for `enter_again`. If a mode is tracing, leave no mode."""
     modes: Sequence[Any] = _python_dispatch._get_current_dispatch_mode_stack()
     if not modes or any(getattr(mode, "_mode_key", None) is not None for mode in modes):
         return _NONE

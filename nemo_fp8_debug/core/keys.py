@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-#: operand roles of a GEMM: X of the forward pass, W, and the gradient of the output, dY
+#: operand roles of a GEMM: its input X, its weight W, and the gradient of its output, dY
 ROLES = ("input", "weight", "grad_output")
 #: GEMM and role
 Key = tuple[str, str]
 
-#: the columns that identify a row; metrics follow
+#: the columns that identify a row; columns of metrics come after them
 KEYS = ("layer", "gemm", "role")
 #: operand roles of FP8 attention and their symbols, in the order of a forward pass and of a backward pass. S is
 #: softmax(Q K^T), O is S V, and dP is the gradient of the softmax's input
@@ -19,7 +19,7 @@ ATTENTION_BACKWARD = {
     "grad_key": "dK",
     "grad_value": "dV",
 }
-#: prefix of a module's kind that is an attention and no GEMM, in messages between ranks
+#: prefix of a module's kind in messages between ranks, if the module is an attention instead of a GEMM
 ATTENTION = "attention of "
 #: tensors of the optimizer that are laid out like a weight, and their symbols
 STATES = {
@@ -29,7 +29,7 @@ STATES = {
     "master_weight": "master W",
     "update": "step of W",
 }
-#: tensors between GEMMs and their symbols, by the option that asks for them
+#: tensors between GEMMs and their symbols, by the option that records them
 ACTIVATIONS = {
     "norm": {"norm_input": "input", "norm_output": "output"},
     "router": {"router_logits": "logits"},
@@ -44,13 +44,13 @@ SHOWN_AS = {
     **STATES,
     **_OF_ACTIVATIONS,
 }
-#: symbols of what a GEMM returns, by product, and of dW after its reduction over ranks
+#: symbols of the results of a GEMM's products, and of dW after its reduction over ranks
 RESULTS = {"fprop": "Y", "dgrad": "dX", "wgrad": "dW", "reduction": "the reduced dW"}
 #: roles whose values are multiplied by the effective gradient scale
 GRADIENTS = ("grad_output", *ATTENTION_BACKWARD)
 #: scalars of a step that a framework may report
 STEP_SCALARS = ("loss", "grad_norm", "lr", "loss_scale", "skipped", "consumed_samples", "grad_scale")
-#: source of scales of an aggregate whose experts have different sources
+#: recorded source of an aggregate's scales if its experts have different sources
 MIXED = "mixed"
 
 

@@ -13,7 +13,7 @@ from ..errors import ConfigError
 
 #: path components that wrappers put between a model and its layers
 WRAPPERS = {"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_forward_module"}
-#: an expert's name has its number after `experts`, and one of a grouped GEMM has it after the GEMM's name
+#: the number of an expert comes after `experts` in its name, or after the GEMM's name if the GEMM is grouped
 _EXPERT = re.compile(r"((?:.*\.)?(?!shared_)(?:\w+_)?experts\.(?:[^.\d][^.]*\.(?=\d+$))?)\d+(\..+)?")
 
 T = TypeVar("T")
@@ -26,7 +26,7 @@ def strip_wrappers(name: str) -> str:
 
 @functools.lru_cache(maxsize=1 << 16)
 def name_aggregate(name: str) -> str | None:
-    """Return the name that this expert's GEMM shares with all experts, with `*` for the number. None if it is no expert's.
+    """Return the name of an expert's GEMM with `*` for the expert's number, or None for a GEMM outside experts.
 
     `decoder.layers.3.mlp.experts.local_experts.17.linear_fc1` -> `decoder.layers.3.mlp.experts.local_experts.*.linear_fc1`
     """
@@ -35,7 +35,7 @@ def name_aggregate(name: str) -> str | None:
 
 
 def aggregate_key(layer: str, role: str) -> tuple[str, str] | None:
-    """Return (aggregate, role) of an expert's operand, or None if the layer is no expert's."""
+    """Return (aggregate, role) of an expert's operand, or None for a layer outside experts."""
     aggregate = name_aggregate(layer)
     return (aggregate, role) if aggregate else None
 
@@ -47,10 +47,10 @@ def is_aggregate(name: str) -> bool:
 
 
 def few_experts(items: Iterable[T], aggregate: Callable[[T], Hashable | None], most: int) -> list[T]:
-    """Return the items in order, at most `most` of those that share an aggregate.
+    """Return the items in order, but at most `most` items of each aggregate.
 
     Args:
-        aggregate: returns the aggregate of an item, or None if it is no expert's.
+        aggregate: returns the aggregate of an item, or None for an item outside experts.
     """
     taken: Counter[Hashable] = Counter()
     kept = []
@@ -65,8 +65,8 @@ def few_experts(items: Iterable[T], aggregate: Callable[[T], Hashable | None], m
 def compile_patterns(patterns: Sequence[str] | None) -> Callable[[str], bool]:
     """Return a test of layer names that is true if any pattern matches.
 
-    A glob matches a whole name, its end (`linear_fc2`), or a part of the tree (`decoder.layers.3`); `re:` starts a regular
-    expression, searched for anywhere in the name.
+    A glob matches a whole name, its end (`linear_fc2`), or a subtree (`decoder.layers.3`). `re:` starts a regular
+    expression, which may match anywhere in the name.
 
     Raises:
         ConfigError: a regular expression does not compile.

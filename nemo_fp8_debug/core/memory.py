@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 #: options of `mallopt`. The first is the size from which an array gets its own mapping, which is unmapped with the array.
-#: The others are how much free memory stays at the end, and how much more than needed is requested at a time
+#: The second is how much free memory stays at the end. The third is how much extra memory each request asks for
 _MMAP_THRESHOLD, _TRIM_THRESHOLD, _TOP_PAD = -3, -1, -2
 
 
@@ -30,13 +30,13 @@ def keep_freed() -> None:
 
 
 def free_unused() -> None:
-    """Return the freed memory that glibc keeps, in an arena for each of many threads, to the system."""
+    """Return freed memory to the system. Otherwise glibc keeps it, in arenas for many threads."""
     with contextlib.suppress(Exception):
         ctypes.CDLL(None).malloc_trim(0)
 
 
 class Buffers:
-    """Large arrays whose memory is reused once nobody refers to them, because the system clears memory that it hands out."""
+    """Large arrays. Memory of unreferenced arrays is reused, because the system takes time to clear new memory."""
 
     def __init__(self) -> None:
         self._all: list[npt.NDArray[np.float64]] = []
@@ -54,7 +54,7 @@ class Buffers:
         """
         size = math.prod(shape)
         for i in range(len(self._all)):
-            # These two references are the list's and the call's. A view of the array would be a third.
+            # One reference is the list's, and one is that of this call. A view of the array would add a third.
             if self._all[i].size == size and sys.getrefcount(self._all[i]) == 2:
                 return self._all[i].reshape(shape)
         self._all = [each for each in self._all if each.size == size]

@@ -1,7 +1,7 @@
-"""Observe one feature for the length of a run: combine it over ranks, and make the rows of its tables.
+"""Observe one feature during a run, combine its results over ranks, and make the rows of its tables.
 
-Ranks that hold parts of the same tensors combine a sample in two collectives: a maximum of integers, and then a sum of
-float64. Each feature has a part in both.
+Ranks with parts of the same tensors combine a sample in two collectives: a maximum of integers, and then a sum of float64
+values. Each feature contributes values to both.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from .plain_arrays import Array
 from .table import Columns
 
 Arrays = Mapping[str, Array]
-#: parts of the sum by lane: lower lanes come first, and in a lane earlier features do. On more than two ranks, rounding
-#: depends on that order. So lanes keep their numbers, and records stay equal to the last bit
+#: parts of the sum by lane. Lower lanes come first. Within a lane, earlier features come first. On more than two ranks,
+#: rounding depends on this order. So lanes keep their numbers, and records stay equal to the last bit
 Lanes = Mapping[int, torch.Tensor]
 
 
@@ -31,7 +31,7 @@ class SamplePlan:
     step: int
     #: names of the recipes to try
     what_if: Sequence[str] = ()
-    #: whether to measure copies that another product multiplies
+    #: whether to measure the further copies of operands, cast for other products
     copies: bool = False
     #: whether to count scales of blocks
     block_scales: bool = False
@@ -42,26 +42,26 @@ class SamplePlan:
 
 
 class Observation:
-    """One feature on this rank. It chooses the types of its results itself."""
+    """One feature on this rank. Each feature chooses the types of its results."""
 
-    #: name of its folder
+    #: name of the feature's folder
     name = ""
 
     def observe(self, step: Any) -> Any:
-        """Return an observer of a sampled step that opens, as in `monitor.open_step`."""
+        """Return an observer for a sampled step that begins, see `monitor.open_step`."""
         raise NotImplementedError
 
     def collect(self, mine: Any, operands: Sequence[Any]) -> Any:
-        """Return what this rank found in a sampled step, after the data reached host memory.
+        """Return this rank's results of a sampled step, after the data reached host memory.
 
         Args:
-            mine: the observer that `observe` returned, or None if it broke off.
-            operands: counted tensors of all features.
+            mine: the observer that `observe` returned, or None if it failed.
+            operands: tensors that any feature counted.
         """
         raise NotImplementedError
 
     def pack(self, plan: SamplePlan, found: Any, expected: Collection[Key]) -> Arrays:
-        """Return what this rank found as plain arrays, also if it found nothing.
+        """Return this rank's results as plain arrays, even if there are no results.
 
         Args:
             found: what `collect` returned, or None if nothing could be collected.
@@ -70,23 +70,23 @@ class Observation:
         raise NotImplementedError
 
     def extremes(self, packed: Arrays) -> torch.Tensor:
-        """Return int32 [n], of which ranks take the maximum. n is the same on all ranks, and 0 by default."""
+        """Return numbers to be maximized over ranks, int32 [n]. n is the same on all ranks, and 0 by default."""
         return torch.zeros(0, dtype=torch.int32)
 
     def sums(self, plan: SamplePlan, packed: Arrays, extremes: torch.Tensor) -> Lanes:
-        """Return float64 [m] by lane, which ranks add up. Each m follows from the extremes.
+        """Return numbers to be summed over ranks, by lane, float64 [m]. Each m follows from the extremes.
 
         Args:
-            extremes: their maximum over all ranks.
+            extremes: the maximum over all ranks of what `extremes` returns.
         """
         raise NotImplementedError
 
     def whole(self, plan: SamplePlan, sums: Lanes, extremes: torch.Tensor) -> Any:
-        """Return what all ranks found together. Only the first rank calls this."""
+        """Return the results of all ranks together. Only the first rank calls this."""
         raise NotImplementedError
 
     def alone(self, found: Any) -> Any:
-        """Return the same if no other rank has parts: by default, what this rank found."""
+        """Return the results if no other rank has parts of the tensors. By default, these are this rank's results."""
         return found
 
     def rows(self, sampled: SampledTables) -> Mapping[str, Columns]:
@@ -100,10 +100,10 @@ class Observation:
 
 @dataclass(frozen=True)
 class SampledTables:
-    """Everything that rows are made of: the observations of one step, on all ranks that hold parts of it."""
+    """Everything that rows are made from: the observations of one step on all ranks that hold parts of the same tensors."""
 
     step: int
-    #: what all ranks found, by feature
+    #: results of all ranks, by feature
     whole: Mapping[str, Any]
     #: kinds of GEMMs and attentions by the name of their module
     kinds: Mapping[str, str]
@@ -111,6 +111,6 @@ class SampledTables:
     chosen: Collection[str]
     #: recipes to try, with their histories
     what_if: Sequence[Any] = ()
-    #: norms and casts of operands, by (layer, role); operands fill them in for later features
+    #: norms and casts of operands, by (layer, role); the feature `operands` fills these in for later features
     norms: dict[Key, float] = field(default_factory=dict)
     casts: dict[Key, Any] = field(default_factory=dict)

@@ -24,18 +24,18 @@ class Sample:
 
     @property
     def columns(self) -> Columns:
-        """Return the metrics of operands: KEYS, how each was cast, then its metrics. None: not available."""
+        """Return the columns of operands: KEYS, how each operand was cast, then metrics. An unavailable metric is None."""
         return next(iter(self.tables.values()), {})
 
     def table(self, name: str) -> Columns:
-        """Return the columns of a table; empty if the sample has none."""
+        """Return the columns of a table. Return an empty mapping if the sample lacks the table."""
         return self.tables.get(name, {})
 
     def __len__(self) -> int:
         return len(self.columns.get("layer", ()))
 
     def describe_first_nonfinite(self) -> str | None:
-        """Describe the operand that was first, in the order of execution, to hold NaN or infinity. None: all are finite."""
+        """Describe the first operand with NaN or infinity, in order of execution. Return None if all are finite."""
         orders = self.columns.get("nonfinite_order", ())
         first = min((i for i, order in enumerate(orders) if order is not None), key=lambda i: orders[i], default=None)
         if first is None:
@@ -52,9 +52,9 @@ class Sample:
 
 
 class Recorder:
-    """Keeps samples somewhere. A fault in one costs that recorder's sample, not the run. The base class keeps nothing."""
+    """Stores samples. A recorder that fails loses its sample, but the run goes on. The base class stores nothing."""
 
-    #: whether the thread of the training loop must call it; other recorders work in the background
+    #: whether the training thread must call this recorder; other recorders work in the background
     in_callers_thread = False
 
     def open(self, fingerprint: Mapping[str, Any]) -> None:

@@ -9,7 +9,7 @@ from .keys import MIXED
 
 #: see `ScaleInUse.source`
 ENGINE, UNKNOWN = "engine", "unknown"
-#: sources of operands that were not seen to be quantized: the metrics show what a recipe would do to them
+#: sources of operands that we did not see quantized. Their metrics show what a recipe would do to them
 _AS_IF = frozenset({"current", "emulated", "not quantized", UNKNOWN, None})
 
 #: what is known about a run: it quantizes something, it quantizes nothing, or its casts were not read
@@ -20,8 +20,8 @@ def classify_sources(sources: Iterable[str | None], fingerprint: Mapping[str, An
     """Return whether the run quantizes anything, as far as a record's column `scale_source` shows.
 
     Args:
-        sources: the column, or its distinct values. Rows of an aggregate may be mixed, but single experts have rows too.
-        fingerprint: fingerprint of the run. If it asks for a recipe by name, the casts of the run are not read.
+        sources: the column, or its distinct values. An aggregate's source may be "mixed", but its experts also have rows.
+        fingerprint: fingerprint of the run. If the run names a recipe for its metrics, its own casts are not read.
 
     Returns:
         QUANTIZED, HIGH_PRECISION or NOT_READ. An imported log names other tools as sources, and counts as quantized.

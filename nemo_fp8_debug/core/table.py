@@ -1,9 +1,9 @@
-"""Tables of the record as objects, and the features that bring them.
+"""Tables of the record as objects, and the features that define them.
 
-Writer, readers, SQL, TensorBoard and the tab work on any table and name none. Each folder of `observations` is a feature.
-Its `PLACE` gives the position of its tables in a record. Its modules are found by name: `table`, `observer` (subscribes to
-events and adds up over ranks), `scalars` (tags in TensorBoard), `two_runs` (compares two records) and `rule` (rules of
-diagnosis). Modules that read a record import no observer.
+The writer, readers, SQL, TensorBoard and the tab work with any table, so their code names no table. Each folder of
+`observations` is a feature. Its `PLACE` gives the position of its tables in a record. We import its modules by name:
+`table`, `observer` (subscribes to events and sums over ranks), `scalars` (tags in TensorBoard), `two_runs` (compares two
+records) and `rule` (rules of diagnosis). Modules that read a record import no observer.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _PACKAGE = f"{__name__.partition('.')[0]}.observations"
 
 @cache
 def load_modules(part: str) -> tuple[ModuleType, ...]:
-    """Import the module of this name of each feature that has one.
+    """Import the modules with this name. Features without such a module are left out.
 
     Example:
         >>> [module.TABLES[0].name for module in load_modules("table")][:2]
@@ -48,11 +48,11 @@ SAMPLE: dict[str, str] = {"attempt": "int32", "step": "int64"}
 
 @dataclass(frozen=True)
 class Metric:
-    """The label of a column, and how a chart shows it."""
+    """The label of a column, and how a chart shows the column."""
 
     label: str
     unit: str = ""
-    #: 1 if more is worse, -1 if less is
+    #: 1 if larger values are worse, -1 if smaller values are worse
     worse: int = 1
     #: scale of a chart's axis: "linear", "log" or "diverging"
     scale: str = "linear"
@@ -65,14 +65,14 @@ class Table:
     Attributes:
         name: name of its folder in the record.
         columns: type of each column, by name and in order. Types are names of `COLUMN_TYPES`.
-        metrics: columns that no other table has and the tab offers, by name.
-        roles: roles of the tensors in its rows, if the tab maps it. Otherwise empty.
+        metrics: metrics that the tab offers and only this table has, by column.
+        roles: roles of the tensors in its rows if the tab shows a map of the table, otherwise empty.
         histograms: name of the table with histograms of the same tensors, or "".
-        by_step: whether parts keep the rows of a step together, as tables with lists in each row do.
+        by_step: whether each part of the record keeps rows of a step together. Tables with a list in each row do.
         is_added_later: whether several writers add rows to a record after its run.
-        has_what_if: whether it also has rows of recipes that were tried, whose `scale_source` is `what-if`.
-        checks: what a verdict recommends to record if a record lacks this table, in words, or "".
-        option: the option that records these rows, if a verdict recommends them.
+        has_what_if: whether the table also has rows of what-if recipes. Their `scale_source` is `what-if`.
+        checks: what a verdict advises to record if this table is missing, in words. "" for no advice.
+        option: the option that records these rows, if a verdict may recommend this option.
     """
 
     name: str

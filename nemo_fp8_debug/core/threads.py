@@ -1,4 +1,4 @@
-"""Run work off the training thread in order, or on several cores at once with few results waiting."""
+"""Run jobs in order outside the training thread, or on several cores at once with a limited number of waiting results."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def at_most(some: int) -> Iterator[None]:
 
 
 def run_ahead(do: Callable[[Item], Result], items: Sequence[Item]) -> Iterator[Result]:
-    """Yield `do` of each item in order. As many run at once as there are cores, and no more results than that wait.
+    """Yield `do` of each item in order. At most as many items run at once as there are cores. As many results may wait.
 
     Example:
         >>> list(run_ahead(abs, [-2, 3, -1]))
@@ -77,7 +77,7 @@ class Worker:
         return future
 
     def close(self, seconds: float) -> None:
-        """End the thread when its jobs are done, and wait for that at most this many seconds."""
+        """End the thread when its jobs are done. Wait at most this many seconds for the end."""
         self._jobs.put(None)
         self._thread.join(seconds)
 
@@ -86,7 +86,7 @@ class Worker:
             job, future = entry
             try:
                 future.set_result(job())
-            except BaseException as error:  # the caller of `result` gets it
+            except BaseException as error:  # `Future.result` raises the error in its caller
                 future.set_exception(error)
 
 

@@ -34,7 +34,7 @@ class Waits:
     def __init__(self) -> None:
         #: seconds by reason
         self.seconds: dict[str, float] = {}
-        #: seconds that the step with the longest waits waited, and its number
+        #: seconds of waits in the step that waited longest, and the number of that step
         self.most, self.most_at = 0.0, -1
         self._step, self._at_step, self._ended = -1, 0.0, False
 
@@ -48,7 +48,7 @@ class Waits:
         self._step, self._at_step = step, 0.0
 
     def end(self) -> None:
-        """Stop counting: after the run, waits hold up no step."""
+        """Stop counting, because waits after the run delay no step."""
         self._ended = True
 
     @contextlib.contextmanager
@@ -69,7 +69,7 @@ class Waits:
             self.most, self.most_at = self._at_step, self._step
 
     def plain(self) -> dict[str, Any]:
-        """Return the figures of `status.json`."""
+        """Return the figures for `status.json`."""
         by = {what: round(seconds, 3) for what, seconds in dict(self.seconds).items()}
         return {"seconds": round(self.total, 3), "for": by, "longest": round(self.most, 3), "longest_at_step": self.most_at}
 
