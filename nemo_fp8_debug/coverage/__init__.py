@@ -1,1 +1,1 @@
-"""Report what a model multiplies and how much of it is observed, from its modules alone. Internal."""
+"""Report the products that a model computes and the share of them that is observed, from its modules alone. Internal."""

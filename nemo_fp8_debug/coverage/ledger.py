@@ -1,4 +1,4 @@
-"""The coverage ledger as plain data: what a model multiplies for each token, and which part of it is observed."""
+"""The coverage ledger as plain data: a model's multiply-adds for each token, and the share of them that is observed."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ POSITION = "output position"
 class Entry:
     """Modules with names of one pattern that multiply in the same way."""
 
-    #: name of a module, or of several with `*` for numbers
+    #: name of a module, or a common name of several modules with `*` for numbers
     name: str
     #: one of KINDS
     kind: str
     #: one of STATUSES
     status: str
-    #: why the entry is not observed, or which operands are not; empty if all are
+    #: why the entry is not observed, or which operands are not observed; empty if all operands are observed
     reason: str = ""
     #: number of modules
     count: int = 1
     #: shape of one module's parameter on this rank; empty if the module multiplies no parameter
     shape: tuple[int, ...] = ()
-    #: multiply-adds of one module's forward product for each `unit`, for experts the mean over tokens; None if unknown
+    #: multiply-adds of one module's forward product for each `unit`; for an expert, the mean over tokens; None if unknown
     multiply_adds: float | None = None
     unit: str = TOKEN
     #: whether the parameter has a gradient, and therefore a wgrad
@@ -50,17 +50,20 @@ class Entry:
 
     @property
     def observed(self) -> bool:
-        """Return whether operands are observed."""
+        """Return whether the entry's operands are observed."""
         return self.status in (OBSERVED, QUANTIZED_OBSERVED)
 
     @property
     def forward(self) -> float | None:
-        """Return the multiply-adds of all its modules' forward products, for each unit."""
+        """Return the multiply-adds per unit of the forward products, summed over the entry's modules."""
         return None if self.multiply_adds is None else self.multiply_adds * self.count
 
     @property
     def backward(self) -> float | None:
-        """Return the multiply-adds of dgrad and wgrad. A first layer counts too, although it runs no dgrad."""
+        """Return the multiply-adds per unit of dgrad and wgrad.
+
+        We count a dgrad for every layer, but a first layer has no dgrad.
+        """
         return None if self.forward is None else self.forward * (1 + self.trained)
 
 
@@ -71,11 +74,11 @@ class Ledger:
     entries: Sequence[Entry]
 
     def forward(self, status: str | None = None, unit: str = TOKEN) -> float:
-        """Return the multiply-adds of forward products for each token, over entries of known size."""
+        """Return the total multiply-adds per token of forward products. Entries of unknown size are left out."""
         return math.fsum(e.forward or 0 for e in self._sized(unit) if status in (None, e.status))
 
     def backward(self, status: str | None = None, unit: str = TOKEN) -> float:
-        """Return the multiply-adds of dgrad and wgrad for each token, over entries of known size."""
+        """Return the total multiply-adds per token of dgrad and wgrad. Entries of unknown size are left out."""
         return math.fsum(e.backward or 0 for e in self._sized(unit) if status in (None, e.status))
 
     def _sized(self, unit: str) -> list[Entry]:
@@ -91,7 +94,7 @@ class Ledger:
         return (total - seen) / total if total else None
 
     def _by_status(self) -> dict[str, float | None]:
-        """Return multiply-adds of entries of known size by status, or None for a status without any."""
+        """Return the multiply-adds of each status, over entries of known size. A status without such entries has None."""
         sized = {e.status for e in self._sized(TOKEN)}
         return {
             s: _shortest(self.forward(s)) if s in sized else None
@@ -100,7 +103,7 @@ class Ledger:
         }
 
     def _unsized(self) -> dict[str, int]:
-        """Return the number of unobserved layers of unknown size, by kind. The share leaves them out."""
+        """Return the number of unobserved layers of unknown size, by kind. `share_not_observed` leaves these layers out."""
         found: Counter[str] = Counter()
         for e in self.entries:
             if e.shape and e.kind != "other" and not e.observed and (e.multiply_adds is None or e.unit != TOKEN):

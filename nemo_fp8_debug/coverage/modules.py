@@ -1,4 +1,4 @@
-"""Find what modules without a backend multiply, and the sizes of what any module multiplies."""
+"""List the products of modules without a backend, and read the sizes of the products of any module."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ..capture.backends.in_forward import NO_MATRIX, is_conv1d
 from ..capture.scan import ScannedModule, find_inside
 from .ledger import HIGH_PRECISION, POSITION, UNKNOWN, Entry
 
-#: modules whose matrices are looked up but not multiplied, and MultiheadAttention's output projection
+#: modules that look up rows of a matrix and multiply nothing, and the output projection of MultiheadAttention
 _ELSEWHERE = (nn.Embedding, nn.EmbeddingBag, NonDynamicallyQuantizableLinear)
 
 SCORES = "attention scores, which grow with the sequence length"
@@ -27,20 +27,20 @@ FUNCTIONS = "products of functions in forward code, which modules do not show"
 _MULTIHEAD = "projections inside nn.MultiheadAttention, which runs as one function"
 _CONVOLUTION = "convolutions"
 _WHOLE = "experts in parameters of three dimensions"
-_WHOLE_UNKNOWN = "parameters of three dimensions in a class that is not known"
-IF_MULTIPLIED = "parameters in a class that is not known, which are observed if operators of torch multiply them"
+_WHOLE_UNKNOWN = "parameters of three dimensions in an unknown class"
+IF_MULTIPLIED = "parameters in an unknown class, which are observed if operators of torch multiply them"
 _GROUPED = "experts side by side in one matrix"
-_MATRIX = "matrices in a class that is not known, which may be multiplied"
-_CODES = "matrices of 8-bit numbers that are no parameters, which may be codes that are multiplied"
+_MATRIX = "matrices in an unknown class, which may be multiplied"
+_CODES = "8-bit matrices that are not parameters, which may be codes that the model multiplies"
 _ROUTER = "routers, which multiply in a function"
 _CONV1D = "linear layers of transformers' class Conv1D"
 
 
 def list_entries(name: str, module: nn.Module, around: Sequence[nn.Module]) -> Iterator[Entry]:
-    """Yield what a module without a backend multiplies itself, without its children.
+    """Yield the entries of a module without a backend, but not those of its children.
 
     Args:
-        around: the modules that contain it, innermost first.
+        around: the modules that contain `module`, innermost first.
     """
     trained = needs_gradient(module)
     if isinstance(module, nn.MultiheadAttention):
@@ -68,7 +68,7 @@ def _is_of_megatron(module: nn.Module, name: str) -> bool:
 
 
 def _precision(module: nn.Module, parameter: torch.Tensor | None) -> str:
-    """Return the status of a module. Torch's own modules multiply in their tensors' dtype, and others are unknown."""
+    """Return the status of a module. Torch's own modules multiply in their tensors' dtype. Other modules are unknown."""
     return _of_plain(parameter) if type(module).__module__.startswith("torch.nn.modules.") else UNKNOWN
 
 
@@ -77,7 +77,7 @@ def _of_plain(parameter: torch.Tensor | None) -> str:
 
 
 def _shape_of_convolution(module: _ConvNd) -> tuple[int, ...] | None:
-    """Return the shape of a weight that is computed in each call, as under weight norm, or None if sizes are unknown."""
+    """Return the shape of a weight that each call computes, such as under weight norm, or None if sizes are unknown."""
     channels = module.out_channels, module.in_channels
     first, second = reversed(channels) if module.transposed else channels
     shape = (first, second // module.groups, *module.kernel_size)
@@ -85,7 +85,7 @@ def _shape_of_convolution(module: _ConvNd) -> tuple[int, ...] | None:
 
 
 def _of_multihead(name: str, module: nn.MultiheadAttention) -> Iterator[Entry]:
-    """Yield the projections of queries, keys and values, and the output projection, whose Linear is never called."""
+    """Yield the projections of queries, keys and values, and the output projection, although its Linear is never called."""
     matrices = {n: p for n, p in module._parameters.items() if p is not None and n.endswith("proj_weight")} | {
         "out_proj": module.out_proj.weight
     }
@@ -101,7 +101,7 @@ def _of_matrix(name: str, kind: str, status: str, reason: str, parameter: Any, t
 
 
 def _of_grouped_mlp(name: str, module: nn.Module, around: Sequence[nn.Module]) -> Iterator[Entry]:
-    """Yield entries of all experts of a rank, side by side in two matrices."""
+    """Yield the entries of a rank's experts. Two matrices hold all experts side by side."""
     here = getattr(module, "num_local_experts", 0)
     met = experts_of_a_token(around)
     for key, parameter in module._parameters.items():
@@ -143,9 +143,10 @@ def _of_whole_experts(name: str, module: nn.Module, shape: tuple[int, ...], arou
 
 
 def find_scores(scanned: Iterable[ScannedModule]) -> set[int]:
-    """Return the ids of modules that compute attention scores: the innermost ones with "attention" in their class name.
+    """Return the ids of modules that compute attention scores: the innermost modules with "attention" in their class name.
 
-    Transformer Engine's `DotProductAttention` counts as innermost, because its modules are ways to compute the same.
+    Transformer Engine's `DotProductAttention` counts as innermost, because its submodules are alternative ways to compute
+    the same scores.
     """
     modules = [one.module for one in scanned if "attention" in type(one.module).__name__.lower()]
     found = {id(module): module for module in modules if not _is_choice(module)}
@@ -153,7 +154,7 @@ def find_scores(scanned: Iterable[ScannedModule]) -> set[int]:
 
 
 def _is_choice(module: nn.Module) -> bool:
-    """Return whether a module is one of several ways to compute attention inside Transformer Engine's."""
+    """Return whether a module is one of the alternatives inside Transformer Engine's `DotProductAttention`."""
     names = ("FlashAttention", "FusedAttention", "UnfusedDotProductAttention")
     return type(module).__module__.startswith("transformer_engine.") and type(module).__name__ in names
 
@@ -172,7 +173,7 @@ def shape_of(parameter: Any) -> tuple[int, ...] | None:
 
 
 def read_linear_shape(module: nn.Module, part: str = "") -> tuple[int, ...] | None:
-    """Return outputs and inputs of a linear module or of one part of it. Return None if they are unknown."""
+    """Return the numbers of outputs and inputs of a linear module, or of one part of the module. None if unknown."""
     own = module._parameters
     found = shape_of(own.get(_weight_name(part))) if part or not isinstance(module, nn.Linear) else None
     if found is not None and len(found) == 2 and min(found) > 0:
@@ -184,18 +185,18 @@ def read_linear_shape(module: nn.Module, part: str = "") -> tuple[int, ...] | No
         for local in ("_per_partition", "")
     ]
     sizes.append((getattr(module, "out_features", None), getattr(module, "in_features", None)))
-    if type(module).__name__ in ("ColumnParallelLinear", "RowParallelLinear"):  # one of the two sizes is split
+    if type(module).__name__ in ("ColumnParallelLinear", "RowParallelLinear"):  # ranks split one of the two sizes
         sizes = [(sizes[0][0] or sizes[1][0], sizes[0][1] or sizes[1][1])]
     return next(((o, i) for o, i in sizes if isinstance(o, int) and isinstance(i, int) and o and i), None)
 
 
 def parts_of_ranks(module: nn.Module, around: Sequence[nn.Module]) -> int | None:
-    """Return into how many parts ranks split what a module multiplies. Return None if that is unknown.
+    """Return the number of parts into which ranks split a module's matrix, or None if it is unknown.
 
-    Tensor parallelism splits a DTensor, and FSDP2 splits it once more but gathers it before the product.
+    Tensor parallelism splits a DTensor. FSDP2 splits the DTensor once more, but gathers its own parts before the product.
 
     Args:
-        around: the modules that contain it.
+        around: the modules that contain `module`.
     """
     weight: Any = module._parameters.get("weight")
     if not hasattr(weight, "placements") or not isinstance(module, nn.Linear):
@@ -209,7 +210,7 @@ def parts_of_ranks(module: nn.Module, around: Sequence[nn.Module]) -> int | None
 
 
 def _dimensions_gathered(modules: Sequence[nn.Module]) -> int | None:
-    """Return over how many leading dimensions of a mesh the innermost FSDP2 around a parameter gathers."""
+    """Return the number of leading mesh dimensions over which the innermost FSDP2 module gathers a parameter."""
     for module in modules:
         if hasattr(module, "_get_fsdp_state"):
             state = getattr(module, "_get_fsdp_state")()  # noqa: B009 - torch types what nn.Module has as tensors
@@ -239,16 +240,16 @@ _OF_OPTIONS = ("num_experts_per_tok", "moe_router_topk")
 #: options that make experts multiply padding too, or drop tokens
 _CAPACITY = ("moe_expert_capacity_factor", "expert_capacity", "capacity_factor")
 
-#: classes that hold all experts in 3D parameters, experts first, and whether every expert multiplies each token
+#: classes with all experts in 3D parameters (one expert per first index), and whether every expert multiplies each token
 WHOLE_EXPERTS = {
     ("transformers", "GptOssExperts"): False,  # in training; in eval mode on a GPU all experts multiply
-    ("transformers", "Llama4TextExperts"): True,  # given every token once for each expert
+    ("transformers", "Llama4TextExperts"): True,  # every expert receives every token
     ("torchtitan", "GroupedExperts"): False,
 }
 
 
 def experts_of_a_token(path: Sequence[nn.Module]) -> int | None:
-    """Return how many experts each token uses. Return None if no known option says so.
+    """Return the number of experts that each token uses, or None if no known option gives it.
 
     Args:
         path: the modules around an expert, innermost first.
@@ -270,6 +271,6 @@ def _is_count(value: Any) -> bool:
 
 
 def meets_all(module: nn.Module) -> bool | None:
-    """Return whether every expert multiplies each token, for a module of `WHOLE_EXPERTS`. Return None for others."""
+    """Return whether every expert multiplies each token, for a module of `WHOLE_EXPERTS`. Return None for other modules."""
     kind = type(module)
     return WHOLE_EXPERTS.get((kind.__module__.partition(".")[0], kind.__name__))

@@ -35,11 +35,11 @@ _EXPERT_LISTS = ("experts", "local_experts")
 
 
 def ledger_of(roots: Sequence[nn.Module], gemms: Sequence[Gemm] | None = None, roles: Collection[str] = ROLES) -> Ledger:
-    """Return what a model multiplies, and which part of it is observed.
+    """Return the ledger of a model: its products, and which of them are observed.
 
     Args:
         roots: the model, or its chunks.
-        gemms: GEMMs that are observed, or None for all that hooks can see.
+        gemms: GEMMs that are observed, or None for all GEMMs that hooks can see.
         roles: operands that are observed.
     """
     return build_ledger(scan_modules(roots), gemms, roles)
@@ -66,7 +66,7 @@ def build_ledger(scanned: Sequence[ScannedModule], gemms: Sequence[Gemm] | None,
 
 
 def _of_scores(name: str, module: nn.Module, roles: Collection[str]) -> Entry:
-    """Return the entry of products of activations with each other. Transformer Engine's may run in FP8."""
+    """Return the entry of attention scores, products of two activations. Transformer Engine may compute them in FP8."""
     quantized = is_in_fp8(module) if is_attention(module) else None
     seen = is_emulated() and {"input", "grad_output"} <= {*roles}
     status = (QUANTIZED_OBSERVED if seen else QUANTIZED_UNOBSERVED) if quantized else UNKNOWN
@@ -98,7 +98,7 @@ def _of_gemm(gemm: Gemm, around: Sequence[nn.Module], parts: int, observed: bool
 
 
 def _of_product(entry: Entry, gemm: Gemm, observed: bool, roles: Collection[str]) -> Entry:
-    """Complete the entry of a product inside a forward. In an unknown class, only a step shows if the forward multiplies."""
+    """Complete the entry of a product inside a forward. In an unknown class, only a step shows if it multiplies."""
     reason = _reason(gemm, observed, roles)
     if not observed:
         return replace(entry, reason=reason)
@@ -108,7 +108,10 @@ def _of_product(entry: Entry, gemm: Gemm, observed: bool, roles: Collection[str]
 
 
 def _experts(gemm: Gemm, around: Sequence[nn.Module], parts: int) -> int | None:
-    """Return how many experts of a kind this rank has. Return None for no expert, and 0 if a capacity pads them."""
+    """Return the number of this rank's experts of a kind.
+
+    It is None outside experts, and 0 if a capacity pads their tokens.
+    """
     if gemm.part.isdigit():
         return parts
     found = re.search(r"(?:^|\.)(\w+)\.\d+\.", gemm.name + ".")
@@ -138,7 +141,7 @@ def _reason(gemm: Gemm, observed: bool, roles: Collection[str]) -> str:
         return compiled if gemm.compiled else "left out by the option layers"
     unseen = [r for r in ROLES if r not in roles or r in gemm.unseen]
     if unseen:
-        return f"not observed of it: {', '.join(unseen)}"
+        return f"operands not observed: {', '.join(unseen)}"
     return gemm.backend.foreign(gemm.module)
 
 

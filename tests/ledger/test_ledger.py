@@ -111,7 +111,7 @@ class TestGptOss:
 
         (entry, _) = ledger_of([nn.Sequential(Experts())]).entries
         assert (entry.status, entry.multiply_adds, entry.shape) == ("unknown", None, (E, H, F))
-        assert entry.reason.startswith("parameters in a class that is not known, which are observed if operators of torch")
+        assert entry.reason.startswith("parameters in an unknown class, which are observed if operators of torch")
 
 
 class TestListsOfExperts:

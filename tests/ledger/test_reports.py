@@ -53,7 +53,7 @@ class TestRuns:
 
     def test_roles_that_are_left_out_are_said(self) -> None:
         found = Monitor(linear(), recorders=[Samples()], roles=["input"]).fingerprint["coverage"]
-        assert found["partly_observed"]["not observed of it: weight, grad_output"]["count"] == 2
+        assert found["partly_observed"]["operands not observed: weight, grad_output"]["count"] == 2
 
     def test_a_linear_layer_with_a_forward_of_its_own(self) -> None:
         class Scaled(nn.Linear):

@@ -25,7 +25,7 @@ def test_linear_layers_and_attention() -> None:
         "core (scores)": ("unknown", None),
         "*": ("unknown", None),
     }
-    assert set(ledger.compact()["partly_observed"]) == {"not observed of it: grad_output", "not observed of it: input"}
+    assert set(ledger.compact()["partly_observed"]) == {"operands not observed: grad_output", "operands not observed: input"}
 
 
 def test_experts_of_a_grouped_linear_without_a_router() -> None:
