@@ -58,8 +58,8 @@ def apply_plan(model: nn.Module | Sequence[nn.Module], plan: AnyPlan | None = No
             `rescue` replaces it.
 
     Returns:
-        The changes in force. Call `.end_step()` after each step's backward, to update delayed scales that are not
-        Transformer Engine's own. `.detach()` restores the model.
+        The changes in force. Call `.end_step()` after each step's backward, to update the delayed scales of
+            emulated operands. `.detach()` restores the model.
 
     Raises:
         ConfigError: the plan cannot be read, names no GEMM that Transformer Engine runs on any rank, or contains a change
@@ -84,10 +84,10 @@ def check_named(plan: Plan, gemms: Sequence[Gemm], which: str) -> None:
 
     Args:
         gemms: GEMMs of this rank that can be changed.
-        which: describes them.
+        which: describes these GEMMs in the message.
 
     Raises:
-        ConfigError: a change names none.
+        ConfigError: a change names no GEMM of any rank.
     """
     if not plan.changes:
         return
@@ -101,4 +101,4 @@ def check_named(plan: Plan, gemms: Sequence[Gemm], which: str) -> None:
     for change, *named in zip(plan.changes, *of_all, strict=True):
         if not any(named):
             names = quote_names([g.name for g in gemms]) or "none"
-            raise ConfigError(f"the plan is for {change.layer!r}, which is not a GEMM {which}; those are: {names}")
+            raise ConfigError(f"{change.layer!r} in the plan is not a GEMM {which}; the GEMMs {which} are: {names}")

@@ -1,7 +1,8 @@
 """Emulate FP8 without an FP8 engine: quantize operands by a recipe, and run the GEMM itself in high precision.
 
-On a GPU this separates quantization from software as a cause. On a CPU it makes FP8 training possible. Scales move once per
-step (in Transformer Engine once per micro-batch), so recompute casts with the scale of the first pass.
+On a GPU, emulation shows whether quantization or the FP8 software causes a problem. On a CPU, it makes FP8 training
+possible. Scales change only once per step (in Transformer Engine once per micro-batch). So activation recomputation uses the
+scale of the first pass.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from ..plan.plan import NO_CHANGES, Plan
 
 
 class _StraightThrough(torch.autograd.Function):
-    """Forward returns the quantized values, and backward passes the gradient through."""
+    """The forward returns the quantized values. The backward returns the gradient unchanged."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, quantized: torch.Tensor) -> torch.Tensor:
@@ -46,7 +47,7 @@ def _straight_through(x: torch.Tensor, quantized: torch.Tensor) -> torch.Tensor:
 
 
 class EmulatedGemm:
-    """One GEMM module whose X, W and dY are quantized on their way in, each by its own recipe."""
+    """One GEMM module that multiplies quantized X, W and dY. Each operand has its own recipe."""
 
     def __init__(self, gemm: Gemm, recipes: Mapping[str, Recipe], states: Mapping[Recipe, DelayedState]) -> None:
         """
@@ -69,7 +70,7 @@ class EmulatedGemm:
         return state, state.index[self.gemm.name, role]
 
     def scale(self, role: str) -> torch.Tensor | CurrentScaling | BlockRule:
-        """Return how `role` is cast in the current step: a float32 scale, or the rule that finds one for each tensor."""
+        """Return how `role` is cast in the current step: a float32 scale, or the rule that computes each tensor's scale."""
         scaling = self.recipes[role].scaling
         if isinstance(scaling, (CurrentScaling, BlockRule)):
             return scaling
@@ -110,7 +111,7 @@ class EmulatedGemm:
         backend = self.gemm.backend
         if self.quantizes("input"):
             x = backend.input(module, args, kwargs, "")
-            assert x is not None  # only backends with their own FP8 make it inside, and those are refused
+            assert x is not None  # only backends with their own FP8 compute X inside, and we refuse these
             quantized_x = _straight_through(x, self.quantize("input", x))
             args = tuple(quantized_x if a is x else a for a in args)
             kwargs = {k: quantized_x if v is x else v for k, v in kwargs.items()}
@@ -228,7 +229,7 @@ class Emulation:
         return {"states": [state.state_dict() for state in self.states.values()]}
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Load the histories of operands that still have one, whatever recipes they were saved under.
+        """Load the histories of operands that still have a history, even if they were saved under other recipes.
 
         Args:
             saved: the result of `state_dict`.
@@ -249,8 +250,8 @@ def _check(emulated: EmulatedGemm) -> None:
     gemm = emulated.gemm
     if gemm.backend.has_own_fp8:
         raise ConfigError(
-            f"{gemm.name} is a module of {gemm.backend.name}, which quantizes for itself; "
-            "emulation is for modules that do not, as those of Megatron's local layer spec"
+            f"{gemm.name} is a module of {gemm.backend.name}, which does its own quantization; "
+            "emulate FP8 only in modules without FP8, such as the modules of Megatron's local layer spec"
         )
     if getattr(gemm.module, "gradient_accumulation_fusion", False) and emulated.quantizes("weight"):
         raise ConfigError(
@@ -263,7 +264,10 @@ def _check(emulated: EmulatedGemm) -> None:
 
 
 def _check_nvfp4(recipe: Recipe, scaling: NVFP4Scaling) -> None:
-    """Refuse random rounding and options of column-wise copies. Emulation multiplies the nearest row-wise codes."""
+    """Refuse stochastic rounding and options of column-wise copies.
+
+    Emulation multiplies row-wise codes, rounded to nearest.
+    """
     carried_out = replace(scaling, stochastic=False, hadamard="")
     ignored = [name for name in ("hadamard", "stochastic") if getattr(scaling, name) != getattr(carried_out, name)]
     if ignored:

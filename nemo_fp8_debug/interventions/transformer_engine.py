@@ -6,8 +6,8 @@
 | another recipe | in `autocast(enabled=True, recipe=...)` |
 | `multiply_in_bf16` | as `bf16`, and its operands are quantized by emulation |
 
-We change only calls that the run itself makes in FP8, so our contexts are nested. Amaxes of delayed scaling are reduced, and
-scales moved, at the end of the run's own context, each by the recipe of its module.
+We change only calls that the run itself makes in FP8, so our contexts are nested. At the end of the run's own context,
+Transformer Engine reduces the amaxes of delayed scaling and updates scales, by the recipe of each module.
 """
 
 from __future__ import annotations
@@ -52,19 +52,19 @@ _OPERANDS = ("fp8_quant_fwd_inp", "fp8_quant_fwd_weight", "fp8_quant_bwd_grad")
 
 
 def te_recipe(recipe: Recipe) -> Any:
-    """Return the Transformer Engine recipe that casts like `recipe`, as far as its recipes decide that.
+    """Return the Transformer Engine recipe that casts like `recipe`, in everything that such a recipe controls.
 
     Raises:
-        ConfigError: this version has none, or the device cannot run it. The message says which and why.
+        ConfigError: this version has no such recipe, or the device cannot run it. The message gives the reason.
     """
     known = sys.modules["transformer_engine.common.recipe"]
     kind = _CLASSES.get(recipe.name.partition("-")[0].partition("(")[0])
     if kind is None or any(getattr(recipe.scaling, option, False) for option in _NOT_THERE):
-        raise ConfigError(f"Transformer Engine has no recipe that casts as {recipe.name!r} says")
+        raise ConfigError(f"Transformer Engine has no recipe that casts as {recipe.name!r} requires")
     if not hasattr(known, kind):
-        raise ConfigError(f"this version of Transformer Engine has no {kind}, which {recipe.name!r} asks for")
+        raise ConfigError(f"this version of Transformer Engine has no {kind}, which {recipe.name!r} requires")
     if recipe.fp8_format == E5M2.name:
-        raise ConfigError(f"Transformer Engine does not train in E5M2 alone, as {recipe.name!r} asks")
+        raise ConfigError(f"Transformer Engine cannot cast all operands to E5M2, as {recipe.name!r} requires")
     try:
         made = getattr(known, kind)(**_options(recipe, known))
         _set_operands(made, recipe, known)
@@ -72,7 +72,7 @@ def te_recipe(recipe: Recipe) -> Any:
             pass
     except (AssertionError, RuntimeError, TypeError, ValueError) as error:
         reason = " ".join(str(error).split())
-        raise ConfigError(f"Transformer Engine cannot cast as {recipe.name!r} says: {reason}") from None
+        raise ConfigError(f"Transformer Engine cannot cast as {recipe.name!r} requires: {reason}") from None
     return made
 
 
@@ -93,7 +93,7 @@ def _options(recipe: Recipe, known: Any) -> dict[str, Any]:
 
 
 def _set_operands(made: Any, recipe: Recipe, known: Any) -> None:
-    """Set options that Transformer Engine keeps for each operand, and sets from the environment."""
+    """Set options that Transformer Engine stores for each operand and reads from the environment."""
     rule = recipe.scaling
     if isinstance(rule, (CurrentScaling, Float8BlockScaling)):
         for name in _OPERANDS:
@@ -125,10 +125,10 @@ class EngineChanges:
     def __init__(self, gemms: Iterable[Gemm], plan: Plan) -> None:
         """
         Args:
-            gemms: GEMMs. We ignore GEMMs of other frameworks.
+            gemms: GEMMs of the model. We ignore GEMMs of other frameworks.
 
         Raises:
-            ConfigError: Transformer Engine cannot do what the plan says in this version, on this device, or with a weight
+            ConfigError: Transformer Engine cannot make a change of the plan in this version, on this device, or to a weight
                 that is stored in FP8.
         """
         by_module: dict[nn.Module, list[Gemm]] = defaultdict(list)
@@ -206,7 +206,7 @@ class _Switch:
 
 
 def _whole(gemms: Sequence[Gemm], plan: Plan) -> Change | None:
-    """Return the change of a module. If its operands have several, return the one in BF16, or the last."""
+    """Return the change of a module. If its operands have several, prefer BF16, then the last change."""
     found = [change for gemm in gemms for role in ROLES if (change := plan.change_of(gemm.name, role))]
     if not found:
         return None
@@ -222,7 +222,7 @@ def _say_what_is_widened(modules: dict[nn.Module, list[Gemm]], plan: Plan) -> No
     if wide:
         warn(
             f"Transformer Engine casts all operands of a module or none; changes of some operands of "
-            f"{len(wide)} GEMMs (first {wide[0]}) apply to all of them"
+            f"{len(wide)} GEMMs (first {wide[0]}) apply to all their operands"
         )
 
 
@@ -245,7 +245,7 @@ def _check(gemms: Sequence[Gemm], change: Change) -> None:
         and not _is_bf16(change)
         and (gemm.backend is not LINEAR or read_raw_weight(gemm.module) is None)
     ):
-        raise ConfigError(f"{gemm.name} has operands that multiply_in_bf16 cannot reach, a {type(gemm.module).__name__}")
+        raise ConfigError(f"multiply_in_bf16 cannot reach the operands of {gemm.name}, a {type(gemm.module).__name__}")
     fused = getattr(gemm.module, "fuse_wgrad_accumulation", False)
     if change.multiply_in_bf16 and fused and not _is_bf16(change):
         raise ConfigError(
@@ -260,7 +260,7 @@ def _emulation(gemms: Sequence[Gemm], changes: Sequence[Change]) -> Emulation:
     if normalize:
         warn(
             f"X of {len(normalize)} layers (first {normalize[0].name}) is made inside of a fused norm, where "
-            "multiply_in_bf16 cannot quantize it; it stays in BF16, W and dY are quantized"
+            "multiply_in_bf16 cannot quantize it; X stays in BF16, W and dY are quantized"
         )
     made_inside = [Change(g.name, "bf16", ("input",)) for g in normalize]
     by_name = [Change(g.name, change.recipe) for g, change in zip(gemms, changes, strict=True)]

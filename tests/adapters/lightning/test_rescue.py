@@ -71,10 +71,11 @@ def test_plans_that_cannot_be_applied_are_refused_before_the_first_step(
         FP8PlanCallback(tmp_path / "none.json")
     elsewhere = Plan((Change("layers.0", "bf16"), Change("layers.7", "bf16")))
     with pytest.raises(
-        ConfigError, match=r"'layers\.7', which is not a GEMM that this run quantizes; those are: 'layers\.0', 'l"
+        ConfigError,
+        match=r"'layers\.7' in the plan is not a GEMM that this run quantizes; the GEMMs .* are: 'layers\.0', 'l",
     ):
         fit(tmp_path / "a", [FP8EmulationCallback(plan=elsewhere)])
-    with pytest.raises(ConfigError, match=r"'layers\.0', which is not a GEMM that Transformer Engine runs; those are: none"):
+    with pytest.raises(ConfigError, match=r"the GEMMs that Transformer Engine runs are: none"):
         fit(tmp_path / "b", [FP8PlanCallback(FIRST)])
     with pytest.raises(ConfigError, match="not a GEMM that Transformer Engine runs"):
         apply_plan(nn.Linear(2, 2), FIRST)
@@ -157,4 +158,7 @@ def test_layers_of_another_rank_are_known_and_those_of_none_refused_on_all(tmp_p
         ranks = list(pool.map(lambda rank: finished(*start, rank, port), range(2)))
     for rank, done in enumerate(ranks):
         assert done.returncode == 0
-        assert done.stdout.strip() == f"the plan is for 'stage2', which is not a GEMM of this run; those are: 'stage{rank}'"
+        assert (
+            done.stdout.strip()
+            == f"'stage2' in the plan is not a GEMM of this run; the GEMMs of this run are: 'stage{rank}'"
+        )

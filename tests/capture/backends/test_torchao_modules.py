@@ -154,7 +154,7 @@ def test_recomputed_layers_are_counted_once_with_their_casts(reentrant: bool) ->
 
 def test_emulation_is_refused() -> None:
     model = float8(nn.Sequential(nn.Linear(32, 64)), configured("tensorwise"))
-    with pytest.raises(ConfigError, match="0 is a module of torchao, which quantizes for itself"):
+    with pytest.raises(ConfigError, match="0 is a module of torchao, which does its own quantization"):
         Emulation(model, "current")
 
 
