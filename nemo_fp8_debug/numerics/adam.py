@@ -1,6 +1,6 @@
 """Split the error of an Adam or AdamW step into errors of the gradient, of the stored moments, and of adding the step.
 
-Everything is float64, for some values of a weight.
+All computations are float64, on a sample of a weight's values.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ UPDATE_SUMS = (
     "parts",
     "parts_with_gradient",
 )
-#: by what share of itself a gradient may differ from a multiple of a product, to count as one: BF16 rounding, and more
+#: largest relative difference between a gradient and a multiple of its product, somewhat above BF16 rounding
 _FITS = 2.0**-6
-#: by what share a moment, or a step added to float32, may differ from Adam's formula to count as Adam's
+#: largest relative difference of a moment, or of a float32 weight's change, from Adam's formula
 _IS_ADAM = 0.5
 
 
 @dataclass(frozen=True)
 class Adam:
-    """The rule of a step. Numbers are Python's, or scalar tensors on any device.
+    """Adam's rule for one step. Numbers are Python numbers, or scalar tensors on any device.
 
     Example:
         >>> adam = Adam(rate=0.1, betas=(0.9, 0.99), eps=0.0, decay=0.0, decoupled=True, step=1)
@@ -44,7 +44,7 @@ class Adam:
     decay: float
     #: whether weight decay is separate from the gradient, as in AdamW
     decoupled: bool
-    #: counted from 1; None if moments are not corrected for starting at zero
+    #: number of the step, from 1; None if there is no correction for moments that start at zero
     step: float | torch.Tensor | None
 
     def moments(
@@ -56,7 +56,7 @@ class Adam:
         return one * first + (1 - one) * gradient, two * second + (1 - two) * gradient.square()
 
     def change(self, first: torch.Tensor, second: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """Return what a step adds to the weight, from the moments after the step."""
+        """Compute the weight's change in a step from the moments after the step."""
         corrections = (1.0, 1.0) if self.step is None else tuple(1 - beta**self.step for beta in self.betas)
         of_moments = first / corrections[0] / ((second / corrections[1]).sqrt() + self.eps)
         return -self.rate * (of_moments + self.decay * weight if self.decoupled else of_moments)
@@ -79,17 +79,17 @@ def update_sums(
     products: tuple[torch.Tensor, torch.Tensor] | None,
     adds_exactly: bool,
 ) -> torch.Tensor:
-    """Return sums over values, float64 as `UPDATE_SUMS`, which add up over parts of a weight. Zeros: the step is not Adam's.
+    """Return sums over values, float64 in the order of `UPDATE_SUMS`. Sums of a weight's parts add up.
 
-    The step is the one of the stored moments. Its error is the sum of four errors and of what they do jointly. Losses from
-    storing moments in earlier steps are not included.
+    All sums are zero if the step does not follow Adam's formula. The step starts from the stored moments. Its error is the
+    sum of four errors and of their joint effect. Errors from storing moments in earlier steps are not included.
 
     Args:
         before: the weight and its moments before the step, as stored.
-        after: the same after the step.
+        after: the weight and its moments after the step, as stored.
         gradient: gradient of the optimizer's step.
-        products: dW of one call, exact and from operands as quantized, or None if unknown.
-        adds_exactly: whether the weight is stored in float32, so that its change shows whether the step is Adam's.
+        products: the exact dW of one call and its dW from quantized operands, or None if unknown.
+        adds_exactly: whether the weight is stored in float32. If so, its change must also follow Adam's formula.
     """
     exact = gradient
     known = torch.zeros((), dtype=torch.float64, device=gradient.device)
@@ -101,7 +101,7 @@ def update_sums(
     of_first, of_second = adam.change(after.first, second, before.weight), adam.change(first, after.second, before.weight)
     stored = adam.change(after.first, after.second, before.weight)
     added = after.weight - before.weight
-    # Some optimizers step by the moments before rounding, others by the rounded moments.
+    # Some optimizers compute the step from the moments before rounding, others from the rounded moments.
     meant = torch.where(_norm2(added - of_gradient) < _norm2(added - stored), of_gradient, stored)
     errors = [of_gradient - right, of_first - of_gradient, of_second - of_gradient, added - meant]
     total = stored - right + errors[3]
@@ -115,10 +115,10 @@ def update_sums(
 def _exact_gradient(
     gradient: torch.Tensor, exact: torch.Tensor, quantized: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the gradient without the errors of its product, and 1.0. If it is no multiple of one, return it and 0.0.
+    """Return the gradient without its product's quantization error, and 1.0. If that is impossible, return (gradient, 0.0).
 
-    A gradient that is also summed over other calls or ranks is no multiple. Without quantization, it is one of the exact
-    product.
+    The gradient must be a multiple of the quantized product, or of the exact product if the run does not quantize. A
+    gradient that is also summed over other calls or ranks is no such multiple.
     """
     fits = []
     for product in (quantized, exact):

@@ -1,12 +1,12 @@
-"""Block scaling: a scale for each small block of a tensor instead of one for all of it.
+"""Block scaling: a scale for each small block of a tensor, instead of a single scale for the tensor.
 
-An operand is seen as a matrix [tokens, features] (W: [out, in]) and cut into blocks from its first row and column. At the
+We view an operand as a matrix [tokens, features] (W: [out, in]) and cut it into blocks from its first row and column. At the
 edges blocks are smaller, which is equivalent to Transformer Engine's padding with zeros. Rules describe row-wise copies,
 whose blocks run along the last dimension: X and W of the forward GEMM, dY of the GEMM for dX. The other GEMMs take
-column-wise copies, which Transformer Engine quantizes from the same values in blocks of the transposed shape. We get them
-with `BlockRule.columnwise` under the same rule. For W in square blocks both copies are the same.
+column-wise copies, which Transformer Engine quantizes from the same values in blocks of the transposed shape.
+`BlockRule.columnwise` makes these copies under the same rule. For W in square blocks both copies are the same.
 
-The amax of a block ignores NaN. Infinity counts, as in Transformer Engine, and spoils the scale of its block.
+The amax of a block ignores NaN, but not infinity, as in Transformer Engine. So infinity makes its block's scale useless.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from .tensor_scaling import compute_scale, torchao_scale
 
 #: rows and columns of a block
 Block = tuple[int, int]
-#: stands for as many columns as the matrix has
+#: width of a block that is a whole row of the matrix
 WHOLE_ROW = sys.maxsize
 #: how many values are processed at once
 CHUNK = 1 << 20
-#: number of codes of scales; the next place is for blocks of zeros, which need no scale
+#: number of codes of scales; the place after them is for blocks of zeros, which need no scale
 CODES = 256
 EMPTY = CODES
 #: magnitudes of E2M1, ascending
@@ -43,7 +43,7 @@ _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 class BlockScales(NamedTuple):
     """Scales of the blocks of a matrix, each [blocks of rows, blocks of columns]."""
 
-    #: as stored next to the codes: float32 scale_inv of blockwise FP8, uint8 E8M0 codes of MXFP8, E4M3 of NVFP4
+    #: scales as stored next to the codes: float32 scale_inv (blockwise FP8), uint8 E8M0 codes (MXFP8), E4M3 scales (NVFP4)
     stored: torch.Tensor
     #: float32 factor before the cast
     scale: torch.Tensor
@@ -80,10 +80,10 @@ class BlockRule(ABC):
 
     @abstractmethod
     def block(self, role: str) -> Block:
-        """Return the rows and columns of a block of operand `role`. `WHOLE_ROW` columns: as many as the matrix has."""
+        """Return the rows and columns of a block of operand `role`. A block with `WHOLE_ROW` columns is a whole row."""
 
     def block_in(self, x: torch.Tensor, role: str) -> Block:
-        """Return the same for a matrix, in which no block is wider than a row."""
+        """Return the rows and columns of a block of the matrix `x`. No block is wider than a row."""
         high, wide = self.block(role)
         return high, min(wide, x.shape[1])
 
@@ -102,7 +102,7 @@ class BlockRule(ABC):
         """Return the scales of the blocks of a matrix.
 
         Args:
-            x: [rows, columns], whole blocks of rows of a tensor.
+            x: [rows, columns], consecutive rows of a tensor that cut no block.
             whole: float32 scalar, amax of the whole tensor, or None if `x` is the whole tensor.
             fmt: format of the codes.
         """
@@ -128,7 +128,7 @@ class BlockQuantized:
     block: Block
 
     def dequantize(self) -> torch.Tensor:
-        """Return the values of the codes, float64 of their shape."""
+        """Return the values that the codes represent, float64 in the shape of the codes."""
         codes = pad_to_tiles(view_as_matrix(self.codes).double(), self.block)
         return _untiled(codes * _of_each_tile(self.scales.scale_inv), self.codes)
 
@@ -137,14 +137,14 @@ class BlockQuantized:
 class Float8BlockScaling(BlockRule):
     """Transformer Engine's `Float8BlockScaling`: 1x128 for X and dY, 128x128 for W by default.
 
-    Source: `transpose/quantize_transpose_{vector,square}_blockwise.cu` and `recipe/recipe_common.cuh`, release 2.3 on.
+    Source: `transpose/quantize_transpose_{vector,square}_blockwise.cu` and `recipe/recipe_common.cuh`, since release 2.3.
     """
 
     #: round scales down to powers of two
     power_of_two: bool = True
-    #: a smaller amax is replaced by this
+    #: least amax to compute a scale from; replaces any smaller amax
     epsilon: float = 0.0
-    #: 1: blocks are 1x128 for each operand; 2: 128x128; 0: the default of each operand
+    #: 1 for blocks of 1x128 in each operand, 2 for 128x128, 0 for the default of each operand
     dimensions: int = 0
 
     formats: ClassVar[tuple[str, ...]] = ("e4m3", "hybrid")
@@ -154,12 +154,12 @@ class Float8BlockScaling(BlockRule):
             raise ConfigError(f"dimensions of blockwise are {self.dimensions}; use 1 (1x128), 2 (128x128) or 0 (default)")
 
     def block(self, role: str) -> Block:
-        """Return 1x128, or 128x128 for W, unless `dimensions` decides."""
+        """Return 1x128, or 128x128 for W, unless `dimensions` sets the size."""
         square = self.dimensions == 2 or (self.dimensions == 0 and role == "weight")
         return (128, 128) if square else (1, 128)
 
     def scales(self, amax: torch.Tensor, whole: torch.Tensor, fmt: FloatFormat, dtype: torch.dtype) -> BlockScales:
-        """Return format limit / amax, in float32. Metrics take the exact inverse, as for per-tensor scales."""
+        """Return format limit / amax, in float32. Metrics use the exact inverse, as for per-tensor scales."""
         scale = compute_scale(amax, fmt.max, self.epsilon, self.power_of_two, torch.finfo(dtype).max)
         return BlockScales(scale.reciprocal(), scale, 1 / scale.double())
 
@@ -170,7 +170,7 @@ class MXFP8Scaling(BlockRule):
 
     With `enable_2d_quantization` blocks of W are 32x32.
 
-    OCP MX itself uses floor(log2(amax)) - floor(log2(limit)), under which values above the limit saturate.
+    OCP MX itself uses floor(log2(amax)) - floor(log2(limit)), so that scaled values above the limit saturate.
     Source: `cast/mxfp8/quantize_mxfp8.cuh`.
     """
 
@@ -198,8 +198,8 @@ class MXFP8Scaling(BlockRule):
 def mxfp8_scales_by_logarithm(amax: torch.Tensor, fmt: FloatFormat) -> BlockScales:
     """Return the scales of torchao's `_to_mx_rceil` in `prototype/mx_formats/mx_tensor.py`, in eager mode, release 0.18.
 
-    The float32 logarithm rounds: an amax just above a power of two may get that power, and saturate. A block with code 0
-    is not scaled before the cast, and lost.
+    The float32 logarithm is rounded, so an amax just above a power of two may get the scale for that power and saturate.
+    torchao does not scale a block with code 0 before the cast, so its values are lost.
     """
     exponent = torch.ceil(torch.log2(amax / fmt.max)).clamp(-127, 127)
     stored = (exponent + 127).to(torch.uint8)
@@ -209,10 +209,10 @@ def mxfp8_scales_by_logarithm(amax: torch.Tensor, fmt: FloatFormat) -> BlockScal
 
 @dataclass(frozen=True)
 class RowwiseScaling(BlockRule):
-    """torchao's `ScalingGranularity.AXISWISE`: blocks of 1 x K. E4M3 by default, also for dY.
+    """torchao's `ScalingGranularity.AXISWISE`: blocks of 1 x K. The default format is E4M3, also for dY.
 
-    A row of X and dY is a token, a row of W an output feature. In the GEMMs that take an operand by columns, each column has
-    its own scale. A row that holds infinity is lost: its scale is 0, and torchao divides by the scale.
+    A row of X or dY is a token. A row of W is an output feature. In the GEMMs that use an operand by columns, each column
+    has its own scale. A row with infinity is lost, because its scale is 0 and torchao divides by the scale.
     Source: `float8/float8_utils.py` and `float8/float8_training_tensor.py`, release 0.18.
     """
 
@@ -270,7 +270,7 @@ def _of_each_tile(per_block: torch.Tensor) -> torch.Tensor:
 
 
 def _untiled(tiles: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Return tiles of the matrix form of `like` in the layout of `like`."""
+    """Return the matrix that was cut into these tiles, in the shape of `like`."""
     rows, columns = view_as_matrix(like).shape
     return tiles.flatten(2).flatten(0, 1)[:rows, :columns].reshape(like.shape)
 
@@ -322,8 +322,8 @@ def quantization_sums_in_blocks(
 def expected_sums(x: torch.Tensor, scaled: torch.Tensor, scale_inv: torch.Tensor, fmt: FloatFormat) -> QuantizationSums:
     """Return the expected values of the sums (one row), with rounded counts. Their spread is not reported.
 
-    A value at a share p of the way between two neighbors is rounded up with probability p, so that its mean is itself.
-    Values beyond the range saturate.
+    A value between two neighboring codes, at a share p of the way from the lower to the upper, is rounded up with
+    probability p. So the mean of its codes is the value itself. Values beyond the range saturate.
 
     Args:
         x: finite values, float32.

@@ -14,7 +14,7 @@ from .formats import FloatFormat
 from .recipe import Recipe
 from .tensor_scaling import CurrentScaling, DelayedScaling, Unscaled, scales_of
 
-#: most bytes that the histories of recipes may take
+#: largest memory of the histories of all recipes, in bytes
 MOST_BYTES = 256 << 20
 
 
@@ -33,12 +33,12 @@ def check_histories(recipes: Iterable[Recipe], operands: int) -> None:
 
 
 class DelayedState:
-    """Histories and scales of many operands under one delayed scaling, one column for each operand."""
+    """Histories and scales of many operands under one recipe with delayed scaling, one column for each operand."""
 
     def __init__(self, recipe: Recipe, columns: Sequence[tuple[str, str]], device: torch.device | None = None) -> None:
         """
         Args:
-            recipe: a recipe with delayed scaling keeps a history. With another, the state stays empty.
+            recipe: the recipe. If it has no delayed scaling, the state stays empty.
             columns: (layer, role) of each operand.
         """
         self.columns = list(columns)
@@ -53,7 +53,7 @@ class DelayedState:
         self.history = torch.zeros(length, n, **kind)
 
     def update(self) -> None:
-        """End a step: update the scales with the amax gathered in it, and start the next step."""
+        """End a step: update the scales with the amaxes of this step, and start the next step."""
         if isinstance(self._scaling, DelayedScaling):
             self.history, self.scale = self._scaling.update(self.history, self.scale, self.amax, self.limit)
             self.amax = torch.zeros_like(self.amax)
@@ -63,7 +63,7 @@ class DelayedState:
         return {"recipe": self._recipe.name, "columns": self.columns, "scale": self.scale, "history": self.history}
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Restore the operands that are in the saved state. Others start anew.
+        """Restore the operands that are in the saved state. Other operands start with an empty history.
 
         If the state was saved under another recipe, take its newest amaxes, and compute this recipe's scales from them.
         """
@@ -113,7 +113,7 @@ class EmulatedScales:
         return self._state.scale[self._state.index[key]]
 
     def scales_for(self, keys: Sequence[Key], amax: torch.Tensor) -> torch.Tensor:
-        """Return the scales, float32 [B], of casts of operands with this amax, float32 [B]. NaN under a block rule."""
+        """Return the scales of operands with this amax, both float32 [B]. The scales are NaN under a block rule."""
         held = [by if isinstance(by := self.next_scale(key), (torch.Tensor, CurrentScaling)) else None for key in keys]
         return scales_of(held, self.formats(keys), amax)
 

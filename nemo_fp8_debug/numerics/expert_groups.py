@@ -1,7 +1,7 @@
-"""Combine the experts of a layer: add up the sums of the same GEMM and role of all of them.
+"""Combine the experts of a layer: for each GEMM and role, add up the sums of all experts.
 
-Each expert's sums are under its own scale. So the metrics of an aggregate equal those of all its tensors laid end to end,
-each cast as it was.
+Each expert's sums use its own scale. So the metrics of an aggregate equal the metrics of a single tensor made of all
+experts' values, if each value is cast as its expert cast it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,10 @@ from .metrics import QuantizationSums
 
 
 class ExpertAggregates:
-    """Rows of experts that belong together, among the rows of all operands. Rows of aggregates follow these, in order."""
+    """The rows of each aggregate's experts among the rows of all operands.
+
+    Rows of aggregates come after the operands, in order.
+    """
 
     def __init__(self, members: Mapping[Key, Sequence[int]], n: int) -> None:
         """
@@ -29,7 +32,7 @@ class ExpertAggregates:
 
     @classmethod
     def of(cls, keys: Sequence[Key], kinds: Sequence[Hashable]) -> ExpertAggregates:
-        """Return the aggregates whose experts are all of one kind. Sums over different formats would mean nothing."""
+        """Return the aggregates whose experts are all of one kind. Sums over different formats have no meaning."""
         members: dict[Key, list[int]] = defaultdict(list)
         for i, (layer, role) in enumerate(keys):
             if aggregate := aggregate_key(layer, role):
@@ -39,9 +42,9 @@ class ExpertAggregates:
     def append_to(
         self, chosen: Iterable[int], sums: QuantizationSums, scale: torch.Tensor, amax: torch.Tensor
     ) -> tuple[list[int], QuantizationSums, torch.Tensor]:
-        """Return rows of operands, followed by rows of the aggregates whose experts are all among them.
+        """Return rows of operands, followed by rows of each aggregate whose experts were all chosen.
 
-        An aggregate's scale is the smallest of its experts' scales, ignoring experts of zeros.
+        An aggregate's scale is the smallest of its experts' scales, ignoring experts with only zeros.
 
         Args:
             chosen: rows of operands.

@@ -1,4 +1,4 @@
-"""Number formats, the saturating cast that every metric and emulation uses, and codes that an engine made."""
+"""Number formats, the saturating cast that all metrics and emulation use, and codes that an engine made."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-#: rounding error of a scale, as a share of a value: a value halfway between two codes may become either
+#: relative rounding error of a scale; a value this close to the middle between two codes may become either code
 _SLACK = 2.0**-20
 #: how many values are processed at once; bounds the float64 temporaries to some tens of MiB
 _CHUNK = 1 << 20
@@ -18,13 +18,13 @@ class FloatFormat:
     """A binary floating-point format and the torch dtype that holds its values."""
 
     name: str
-    #: torch's dtype of the format, whose cast rounds to nearest, ties to even; a wider one for E2M1, which torch lacks
+    #: torch's dtype of the format, or a wider dtype for E2M1, which torch lacks; its cast rounds to nearest, ties to even
     dtype: torch.dtype
     #: largest finite magnitude; a saturating cast clamps to it
     max: float
     #: smallest normal magnitude
     min_normal: float
-    #: smallest non-zero magnitude; at most half of it rounds to zero
+    #: smallest non-zero magnitude; values up to half of this magnitude round to zero
     min_subnormal: float
     #: width of one value
     bits: int
@@ -43,9 +43,9 @@ FORMATS = {fmt.name: fmt for fmt in (E4M3, E5M2, E2M1, BF16, FP16)}
 
 
 def saturating_cast(x: torch.Tensor, fmt: FloatFormat) -> torch.Tensor:
-    """Round `x` to `fmt`: nearest, ties to even, overflow and infinities to the largest finite value, NaN kept.
+    """Round `x` to the nearest value of `fmt`, ties to even. Infinities become the largest finite value, NaN stays NaN.
 
-    This is the rule of NVIDIA's conversion with `__NV_SATFINITE`, which Transformer Engine uses. E2M1 has no NaN, which
+    This is the rule of NVIDIA's conversion with `__NV_SATFINITE`, which Transformer Engine uses. E2M1 has no NaN, so NaN
     becomes 6. We clamp first because torch's casts beyond the range differ between versions (NaN, infinity or saturation).
 
     Args:
@@ -69,13 +69,13 @@ def decode_codes(codes: torch.Tensor, fmt: FloatFormat) -> torch.Tensor:
     """
     if fmt.bits != 8 or not codes.is_cpu or not codes.is_contiguous():
         return codes.float()
-    # We look values up because torch converts E4M3 one by one on a CPU, which takes seven times as long.
+    # We look values up because torch converts E4M3 one value at a time on a CPU, which takes seven times as long.
     table = torch.arange(256, dtype=torch.uint8).view(fmt.dtype).float()
     return table.index_select(0, codes.view(torch.uint8).flatten().int()).view(codes.shape)
 
 
 def _nearest_e2m1(x: torch.Tensor) -> torch.Tensor:
-    """Return the nearest E2M1 value of each x in [-6, 6]. `round` takes ties to even multiples of the spacing."""
+    """Return the nearest E2M1 value of each x in [-6, 6]. `round` rounds ties to even multiples of the spacing."""
     magnitude = x.abs()
     spacing = torch.where(magnitude < 2, 0.5, torch.where(magnitude < 4, 1.0, 2.0))
     return torch.where(x.isnan(), E2M1.max, (x / spacing).round() * spacing)
@@ -91,11 +91,11 @@ def round_up_to_e8m0(x: torch.Tensor) -> torch.Tensor:
         x: any shape, float32, not negative.
 
     Returns:
-        uint8 of the same shape. Larger values, infinity included, become 2^127.
+        uint8 of the same shape. Values above 2^127, including infinity, become 2^127.
     """
     bits = x.view(torch.int32)
     exponent, mantissa = bits >> 23, bits & 0x7FFFFF
-    # Subnormals up to 2^-127 have a code of their own.
+    # Code 0 represents 2^-127, so subnormals up to 2^-127 are not rounded up to code 1.
     above = torch.where(exponent == 0, mantissa > 1 << 22, mantissa > 0)
     code = (exponent + above).clamp_max(254)
     return torch.where(x.isnan(), 255, code).to(torch.uint8)
@@ -121,7 +121,7 @@ class Decoded:
     scale_inv: Callable[[], torch.Tensor] | None = None
 
     def part(self, start: int, n: int) -> Decoded:
-        """Return `n` values from `start` on, flat."""
+        """Return `n` values from index `start` on, in one dimension."""
         made, values, at_limit = self.scale_inv, self.values.reshape(-1), self.at_limit.reshape(-1)
 
         def scale_inv() -> torch.Tensor:
@@ -134,9 +134,9 @@ class Decoded:
 
 
 def is_representable(stored: Decoded, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return True, as a bool scalar on the device of `x`, if each code is a nearest one to its value under the stored scale.
+    """Return whether each code is nearest to its value under the stored scale, as a bool scalar on the device of `x`.
 
-    Before it rounds to a code, a cast may round a value to the dtype that the weight would have without codes.
+    A cast may first round a value to the weight's dtype without codes, and then round the result to a code.
 
     Args:
         x: float32, with as many values as there are codes.

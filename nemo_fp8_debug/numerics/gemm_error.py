@@ -1,6 +1,6 @@
-"""Compute what the three products of a GEMM lose if both operands are quantized, from a part of each output.
+"""Compute the error that quantized operands cause in the three products of a GEMM, from a part of each output.
 
-Each product is A B^T along a dimension of the operands that it sums over. So a few whole rows of A and of B give a block of
+Each product is A B^T, a sum along one dimension of the operands. So a few whole rows of A and of B give a block of
 the output exactly:
 
 | product | A | B | summed over |
@@ -9,7 +9,7 @@ the output exactly:
 | dgrad, dX = dY W | rows of dY | columns of W | output features |
 | wgrad, dW = dY^T X | columns of dY | columns of X | tokens |
 
-Blocks of a block recipe run along the summed dimension, as Transformer Engine quantizes each operand for each product.
+Blocks of a block recipe run along the summed dimension, because Transformer Engine quantizes an operand for each product.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ PRODUCTS: dict[str, tuple[Side, Side]] = {
 SUMS = ("n", "error2", "first_error2", "second_error2", "output2")
 
 _GOLDEN = (5**0.5 - 1) / 2
-#: for rows and for columns: a prime, and a multiplier near its golden section. As many samples as the prime, d steps apart,
-#: reach all places of a part with at most half as many places, unless the prime divides d. With two primes, each row meets
-#: each column
+#: for rows and for columns: a prime p, and a multiplier near its golden section. With samples d steps apart, p samples reach
+#: all places of a part that has at most p / 2 places, unless p divides d. Rows and columns have different primes, so that
+#: each row is sampled together with each column
 _DIGITS = ((59, 36), (53, 33))
 
 
@@ -48,7 +48,7 @@ class RowSample:
 
     #: in the matrix's dtype
     values: torch.Tensor
-    #: what a low-precision GEMM multiplies instead, float32
+    #: the quantized values that a low-precision GEMM multiplies instead, float32
     quantized: torch.Tensor
 
 
@@ -58,14 +58,14 @@ def spread_places(n: int, k: int, device: torch.device, step: int, columns: bool
 
     Do not write to the result, which is cached.
 
-    The place within its part moves by the golden ratio from part to part. So periods of a model (heads, sequences, batches)
-    are not always sampled at the same point. From step to step all places move alike, and reach each place in turn.
-    All ranks get the same places, without random numbers or host synchronization.
+    From part to part, the place within the part shifts by the golden ratio. So structures that repeat in a model (heads,
+    sequences, batches) are not always sampled at the same point. From step to step, all places shift by the same amount, so
+    that each position is sampled in turn. All ranks get the same places, without random numbers or host synchronization.
 
     Args:
         n: rows or columns of a result.
         step: step of the run.
-        columns: whether the places are columns, which move in another sequence than rows.
+        columns: whether the places are columns. Columns follow another sequence of shifts than rows.
     """
     parts = min(n, k)
     part = torch.arange(parts, device=device)
@@ -74,7 +74,7 @@ def spread_places(n: int, k: int, device: torch.device, step: int, columns: bool
 
 
 def _phase(step: int, columns: bool) -> float:
-    """Return the digits of a step reversed behind the point and scattered: van der Corput's sequence, in [0, 1)."""
+    """Return the step's term of a scrambled van der Corput sequence, in [0, 1)."""
     prime, multiplier = _DIGITS[columns]
     phase, unit = 0.0, 1.0
     while step:
@@ -85,11 +85,11 @@ def _phase(step: int, columns: bool) -> float:
 
 
 def take_rows(m: torch.Tensor, at: torch.Tensor, scale: torch.Tensor | BlockRule, role: str, fmt: FloatFormat) -> RowSample:
-    """Copy some rows of a matrix and quantize them as the whole matrix is, without host synchronization.
+    """Copy some rows of a matrix and quantize them as in the whole matrix, without host synchronization.
 
     Args:
         m: [n, c], not empty, any floating dtype.
-        at: int64 [k], which rows.
+        at: indices of the rows, int64 [k].
         scale: float32 scalar, or the rule that chooses the scales of blocks.
         role: role of the operand, which blocks depend on.
         fmt: format of the codes.
@@ -113,7 +113,7 @@ def _in_blocks(
 ) -> torch.Tensor:
     block = high, wide = rule.block_in(m, role)
     whole = compute_amax(m) if rule.two_level else torch.zeros((), device=m.device)
-    # A block of one row is complete. For taller blocks, other rows decide too.
+    # A block of one row is complete. The scale of a taller block also depends on rows that were not kept.
     scales = rule.scales_in(kept if high == 1 else m, block, whole, fmt)
     if high > 1:
         scales = BlockScales(*(column.index_select(0, at // high) for column in scales))
@@ -127,11 +127,11 @@ def _in_blocks(
 
 @dataclass(frozen=True)
 class Terms:
-    """A B^T in the values and in the codes of both operands, float64 [k, l] each."""
+    """A B^T from the operands' values, and the errors from their codes, float64 [k, l] each."""
 
     #: the product of the values
     values: torch.Tensor
-    #: what quantization of A adds, what quantization of B adds, and what both together add beyond that
+    #: error from quantizing A, error from quantizing B, and the joint error beyond their sum
     first: torch.Tensor
     second: torch.Tensor
     joint: torch.Tensor
@@ -154,14 +154,16 @@ class Terms:
 
     @property
     def error(self) -> torch.Tensor:
-        """Return Aq Bq^T - A B^T, term by term. The difference of the two products would round small errors away."""
+        """Return Aq Bq^T - A B^T as a sum of terms. Subtracting the two products would round small errors away."""
         return self.first + self.second + self.joint
 
     def sums(self) -> torch.Tensor:
-        """Return the effect of quantization on A B^T, float64 [5] as `SUMS`. Sums of parts or of several products add up.
+        """Return the effect of quantization on A B^T, float64 [5] in the order of `SUMS`.
+
+        Sums of parts or of several products add up.
 
         n is the number of output values. `error2` is the sum of their squared errors. `first_error2` and `second_error2` are
-        the same with only A or only B quantized. `output2` is the sum of the squared exact values.
+        such sums with only A or only B quantized. `output2` is the sum of the squared exact values.
         """
         squares = [m.square().sum() for m in (self.error, self.first, self.second, self.values)]
         return torch.stack([torch.full_like(squares[0], self.values.numel()), *squares])

@@ -1,6 +1,6 @@
 """The histogram: how often each of the 32,768 magnitudes of a 16-bit format occurs in a tensor.
 
-Without the sign, it holds everything that per-tensor scaling can depend on, whatever the scale, margin or target format.
+Except for signs, it contains everything that per-tensor scaling depends on, for any scale, margin or target format.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 
 BINS = 32768
-#: the 16-bit formats that a histogram can hold, in the order of the magnitude table
+#: the 16-bit dtypes that we make histograms of, in the order of the magnitude table
 DTYPES = (torch.bfloat16, torch.float16)
 #: how many bins are added up at once
 LANES = 64
@@ -36,14 +36,14 @@ class Histogram:
 
     @functools.cached_property
     def occupied(self) -> Occupied:
-        """Occupied bins in ascending order, and their counts. Computed once: nothing may be counted afterwards."""
+        """Occupied bins in ascending order, and their counts. Computed once, so nothing may be counted afterwards."""
         counts = self.counts.cpu().numpy()
         bins = np.flatnonzero(counts != 0)  # the comparison first takes a quarter of the time
         return bins, counts[bins]
 
     @property
     def infinity(self) -> int:
-        """The bin of infinity. Finite magnitudes lie below it, NaNs above."""
+        """The bin of infinity. Bins below it have finite magnitudes, bins above it NaN."""
         return infinity_bin(self.dtype)
 
     @property
@@ -58,7 +58,7 @@ class Histogram:
 
     @classmethod
     def total(cls, histograms: Sequence[Histogram]) -> Histogram:
-        """Add up histograms of one dtype, without a new table for each."""
+        """Add up histograms of one dtype into a single new table."""
         first, *rest = histograms
         added = Histogram(first.dtype, first.counts.clone(), first.rounded)
         for histogram in rest:
@@ -71,13 +71,13 @@ class Histogram:
 
 @functools.lru_cache(maxsize=len(DTYPES))
 def infinity_bin(dtype: torch.dtype) -> int:
-    """Return the bin of infinity. Finite magnitudes lie below it, NaNs above."""
+    """Return the bin of infinity. Bins below it have finite magnitudes, bins above it NaN."""
     return int(torch.tensor(torch.inf, dtype=dtype).view(torch.int16))
 
 
 @functools.lru_cache(maxsize=8)
 def list_magnitudes(device: torch.device = _HOST) -> torch.Tensor:
-    """Return float32 [2 * 32768]: the magnitude of each pattern, bfloat16 first, then float16, with NaN and infinity."""
+    """Return the magnitude of each pattern, with NaN and infinity: float32 [2 * 32768], bfloat16 before float16."""
     patterns = torch.arange(BINS, dtype=torch.int32).to(torch.int16)
     return torch.cat([patterns.view(dtype).float() for dtype in DTYPES]).to(device)
 
@@ -89,17 +89,19 @@ def _of_host(dtype: torch.dtype) -> npt.NDArray[np.float32]:
 
 
 def magnitudes_of(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return float32 [32768]: the magnitude of each bin, with NaN and infinity."""
+    """Return the magnitude of each bin, with NaN and infinity, float32 [32768]."""
     start = BINS * DTYPES.index(dtype)
     return list_magnitudes(device)[start : start + BINS]
 
 
 @dataclass(frozen=True)
 class HistogramBatch:
-    """The occupied bins of B histograms, end to end: finite magnitudes in ascending order, others counted apart.
+    """The occupied bins of B histograms, end to end: finite magnitudes in ascending order.
 
-    Each histogram is padded with empty bins to a multiple of LANES. So sums take the same order on any device, whatever else
-    is in the batch.
+    NaN and infinity are counted separately.
+
+    Each histogram is padded with empty bins to a multiple of LANES. So sums have the same order on any device and in any
+    batch.
     """
 
     #: how many bins each histogram occupies, [B]
@@ -133,40 +135,40 @@ class HistogramBatch:
 
     @functools.cached_property
     def room(self) -> torch.Tensor:
-        """Return int64 [B]: the number of each histogram's bins, with padding."""
+        """Return the number of bins of each histogram, with padding, int64 [B]."""
         return torch.tensor([LANES * lanes_of(length) for length in self.lengths], dtype=torch.int64).to(self.index.device)
 
     @functools.cached_property
     def first(self) -> torch.Tensor:
-        """Return int64 [B]: where the bins of each histogram begin."""
+        """Return the index of the first bin of each histogram, int64 [B]."""
         return self.room.cumsum(0) - self.room
 
     @functools.cached_property
     def end(self) -> torch.Tensor:
-        """Return int64 [B]: where the bins of each histogram end."""
+        """Return the index after the last bin of each histogram, int64 [B]."""
         return self.first + torch.tensor(self.lengths, dtype=torch.int64).to(self.index.device)
 
     @functools.cached_property
     def values(self) -> torch.Tensor:
-        """Return float32 [T]: the magnitude of each bin."""
+        """Return the magnitude of each bin, float32 [T]."""
         return list_magnitudes(self.index.device)[self.index]
 
     @functools.cached_property
     def weights(self) -> torch.Tensor:
-        """Return float64 [T]: the counts, exact below 2^53."""
+        """Return the counts, float64 [T], exact below 2^53."""
         return self.counts.double()
 
     def amax(self) -> torch.Tensor:
-        """Return float32 [B]: the largest finite magnitude of each histogram, or 0 if there is none."""
+        """Return the largest finite magnitude of each histogram, or 0 if there is none, float32 [B]."""
         padded = torch.cat([self.values.new_zeros(1), self.values])
         return torch.where(self.end > self.first, padded[self.end], 0.0)
 
     def per_bin(self, per_histogram: torch.Tensor) -> torch.Tensor:
-        """Return [T] from [B]: each histogram's value, for each of its bins."""
+        """Repeat each histogram's value for each of its bins. The input is [B], the result [T]."""
         return per_histogram.repeat_interleave(self.room, output_size=len(self.index))
 
     def per_histogram(self, per_bin: torch.Tensor) -> torch.Tensor:
-        """Return [B] from [T]: the float64 sum over the bins of each histogram."""
+        """Sum over the bins of each histogram, in float64. The input is [T], the result [B]."""
         lanes = per_bin.view(-1, LANES)
         while (half := lanes.shape[1] // 2) > 0:
             lanes = lanes[:, :half] + lanes[:, half:]
@@ -179,7 +181,10 @@ class HistogramBatch:
 
     @functools.cached_property
     def _pairs(self) -> tuple[int, torch.Tensor]:
-        """Return a power of two that is at least any histogram's lanes, and each lane's place in a table of this width."""
+        """Return the width of a table with a row of lanes for each histogram, and each lane's place.
+
+        The width is a power of two.
+        """
         lanes = [lanes_of(length) for length in self.lengths]
         width = 1 << (max(lanes, default=1) - 1).bit_length() if max(lanes, default=1) > 1 else 1
         place = np.concatenate([np.zeros(0, np.int64), *(width * i + np.arange(n) for i, n in enumerate(lanes))])
@@ -187,5 +192,5 @@ class HistogramBatch:
 
 
 def lanes_of(bins: int) -> int:
-    """Return the number of LANES that hold so many bins."""
+    """Return the number of groups of `LANES` bins that this many bins need."""
     return -(-bins // LANES)

@@ -1,12 +1,12 @@
-"""Limits of three metrics by role, which no healthy operand exceeds in any run."""
+"""Limits of three metrics by role. No healthy operand exceeds its limits in any run."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
 
-#: limits by role and metric: by how many bits the scale in use is off, and the percentage of values that underflow and
-#: overflow. They lie an order of magnitude, or 2 bits, above all clean runs of `scripts/validation/fault_injection`.
+#: limits by role and metric: the error of the scale in use, in bits, and the percentages of values that underflow and
+#: overflow. Limits are 10 times, or 2 bits, above the values of all clean runs of `scripts/validation/fault_injection`.
 #: Operands of attention have no limits so far
 LIMITS: Mapping[str, Mapping[str, float]] = {
     "input": {"scale_ratio_log2": 3.0, "underflow_pct": 8.0, "overflow_pct": 3.0},
@@ -15,12 +15,12 @@ LIMITS: Mapping[str, Mapping[str, float]] = {
 }
 #: least number of values that must underflow or overflow: percentages of an expert's few values mean little
 LEAST_VALUES = 24
-#: formats that have these limits; FP4 loses more in healthy runs, and how much has not been measured
+#: formats with these limits. FP4 loses more in healthy runs, but we have not measured how much more
 FORMATS = ("e4m3", "e5m2")
-#: samples at the beginning of a run whose scales are not yet settled
+#: number of samples at the beginning of a run, before scales have settled
 MADE_UP = 2
-#: how many times a limit a sample must reach if the previous one is within the limit. A spike of gradients may clip for a
-#: step in a healthy run
+#: multiple of a limit that a sample must reach if the previous sample is within the limit. In a healthy run, a spike of
+#: gradients may clip for a step
 FAR = 3.0
 
 

@@ -15,9 +15,9 @@ from .metrics import Moments, QuantizationSums, compute_metrics
 from .tensor_scaling import CurrentScaling
 
 _CURRENT = CurrentScaling()
-#: codes of the smallest and the largest scale in E8M0, and in the exponents of float32
+#: codes of the smallest and the largest scale, in E8M0 and in float32's exponent
 _POWERS = (0, 254)
-#: in E4M3: codes up to the least subnormal, of which zero loses its block, and 448
+#: codes of the smallest and the largest scale in E4M3: the least subnormal and 448. A scale of zero loses its block
 _E4M3 = (1, 0x7E)
 
 
@@ -44,7 +44,7 @@ def make_metric_columns(
 
 
 def unscale_columns(columns: Mapping[str, Sequence[Any]], multiplier: float | None) -> dict[str, list[float | None]]:
-    """Return the columns of gradient metrics that have a unit, rescaled to gradients of the loss itself. Others are None.
+    """Return the metrics that have a unit, rescaled to gradients of the loss itself. They are None for X and W.
 
     Args:
         multiplier: multiplier of the gradients in `columns`, not 0, or None if unknown.
@@ -67,9 +67,9 @@ def _absent_as_none(column: torch.Tensor) -> list[float | None]:
 
 
 def make_block_scale_columns(counts: torch.Tensor, rules: Sequence[BlockRule]) -> dict[str, list[float | int | None]]:
-    """Return the columns of B operands, as `BLOCK_SCALES`, with None if no block has values.
+    """Return the columns of B operands, in the order of `BLOCK_SCALES`. Values are None if all blocks are empty.
 
-    Scales are the stored ones, which codes are multiplied with. For float32 we report the power of two at or below the
+    Scales are the stored scales that the codes are multiplied with. For float32 we report the power of two at or below the
     scale, and for NVFP4 the scales of the first level.
 
     Args:

@@ -6,7 +6,7 @@ from functools import cache
 
 from ..core.table import load_modules
 
-#: metrics in the order of the record's columns, and whether more of one is worse (1) or better (-1)
+#: metrics in the order of the record's columns, with 1 if larger values are worse, and -1 if larger values are better
 WORSE = {
     "underflow_pct": 1,
     "overflow_pct": 1,
@@ -39,7 +39,7 @@ LABELS = {
     "nonfinite": ("NaN and infinities", ""),
 }
 
-#: metrics that scale with the values, and the power
+#: metrics that scale with a power of the values, and that power
 UNITS = {"amax": 1, "amin": 1, "mse": 2}
 
 #: statistics of the scales of an operand's blocks

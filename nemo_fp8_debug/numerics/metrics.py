@@ -1,6 +1,6 @@
 """Compute all metrics, from moments (of a tensor alone) and quantization sums (of a tensor under a scale and a format).
 
-Moments and sums come from histograms, or directly from a float32 tensor, with equal meaning. All sums are float64,
+Moments and sums come from histograms, or directly from a float32 tensor. Their meaning is the same. All sums are float64,
 all counts int64. Formulas: docs/metrics.md.
 """
 
@@ -61,7 +61,10 @@ class _Columns:
 
 @dataclass(frozen=True)
 class InParts(Generic[_T]):
-    """One row as a device left it, in parts: to add them up there would cost the host as much as the kernel's launch."""
+    """One row, in the parts that a kernel wrote.
+
+    Adding these up on the device would cost the host as much as launching the kernel.
+    """
 
     parts: torch.Tensor
     add_up: Callable[[torch.Tensor], _T]
@@ -85,7 +88,7 @@ class Moments(_Columns):
     inf: torch.Tensor  #: int64
     amax: torch.Tensor  #: largest magnitude; 0 for an empty or all-zero tensor
     amin: torch.Tensor  #: smallest non-zero magnitude, or NaN
-    median: torch.Tensor  #: median magnitude of the non-zero values, the lower of two, or NaN
+    median: torch.Tensor  #: median magnitude of the non-zero values (the lower of two middle values), or NaN
     sum_x2: torch.Tensor
     sum_x4: torch.Tensor
 
@@ -109,7 +112,7 @@ class QuantizationSums(_Columns):
     sum_q2: torch.Tensor
 
     def sum_by_owner(self, owner: torch.Tensor, n: int) -> QuantizationSums:
-        """Return n rows: the sums of each owner's rows, with owners int64 [B]."""
+        """Return n rows. Row i sums the rows whose `owner` is i. `owner` is int64 [B]."""
 
         def add(column: torch.Tensor) -> torch.Tensor:
             return torch.zeros(n, dtype=column.dtype, device=column.device).index_add_(0, owner, column)
@@ -123,7 +126,7 @@ class QuantizationSums(_Columns):
         return self.sum_by_owner(torch.zeros_like(self.underflows), 1)
 
 
-#: what a kernel returns: a row, or parts on a device
+#: result of a kernel: a row, or parts of a row on a device
 MomentsFound = Moments | InParts[Moments]
 SumsFound = QuantizationSums | InParts[QuantizationSums]
 
@@ -145,7 +148,7 @@ def moments(batch: HistogramBatch) -> Moments:
     has_zeros = (batch.end > first) & (padded[first] == 0)
     zeros = torch.where(has_zeros, torch.cat([batch.counts, batch.counts.new_zeros(1)])[first], 0)
     nonzero = total - zeros
-    # Running counts over all histograms find every median in one search.
+    # With running counts over all histograms, one search gives every median.
     before = total.cumsum(0) - total
     middle = torch.searchsorted(batch.counts.cumsum(0), before + zeros + (nonzero + 1) // 2)
     there = nonzero > 0
@@ -327,10 +330,10 @@ def quantization_sums_of_codes(x: torch.Tensor, stored: Decoded) -> Quantization
 def compute_metrics(
     moments: Moments, sums: QuantizationSums, scale: torch.Tensor, scale_current: torch.Tensor
 ) -> dict[str, torch.Tensor]:
-    """Return all metrics of B operands, float64 [B] each. NaN if a metric is not available, as for a tensor of zeros.
+    """Return all metrics of B operands, float64 [B] each. An unavailable metric is NaN, as for a tensor of zeros.
 
     Args:
-        sums: NaN if no scale is known, which leaves out every metric that needs one.
+        sums: NaN if no scale is known. Metrics that need a scale are then NaN.
         scale: float32 [B], in use. NaN if unknown, or if blocks have scales of their own.
         scale_current: float32 [B], the scale that current scaling would use.
     """

@@ -13,10 +13,10 @@ from .block_scaling import Block, BlockRule, BlockScales, block_amax, pad_to_til
 from .formats import E2M1, E4M3, FloatFormat, decode_codes, saturating_cast
 from .tensor_scaling import FLT_MAX
 
-#: values that are transformed together, and the signs of Transformer Engine's transform
+#: number of values that are transformed together, and the signs of Transformer Engine's transform
 _HADAMARD = 16
 _SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
-#: the same signs as bits, the first as the lowest
+#: the signs as bits of a number; the first sign is the lowest bit
 SIGN_MASK = sum((sign < 0) << i for i, sign in enumerate(_SIGNS))
 
 
@@ -24,12 +24,12 @@ SIGN_MASK = sum((sign < 0) << i for i, sign in enumerate(_SIGNS))
 class NVFP4Scaling(BlockRule):
     """Transformer Engine's `NVFP4BlockScaling`: 1x16, 16x16 for W; E4M3 block scales under a float32 scale of the tensor.
 
-    Codes are rounded to nearest. Under stochastic rounding, metrics are expected values. The tensor's amax is this rank's,
-    although Transformer Engine may reduce it over ranks.
+    Codes are rounded to nearest. Under stochastic rounding, metrics are expected values. We use this rank's amax of the
+    tensor, although Transformer Engine may reduce the amax over ranks.
     Source: `cast/nvfp4/core_nvfp4.cuh`, `quantize_transpose_nvfp4.cuh` and `custom_recipes/reference_nvfp4.py`.
     """
 
-    #: blocks of W are 16x16; 1x16 with `disable_2d_quantization`
+    #: whether blocks of W are 16x16; with `disable_2d_quantization` they are 1x16
     square_weights: bool = True
     #: whether codes are rounded stochastically; metrics are then expected values, but codes made here are the nearest
     stochastic: bool = False
@@ -75,10 +75,10 @@ class NVFP4Scaling(BlockRule):
         return not self.hadamard or m.shape[0] % _HADAMARD == 0
 
     def columnwise(self, m: torch.Tensor) -> torch.Tensor:
-        """Return the column-wise copy: transformed in groups of 16 of a row, and rounded to the dtype.
+        """Return the column-wise copy. Groups of 16 values of a row are transformed, and rounded to the dtype.
 
         Raises:
-            ValueError: the number of rows is not a multiple of a group's.
+            ValueError: the number of rows of `m` is not a multiple of 16.
         """
         if not self.hadamard:
             return super().columnwise(m)
@@ -88,13 +88,13 @@ class NVFP4Scaling(BlockRule):
         return (groups @ hadamard_matrix(self.hadamard == "signs", m.device)).to(m.dtype).view(m.shape[1], m.shape[0])
 
     def tensor_scale(self, whole: torch.Tensor, fmt: FloatFormat) -> torch.Tensor:
-        """Return the second-level scale, float32 scalar, which takes the largest block scale to E4M3's limit."""
+        """Return the second-level scale, float32 scalar, which maps the largest block scale to E4M3's limit."""
         limit = torch.full((), self.largest_scale * fmt.max, dtype=torch.float32, device=whole.device)
         scale = (limit / whole).clamp_max(FLT_MAX)
         return torch.where((whole > 0) & (scale > 0), scale, 1.0)
 
     def scales(self, amax: torch.Tensor, whole: torch.Tensor, fmt: FloatFormat, dtype: torch.dtype) -> BlockScales:
-        """Return the scales. A block whose scale rounds to zero is lost: its codes saturate and stand for zero."""
+        """Return the scales. A block whose scale rounds to zero is lost: its codes saturate, but represent zero."""
         encode = self.tensor_scale(whole, fmt)
         reciprocal = torch.full((), fmt.max, dtype=torch.float32, device=amax.device).reciprocal()
         stored = saturating_cast(amax * (encode * reciprocal), E4M3)
@@ -123,13 +123,13 @@ def four_over_six(
     rule: NVFP4Scaling,
     fmt: FloatFormat,
 ) -> BlockScales:
-    """Return the scale with the smaller error of two for each block, step by step in float32 as Transformer Engine.
+    """Return the better of two scales for each block, computed step by step in float32 as in Transformer Engine.
 
     Args:
         x: [rows, columns].
         amax: amax of its blocks, float32 [blocks of rows, blocks of columns].
         largest: amax of the tensor, float32 scalar, or of each row, [rows, 1].
-        encode: second-level scale, of the same shape.
+        encode: second-level scale, of the shape of `largest`.
         rule: defines the error, and the value of the largest scale.
         fmt: format of the codes.
 
@@ -172,7 +172,7 @@ def _error(difference: torch.Tensor, squared: bool) -> torch.Tensor:
 
 @functools.lru_cache(maxsize=8)
 def hadamard_matrix(signs: bool, device: torch.device) -> torch.Tensor:
-    """Return an orthogonal matrix, float32 [16, 16], symmetric except for signs. A group of 16 values is multiplied by it.
+    """Return the orthogonal matrix that transforms groups of 16 values: float32 [16, 16], symmetric except for signs.
 
     Args:
         signs: whether rows have the signs of Transformer Engine's transform.
@@ -188,18 +188,21 @@ def hadamard_matrix(signs: bool, device: torch.device) -> torch.Tensor:
 class TorchaoNVFP4Scaling(NVFP4Scaling):
     """Scales of torchao's `NVFP4Linear`: 1x16, 16x16 for W, as in Transformer Engine, but at least E4M3's least normal.
 
-    So a block of small values underflows, although Transformer Engine's keeps a scale for it. A Triton kernel may round a
-    quotient differently from IEEE 754 in its last place.
+    So a block of small values underflows, although Transformer Engine would still scale this block. A Triton kernel may
+    round a quotient differently from IEEE 754 in its last place.
     Source: `prototype/moe_training/nvfp4_training/hadamard_utils.py` and `quantize_2d_triton.py`, release 0.18.
     """
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.stochastic or self.hadamard or self.by_values or self.largest_scale != E4M3.max:
-            raise ConfigError("nvfp4_torchao supports only the option square_weights; the others are Transformer Engine's")
+            raise ConfigError("nvfp4_torchao supports only the option square_weights; other options need Transformer Engine")
 
     def scales(self, amax: torch.Tensor, whole: torch.Tensor, fmt: FloatFormat, dtype: torch.dtype) -> BlockScales:
-        """Return the scales, step by step in float32 as `_nvfp4_quantize`. GEMMs take amax / 2688 as the tensor's scale."""
+        """Return the scales, step by step in float32 as in `_nvfp4_quantize`.
+
+        GEMMs use amax / 2688 as the tensor's scale.
+        """
         encode = self.tensor_scale(whole, fmt)
         stored = saturating_cast((amax / fmt.max * encode).clamp(E4M3.min_normal, E4M3.max), E4M3)
         scale = (stored.float() * encode.reciprocal()).reciprocal().clamp_max(FLT_MAX)

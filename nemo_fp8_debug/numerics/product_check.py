@@ -1,14 +1,14 @@
 """Check whether a block of a GEMM's output is the product of its operands, up to the rounding of its arithmetic.
 
-The block is k rows by l columns of C = A B^T (+ bias). From whole rows of A and of B we know it exactly. For each value, a
-sum of n terms in any order, with unit roundoff u_s of each addition (Higham, Accuracy and Stability of Numerical
-Algorithms, 2nd ed., section 3.1), rounded once to a dtype with unit roundoff u:
+The block is k rows by l columns of C = A B^T (+ bias). Whole rows of A and of B give its exact values E. A GEMM sums n terms
+for each value, in any order, and rounds the sum once to its dtype. If u_s is the unit roundoff of each addition and u the
+unit roundoff of the dtype (Higham, Accuracy and Stability of Numerical Algorithms, 2nd ed., section 3.1), then:
 
     |C - E| <= (1 + u) gamma_n sum|a b| + u |E|,    gamma_n = n u_s / (1 - n u_s)
 
 Rows, columns and the block as a whole have much narrower limits, because roundings of different values are independent and
 have no preferred sign. A sum of errors e_i with |e_i| <= s_i exceeds t sqrt(sum s_i^2) with a probability of at most
-2 exp(-t^2 / 2) (Hoeffding 1963). Rows of E that are equal except for a power of two round alike, and count once.
+2 exp(-t^2 / 2) (Hoeffding 1963). Rows of E that are equal except for a power of two are rounded alike, so they count once.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from dataclasses import dataclass
 
 import torch
 
-#: unit roundoff of the result's dtype, and the most that rounding to zero may lose of a small value
+#: unit roundoff of the result's dtype, and the largest error from rounding a small value to zero
 _DTYPES = {
     torch.bfloat16: (2.0**-8, 2.0**-126),
     torch.float16: (2.0**-11, 2.0**-25),
     torch.float32: (2.0**-24, 2.0**-126),
     torch.float64: (2.0**-53, 2.0**-1022),
 }
-#: a smaller float32 operand or sum may be flushed to zero
+#: a float32 operand or sum below this value may be flushed to zero
 _FLUSHED = 2.0**-126
 #: How many standard bounds a sum of errors may reach. We expect 0.01 false alarms in a run of 500 GEMMs and 1,000 samples.
 #: Each GEMM has three products, and each product a block of 64 rows and columns with two limits each.
 TIMES = math.sqrt(2 * math.log(2 * 500 * 1000 * 3 * (2 * 128 + 2) / 0.01))
-#: how many blocks are checked at once, so that their temporaries stay in a cache
+#: number of blocks to check at once, so that their temporaries stay in a cache
 _TOGETHER = 8
-#: Results for a block, in the order of `check_blocks`. A row is hit if it has a value beyond the value's bound. It is beyond
-#: if the row as a whole exceeds its own limit.
+#: Results for a block, in the order of `check_blocks`. A row is hit if one of its values exceeds the value's bound. A row
+#: is beyond its limit if the sum of its errors exceeds the limit of the row.
 CHECKED = (
     "values",
     "values_beyond",
@@ -63,15 +63,15 @@ class Accumulation:
 
     #: unit roundoff of an addition
     roundoff: float = 2.0**-24
-    #: how many terms are added up exactly between two such additions
+    #: how many terms are added up exactly between two rounded additions
     exact_terms: int = 1
-    #: by how much all sums may be off in the same direction, as a share of sum|a b|: additions that truncate
+    #: largest error of all sums in the same direction, as a share of sum|a b|, caused by additions that truncate
     bias: float = 0.0
-    #: by how much each value may be off in addition, as a share of sum|a b|: rounded operands, partial sums in fewer bits
+    #: largest further error of each value, as a share of sum|a b|, caused by rounded operands or partial sums in fewer bits
     besides: float = 0.0
 
     def additions(self, terms: int) -> int:
-        """Return the largest number of roundings on the way to one value."""
+        """Return the largest number of rounded additions in the sum of one value."""
         return -(-terms // self.exact_terms) + 1
 
     def gamma(self, terms: int) -> float:
@@ -120,18 +120,18 @@ class Exact:
 
 @dataclass(frozen=True)
 class Block:
-    """A computed block, and the exact one."""
+    """A computed block, and the exact block."""
 
     #: [k, l], in the dtype that the GEMM returned
     actual: torch.Tensor
     exact: Exact
     how: Accumulation = FLOAT32
-    #: [l] or [k, l], what was added to the product, perhaps after a separate rounding
+    #: bias or earlier result that the GEMM added to the product, [l] or [k, l]; the product may have been rounded before
     added: torch.Tensor | None = None
 
     @property
     def kind(self) -> tuple[object, ...]:
-        """Equal for blocks that can be checked together."""
+        """A key that is equal for blocks that can be checked together."""
         return self.actual.shape, self.actual.dtype, self.actual.device, self.added is None
 
     def moved(self, to: Callable[[torch.Tensor], torch.Tensor]) -> Block:
@@ -141,9 +141,9 @@ class Block:
 
 
 def _magnitudes(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return float32 [k, l], the product of magnitudes, rounded up, and the magnitudes of A and B.
+    """Return the product of magnitudes, rounded up, float32 [k, l], and the magnitudes of A and B.
 
-    On a CPU we use float32, which takes half the time: a sum of positive terms is off by at most n roundings.
+    On a CPU we compute in float32, which takes half the time. A sum of positive terms is off by at most n roundings.
     """
     in_float32 = a.device.type == "cpu" and torch.float64 not in (a.dtype, b.dtype)
     in_float32 = in_float32 and torch.get_float32_matmul_precision() == "highest"
@@ -171,10 +171,11 @@ def check_block(
 
 
 def check_blocks(blocks: Sequence[Block]) -> torch.Tensor:
-    """Compare blocks of one kind with the exact ones: float64 [blocks, `CHECKED`], without host synchronization.
+    """Compare blocks of one kind with their exact blocks. Return float64 [blocks, `CHECKED`], without host synchronization.
 
-    Ratios are error over bound, so arithmetic reaches at most 1. `factor` is the slope of the computed values on the exact
-    ones. If an exact value is not finite or is beyond the dtype, it is skipped and counted as unchecked.
+    Ratios are error over bound, so correct arithmetic gives at most 1. `factor` is the slope of a regression of the computed
+    values on the exact values. If an exact value is not finite or is beyond the dtype, it is skipped and counted as
+    unchecked.
     """
     return torch.cat([_checked(blocks[i : i + _TOGETHER]) for i in range(0, len(blocks), _TOGETHER)])
 
@@ -239,10 +240,12 @@ def _checked(blocks: Sequence[Block]) -> torch.Tensor:
 def _ratios(
     error: torch.Tensor, expected: torch.Tensor, noise: torch.Tensor, bias: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Compare slopes and means with their limits. Return the greater ratio of rows [blocks, k], columns [blocks, l], wholes.
+    """Compare slopes and means with their limits. Return the greater ratio of each row, column and block.
+
+    The shapes are [blocks, k], [blocks, l] and [blocks].
 
     Args:
-        error, expected, noise, bias: [blocks, k, l], zero for values that do not count. None: no bias anywhere.
+        error, expected, noise, bias: [blocks, k, l], zero for values that do not count. `bias` is None if there is no bias.
     """
     squares = noise.square()
     means = _of_lines(error, squares, bias)
@@ -252,7 +255,7 @@ def _ratios(
 
 
 def _of_lines(error: torch.Tensor, squares: torch.Tensor, bias: torch.Tensor | None) -> list[torch.Tensor]:
-    """Compare sums of errors with their limits, for rows, columns and wholes."""
+    """Return the ratio of each sum of errors to its limit, for rows, columns and whole blocks."""
     found = []
     for dim in (2, 1, (1, 2)):
         limit = TIMES * squares.sum(dim).sqrt()
@@ -263,17 +266,19 @@ def _of_lines(error: torch.Tensor, squares: torch.Tensor, bias: torch.Tensor | N
 
 
 def _first_of_their_kind(blocks: torch.Tensor) -> torch.Tensor:
-    """Return bool [blocks, k, l]: False if an earlier row or column is equal except for its sign and a power of two."""
+    """Mark the values to count, bool [blocks, k, l]. Rows and columns that are multiples of an earlier one do not count.
+
+    Such a row or column is equal to the earlier one except for its sign and a power of two."""
     sizes = blocks.abs()
     rows, columns = (_first(blocks, sizes, dim) for dim in (2, 1))
     return rows[:, :, None] & columns[:, None]
 
 
 def _first(kept: torch.Tensor, sizes: torch.Tensor, dim: int) -> torch.Tensor:
-    """Return the same along one dimension: rows for 2, columns for 1."""
+    """Mark the rows (if `dim` is 2) or columns (if 1) that are not multiples of an earlier row or column."""
     largest = kept.gather(dim, sizes.argmax(dim, keepdim=True)).squeeze(dim)
-    # Lines that are equal except for a power of two have equal ratios of their weighted sums to their largest value. Other
-    # lines have equal ratios with negligible probability.
+    # Divide each row's (or column's) weighted sum by its largest value. Multiples by a power of two agree. Other rows or
+    # columns agree with negligible probability.
     weights = torch.arange(1, kept.shape[dim] + 1, device=kept.device, dtype=torch.float64).sqrt()
     sums = (kept * (weights if dim == 2 else weights[:, None])).sum(dim)
     told = torch.where(largest == 0, 0, sums / largest)

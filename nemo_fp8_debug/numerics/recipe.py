@@ -63,7 +63,7 @@ class Recipe:
 
     @property
     def in_blocks(self) -> bool:
-        """True if blocks of a tensor have scales of their own, which a histogram cannot measure."""
+        """True if each block of a tensor has its own scale. A histogram cannot measure such casts."""
         return isinstance(self.scaling, BlockRule)
 
 
@@ -109,10 +109,10 @@ class NamesRecipe:
 
     @property
     def parsed(self) -> Recipe:
-        """The recipe. Names are read once. Internal: recipes are not public.
+        """The recipe. Each name is parsed once. Internal: recipes are not public.
 
         Raises:
-            ConfigError: the name is of no known recipe.
+            ConfigError: no known recipe has this name.
         """
         return parse_recipe(self.recipe)
 
@@ -124,7 +124,7 @@ def find_recipe(name: str | None) -> Recipe | None:
         name: the recorded name, if there is one.
 
     Returns:
-        None if the recipe is unknown: a framework may have more.
+        The recipe, or None if it is unknown: a framework may have further recipes.
     """
     try:
         return None if name is None else _named(name)
@@ -157,7 +157,7 @@ def _of_options(options: dict[str, Any]) -> Recipe:
 
 
 def _options_in(text: str) -> dict[str, Any]:
-    """Return the options in a recipe's name. They are Python literals, or text."""
+    """Return the options in a recipe's name. Values are Python literals, or else strings."""
     found = _NAME.fullmatch(text.replace(" ", ""))
     if found is None:
         return {"name": text}

@@ -17,9 +17,9 @@ from ..errors import ConfigError
 from .formats import BF16, FloatFormat, decode_codes, saturating_cast
 
 FLT_MAX = torch.finfo(torch.float32).max
-#: torchao replaces a smaller amax by this, its `EPS`
+#: torchao's `EPS`, which replaces a smaller amax
 TORCHAO_EPSILON = 1e-12
-#: in steps; each step of each tensor takes a float
+#: largest number of steps in a history; each step of each tensor takes one float
 _LONGEST_HISTORY = 1_000_000
 _PER_TENSOR_FORMATS = ("hybrid", "e4m3", "e5m2")
 
@@ -28,11 +28,11 @@ _PER_TENSOR_FORMATS = ("hybrid", "e4m3", "e5m2")
 class CurrentScaling:
     """The scale follows the amax of the tensor being cast."""
 
-    #: a smaller amax is replaced by this
+    #: least amax to compute a scale from; replaces any smaller amax
     epsilon: float = 0.0
     #: round the scale down to a power of two
     power_of_two: bool = False
-    #: compute that power as torchao does, with a float32 logarithm, which may give the power above
+    #: compute the power of two as torchao does, with a float32 logarithm, which may give the next higher power
     by_logarithm: bool = False
 
     formats: ClassVar[tuple[str, ...]] = _PER_TENSOR_FORMATS
@@ -50,10 +50,10 @@ class CurrentScaling:
 def scales_of(
     held: Sequence[torch.Tensor | CurrentScaling | None], formats: Sequence[FloatFormat], amax: torch.Tensor
 ) -> torch.Tensor:
-    """Return the scales of B tensors, float32 [B] on the device of `amax`: the known ones, or those a rule computes.
+    """Return the scales of B tensors, float32 [B] on the device of `amax`. Scales that are not known come from a rule.
 
     Args:
-        held: float32 scalars on any device, or rules. None if neither is known, which gives NaN.
+        held: known scales as float32 scalars on any device, or rules. None, if neither is known, gives NaN.
         formats: formats that the tensors are cast to.
         amax: float32 [B].
     """
@@ -119,7 +119,7 @@ class DelayedScaling:
 
 @dataclass(frozen=True)
 class Unscaled:
-    """A cast to BF16 without a scale: the loss of high precision itself, which are the last 16 bits of an FP32 operand."""
+    """A cast to BF16 without a scale. It shows what high precision itself loses: the last 16 bits of an FP32 operand."""
 
     formats: ClassVar[tuple[str, ...]] = (BF16.name,)
 
@@ -157,17 +157,17 @@ def compute_scale(
     Args:
         amax: float32, any shape.
         limit: largest finite value of the format (or of each tensor's format, float32 of amax's shape).
-        epsilon: a smaller amax is replaced by this.
+        epsilon: least amax to compute a scale from. It replaces any smaller amax.
         power_of_two: round down to a power of two.
         largest: replaces a quotient beyond float32.
-        by_logarithm: find the power of two as torchao does, by `power_of_two_below`.
+        by_logarithm: compute the power of two as torchao does, by `power_of_two_below`.
 
     Returns:
         float32 of amax's shape, to multiply values with before the cast.
     """
     amax = amax.clamp_min(epsilon)
-    # A tensor, because torch computes `number / tensor` as number * reciprocal, which rounds twice. We make it on the device
-    # of `amax`, because copying a number there would wait for the device.
+    # We divide a tensor, because torch computes `number / tensor` as number * reciprocal, which rounds twice. We create the
+    # tensor on the device of `amax`, because copying a number there would wait for the device.
     if not isinstance(limit, torch.Tensor):
         limit = torch.full((), limit, dtype=torch.float32, device=amax.device)
     usable = (amax > 0) & amax.isfinite()
@@ -181,7 +181,7 @@ def compute_scale(
 def power_of_two_below(scale: torch.Tensor) -> torch.Tensor:
     """Return the result of torchao's `_round_scale_down_to_power_of_2`.
 
-    The logarithm rounds, so a float32 scale just below a power of two may give that power.
+    The logarithm is rounded, so a float32 scale just below a power of two may give that power.
     """
     return torch.exp2(torch.floor(torch.log2(scale)))
 
