@@ -38,7 +38,7 @@ from .cpu import blocks, quantize
 from .cpu import histogram as cpu_histogram
 from .memory import empty_histogram, view_bits
 
-#: how a warning names the work of each CUDA kernel
+#: what each CUDA kernel does with tensors, in the words of a warning
 _DONE = {"histogram": "counted", "blocks": "measured in blocks", "float32": "measured in float32"}
 #: number of columns below which a contiguous copy costs less than counting row by row
 SHORT = 64
@@ -48,17 +48,17 @@ class CudaKernel(Protocol):
     """A CUDA kernel of this package."""
 
     def try_out(self, device: torch.device) -> None:
-        """Run the kernel once on a device. Raises if Numba cannot use the device."""
+        """Run the kernel once on a device. Raise an error if Numba cannot use the device."""
 
 
 class BlockKernel(Protocol):
     """A kernel that measures an operand in blocks."""
 
     def block_sums(self, x: torch.Tensor, rule: BlockRule, role: str, fmt: FloatFormat, counted: Any) -> SumsFound:
-        """Return `quantization_sums_in_blocks`, perhaps added up in another order.
+        """Return the result of `quantization_sums_in_blocks`, perhaps added up in another order.
 
         Args:
-            counted: the histogram of `x`. A kernel of plain torch operations ignores it.
+            counted: the histogram of `x`. A kernel of plain torch operations ignores this argument.
         """
 
 
@@ -66,7 +66,7 @@ def count_histogram(x: torch.Tensor) -> Histogram:
     """Count the magnitudes of `x`, in a single read if `x` is bfloat16 or float16.
 
     Args:
-        x: any shape and strides; bfloat16, float16, or another floating dtype, which we round to bfloat16 and mark.
+        x: any shape and strides; bfloat16 or float16. We round any other floating dtype to bfloat16 and set `rounded`.
     """
     rounded = x.dtype not in DTYPES
     dtype = torch.bfloat16 if rounded else x.dtype
@@ -102,7 +102,7 @@ def _count_on_device(values: torch.Tensor, histogram: Histogram) -> None:
 
 
 def count_nonfinite(histogram: Histogram) -> torch.Tensor | int:
-    """Return how many non-finite values were counted so far: on a device as a tensor, without host synchronization."""
+    """Return the number of non-finite values counted so far. On a device, return a tensor without host synchronization."""
     end = histogram.infinity
     if histogram.counts.device.type == "cpu":
         return int(cpu_histogram.last_counts(histogram.counts.data_ptr(), end))
@@ -111,7 +111,10 @@ def count_nonfinite(histogram: Histogram) -> torch.Tensor | int:
 
 @functools.cache
 def _kernel_on(device: torch.device, module: str) -> Any:
-    """Return the module of our kernel for a device, or None if it does not run there. The first call tries it out."""
+    """Return the module of our kernel for a device, or None if the kernel does not run there.
+
+    The first call tries it out.
+    """
     if device.type != "cuda" or not torch.version.cuda:
         return None
     try:
@@ -122,7 +125,7 @@ def _kernel_on(device: torch.device, module: str) -> Any:
         extra = f"cuda{torch.version.cuda.partition('.')[0]}"
         warn(
             f"Numba cannot use {device} ({why}). Its tensors are {_DONE[module]} by plain torch operations, and a sampled "
-            f"step may take as long as ten. Install what Numba needs with pip install 'nemo_fp8_debug[{extra}]'"
+            f"step may take as long as ten other steps. Install what Numba needs with pip install 'nemo_fp8_debug[{extra}]'"
         )
         return None
     return kernel
@@ -155,7 +158,8 @@ def quantization_sums(
         scale: float32 scalar, or the rule that chooses the scales of blocks.
         role: role of the operand, which blocks depend on.
         fmt: format of the codes.
-        counted: the histogram of `x`, if there is one. Kernels of block sums need it, and otherwise count `x` first.
+        counted: the histogram of `x`, if there is one. Kernels of block sums need a histogram, so they may have to count
+        `x`.
     """
     if isinstance(scale, BlockRule):
         kernel: BlockKernel = _block_kernel(x, scale, role)
@@ -179,7 +183,7 @@ class CastRule(NamedTuple):
     sees_infinity: bool = False
 
     def scale_of(self, x: torch.Tensor, found: MomentsFound | None = None) -> torch.Tensor | BlockRule:
-        """Return the scale of a tensor as a float32 scalar, without host synchronization. A block rule is returned as it is.
+        """Return the scale of a tensor as a float32 scalar, without host synchronization. Return a block rule unchanged.
 
         Args:
             found: moments of `x` with the largest finite magnitude, if they are known.
@@ -198,23 +202,26 @@ class Asked(NamedTuple):
     cast: CastRule
     #: values of the codes if the engine stores codes; None if each step casts anew
     decoded: Decoded | None
-    #: recipes to try, and whether to measure float32 values under those whose scale follows the tensor
+    #: recipes to try, and whether to measure float32 values under recipes whose scale follows the tensor
     what_if: Sequence[Recipe]
     tries_current: bool
-    #: how the copy is cast that another product multiplies, or None if it is not measured
+    #: cast of the further copy for another product, or None if this copy is not measured
     copy: CastRule | None
     counts_block_scales: bool
-    #: whether its histogram is added to the histograms of other calls, and is measured before that
+    #: whether the tensor's histogram is added to those of other calls, after it was measured alone
     joins_rest: bool
 
 
 @dataclass(slots=True)
 class ValueStats:
-    """Measurements of a tensor in addition to its histogram. None if not requested, or if the histogram has the answer."""
+    """Measurements of a tensor in addition to its histogram.
+
+    A field is None if not requested, or if the histogram suffices.
+    """
 
     moments: MomentsFound | None = None
     sums: SumsFound | None = None
-    #: for a tensor that joins others: its scale, and the sums of its histogram under that scale
+    #: for a tensor whose histogram is added to others: its scale, and the sums of its own histogram under that scale
     scale: torch.Tensor | BlockRule | None = None
     sums_of_counts: QuantizationSums | None = None
     #: int64 [257]
@@ -262,7 +269,7 @@ def measure_values(x: torch.Tensor, counted: Histogram, asked: Asked) -> ValueSt
 
 
 def _columnwise(x: torch.Tensor, rule: torch.Tensor | CurrentScaling | BlockRule) -> torch.Tensor | None:
-    """Return the copy of `x` that another product multiplies, or None if the engine casts no such copy.
+    """Return the copy of `x` that another product multiplies, or None if the engine makes no such copy.
 
     Under a block rule, the blocks of this copy run along the columns of `x`.
     """
@@ -273,7 +280,7 @@ def _columnwise(x: torch.Tensor, rule: torch.Tensor | CurrentScaling | BlockRule
 
 
 def _block_kernel(x: torch.Tensor, rule: BlockRule, role: str) -> BlockKernel:
-    """Return the module that measures a tensor in blocks on its device. On CUDA devices, our kernel has no whole rows."""
+    """Return the module that measures a tensor in blocks on its device. Our CUDA kernel does not support whole rows."""
     if rule.rounds_by_chance or rule.by_values or x.dtype not in DTYPES or not x.numel():
         return torch_fallback
     if x.device.type == "cpu":
@@ -282,7 +289,7 @@ def _block_kernel(x: torch.Tensor, rule: BlockRule, role: str) -> BlockKernel:
 
 
 def quantize_dequantize(x: torch.Tensor, scale: torch.Tensor, fmt: FloatFormat) -> torch.Tensor:
-    """Return `numerics.tensor_scaling.quantize_dequantize`, bit for bit. On a CPU, read `x` once if it has no gaps.
+    """Return the result of `tensor_scaling.quantize_dequantize`, bit by bit. On a CPU, read `x` once if it has no gaps.
 
     Args:
         x: any shape and floating dtype.
@@ -294,7 +301,7 @@ def quantize_dequantize(x: torch.Tensor, scale: torch.Tensor, fmt: FloatFormat) 
 
 
 def amax(x: torch.Tensor) -> torch.Tensor:
-    """Return `numerics.metrics.compute_amax`. On a CPU, read `x` once if it has no gaps."""
+    """Return the result of `numerics.metrics.compute_amax`. On a CPU, read `x` once if it has no gaps."""
     return quantize.amax(x, torch.get_num_threads()) if _has_cpu_loop(x) else compute_amax(x)
 
 
@@ -310,12 +317,12 @@ def _has_cpu_loop(x: torch.Tensor) -> bool:
 
 
 def _in_order_of_memory(x: torch.Tensor) -> torch.Tensor:
-    """Return `x` with axes in order of their strides: contiguous if `x` fills its memory, however it was transposed."""
+    """Return `x` with axes in order of their strides. It is contiguous if `x` is transposed without gaps."""
     return x.permute(sorted(range(x.dim()), key=lambda axis: x.stride(axis), reverse=True))
 
 
 def _in_rows(x: torch.Tensor) -> torch.Tensor:
-    """Return `x` as [rows, columns]: one row if it is contiguous, and a copy if rows are short or not evenly apart."""
+    """Return `x` as [rows, columns]: one row if `x` is contiguous, or a copy if rows are short or unevenly spaced."""
     if x.is_contiguous() or x.shape[-1] < SHORT:
         return x.reshape(1, -1)
     return x[None] if x.dim() == 1 else x.flatten(0, -2)

@@ -1,4 +1,4 @@
-"""Give NumPy and Numba access to a tensor's memory, and keep histograms that were cleared in advance on a device."""
+"""Give NumPy and Numba access to a tensor's memory, and keep a supply of cleared histograms on a device."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import torch
 
 from ..numerics.histogram import BINS
 
-#: how many histograms are cleared at once, 8 MiB
+#: number of histograms that are cleared at once (8 MiB)
 AT_ONCE = 32
 
 #: empty histograms by device and stream: the stream that cleared them must count into them
 _empty: dict[tuple[torch.device, int], list[torch.Tensor]] = defaultdict(list)
-#: returns torch's current stream in a tenth of the time that torch takes to make an object of it
+#: returns the handle of torch's current stream, in a tenth of the time that torch takes to make a stream object
 _raw: Callable[[int], int] | None = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 
 
@@ -36,7 +36,10 @@ class _Memory:
 
 
 class DeviceMemory:
-    """Part of a tensor's memory on a CUDA device, as kernels take it. The tensor must live until then."""
+    """Part of a tensor's memory on a CUDA device, as an argument of kernels.
+
+    The tensor must live until the kernel starts.
+    """
 
     __slots__ = ("address", "itemsize", "length", "typestr")
 
@@ -45,16 +48,16 @@ class DeviceMemory:
         Args:
             x: the tensor.
             typestr: type to read the memory as, such as "u8".
-            length: number of these.
-            offset: bytes between the tensor's start and the first.
+            length: number of elements of this type.
+            offset: bytes between the start of the tensor and the first element.
         """
         self.typestr, self.length = typestr, length
-        self.address = x.data_ptr() + (offset if length else 0)  # an address of the device also if the length is zero
+        self.address = x.data_ptr() + (offset if length else 0)  # if the length is zero, still an address on the device
         self.itemsize = int(typestr[1:])
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
-        """Return the interface for Numba. Torch's own lacks bfloat16. No stream is named, or readers would wait."""
+        """Return the interface for Numba. Torch's own interface lacks bfloat16. If it named a stream, readers would wait."""
         return {
             "version": 3,
             "shape": (self.length,),
@@ -79,7 +82,7 @@ def read_address(x: torch.Tensor) -> int:
 def view_bits(x: torch.Tensor) -> npt.NDArray[Any]:
     """Return the bits of a tensor in CPU memory as unsigned integers, with its shape and strides.
 
-    `Tensor.numpy()` would forbid for good to resize the memory, and FSDP resizes the memory of a gathered weight to zero.
+    After `Tensor.numpy()`, the memory can never be resized. But FSDP resizes the memory of a gathered weight to zero.
 
     Raises:
         ValueError: the tensor's memory was freed.
@@ -104,12 +107,12 @@ def empty_histogram(device: torch.device) -> torch.Tensor:
     try:
         return empty.pop()
     except IndexError:
-        with torch.inference_mode(False):  # the others may be counted into outside of inference mode
+        with torch.inference_mode(False):  # later calls may use the other histograms outside of inference mode
             first, *others = torch.zeros(AT_ONCE, BINS, dtype=torch.int64, device=device).unbind()
         empty += others
         return first
 
 
 def forget_empty_histograms() -> None:
-    """Free the histograms that nothing was counted into."""
+    """Free the histograms that are still unused."""
     _empty.clear()

@@ -9,16 +9,16 @@ from ..numerics.block_scaling import WHOLE_ROW, BlockRule, quantization_sums_in_
 from ..numerics.formats import FloatFormat
 from ..numerics.metrics import QuantizationSums
 
-#: values handled at once; bounds the indices that torch needs to 64 MiB
+#: number of values handled at once; limits the indices that torch needs to 64 MiB
 CHUNK = 1 << 22
-#: histograms that neighboring values are counted into in turn, because additions to one address wait for each other
+#: number of partial histograms. Neighbors go into different histograms, because additions to one address are sequential
 LANES = 64
-#: values in rows that are measured at once in float64: few launches, and at most about 200 MiB of device memory
+#: number of values to measure at once in float64, in whole rows: few launches, and at most about 200 MiB of device memory
 CHUNK_OF_ROWS = 1 << 22
 
 
 def count_patterns(values: torch.Tensor, counts: torch.Tensor) -> None:
-    """Add to `counts[p]` how often the magnitude pattern `p` (sign bit cleared) occurs; no host synchronization.
+    """Add to `counts[p]` how often the magnitude pattern `p` (sign bit cleared) occurs. Do not wait for the device.
 
     Args:
         values: int16 [n], on the device of `counts`.

@@ -1,9 +1,10 @@
 """Compute the sums of a 16-bit operand's error under block scales, in CPU memory.
 
-The amax of a block is one of its dtype's 32,768 magnitudes, so its scale is looked up in a table. Each thread takes a share
+The amax of a block is one of its dtype's 32,768 magnitudes, so we look up its scale in a table. Each thread takes a share
 of the blocks. Loops have no calls and no branches, so that LLVM turns them into vector instructions.
 
-The cache of machine code compares the date of the loop's own file. After a change here, save the files that import it too.
+The cache of machine code checks only the date of a loop's own file. After a change here, also save the files that import
+this module.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ _RESULTS = 5
 
 
 def block_sums(x: torch.Tensor, rule: BlockRule, role: str, fmt: FloatFormat, counted: Histogram) -> QuantizationSums:
-    """Return the same as `numerics.block_scaling.quantization_sums_in_blocks`, added up in another order.
+    """Return the result of `numerics.block_scaling.quantization_sums_in_blocks`, added up in another order.
 
     Args:
         x: bfloat16 or float16, not empty, in CPU memory.
@@ -61,7 +62,7 @@ def block_sums(x: torch.Tensor, rule: BlockRule, role: str, fmt: FloatFormat, co
 
 @jit
 def bounds(address: int, infinity: int) -> tuple[int, int]:
-    """Return the smallest occupied bin of a histogram but 0, and the largest up to infinity, or (0, 0) if all are empty."""
+    """Return the first and the last occupied bin, ignoring zero and NaN. Return (0, 0) if there are no such bins."""
     bins, counts = np.empty(BINS, np.int64), np.empty(BINS, np.int64)
     end, first = occupied(address, bins, counts), 0
     while end and bins[end - 1] > infinity:
@@ -73,7 +74,10 @@ def bounds(address: int, infinity: int) -> tuple[int, int]:
 
 @functools.cache
 def _sums_of_blocks(wide: int, half: bool) -> Work:
-    """Compile the loop over blocks of this width, or over whole rows if it is 0. `half`: float16, not bfloat16."""
+    """Compile the loop over blocks of this width, or over whole rows if it is 0.
+
+    `half` means float16 instead of bfloat16.
+    """
     infinity = np.uint16(infinity_bin(torch.float16 if half else torch.bfloat16))
 
     @work
@@ -146,7 +150,10 @@ def _sums_of_block(  # type: ignore[no-untyped-def]
 
 @functools.partial(jit, forceinline=True)
 def _value_of(pattern, half):  # type: ignore[no-untyped-def]
-    """Return the value of a magnitude's pattern. Avoid subnormal float32 in between, which torch may flush to zero."""
+    """Return the value of a magnitude's pattern.
+
+    Avoid subnormal float32 intermediates, because torch may flush them to zero.
+    """
     bits = np.uint32(pattern)
     if not half:
         return np.uint32(bits << np.uint32(16)).view(np.float32)

@@ -1,4 +1,4 @@
-"""Count the magnitude patterns of 16-bit values in CPU memory, with one counter update per value at one per cycle."""
+"""Count the magnitude patterns of 16-bit values in CPU memory, with one counter update per value, at one value per cycle."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Counts = npt.NDArray[np.int64]
 Counters = npt.NDArray[np.uint32]
 Values = npt.NDArray[np.uint16]
 
-#: number of values below which clearing and folding private counters costs more than they save, in a step with full caches
+#: number of values below which private counters take more time to clear and fold than they save, if caches are full
 SMALL = 1 << 20
 #: least number of values for each thread
 GRAIN = 1 << 19
@@ -34,22 +34,22 @@ def _count_directly(values: Values, counts: Counts) -> None:
 
 @jit
 def count_few(address: int, n: int, counts: int) -> None:
-    """Count fewer than `SMALL` values in this thread, as `count_patterns` does. Values and counters are at addresses."""
+    """Count fewer than `SMALL` values in this thread, as `count_patterns` does. `address` and `counts` are addresses."""
     _count_directly(carray(values_at(address), (1, n)), carray(counts_at(counts), 32768))
 
 
 @jit
 def last_counts(counts: int, first: int) -> int:
-    """Return the sum of the counters from one of them on. The counters are at an address."""
+    """Return the sum of the counters from number `first` on. `counts` is their address."""
     total: int = carray(counts_at(counts), 32768)[first:].sum()
     return total
 
 
 @jit
 def occupied(address: int, bins: Counts, counts: Counts) -> int:
-    """Write the bins that are not empty, in ascending order, and their counts. Return how many there are.
+    """Write the bins that are not empty, in ascending order, and their counts. Return the number of these bins.
 
-    The histogram is at an address.
+    `address` is the address of the histogram.
     """
     table, n = carray(counts_at(address), 32768), 0
     for i in range(0, 32768, 8):  # most groups of eight are empty
@@ -82,7 +82,8 @@ def _move(private: tuple[Counters, ...], counts: int) -> None:
 
 @jit
 def _count_in_turn(run: Values, following: Values, private: tuple[Counters, ...]) -> None:
-    # Take four tables in turn: equal neighbors are common, and in one table would wait for each other.
+    # Use four tables in turn, because equal neighbors are common, and their updates of one counter would wait for each
+    # other.
     a, b, c, d = private
     whole = run.size // 32 * 32
     for start in range(0, whole, 32):
@@ -104,8 +105,8 @@ def _count_in_turn(run: Values, following: Values, private: tuple[Counters, ...]
 def _counting() -> Work:
     """Compile the loop that counts values at an address, [rows, columns], with a stride between rows and between columns.
 
-    Each share has four private tables, uint32 [32768], which are zeros before and after, and writes a 1. Shares are of
-    rows, or of columns if there are fewer rows than shares.
+    Each share has four private tables, uint32 [32768], which are zero before and after. A share that is done writes a 1.
+    Shares consist of rows, or of columns if there are fewer rows than shares.
     """
 
     @work

@@ -1,6 +1,6 @@
-"""Compute metrics of histograms in host memory: the numbers of `numerics/metrics.py`, bit by bit, in one loop.
+"""Compute metrics of histograms in host memory in one loop. Results equal those of `numerics/metrics.py` to the bit.
 
-Torch would read all bins about sixty times, which takes ten times as long.
+The torch operations there read all bins about sixty times and take ten times as long.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Histograms:
         return Moments(*torch.from_numpy(integers).unbind(), *torch.from_numpy(floats).unbind())
 
     def amax(self) -> torch.Tensor:
-        """Return float32 [S], see `HistogramBatch.amax`."""
+        """Return the largest finite magnitudes, float32 [S], as `HistogramBatch.amax` does."""
         return self.moments.amax.float()
 
     def quantization_sums(self, scale: torch.Tensor, formats: Sequence[FloatFormat]) -> QuantizationSums:
@@ -82,7 +82,7 @@ def _find_occupied(histograms: Sequence[Histogram]) -> None:
 def _total(values: Floats, n: int) -> float:
     """Return the sum of `n` values in the order of `HistogramBatch.per_histogram`.
 
-    The values are overwritten, and need room behind them.
+    The function overwrites the values, and needs room behind them.
     """
     lanes = (n + LANES - 1) // LANES
     values[n : lanes * LANES] = 0

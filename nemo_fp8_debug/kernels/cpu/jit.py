@@ -1,6 +1,7 @@
 """Compile the loops over CPU memory with Numba, and add instructions that Numba lacks.
 
-The cache of machine code compares the date of the loop's own file. After a change here, save the files that import it too.
+The cache of machine code checks only the date of a loop's own file. After a change here, also save the files that import
+this module.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ from numba.core import cgutils, types
 from numba.extending import intrinsic
 from numba.np.numpy_support import carray
 
-#: values read ahead (2 KiB); the hardware's own prefetcher stops at every 4 KiB page and halves the speed
+#: number of values to read ahead (2 KiB). The hardware's own prefetcher stops at each 4 KiB page, which halves the speed
 AHEAD = 1024
-#: numbers of a job in front of the results of its shares
+#: number of entries of a job before the results of its shares
 JOB = 16
 
 
@@ -33,7 +34,7 @@ def jit(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
 
 @dataclass(frozen=True)
 class Work:
-    """Machine code that takes the address of a job. Nothing in it can fail."""
+    """Machine code that takes the address of a job. The code raises no errors."""
 
     address: int
     #: runs the job in this thread, without the GIL
@@ -43,7 +44,7 @@ class Work:
 
 
 def work(function: Callable[[int], None]) -> Work:
-    """Compile a function of one address at once, with the cache of `jit`."""
+    """Compile a function of one address immediately, with the cache of `jit`."""
     try:
         compiled: Any = numba.cfunc(types.void(types.intp), cache=True)(function)
     except RuntimeError:
@@ -52,14 +53,15 @@ def work(function: Callable[[int], None]) -> Work:
 
 
 def instruction(function: Callable[..., Any], prefer_literal: bool = False) -> Callable[..., Any]:
-    """Return Numba's `intrinsic`, with a type that does not count the typing context among the arguments."""
+    """Return Numba's `intrinsic`, with a type whose arguments leave out the typing context."""
     return intrinsic(prefer_literal=prefer_literal)(function)
 
 
 @instruction
 def prefetch(typing_context: Any, array: Any, index: Any) -> Any:
-    """Prefetch the cache line of `array[index]`, but not into the closest cache, which has few lines on their way at once.
+    """Prefetch the cache line of `array[index]`.
 
+    We do not fill the closest cache, which can wait for only a few lines at once.
     An index past the end is harmless, because a prefetch cannot fault.
     """
 
@@ -76,7 +78,10 @@ def prefetch(typing_context: Any, array: Any, index: Any) -> Any:
 
 
 def _pointer_to(kind: Any) -> Any:
-    """Compile a cast from an address to a pointer. An array for each call takes longer than counting a small tensor."""
+    """Compile a cast from an address to a pointer.
+
+    Making an array in each call would take longer than counting a small tensor.
+    """
 
     @instruction
     def pointer(typing_context: Any, address: Any) -> Any:
@@ -100,7 +105,7 @@ def job_at(address: int) -> Any:
 
 @instruction
 def add_to(typing_context: Any, address: Any, number: Any) -> Any:
-    """Add to the int64 at an address, atomically, and return the value before."""
+    """Add atomically to the int64 at an address, and return its previous value."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         pointer = builder.inttoptr(args[0], ir.IntType(64).as_pointer())
@@ -111,6 +116,9 @@ def add_to(typing_context: Any, address: Any, number: Any) -> Any:
 
 @jit
 def next_share(job: int) -> int:
-    """Return the next share of the job at this address that no other thread has. The job's first number counts them."""
+    """Return the next free share of the job at this address.
+
+    The job's first number counts the shares that threads have taken.
+    """
     share: int = add_to(job, 1)
     return share

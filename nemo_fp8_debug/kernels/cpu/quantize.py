@@ -1,6 +1,7 @@
-"""Cast all values of a tensor to an 8-bit format and back, in one read and one write, and find their amax.
+"""Cast all values of a tensor to an 8-bit format and back, in one read and one write, and compute the amax.
 
-The cache of machine code compares the date of the loop's own file. After a change here, save the files that import it too.
+The cache of machine code checks only the date of a loop's own file. After a change here, also save the files that import
+this module.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from .threads import share_out
 
 Words = npt.NDArray[Any]
 Floats = npt.NDArray[np.float32]
-#: scale, its reciprocal, and from `spacing` the limit, the lowest binade and the anchor
+#: the scale, its reciprocal, and three results of `spacing`: the limit, the lowest binade and the anchor
 _By = tuple[np.float32, np.float32, np.float32, np.float32, np.float32]
 
 #: dtypes with a loop of their own
@@ -32,9 +33,9 @@ GRAIN = 1 << 16
 
 @functools.cache
 def spacing(fmt: FloatFormat) -> Floats:
-    """Return [4]: the limit, where overflow begins, the lowest binade, and the anchor that rounds to multiples of a spacing.
+    """Return four numbers for `rounded`: the limit, where overflow begins, the lowest binade, and the anchor.
 
-    `rounded` uses them.
+    Adding the anchor rounds to multiples of a spacing.
     """
     anchor = 1.5 * 2.0**23 * fmt.min_subnormal / fmt.min_normal
     return np.array([fmt.max, fmt.max * SCALE_ROUNDING, fmt.min_normal, anchor], np.float32)
@@ -130,7 +131,7 @@ def _cast_bfloat16(x: Words, out: Words, by: _By) -> None:
         value = np.uint32((pattern & np.uint32(0x7FFF)) << np.uint32(16)).view(np.float32) * scale
         value = limit if value > limit else value
         bits = np.float32(rounded(value, lowest, anchor) * scale_inv).view(np.uint32)
-        # Round to the nearest bfloat16, ties to even. NaN is set apart because this would turn it into infinity.
+        # Round to the nearest bfloat16, ties to even. NaN is handled separately, because rounding would make it infinity.
         nearest = np.uint32(bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
         nearest = np.uint32(0x7FC0) if bits > np.uint32(0x7F800000) else nearest
         out[i] = nearest | (pattern & np.uint32(0x8000))

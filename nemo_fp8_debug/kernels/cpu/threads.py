@@ -19,20 +19,20 @@ _PROCESS = os.getpid()
 
 
 def share_out(work: Work, numbers: tuple[int, ...], shares: int, results: int = 0) -> Any:
-    """Run a job of so many shares in as many threads as torch has. Each thread takes the next share until all are taken.
+    """Run a job of `shares` parts in as many threads as torch has. Each thread takes the next share until none is left.
 
     Args:
-        numbers: numbers of the job. They follow the count of taken shares and the number of shares.
+        numbers: arguments of the job, stored after the count of taken shares and the number of shares.
         results: how many numbers each share writes, after the first `JOB` numbers.
 
     Returns:
-        The job as int64, with zeros that no share has overwritten.
+        The job as int64. A result that no share has written is zero.
     """
     job = _numbers(JOB + results * shares)(0, shares, *numbers)
     if shares == 1:
         work.alone(job)
     elif team := _team():
-        team(work.address, job, 0, 0)  # 0: as many threads as torch's next operation; another number would start them anew
+        team(work.address, job, 0, 0)  # 0: as many threads as torch's next operation; any other number restarts the threads
     else:
         jobs = [_pool().submit(work.alone, job) for _ in range(shares - 1)]
         work.alone(job)
@@ -42,7 +42,10 @@ def share_out(work: Work, numbers: tuple[int, ...], shares: int, results: int = 
 
 
 class ZeroedArrays:
-    """Zeros for each share of a job, which leaves them zero. We keep them, because new memory from the system takes long."""
+    """Zeros for each share of a job.
+
+    Shares leave them zero. We reuse them, because new memory from the system takes long.
+    """
 
     def __init__(self, shape: tuple[int, ...], dtype: type[np.generic]) -> None:
         """
@@ -53,7 +56,7 @@ class ZeroedArrays:
         self._kept: list[npt.NDArray[Any]] = []
 
     def take(self, shares: int) -> npt.NDArray[Any]:
-        """Return [at least `shares`, *shape] for exclusive use. Give them back only if they are all zeros."""
+        """Return zeros, [at least `shares`, *shape], for exclusive use. Give them back only if all values are zero."""
         found = self._kept.pop() if self._kept else None
         return found if found is not None and len(found) >= shares else np.zeros((shares, *self._shape), self._dtype)
 
@@ -69,10 +72,10 @@ def _numbers(length: int) -> Any:
 
 @functools.cache
 def _team() -> Callable[..., None] | None:
-    """Return the GNU entry point of torch's OpenMP, which LLVM's and Intel's have too, or None if there is none.
+    """Return the GNU entry point of torch's OpenMP library, or None if the library lacks it. LLVM's and Intel's have it too.
 
-    Threads of our own would compete with torch's, which spin for a while after each operation. They would also take several
-    times as long to wake.
+    Our own threads would compete with torch's threads, which spin for a while after each operation. Our own threads would
+    also take several times as long to wake up.
     """
     if os.getpid() != _PROCESS:
         return None
@@ -92,6 +95,6 @@ def _pool() -> ThreadPoolExecutor:
 
 
 if hasattr(os, "register_at_fork"):
-    # A forked child inherits teams and pools without their threads, and would wait for them forever.
+    # A forked child inherits teams and pools without their threads, and would wait forever for these threads.
     os.register_at_fork(after_in_child=_team.cache_clear)
     os.register_at_fork(after_in_child=_pool.cache_clear)

@@ -1,6 +1,6 @@
 """Compute the sums of a matrix of 16-bit values under the scales of its blocks, on a CUDA device.
 
-Like `cuda`, this module is imported only if there is such a tensor.
+This module is imported only if there is such a matrix.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def arguments(shape: torch.Size, block: Block, dtype: torch.dtype, fmt: FloatFor
 
 
 def whole_words(address: int, columns: int) -> bool:
-    """Return True if rows are whole words of 8 bytes on their boundaries, and 32 bits can number the words of 128 rows."""
+    """Return True if rows consist of aligned 8-byte words, and 32 bits can number the words of 128 rows."""
     return address % 8 == 0 and columns % 4 == 0 and columns < 1 << 26
 
 
@@ -41,7 +41,7 @@ def launch(values: Any, words: Any, known: tuple[Any, ...], scales: tuple[Any, A
 
     Args:
         values: uint16 [n], the matrix row by row.
-        words: uint64 [n / 4], the same memory if `whole_words`, else empty.
+        words: uint64 [n / 4], the same memory if `whole_words`, otherwise an empty array.
         known: `arguments` of the matrix.
         scales: float32 and float64 [32768], scale and scale_inv for each amax.
         out: float64 [blocks of threads * 5], receives the sums of each block of threads.
@@ -58,9 +58,9 @@ def amax_of_histogram(histogram: Histogram) -> torch.Tensor:
 
 
 def block_sums(x: torch.Tensor, rule: BlockRule, role: str, fmt: FloatFormat, counted: Histogram) -> SumsFound:
-    """Return `torch_fallback.block_sums`, added up in another order. It runs in torch's current stream.
+    """Return the result of `torch_fallback.block_sums`, added up in another order. Run in torch's current stream.
 
-    The first call on a device compiles.
+    The first call on a device compiles the kernel.
 
     Args:
         x: [..., features], bfloat16 or float16, on a CUDA device.
@@ -70,7 +70,7 @@ def block_sums(x: torch.Tensor, rule: BlockRule, role: str, fmt: FloatFormat, co
         counted: the histogram of `x`.
 
     Raises:
-        ValueError: the tensor's memory was freed. A kernel that read there would end the run.
+        ValueError: the tensor's memory was freed. A kernel that reads freed memory would end the run.
     """
     device = x.device
     if not x.numel():
@@ -100,17 +100,17 @@ def _no_amax(device: torch.device) -> torch.Tensor:
 
 @functools.cache
 def _kept(rule: BlockRule, fmt: FloatFormat, dtype: torch.dtype, device: torch.device) -> torch.cuda.Event:
-    """Return the event after which the tables kept for a rule are on the device. Streams other than the current one wait."""
+    """Return the event after which a rule's cached tables are on the device. Other streams have to wait for this event."""
     compute_block_scales(rule, torch.zeros((), device=device), fmt, dtype)
     made: torch.cuda.Event = torch.cuda.current_stream(device).record_event()
     return made
 
 
 def try_out(device: torch.device) -> None:
-    """Add something up on a device.
+    """Run the kernel once on a device.
 
     Raises:
-        Exception: Numba cannot use the device. The types are many.
+        Exception: Numba cannot use the device. The exception may be of many types.
     """
     counts = torch.zeros(BINS, dtype=torch.int64, device=device)
     x = torch.zeros(1, 32, dtype=torch.bfloat16, device=device)

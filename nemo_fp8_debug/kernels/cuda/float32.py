@@ -1,8 +1,8 @@
 """Compute the moments of a float32 tensor on a CUDA device, and its sums under a scale, in one read each.
 
-Like `cuda`, this module is imported only if there is such a tensor. Each value gives the same numbers, bit by bit, as the
-plain torch operations of `numerics.metrics`. In the simulator, whose `fma` rounds twice, the last bit may differ. Sums are
-added up in another order.
+This module is imported only if there is such a tensor. For each value, results equal those of the plain torch operations in
+`numerics.metrics` to the bit. In the simulator, the last bit may differ, because its `fma` rounds twice. Sums are added up
+in another order.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from .tile import Codes
 THREADS = 256
 #: blocks of threads that fit on a multiprocessor, with 32 registers a thread
 RESIDENT = 8
-#: values that a thread loads before it adds the first of them, so that enough loads are under way
+#: number of values that a thread loads before it adds the first value, so that enough loads are under way
 AT_ONCE = 4
-#: sums among the moments: NaN, infinities, squares, fourth powers; the largest and the smallest magnitude follow them
+#: number of sums among the moments: NaN, infinities, squares, fourth powers. The largest and smallest magnitude follow
 MOMENTS = 4
 
 _MAGNITUDE, _INFINITY = np.uint32(0x7FFFFFFF), np.uint32(0x7F800000)
@@ -47,7 +47,10 @@ _MOMENTS_ROOM, _SUMS_ROOM = MOMENTS * THREADS, SUMS * THREADS
 
 @on_device
 def _nearest_bfloat16(clamped: Any, codes: Any) -> Any:
-    """Return `nearest` for bfloat16. Round the lower half as an integer: the largest values leave no room to add."""
+    """Return the nearest bfloat16.
+
+    Round the lower half as an integer, because adding an anchor to large values would overflow.
+    """
     bits = clamped.view(np.uint32)
     odd = np.uint32(bits >> np.uint32(16) & np.uint32(1))
     return np.uint32(np.uint32(bits + odd + np.uint32(0x7FFF)) & np.uint32(0xFFFF0000)).view(np.float32)
@@ -55,7 +58,7 @@ def _nearest_bfloat16(clamped: Any, codes: Any) -> Any:
 
 @on_device
 def _add_moments(pattern: Any, so_far: Any) -> Any:
-    """Add one value to the moments: NaN, infinities, squares, fourth powers, the largest pattern, the smallest minus one."""
+    """Add one value to the moments: NaN, infinities, squares, fourth powers, largest pattern, smallest pattern minus one."""
     nans, infinities, x2, x4, top, low = so_far
     bits = np.uint32(pattern & _MAGNITUDE)
     nans = np.uint32(nans + np.uint32(bits > _INFINITY))
@@ -70,7 +73,7 @@ def _add_moments(pattern: Any, so_far: Any) -> Any:
 
 @on_device
 def _add_up(mine: Any, room: Any, threads: Any, out: Any) -> None:
-    """Write the sums over a block's threads into its row. Uses shared memory that nobody reads any longer."""
+    """Write the sums over a block's threads into its row. Reuse shared memory that no thread reads any more."""
     thread, half = cuda.threadIdx.x, threads >> 1
     keep(mine, room, thread, threads)
     while half:
@@ -124,7 +127,8 @@ def _sums_of(is_bfloat16: bool) -> Any:
         underflows = np.uint32(underflows + np.uint32(value != 0 and code == 0))
         overflows = np.uint32(overflows + np.uint32(scaled > codes.beyond))
         x, c = np.float64(value), np.float64(code)
-        # c / scale, rounded once (Markstein 1990). A division would invert the scale each time, and be a call if c is zero.
+        # Compute c / scale, rounded once (Markstein 1990). A division would invert the scale each time, and call a function
+        # if c is zero.
         near = c * inverse
         q = cuda.fma(cuda.fma(-near, np.float64(scale), c), inverse, near)
         error = x - q
@@ -157,7 +161,7 @@ def launch_moments(values: Any, out: Any, grid: Grid) -> None:
     Args:
         values: uint32 [n], the patterns.
         out: float64 [blocks of threads * 6], receives rows of 4 sums, then the largest magnitude of each block of threads,
-            then its smallest magnitude but zero, or infinity if it has only zeros.
+            then the smallest non-zero magnitude of each block, or infinity if a block has only zeros.
         grid: where to run.
     """
     _moments.start(grid, values, out)
@@ -194,13 +198,15 @@ def moments_of_parts(parts: torch.Tensor, n: int) -> Moments:
 
 
 def moments(x: torch.Tensor) -> MomentsFound:
-    """Return `numerics.metrics.moments_of_float32`, computed in torch's current stream. The first call on a device compiles.
+    """Return the result of `numerics.metrics.moments_of_float32`, computed in torch's current stream.
+
+    The first call on a device compiles the kernel.
 
     Args:
         x: float32, any shape and strides, on a CUDA device.
 
     Raises:
-        ValueError: the tensor's memory was freed. A kernel that read there would end the run.
+        ValueError: the tensor's memory was freed. A kernel that reads freed memory would end the run.
     """
     if not x.numel():
         return moments_of_float32(x)
@@ -212,7 +218,9 @@ def moments(x: torch.Tensor) -> MomentsFound:
 
 
 def quantization_sums(x: torch.Tensor, scale: torch.Tensor, fmt: FloatFormat) -> SumsFound:
-    """Return `numerics.metrics.quantization_sums_of_float32`, from torch's current stream. A device's first call compiles.
+    """Return the result of `numerics.metrics.quantization_sums_of_float32`, computed in torch's current stream.
+
+    The first call on a device compiles the kernel.
 
     Args:
         x: float32, any shape and strides, on a CUDA device.
@@ -220,7 +228,7 @@ def quantization_sums(x: torch.Tensor, scale: torch.Tensor, fmt: FloatFormat) ->
         fmt: format of the codes.
 
     Raises:
-        ValueError: the tensor's memory was freed. A kernel that read there would end the run.
+        ValueError: the tensor's memory was freed. A kernel that reads freed memory would end the run.
     """
     if not x.numel():
         return quantization_sums_of_float32(x, scale, fmt)
@@ -242,10 +250,10 @@ def _values(x: torch.Tensor) -> tuple[torch.Tensor, int]:
 
 
 def try_out(device: torch.device) -> None:
-    """Measure something on a device.
+    """Run the kernel once on a device.
 
     Raises:
-        Exception: Numba cannot use the device. The types are many.
+        Exception: Numba cannot use the device. The exception may be of many types.
     """
     x = torch.zeros(32, device=device)
     moments(x)

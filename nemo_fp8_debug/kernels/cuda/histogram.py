@@ -1,6 +1,6 @@
 """Count the magnitude patterns of 16-bit values in the memory of a CUDA device, in one read.
 
-Like `launches`, this module is imported only if there is such a tensor.
+This module is imported only if there is such a tensor.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from .launches import Grid, Kernel, Stream, cuda, multiprocessors, on_device
 
 #: counters that a block of threads keeps in shared memory: 44 KiB, 88 binades of bfloat16 and 11 of float16
 WINDOW = 11 << 10
-#: how many of these lie above the largest of the values that are sampled first: 8 binades of bfloat16, 1 of float16
+#: number of these counters above the largest value of a first sample: 8 binades of bfloat16, 1 of float16
 SPARE = 1 << 10
 THREADS = 512
-#: blocks that fit on a multiprocessor, with 64 Ki registers and 228 KiB of shared memory (164 KiB are enough)
+#: number of blocks that fit on a multiprocessor with 64 Ki registers and 228 KiB of shared memory (164 KiB suffice)
 RESIDENT = 3
 #: least number of blocks to start: for fewer, Numba warns that they do not keep a device busy
 LEAST_BLOCKS = 128
-#: words that a thread loads before it counts the first of them, so that enough loads are under way
+#: number of words that a thread loads before it counts the first word, so that enough loads are under way
 AT_ONCE = 4
 
 _MAGNITUDE = np.uint64(0x7FFF)
-#: counter of all values outside the window, which nobody reads
+#: number of the counter that takes all values outside the window. Nobody reads this counter
 _OUTSIDE = np.uint32(WINDOW)
 _COUNTERS = WINDOW + 1
-#: places of a block's other two numbers
+#: places of a block's other two numbers: the largest sampled pattern, and the number of zeros outside the window
 _TOP, _ZEROS = 0, 1
 
 
@@ -49,7 +49,10 @@ def largest_below(word: Any, end: Any) -> Any:
 
 @on_device
 def _outside(word: Any, lowest: Any, counts: Any) -> Any:
-    """Count the values of a word outside the window, except zeros. Return the number of those zeros."""
+    """Count the values of a word that are outside the window, except zeros.
+
+    Return the number of zeros outside the window.
+    """
     zeros = uint32(0)
     for _ in range(4):
         pattern = int32(word & _MAGNITUDE)
@@ -64,10 +67,10 @@ def _outside(word: Any, lowest: Any, counts: Any) -> Any:
 
 @on_device
 def _tally(word: Any, lowest: Any, window: Any, counts: Any) -> Any:
-    """Count the four values of a word, except zeros outside the window. Return the number of those zeros."""
+    """Count the four values of a word, except zeros outside the window. Return the number of these zeros."""
     rest, farthest = word, uint32(0)
     for _ in range(4):
-        # All threads add to some counter: a test of each value costs more than a counter for those outside.
+        # Every value is added to a counter, because a branch costs more than a counter for values outside the window.
         place = min(uint32(int32(rest & _MAGNITUDE) - lowest), _OUTSIDE)
         cuda.atomic.add(window, place, uint32(1))
         farthest = max(farthest, place)
@@ -128,7 +131,7 @@ def launch(values: Any, words: Any, cut: tuple[int, int], infinity: int, counts:
         values: uint16 [n].
         words: uint64, the same memory as whole words of four values, from the first boundary on.
         cut: `words_of` the values.
-        infinity: the pattern of infinity. Only finite values determine where the window lies.
+        infinity: the pattern of infinity. Only finite values determine the place of the window.
         counts: int64 [32768], added to.
         grid: where to run.
     """
@@ -137,9 +140,9 @@ def launch(values: Any, words: Any, cut: tuple[int, int], infinity: int, counts:
 
 
 def count_patterns(values: torch.Tensor, counts: torch.Tensor, infinity: int) -> None:
-    """Add to `counts[p]` how often the magnitude pattern `p` (sign bit cleared) occurs; no host synchronization.
+    """Add to `counts[p]` how often the magnitude pattern `p` (sign bit cleared) occurs. Do not wait for the device.
 
-    The work runs in torch's current stream. The first call on a device compiles.
+    The work runs in torch's current stream. The first call on a device compiles the kernel.
 
     Args:
         values: contiguous 16-bit values on the device of `counts`.
@@ -147,7 +150,7 @@ def count_patterns(values: torch.Tensor, counts: torch.Tensor, infinity: int) ->
         infinity: the pattern of infinity in the format of the values.
 
     Raises:
-        ValueError: the tensor's memory was freed. A kernel that read there would end the run.
+        ValueError: the tensor's memory was freed. A kernel that reads freed memory would end the run.
     """
     n, start = values.numel(), values.data_ptr()
     if not n:
@@ -162,9 +165,9 @@ def count_patterns(values: torch.Tensor, counts: torch.Tensor, infinity: int) ->
 
 
 def try_out(device: torch.device) -> None:
-    """Count something on a device.
+    """Run the kernel once on a device.
 
     Raises:
-        Exception: Numba cannot use the device. The types are many.
+        Exception: Numba cannot use the device. The exception may be of many types.
     """
     count_patterns(torch.zeros(64, dtype=torch.int16, device=device), torch.zeros(BINS, dtype=torch.int64, device=device), 1)

@@ -1,8 +1,8 @@
 """Start kernels that Numba compiles.
 
-Numba's own launch takes 120 us of the host, because it determines the types of its arguments each time. We launch Numba's
-machine code with cuda.core, which Numba is built on, and lay parameters out as Numba does. We do so only if Numba names
-exactly the fields of an array that we know, and the driver reports the sizes that we expect. Otherwise Numba launches.
+Numba's own launch takes 120 us on the host, because it determines the types of its arguments each time. We launch Numba's
+machine code with cuda.core, which Numba is built on, and lay out parameters as Numba does. We do so only if Numba names
+exactly the array fields that we know, and the driver reports the sizes that we expect. Otherwise Numba launches the kernel.
 
 This module is imported only if there is a CUDA device, or Numba's simulator, which runs the same source without one
 (`NUMBA_ENABLE_CUDASIM=1`).
@@ -60,11 +60,11 @@ class Kernel:
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = cuda.jit(function)
-        #: the kernel of cuda.core by device; None if Numba has to launch it
+        #: the kernel of cuda.core by device; None if Numba has to launch the kernel
         self._direct: dict[int, Any] = {}
 
     def start(self, grid: Grid, *arguments: Argument) -> None:
-        """Start the kernel without waiting for it. The first call on a device compiles."""
+        """Start the kernel without waiting for it. The first call on a device compiles it."""
         if len(grid) == 2:
             self._function[grid](*arguments)
             return
@@ -84,7 +84,7 @@ class Kernel:
             compiled = self._function.specialize(*arguments)
             try:
                 kernel = _checked(compiled, arguments)
-            except Exception as error:  # of many kinds, with an unsupported version of Numba or cuda.core
+            except Exception as error:  # an unsupported version of Numba or cuda.core may raise many kinds
                 why = f"{type(error).__name__}: {error}".splitlines()[0]
                 warn(f"Numba launches a kernel on cuda:{device}, which takes the host 0.1 ms each time ({why})")
                 return None
@@ -110,7 +110,7 @@ def _checked(compiled: Any, arguments: Sequence[Argument]) -> Any:
 
 
 def parameters(arguments: Sequence[Argument]) -> list[Any]:
-    """Return arguments as one of Numba's kernels takes them: an array is seven integers, a tuple its elements."""
+    """Return arguments as Numba's kernels take them: an array as seven integers, a tuple as its elements."""
     found: list[Any] = []
     for argument in arguments:
         if isinstance(argument, DeviceMemory):

@@ -1,6 +1,7 @@
 """Device functions that kernels share for adding up: round a value to a code, and sum over threads and blocks.
 
-No function here asks Numba for its thread, because in the simulator only functions in the kernel's own module can.
+Functions here take the thread as an argument. In the simulator, only functions in the kernel's own module can get it from
+Numba.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _EXPONENT = np.uint32(0x7F800000)
 def nearest(clamped: Any, codes: Any) -> Any:
     """Return the code nearest to a magnitude within the format's range, ties to even: a cast to `Codes`."""
     exponent = np.uint32(max(clamped.view(np.uint32), codes.lowest) & _EXPONENT).view(np.float32)
-    anchor = np.float32(exponent * codes.anchor)  # a power of two times a few digits: exact, fused or not
+    anchor = np.float32(exponent * codes.anchor)  # a power of two times a few digits: exact, whether fused or not
     return np.float32(np.float32(clamped + anchor) - anchor)
 
 
@@ -36,7 +37,7 @@ def keep(mine: Any, room: Any, thread: Any, threads: Any) -> None:
 
 @on_device
 def fold(sums: Any, room: Any, thread: Any, half: Any, threads: Any) -> None:
-    """Run one step of adding up the threads' sums: the upper half is added to the lower, always in the same order."""
+    """Run one step of adding up the threads' sums: add the upper half to the lower half, always in the same order."""
     if thread < half:
         for i in range(sums):
             at = i * threads + thread

@@ -1,8 +1,9 @@
 """The kernel that adds up a matrix of 16-bit values under the scales of its blocks, in one read of a CUDA device's memory.
 
-A block of threads loads a tile of 128x128 values at a time into shared memory. The blocks of every rule divide a tile. It
-finds the amax of each block, looks up its scale in a table of all 32,768 magnitudes, and adds up. Threads exchange the amax
-through shared memory: warps could shuffle, but Numba's simulator cannot, and shuffles would take more instructions.
+A block of threads loads a tile of 128x128 values at a time into shared memory. The scaled blocks of
+every rule divide a tile. The threads find the amax of each scaled block, look up its scale in a table of all 32,768
+magnitudes, and add up. They exchange the amax through shared memory. Warp shuffles would take more instructions, and Numba's
+simulator lacks them.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ _DIGITS = 23
 class Values(NamedTuple):
     """How to read the patterns of a dtype.
 
-    Shifted to the place of a float32's exponent, a magnitude equals its float32 value except for a power of two, because
-    the exponents have different biases. This also holds for subnormals.
+    If we shift a magnitude's exponent to the place of float32's exponent, it equals the float32 value except for a power of
+    two, because the exponents have different biases. This also holds for subnormals.
     """
 
     #: the pattern of infinity
@@ -51,14 +52,17 @@ class Values(NamedTuple):
 
 
 class Codes(NamedTuple):
-    """How to turn a value into a code: add 1.5 * 2^23 spacings of the format, and float32's own rounding does it."""
+    """How to turn a value into a code.
 
-    #: largest value, and where overflow begins
+    After adding 1.5 * 2^23 spacings of the format, float32's own rounding gives the code.
+    """
+
+    #: the largest value, and the magnitude where overflow begins
     limit: np.float32
     beyond: np.float32
     #: smallest normal value, as bits of a float32
     lowest: np.uint32
-    #: 1.5 * 2^23 spacings of values between 1 and 2
+    #: 1.5 * 2^23 times the spacing of values between 1 and 2
     anchor: np.float32
     one: np.float64
 
@@ -79,11 +83,11 @@ class Codes(NamedTuple):
 TILE = 128
 #: threads of a block: a power of two, at least a warp
 THREADS = 256
-#: neighboring values of a row that one thread handles: no block of any rule is narrower
+#: number of neighboring values of a row that one thread handles. No block of any rule is narrower
 STRIP = 16
 
 _STRIPS, _WORDS = TILE // STRIP, STRIP // 4
-#: words between rows of a tile: one more than a row has, because otherwise the rows of a warp would share a bank
+#: number of words from one row of a tile to the next: one more than in a row, so that the rows of a warp share no bank
 _PITCH = TILE // 4 + 1
 _ROOM, _BLOCKS = TILE * _PITCH, TILE * _STRIPS
 _MAGNITUDES, _LOWEST_16 = np.uint64(0x7FFF7FFF7FFF7FFF), np.uint64(0xFFFF)
@@ -94,7 +98,8 @@ def _load(words: Any, row: Any, rows: Any, pitch: Any, place: Any, threads: Any,
     """Fill a tile with magnitudes, and with zeros beyond the ends of rows. Each warp loads four rows at once."""
     lane, warp, warps = np.uint32(cuda.threadIdx.x & 31), np.uint32(cuda.threadIdx.x >> 5), np.uint32(threads >> 5)
     mask = _MAGNITUDES if place + lane < pitch else np.uint64(0)
-    # Rows below the last, which nobody reads, and columns beyond it are loaded from there, so that no load has to branch.
+    # Beyond the end of the matrix, load its last word, so that no load has to branch. The mask clears columns beyond the
+    # end, and nobody reads rows beyond the end.
     corner, last = words[row * pitch + place :], np.uint32((rows - 1) * pitch + min(31, pitch - place - 1))
     r, at, apart, into = warp, np.uint32(warp * pitch + lane), np.uint32(warps * pitch), np.uint64(warp * _PITCH + lane)
     below = np.uint64(warps * _PITCH)
@@ -161,7 +166,7 @@ def _add_word(word: Any, scale: Any, scale_inv: Any, nothing: Any, kind: Any, co
         code = nearest(clamped, codes)
         underflows = np.uint32(underflows + np.uint32(value != 0 and code <= nothing))
         x, c = np.float64(value), np.float64(code)
-        # The multiplication by an unknown one keeps the compiler from fusing the product into the difference.
+        # Multiplying by a runtime value of 1 keeps the compiler from fusing the product into the difference.
         error = cuda.fma(x, codes.one, -(c * scale_inv))
         error2 += error * error
         xc += x * c
@@ -184,8 +189,8 @@ def _overflows(tile: Any, at: Any, scale: Any, kind: Any, beyond: Any) -> Any:
 @on_device
 def _sums_of_strip(tile: Any, at: Any, amax: Any, scale: Any, scale_inv: Any, kind: Any, codes: Any) -> Any:
     """Return the sums of a strip, given the amax and the scale of its block."""
-    lost = scale_inv == 0  # all codes stand for zero, and none overflows
-    nothing = codes.limit if lost else np.float32(0)  # the largest code that stands for zero
+    lost = scale_inv == 0  # all codes represent zero, and no value overflows
+    nothing = codes.limit if lost else np.float32(0)  # the largest code that represents zero
     so_far = np.uint32(0), np.float64(0), np.float64(0), np.float64(0)
     so_far = _add_word(tile[at], scale, scale_inv, nothing, kind, codes, so_far)
     so_far = _add_word(tile[at + np.uint64(1)], scale, scale_inv, nothing, kind, codes, so_far)
@@ -202,7 +207,7 @@ def _sums_of_strip(tile: Any, at: Any, amax: Any, scale: Any, scale_inv: Any, ki
 
 @on_device
 def _add_up(mine: Any, room: Any, threads: Any, out: Any) -> None:
-    """Write the sums over a block's threads into its row. Uses shared memory that nobody reads any longer."""
+    """Write the sums over a block's threads into its row. Reuse shared memory that no thread reads any more."""
     thread, half = cuda.threadIdx.x, threads >> 1
     keep(mine, room, thread, threads)
     while half:
@@ -219,7 +224,8 @@ def _find_amax(tile: Any, amax: Any, rows: Any, strips: Any, block: Any, threads
     """Find the amax of each block of a tile."""
     i = np.uint32(cuda.threadIdx.x)
     while i < TILE * strips:
-        # A warp goes down the rows of one strip: in other banks, and in other blocks unless blocks are square.
+        # The threads of a warp read different rows of one strip. So they use different banks, and different scaled blocks
+        # unless blocks are square.
         r, s = np.uint32(i & TILE - 1), np.uint32(i >> 7)
         if r < rows:
             largest = _largest(tile, np.uint64(r * _PITCH + s * _WORDS), infinity)
@@ -241,7 +247,7 @@ def _add_tile(
     codes: Any,
     so_far: Any,
 ) -> Any:
-    """Add the sums of a thread's strips of a tile to what the thread has so far."""
+    """Add the sums of a thread's strips of a tile to the thread's sums so far."""
     underflows, overflows, error2, xq, q2 = so_far
     i = np.uint32(cuda.threadIdx.x)
     while i < TILE * strips:
@@ -259,7 +265,7 @@ def _add_tile(
 
 @functools.cache
 def sums_of(kind: Values, threads: int) -> Any:
-    """Compile the kernel for one kind of values and a number of threads. Constants cost no instructions.
+    """Compile the kernel for one kind of values and a number of threads. As constants, these cost no instructions.
 
     `cuda_blocks.launch` documents its arguments.
     """
