@@ -140,6 +140,6 @@ class TestTwoRuns:
     def test_it_is_printed_and_in_the_json(self, tmp_path: Path) -> None:
         runs = self.trained(tmp_path / "run", rate=8e-3), "--baseline", self.trained(tmp_path / "baseline")
         both = list(map(str, runs))
-        assert "What the optimizers keep" in CliRunner().invoke(app, ["compare", *both]).stdout
+        assert "Optimizer states, baseline -> run" in CliRunner().invoke(app, ["compare", *both]).stdout
         told = json.loads(CliRunner().invoke(app, ["compare", *both, "--json"]).stdout)
         assert told["states"][0]["tensor"] == "step of W"

@@ -1,4 +1,4 @@
 """Tensors between GEMMs: norms, routers, attention scores. Internal."""
 
-#: position of its tables in a record
+#: position of this feature's tables in a record
 PLACE = 6

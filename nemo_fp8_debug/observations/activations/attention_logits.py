@@ -1,8 +1,8 @@
 """Compute logits of attention in float32: Q K^T, scaled and masked, for some rows of each head.
 
-Fused kernels do not return their logits. So we compute a few rows again, from the kernel's queries, keys and mask: the
-arguments of Megatron's and Transformer Engine's attention modules, or of torch's operator. If a softmax of torch is applied
-to logits, we take rows of these.
+Fused kernels do not return their logits. So we compute a few rows again from the kernel's queries, keys and mask. We take
+these from the arguments of Megatron's and Transformer Engine's attention modules, or of torch's operator. If the model
+applies torch's softmax to its logits, we take rows of its logits instead.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from ...capture.backends.base import Args, Kwargs
 from ...capture.operator_mode import OperatorMode, over_dtensors
 from ...core.error_guard import enter_again, leave_modes
 
-#: rows of each head, spread over the sequence, including the last one, which attends to the most keys
+#: number of rows of each head, spread over the sequence. The last row is included, because it attends to the most keys
 ROWS = 16
-#: most logits of a call, as long as each head has a row
+#: largest number of logits of a call, unless a single row of each head already has more
 _LOGITS = 1 << 22
 #: names of the same argument in different kernels
 _QUERY, _KEY, _MASK, _CAUSAL = ("query", "q"), ("key", "k"), ("attn_mask", "attn_bias"), ("is_causal",)
@@ -36,7 +36,7 @@ class Scores(OperatorMode):
         """
         super().__init__()
         self._found = found
-        #: whether any logits were found, and the error of others
+        #: whether any logits were found, and the error if other logits could not be read
         self.seen = False
         self.failed: Exception | None = None
 
@@ -78,7 +78,7 @@ def of_scores(scores: Any, dim: int) -> torch.Tensor | None:
 
 
 def of_operator(func: Any, args: Any, kwargs: Any) -> torch.Tensor | None:
-    """Return logits of torch's operator for attention, for any kernel. None if its queries or keys are not 4-D."""
+    """Return logits of torch's attention operator, for any kernel. Return None if its queries or keys are not 4-D."""
     given = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
     q, k, mask, causal = (next((given[n] for n in names if n in given), None) for names in (_QUERY, _KEY, _MASK, _CAUSAL))
     if not isinstance(q, torch.Tensor) or not isinstance(k, torch.Tensor) or q.dim() != 4:
@@ -129,7 +129,7 @@ def of_module(module: nn.Module, args: Args, kwargs: Kwargs) -> torch.Tensor:
 
 
 def _window(module: nn.Module, given: Kwargs) -> Any:
-    """Return the window of keys that a row attends to, or None if it is not limited."""
+    """Return the window of keys that a row attends to, or None for all keys."""
     window: Any = given.get("window_size") or getattr(module, "window_size", None)
     window = window or _config(module, "window_size")
     return window if window and tuple(window) not in ((-1, -1), (-1, 0)) else None
@@ -147,7 +147,7 @@ def _config(module: nn.Module, name: str) -> Any:
 
 
 def rows_of(queries: int, logits: int) -> list[int]:
-    """Return which rows to compute.
+    """Return the indices of the rows to compute.
 
     Args:
         queries: number of rows.
@@ -162,13 +162,13 @@ def rows_of(queries: int, logits: int) -> list[int]:
 
 
 def logits_of(q: torch.Tensor, k: torch.Tensor, scale: float, causal: bool, mask: torch.Tensor | None) -> torch.Tensor:
-    """Return float32 [batch, heads, rows, keys] of some rows, with -inf for keys that a row does not attend to.
+    """Return the logits of some rows, float32 [batch, heads, rows, keys]. Keys that a row does not attend to have -inf.
 
     Args:
         q: [batch, heads, queries, features]
         k: [batch, heads or fewer, keys, features]
-        causal: whether row i attends to keys up to i only.
-        mask: broadcast to [batch, heads, queries, keys]: floats are added, booleans mark the keys to attend to.
+        causal: whether row i attends only to keys up to i.
+        mask: broadcast to [batch, heads, queries, keys]. Floats are added to logits. Booleans mark the keys to attend to.
     """
     batch, heads, queries = q.shape[:3]
     keys = k.shape[2]
@@ -190,7 +190,9 @@ def seen_logits(logits: torch.Tensor) -> torch.Tensor:
 
 
 def attention_sums(logits: torch.Tensor) -> torch.Tensor:
-    """Return float64 [3]: rows, the sum of their weights' entropies (nats), and the sum of their first key's weights.
+    """Return the number of rows, the sum of the entropies of their weights (nats), and the sum of their first keys' weights.
+
+    The result is float64 [3].
 
     Args:
         logits: [batch, heads, rows, keys], -inf for keys that a row does not attend to.
@@ -203,6 +205,6 @@ def attention_sums(logits: torch.Tensor) -> torch.Tensor:
 
 
 def _weights(logits: torch.Tensor) -> torch.Tensor:
-    """Return the weights in float64, with zeros in rows that attend to nothing."""
+    """Return the weights in float64, with zeros in rows that attend to no key."""
     blind = (logits == -math.inf).all(-1, keepdim=True)
     return torch.where(blind, 0.0, logits.double().softmax(-1))

@@ -39,7 +39,7 @@ class Site:
 
     @property
     def is_copied(self) -> bool:
-        """True if another rank counts the activations of this one."""
+        """True if another rank counts the activations of this module."""
         if "attention_logits" in self.roles or _OF_HEADS.search(self.gemm.name):
             return False
         return bool(parallel.is_copy(self.gemm.module, "input"))
@@ -48,7 +48,7 @@ class Site:
 def sites_in(
     scanned: Sequence[ScannedModule], kinds: Collection[str], scores: Collection[int]
 ) -> tuple[list[Site], list[str]]:
-    """Return the modules of a model whose activations to observe, and the names of modules that torch.compile runs.
+    """Return the modules whose activations to observe, and the names of such modules inside torch.compile.
 
     Args:
         kinds: kinds of activations, as in the option `activations`.
@@ -90,7 +90,7 @@ _End = Callable[[Pass, Args, Kwargs, Any], None]
 
 
 class ActivationCapture:
-    """Observes activations. Forward calls count as they do for operands."""
+    """Observes activations, of the same forward calls that count for operands."""
 
     def __init__(
         self, sites: Sequence[Site], operands: Mapping[Key, Operand], on_fault: Fault, dispatcher: Dispatcher
@@ -142,7 +142,7 @@ class ActivationCapture:
         if operand is not None:
             calls = operand.calls
             operand.add(x if x.dtype in MEASURED else x.float(), order)
-            if operand.calls > calls:  # otherwise another rank counts it
+            if operand.calls > calls:  # otherwise another rank counts the tensor
                 operand.add_further(further)
 
     def _before_norm(self, name: str, counted: Pass, args: Args, kwargs: Kwargs) -> None:

@@ -17,9 +17,9 @@ _FUSED = ("LayerNormLinear", "LayerNormMLP")
 
 
 def roles_of_norm(module: nn.Module) -> tuple[str, ...]:
-    """Return the roles to observe of a module, or none if it is no norm.
+    """Return the roles of a norm to observe, or an empty tuple for other modules.
 
-    For a norm inside a GEMM module, only the input is observed: its output is the X of that GEMM.
+    For a norm inside a GEMM module, we observe only the input, because the output of the norm is the GEMM's X.
     """
     if any(base.__name__ in _FUSED for base in type(module).__mro__):
         return ("norm_input",)
@@ -46,12 +46,12 @@ def find_norm_output(out: Any, x: torch.Tensor) -> torch.Tensor:
     """
     found = _first(out if isinstance(out, tuple) else (out,), "it returns no floating-point tensor")
     if found.shape != x.shape:
-        raise LookupError(f"it returns a tensor of shape {tuple(found.shape)} for one of {tuple(x.shape)}")
+        raise LookupError(f"it returns a tensor of shape {tuple(found.shape)} for an input of shape {tuple(x.shape)}")
     return found
 
 
 def channel_sums(x: torch.Tensor) -> torch.Tensor:
-    """Return float64 [1 + C]: the number of rows, and the sum of squares of each channel, the last dimension of `x`."""
+    """Return the number of rows and each channel's sum of squares, float64 [1 + C]. Channels are the last dimension."""
     rows = x.reshape(-1, x.shape[-1])
     norms = torch.linalg.vector_norm(rows, dim=0, dtype=torch.float64)
     return torch.cat([norms.new_tensor([len(rows)]), norms.square()])

@@ -29,7 +29,7 @@ from .table import COUNTS, METRICS, TABLES
 
 
 def activation_columns(stats: Sequence[OperandStats], keys: Sequence[Key]) -> dict[str, list[Any]]:
-    """Return the columns of metrics that only activations have, with None if a metric is not available.
+    """Return the columns of metrics that only activations have. An unavailable metric is None.
 
     Args:
         keys: (layer, role) of each row. An aggregate of experts has none of these metrics.
@@ -43,10 +43,11 @@ def of_channels(sums: torch.Tensor) -> dict[str, float | None]:
     """Return the metrics of a norm's input or output.
 
     Args:
-        sums: float64 [1 + C]: rows, and the sum of squares of each channel.
+        sums: number of rows and the sum of squares of each channel, float64 [1 + C].
 
     Returns:
-        The number of rows, the channel with the largest root mean square, and this value's ratio to the median channel's.
+        The number of rows, the channel with the largest root mean square, and the ratio of this value to that of the
+            median channel.
 
     Example:
         >>> of_channels(torch.tensor([10.0, 1.0, 1.0, 400.0], dtype=torch.float64))
@@ -62,7 +63,8 @@ def of_attention(sums: torch.Tensor) -> dict[str, float | None]:
     """Return the metrics of rows of attention.
 
     Args:
-        sums: float64 [3]: rows, the sum of their weights' entropies, and the sum of their first key's weights.
+        sums: number of rows, the sum of the entropies of their weights, and the sum of their first keys' weights: float64
+        [3].
 
     Example:
         >>> of_attention(torch.tensor([4.0, 2.0, 1.0], dtype=torch.float64))
@@ -77,12 +79,12 @@ def of_router(sums: torch.Tensor) -> dict[str, Any]:
     """Return the metrics of a router with E experts.
 
     Args:
-        sums: float64 [3 + E]: tokens, the sum of their entropies, the number of requested experts (0: unknown), and the
-            number of tokens that each expert received.
+        sums: number of tokens, the sum of their entropies, the number of requested experts (0 if unknown), and the number
+            of tokens that each expert received: float64 [3 + E].
 
     Returns:
-        Tokens, their mean entropy in nats, the ratio of an expert's largest load to the mean load, the number of experts
-        without tokens, the percentage of dropped requests, and each expert's number of tokens.
+        The number of tokens, their mean entropy in nats, the ratio of the largest to the mean load of an expert, the number
+            of experts without tokens, the percentage of dropped requests, and each expert's number of tokens.
 
     Example:
         >>> of_router(torch.tensor([4.0, 2.0, 8.0, 4.0, 2.0, 0.0], dtype=torch.float64))
@@ -192,6 +194,6 @@ class ActivationObservation(TensorObservation):
         return {activations: join_rows(found.metrics, found.what_if, own), histograms: found.histograms}
 
     def finish(self, tables: Mapping[str, Columns], scalars: Mapping[str, float]) -> dict[str, Columns]:
-        """Return the rows of all pipeline stages in one order."""
+        """Return the rows of all pipeline stages: first all rows in use, then all rows under other recipes."""
         name = TABLES[0].name
         return {name: put_in_use_first(tables[name])} if tables.get(name) else {}

@@ -1,9 +1,9 @@
 """Find the routers of a mixture of experts: their logits, and how many tokens each expert receives.
 
-A router is a module with such a class name (Megatron's `TopKRouter`, routers of transformers). In Mixtral or Qwen it is the
-linear layer with an output for each expert in a block of experts. We watch torch's operators inside, and call them
-unchanged. The logits are the first tensor they read that has a number for each token and expert. The chosen experts are in
-the last top-k over all experts, or in the map that the router returns.
+A router is a module with "router" in its class name (Megatron's `TopKRouter`, routers of transformers). In Mixtral or Qwen,
+the router is the linear layer with one output for each expert in a block of experts. We watch the torch operators inside the
+router, and call them unchanged. The logits are the first tensor that they read with a number for each token and expert. The
+chosen experts are in the last top-k over all experts, or in the map that the router returns.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from ...capture.scan import ScannedModule, find_inside
 from ...core.error_guard import enter_again, leave_modes
 
 _ROUTER = re.compile(r"(Router|MoE\w*Gate|TopKGate)\Z")
-#: names of the number of experts in a module or its configuration
+#: attributes of a module or its configuration with the number of experts
 _EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts", "num_moe_experts", "moe_num_experts")
-#: names of the router in a block of experts
+#: attributes of a block of experts that hold the router
 _GATES = ("gate", "router")
 #: operators that read logits without multiplying a weight
 _READERS = ("view", "_unsafe_view", "_to_copy", "_softmax", "sigmoid", "topk", "detach", "clone", "logsumexp", "alias")
@@ -34,9 +34,9 @@ _READERS = ("view", "_unsafe_view", "_to_copy", "_softmax", "sigmoid", "topk", "
 class Router:
     """The modules that choose experts."""
 
-    #: returns the logits: a router, or a linear layer
+    #: module that returns the logits: a router, or a linear layer
     module: nn.Module
-    #: module whose forward chooses the experts, often the same
+    #: module whose forward chooses the experts, often the same module
     chooser: nn.Module
     experts: int
 
@@ -59,7 +59,7 @@ def find_routers(scanned: Iterable[ScannedModule]) -> Iterator[tuple[ScannedModu
 
 
 def _own_experts(module: nn.Module) -> int | None:
-    """Return the number of experts of a module whose class is named a router."""
+    """Return the number of experts of a module with "router" in its class name."""
     if not _ROUTER.search(type(module).__name__):
         return None
     layers = [module, *module.children()]
@@ -84,12 +84,12 @@ def _number_of_experts(module: nn.Module) -> int | None:
 
 
 class Choice(OperatorMode):
-    """Watches one forward of a router or of its block."""
+    """Watches one forward of a router or of its block of experts."""
 
     def __init__(self, experts: int, logits: Callable[[torch.Tensor], None] | None, ends: bool) -> None:
         """
         Args:
-            logits: called once with the logits, or None if they are observed elsewhere.
+            logits: function to call once with the logits, or None if they are observed elsewhere.
             ends: whether the first choice over all experts is the last.
         """
         super().__init__()
@@ -131,7 +131,7 @@ class Choice(OperatorMode):
 
 
 def router_sums(experts: int, logits: torch.Tensor) -> torch.Tensor:
-    """Return float64 [3 + experts]: tokens, the sum of the entropies of their softmax (nats), and zeros.
+    """Return the number of tokens, the sum of the entropies of their softmax (nats), and zeros: float64 [3 + experts].
 
     Args:
         logits: [..., experts]
@@ -143,17 +143,17 @@ def router_sums(experts: int, logits: torch.Tensor) -> torch.Tensor:
 
 
 def load_sums(router: Router, chosen: torch.Tensor | None, out: Any) -> torch.Tensor:
-    """Return float64 [3 + experts]: two zeros, the number of requested experts (0: unknown), and each expert's tokens.
+    """Return two zeros, the number of requested experts (0 if unknown), and each expert's tokens: float64 [3 + experts].
 
     Args:
-        chosen: experts of each token before any is dropped, or None if they were not seen.
+        chosen: experts of each token before any token is dropped, or None if they were not seen.
         out: output of the router, perhaps with a map of tokens to experts.
 
     Raises:
-        LookupError: neither shows which expert received which token.
+        LookupError: neither `chosen` nor `out` shows which expert received which token.
     """
     found = next((x for x in _tensors(out) if x.dtype == torch.bool and x.shape[1:2] == (router.experts,)), None)
-    if found is not None:  # a map from tokens to experts, and perhaps to places in them
+    if found is not None:  # a map from tokens to experts, and perhaps to the tokens' places in each expert
         load = found.flatten(2).sum((0, 2), dtype=torch.float64) if found.dim() > 2 else found.sum(0, dtype=torch.float64)
         asked = len(found) * (_experts_of_a_token(router) if chosen is None else chosen.shape[-1])
     elif chosen is not None:

@@ -32,9 +32,9 @@ class AttentionCourse(NamedTuple):
 
 
 class RouterCourse(NamedTuple):
-    """The unevenness of a router, and the tokens of each expert."""
+    """How unevenly a router spreads its tokens, and the tokens of each expert."""
 
-    #: course of unevenness, or None with too few samples
+    #: course of the unevenness, or None for too few samples
     course: LayerCourse | None
     layer: str
     steps: np.ndarray[tuple[int], np.dtype[np.int64]]
@@ -42,7 +42,7 @@ class RouterCourse(NamedTuple):
     loads: _Loads
     #: tokens in each sample
     rows: np.ndarray[tuple[int], np.dtype[np.int64]]
-    #: loads of the baseline, int64 [S, E], or None without one
+    #: loads of the baseline, int64 [S, E], or None without a baseline
     usual: _Loads | None
 
 
@@ -80,7 +80,7 @@ def router_loads(records: Records) -> list[RouterCourse]:
 
 
 def _read_both(records: Records, role: str) -> tuple[pl.DataFrame | None, pl.DataFrame | None]:
-    """Return the rows of a role in the run and in the baseline. None twice if either record has no rows."""
+    """Return the rows of a role in the run and in the baseline. Return None for both if either record has no rows."""
     mine, theirs = (None if each is None else _read(each) for each in (records.run, records.baseline))
     assert mine is not None
     if mine.is_empty() or (theirs is not None and theirs.is_empty()):
@@ -124,7 +124,7 @@ def find_attention(facts: Facts) -> Iterator[Finding]:
 
 @rule("router", ("router_collapse", "dead_experts"), (router_loads,))
 def find_routers(facts: Facts) -> Iterator[Finding]:
-    """Name routers that give one expert nearly all tokens, and experts that get none any longer.
+    """Name routers that give one expert nearly all tokens, and experts that no longer get any tokens.
 
     Example: the router of layers.1 gives expert 3 98% of the tokens at step 70, and no expert more than 31% before.
     """
@@ -160,7 +160,7 @@ def _find_silent(loads: _Loads, usual: _Loads | None) -> list[tuple[int, int]]:
 
     Args:
         loads: int64 [S, E].
-        usual: the same of the baseline, or None without one.
+        usual: loads of the baseline, or None without a baseline.
     """
     found = []
     for expert in range(loads.shape[1]):

@@ -15,7 +15,7 @@ from ...numerics.metric_names import name_metric
 from .table import TABLES
 
 #: name in JSON, title of the table, and its columns after layer and tensor
-NAME, TITLE = TABLES[0].name, "What lies between GEMMs, baseline -> run, medians over the later half of the run"
+NAME, TITLE = TABLES[0].name, "Tensors between GEMMs, baseline -> run, medians over the later half of the run"
 HEADINGS = ("metric", "baseline", "run", "log2 of the ratio")
 _KEY = ["layer", "role"]
 #: percentages; we add one point to each before dividing, because they may be zero
@@ -24,7 +24,7 @@ _METRICS = ("size", "amax", *(name for name in TABLES[0].metrics if name != "idl
 
 
 def compare_runs(baseline: Run, run: Run) -> pl.DataFrame:
-    """Compare activations over the later half of the samples that both runs have.
+    """Compare activations over the later half of the samples in both runs.
 
     Returns:
         One row for each activation and metric: layer, role, tensor (the symbol of the role), metric (`size` is the root mean

@@ -1,4 +1,4 @@
 """Gradients of weights, before they are unscaled or clipped. Internal."""
 
-#: position of its tables in a record
+#: position of this feature's tables in a record
 PLACE = 5

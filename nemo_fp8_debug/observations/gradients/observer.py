@@ -32,9 +32,9 @@ class _Batch:
 
 @dataclass(frozen=True)
 class GradientSize:
-    """The size of a gradient, or of a rank's part. The sizes of parts add up to the size of the whole."""
+    """The size of a gradient, or of a rank's part of it. Sizes of parts add up to the size of the whole gradient."""
 
-    #: NaN if a value is not finite, or if float32 cannot hold the squares
+    #: sum of squares, NaN if a value is not finite or the squares exceed float32
     squares: float
     zeros: int
     nonfinite: int
@@ -42,7 +42,7 @@ class GradientSize:
 
 
 class GradientSizes:
-    """Sizes of gradients of one sampled step on this rank, by the name of their GEMM. The last measurement counts."""
+    """Sizes of this rank's gradients in one sampled step, by GEMM name. Later measurements replace earlier ones."""
 
     def __init__(self) -> None:
         self._found: dict[str, tuple[_Batch, int, int]] = {}
@@ -66,7 +66,7 @@ class GradientSizes:
             batch.norms, batch.nonzero, batch.nonfinite = to(batch.norms), to(batch.nonzero), to(batch.nonfinite)
 
     def found(self) -> dict[str, GradientSize]:
-        """Return the sizes by name. Waits for the device if they are still there."""
+        """Return the sizes by name. Wait for the device if the sizes are still on it."""
         batches = {id(batch): batch for batch, _, _ in self._found.values()}
         values = {key: (b.norms.tolist(), b.nonzero.tolist(), b.nonfinite.tolist()) for key, b in batches.items()}
         found = {}
@@ -84,7 +84,7 @@ def _measure(xs: Sequence[torch.Tensor]) -> _Batch:
     if xs[0].device.type != "cpu":
         nonfinite = [torch.count_nonzero(x * 0) for x in xs]  # the product is NaN if x is not finite
         return _Batch(norms, torch.stack([torch.count_nonzero(x) for x in xs]), torch.stack(nonfinite))
-    # NumPy counts booleans ten times as fast. If a norm is finite, so are all values.
+    # NumPy counts booleans ten times as fast as torch. If a norm is finite, all values are finite.
     nonzero = torch.tensor([np.count_nonzero(x.bool().numpy()) for x in xs])
     finite = zip(norms.isfinite().tolist(), xs, strict=True)
     return _Batch(norms, nonzero, torch.tensor([0 if known else int((~x.isfinite()).sum()) for known, x in finite]))
@@ -104,7 +104,7 @@ def make_observation(setup: RunSetup) -> GradientObservation | None:
 class GradientsOfRank:
     """The gradients that one rank has counted."""
 
-    #: names of GEMMs of whose gradients this rank should count a part
+    #: names of GEMMs. This rank should count a part of their gradients
     due: Collection[str] = ()
     sizes: Mapping[str, GradientSize] = field(default_factory=dict)
 
@@ -137,7 +137,7 @@ class GradientStep(StepObserver):
 
 
 class GradientObservation(Observation):
-    """Sizes of gradients. Ranks add up the sizes of their parts. A gradient with a missing part has no row."""
+    """Sizes of gradients, summed over ranks. A gradient with a missing part has no row."""
 
     name = "gradients"
 

@@ -1,4 +1,4 @@
-"""Rules about weight gradients: one that is zero, and one whose size is not the baseline's in the first step."""
+"""Rules about weight gradients that become zero, or whose size differs from the baseline in the first step."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class ZeroGradient(NamedTuple):
 
 @fact
 def zero_gradients(records: Records) -> list[ZeroGradient]:
-    """Return weights whose gradient is zero from a step on, and is not so in the baseline, in the order of the record."""
+    """Return weights whose gradient is zero from a step on, but not in the baseline, in the order of the record."""
     rows = _read(records.run)
     if rows.is_empty():
         return []
@@ -49,9 +49,9 @@ def zero_gradients(records: Records) -> list[ZeroGradient]:
 
 @rule("zero weight gradient", ("dead",), (zero_gradients, zero_tensors, suspects))
 def find_zero_gradients(facts: Facts) -> Iterator[Finding]:
-    """Name the first weights that get no gradient any longer, though dY or X of their GEMMs have values.
+    """Name the first weights that no longer get a gradient, although dY and X of their GEMMs have values.
 
-    A single expert may get no tokens, and an operand that loses its values to its format leaves a product of zeros.
+    Two cases do not count: an expert without tokens, and an operand that underflows completely.
 
     Example: a buffer is not reduced, so from step 80 on dW of layers.2.qkv is zero.
     """
@@ -76,22 +76,25 @@ class GradientRatio(NamedTuple):
 
     layer: str
     step: int
-    #: log2 of its norm over the baseline's
+    #: log2 of the ratio of its norm to the baseline's norm
     bits: float
-    #: log2 of its weight's norm over the baseline's
+    #: log2 of the ratio of its weight's norm to the norm of that weight in the baseline
     weight_bits: float
-    #: the baseline's norm over the median of all
+    #: the gradient's norm in the baseline, divided by the median norm of all gradients
     share: float = 1.0
 
     @property
     def moved(self) -> float:
-        """Bits by which the norm differs, of its own or the median norm. A gradient that nearly cancels is mostly noise."""
+        """Bits by which the norm differs from the baseline. A small norm counts less, because it is mostly noise."""
         return min(abs(self.bits), float(np.log2(1 + self.share * abs(2**self.bits - 1))))
 
 
 @fact
 def first_gradients(records: Records) -> list[GradientRatio]:
-    """Return sizes of weight gradients in the first sample, compared with the baseline. Empty if first steps differ."""
+    """Return sizes of weight gradients in the first sample, compared with the baseline.
+
+    Return an empty list if first steps differ.
+    """
     if records.baseline is None:
         return []
     mine, theirs = (_read(each).filter(pl.col("norm") > 0) for each in (records.run, records.baseline))
@@ -114,9 +117,9 @@ def same_recipes(records: Records) -> bool:
 
 @rule("first step", ("multiplier", "software"), (first_gradients, same_recipes, suspects))
 def find_first_step(facts: Facts) -> Iterator[Finding]:
-    """Name weight gradients that differ from the baseline's in a first step whose losses agree.
+    """Name weight gradients that differ from the baseline in the first step, although the losses agree.
 
-    With the same weights and the same batch, the gradients of the first step must agree too.
+    If both runs have the same weights and the same batch, the gradients of the first step must also agree.
 
     Example: attention's backward pass is wrong, so dW of layers.2.qkv is 1.8 times the baseline's in step 0.
     """
@@ -140,7 +143,7 @@ def find_first_step(facts: Facts) -> Iterator[Finding]:
     bits = np.array([each.bits for each in sizes])
     usual = float(np.median(bits))
     noise = 1.4826 * float(np.median(np.abs(bits - usual)))
-    # If loss and weights are equal to the last bit, so is everything that a correct backward pass rounds.
+    # If loss and weights are equal to the last bit, a correct backward pass rounds equally too.
     is_exact = mine[0] == theirs[0] and not any(each.weight_bits for each in sizes)
     least = thresholds.FIRST_STEP if is_exact else thresholds.FIRST_STEP_ROUNDED
     explained = {each.layer for each in suspects(facts) if each.since <= step}
@@ -150,7 +153,7 @@ def find_first_step(facts: Facts) -> Iterator[Finding]:
         evidence = f"all dW are {format_number(2**usual)} times the baseline's {agree}"
         yield Finding("first step", "multiplier", "clear", evidence, since=step, is_exact=True)
     elif len(off) > 1 and sizes[-1].moved > least:
-        # The backward pass reaches the last weight first, so the fault is in the loss or the forward pass.
+        # The backward pass reaches the last weight first. A fault there points to the loss or the forward pass.
         evidence = f"{len(off)} of {len(sizes)} dW are not the baseline's {agree}, and the last layer's is one of them"
         advice = "Look at the forward pass of later micro-batches, at the loss, and at what multiplies it."
         yield Finding("first step", "software", "clear", evidence, None, None, step, advice, is_exact=True)

@@ -1,4 +1,4 @@
-"""Operands of GEMMs: how well FP8 represents each, in use and under other recipes. Internal."""
+"""Operands of GEMMs: how well FP8 represents each operand, in use and under other recipes. Internal."""
 
-#: position of its tables in a record
+#: position of this feature's tables in a record
 PLACE = 1

@@ -39,7 +39,7 @@ class Measured:
     histograms: Rows
     #: metrics under recipes that were not in use
     what_if: Rows
-    #: metrics of copies that other products multiply
+    #: metrics of the further copies of operands, which other products multiply
     copies: Rows
     #: scales of blocks
     block_scales: Rows
@@ -50,12 +50,13 @@ class Measured:
 def measure_tensors(
     stats: Sequence[OperandStats], others: Sequence[EmulatedScales] = (), names: Collection[str] = frozenset()
 ) -> Measured:
-    """Return all metrics of tensors, and of the experts of each layer as one.
+    """Return all metrics of the tensors, and of each layer's experts together.
 
     Args:
         others: what-if recipes. Under delayed and current scaling, float32 operands are left out, because their histograms
             are rounded.
-        names: names of the observed GEMMs. Experts without a sample are also counted in their aggregate.
+        names: names of the observed GEMMs. Experts without a sample still count towards the number of experts of their
+        aggregate.
     """
     aggregates = ExpertAggregates.of([s.key for s in stats], [(s.cast.recipe, s.cast.format, s.cast.dtype) for s in stats])
     aggregated = [add_up_stats(key, [stats[i] for i in of]) for key, of in aggregates.members.items()]
@@ -85,7 +86,7 @@ def measure_tensors(
 
 
 def _leave_out_errors_of_stored(columns: Rows) -> None:
-    """Remove the errors of tensors that are stored only as codes, because the loss of their cast is unknown."""
+    """Remove the errors of tensors that are stored only as codes, because their values before the cast are unknown."""
     for i, source in enumerate(columns["scale_source"]):
         if source == "stored":
             for name in _OF_ERRORS:
@@ -93,7 +94,7 @@ def _leave_out_errors_of_stored(columns: Rows) -> None:
 
 
 def _copies(stats: Sequence[OperandStats], operands: _Operands) -> Rows:
-    """Return the rows of copies whose blocks run the other way, or whose cast differs from the GEMM's in `metrics`."""
+    """Return the rows of copies with blocks in the other direction, or with another cast than in `metrics`."""
     chosen = [i for i, s in enumerate(stats) if s.copy is not None and s.cast.copy_recipe]
     if not chosen:
         return {}
@@ -126,7 +127,10 @@ def _block_scales(operands: _Operands) -> Rows:
 
 @dataclass(frozen=True)
 class _Operands:
-    """Everything that does not depend on scales, with a row for each operand, followed by the aggregates of experts."""
+    """Everything that does not depend on scales.
+
+    A row for each operand comes first, then a row for each aggregate of experts.
+    """
 
     rows: Sequence[OperandStats]
     aggregates: ExpertAggregates
@@ -173,7 +177,7 @@ class _Operands:
 
 
 def _in_use(stats: Sequence[OperandStats], operands: _Operands) -> tuple[torch.Tensor, QuantizationSums]:
-    """Return the scale of each operand, float32 [B], NaN if unknown, and its sums under the scales of its casts."""
+    """Return the scale of each operand, float32 [B], or NaN if unknown, and its sums under the scales of its casts."""
     scale = torch.tensor([s.scales[0] if s.scales else torch.nan for s in stats], dtype=torch.float32)
     limits = torch.tensor([FORMATS[s.cast.format].max for s in stats], dtype=torch.float32)
     amax = operands.moments.amax[: len(stats)].float()
@@ -189,7 +193,7 @@ def _in_use(stats: Sequence[OperandStats], operands: _Operands) -> tuple[torch.T
 
 
 def _order(places: Sequence[int]) -> torch.Tensor:
-    """Return int64 [B], which sorts rows whose places are given."""
+    """Return the index that sorts rows by their places, int64 [B]."""
     return torch.tensor(places, dtype=torch.int64).argsort()
 
 
@@ -202,7 +206,7 @@ def _rule(stat: OperandStats) -> CurrentScaling | None:
 
 
 def _moments(stats: Sequence[OperandStats], totals: Histograms) -> Moments:
-    """Return the moments of each operand: from its histogram, or the direct ones if the histogram is rounded."""
+    """Return each operand's moments, from its histogram or, if the histogram is rounded, as measured directly."""
     of_histograms = totals.moments
     direct = {i: s.moments for i, s in enumerate(stats) if s.moments}
     rest = [i for i in range(len(stats)) if i not in direct]

@@ -85,7 +85,7 @@ class OperandStep(StepObserver):
 
 
 def _add_operand(step: OpenStep, gemm: Gemm, role: str) -> None:
-    """Have this rank count an operand if it is requested and no other rank counts it. Pass it to other observers too."""
+    """Count an operand on this rank if it is requested and no other rank counts it. Pass it to other observers too."""
     watched, config, key = step.watched, step.config, (gemm.name, role)
     copied = copied_elsewhere(gemm, role)
     asked = bool(config.output_rows or config.verify_rows)
@@ -93,7 +93,7 @@ def _add_operand(step: OpenStep, gemm: Gemm, role: str) -> None:
     counted = (gemm.name in step.chosen or gemm.name in step.dumped) and not copied
     if not counted and not is_multiplied and gemm.name not in step.dumped:
         return
-    # Either all ranks have the same operand, or the ranks of a mesh share it, as its tensors show.
+    # Either all ranks have the same operand, or the ranks of a mesh share the operand. Its tensors show which.
     first = watched.shard_group.first[gemm.name] if copied is None else None
     counts = is_never_counted if copied else partial(is_counted, rank=watched.rank, first=first)
     operand = Operand(gemm, role, watched.model.scales.in_use(gemm, role), config.what_if_recipes, counts)
@@ -115,7 +115,7 @@ def _warn_of_unseen_attention(errors: ErrorGuard, names: Sequence[str]) -> None:
 
 
 class OperandObservation(TensorObservation):
-    """Operands of GEMMs and attention. Emulated scales follow their amax over all ranks."""
+    """Operands of GEMMs and attention. Emulated scales follow the amax of an operand over all ranks."""
 
     name = "operands"
     roles = METRICS_TABLE.roles
@@ -176,7 +176,7 @@ class DumpedOperand:
         self._where = attempt, step, rank
 
     def add(self, x: torch.Tensor, order: int, use: ScaleInUse | None = None) -> None:
-        """Count the tensor, and dump it if it counts."""
+        """Count the tensor. Dump it if this rank counts it."""
         call = self._operand.calls + self._operand.copies
         self._operand.add(x, order, use)
         if self._operand.calls + self._operand.copies > call:

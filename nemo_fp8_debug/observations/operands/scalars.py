@@ -1,4 +1,4 @@
-"""TensorBoard tags of operands: metrics of each tensor, gradients in units of the loss, and losses under other recipes."""
+"""TensorBoard tags of operands: metrics of each tensor, gradients in units of the loss, and errors under other recipes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def add_scalars(sample: Sample, tags: Tags) -> None:
 
 
 def _add_unscaled(sample: Sample, tags: Tags) -> None:
-    """Add the worst and the median of dY in units of the loss, and dY's multiplier."""
+    """Add the worst and the median metrics of dY in units of the loss, and the multiplier of dY."""
     if not (multiplier := sample.scalars.get("grad_scale")):
         return
     for metric in UNITS:
@@ -42,7 +42,7 @@ def _add_unscaled(sample: Sample, tags: Tags) -> None:
 
 
 def _add_what_if(sample: Sample, tags: Tags) -> None:
-    """Add the worst and the median of each role under each recipe that was not in use."""
+    """Add the worst and the median metrics of each role under each recipe that was not in use."""
     columns, values = sample.table("what_if"), defaultdict[str, list[float]](list)
     for metric in _UNDER_OTHERS if columns else ():
         rows = zip(columns["layer"], columns["recipe"], columns["role"], columns[metric], strict=True)

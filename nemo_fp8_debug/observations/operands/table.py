@@ -6,7 +6,7 @@ from ...core.keys import ATTENTION_BACKWARD, ATTENTION_FORWARD, ROLES
 from ...core.table import SAMPLE, Table, cast_columns
 from ...numerics.metric_names import BLOCK_SCALES, METRICS, UNITS
 
-#: columns that every table of tensors has: the row's identity, and its metrics
+#: columns of every table of tensors: keys of the row, and metrics
 TENSORS: dict[str, str] = {
     **SAMPLE,
     **cast_columns("float64", "consumed_samples"),
@@ -15,7 +15,7 @@ TENSORS: dict[str, str] = {
     **cast_columns("float64", "scale", "scale_current", *METRICS),
     **cast_columns("float64", *(f"unscaled_{name}" for name in UNITS)),
 }
-#: columns of a histogram: its occupied bins, ascending, and the count of each
+#: columns of a histogram: its occupied bins, ascending, and the count of each bin
 HISTOGRAMS: dict[str, str] = {
     **SAMPLE,
     **cast_columns("string", "layer", "role", "recipe", "format", "dtype"),

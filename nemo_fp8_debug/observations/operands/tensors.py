@@ -1,6 +1,6 @@
-"""Tensors that are counted in histograms: how ranks add them up, and the rows of their tables.
+"""Tensors that are counted in histograms: how we sum them over ranks, and the rows of their tables.
 
-Ranks add up the occupied binades of histograms, together with sums and extremes.
+Ranks exchange only the occupied binades of histograms, together with sums and extremes.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ BINADE = 128
 BINADES = BINS // BINADE
 #: stands for an absent number, and is less than any number in a maximum over ranks
 NONE = int(np.iinfo(np.int32).min)
-#: numbers of each tensor whose maximum ranks take. A minimum is the maximum of the negated number. Non-negative
-#: floats have the order of their bits. `further` is the number of sums that this tensor has in addition
+#: numbers of each tensor to be maximized over ranks. A minimum is the maximum of the negated number. Non-negative
+#: floats have the order of their bits. `further` is the number of additional sums of this tensor
 EXTREMES = ("amax", "scale_max", "amin", "scale_min", "order", "cast", "dtype_max", "dtype_min", "further")
 _MOMENTS = ("n", "nan", "inf", "sum_x2", "sum_x4")
 _SUMS = tuple(f.name for f in fields(QuantizationSums))
@@ -47,13 +47,13 @@ class TensorObservation(Observation):
     """The observation of the tensors of one feature, by (layer, role)."""
 
     name = ""
-    #: roles of its tensors
+    #: roles of the feature's tensors
     roles: Collection[str] = ()
 
     def __init__(self, kinds: Mapping[Key, str], ranks: Ranks) -> None:
         """
         Args:
-            kinds: kinds of all tensors that ranks may have.
+            kinds: kinds of all tensors that any rank may have.
         """
         self._sums = TensorSums(kinds, ranks)
 
@@ -88,7 +88,7 @@ class TensorObservation(Observation):
 
 
 def put_in_use_first(columns: Columns) -> dict[str, list[Any]]:
-    """Return rows of tensors in use, followed by the rows under other recipes, each in their order.
+    """Return rows in use, followed by rows under other recipes. Keep the order of rows otherwise.
 
     Example:
         >>> put_in_use_first({"layer": ["a", "a", "b"], "scale_source": ["engine", "what-if", "engine"]})["layer"]
@@ -100,7 +100,7 @@ def put_in_use_first(columns: Columns) -> dict[str, list[Any]]:
 
 
 def join_rows(in_use: Columns, tried: Columns, own: Mapping[str, Sequence[Any]]) -> dict[str, list[Any]]:
-    """Return rows of tensors in use, with additional columns, followed by rows under other recipes, which lack these."""
+    """Return rows in use with additional columns, followed by rows under other recipes, where these columns are None."""
     none = [None] * len(tried.get("layer", ()))
     return {name: [*values, *tried.get(name, none)] for name, values in {**in_use, **own}.items()}
 
@@ -116,7 +116,7 @@ def _sums_of(stat: OperandStats, group: _Group) -> QuantizationSums | None:
 
 
 def _columns(plan: SamplePlan) -> list[tuple[_Group | None, str | int]]:
-    """Return the sums of each tensor in addition to its counts: a group and a name, or the number of a scale."""
+    """Return the keys of a tensor's sums in addition to its counts: a group and a name, or the number of a scale."""
     scales: list[str | int] = [*range(CODES + 1), "scales"] if plan.block_scales else []
     of_groups = [(group, name) for group in _groups(plan) for name in ("measured", *_SUMS)]
     return [*((None, name) for name in ("expected", "made", "calls", *_MOMENTS)), *of_groups, *((None, s) for s in scales)]
@@ -128,7 +128,7 @@ class TensorSums:
     def __init__(self, kinds: Mapping[Key, str], ranks: Ranks) -> None:
         """
         Args:
-            kinds: kinds of all tensors that ranks may have, by (layer, role), in the same order on all ranks.
+            kinds: kinds of all tensors that any rank may have, by (layer, role), in the same order on all ranks.
         """
         self.kinds = dict(kinds)
         self._keys, self._ranks = list(kinds), ranks
@@ -164,7 +164,7 @@ class TensorSums:
         }
 
     def _extremes(self, stats: Sequence[OperandStats]) -> Array:
-        """Return int32 [M, 9]."""
+        """Return this rank's `EXTREMES`, int32 [M, 9]."""
         absent = (np.nan, np.nan)
         amin = [s.moments.amin.item() if s.moments else np.nan for s in stats]
         scales = [s.scales or absent for s in stats]
@@ -180,26 +180,26 @@ class TensorSums:
         return found
 
     def extremes(self, packed: Arrays) -> torch.Tensor:
-        """Return int32 [K * (9 + 256)]: the extremes, and whether each binade is occupied."""
+        """Return the extremes and whether each binade is occupied, to be maximized over ranks: int32 [K * (9 + 256)]."""
         made = np.full((len(self._keys), len(EXTREMES) + BINADES), NONE, np.int32)
         made[:, len(EXTREMES) :] = 0
         made[packed["rows"]] = np.concatenate([packed["extremes"], packed["occupied"].astype(np.int32)], 1)
         return torch.from_numpy(made).flatten()
 
     def _seen(self, extremes: torch.Tensor) -> tuple[Array, dict[str, Array], Array]:
-        """Return tensors that any rank has, int64 [S], their extremes, int32 [S], and occupied binades, bool [S, 256]."""
+        """Return the tensors of any rank, int64 [S], their extremes, int32 [S], and occupied binades, bool [S, 256]."""
         table = extremes.numpy().reshape(len(self._keys), len(EXTREMES) + BINADES)
         seen = (table[:, EXTREMES.index("cast")] != NONE).nonzero()[0]
         table = table[seen]
         return seen, dict(zip(EXTREMES, table[:, : len(EXTREMES)].T, strict=True)), table[:, len(EXTREMES) :] > 0
 
     def amax(self, extremes: torch.Tensor) -> dict[Key, float]:
-        """Return the largest finite magnitude of each tensor that any rank has."""
+        """Return the largest finite magnitude of each tensor over all ranks."""
         seen, column, _ = self._seen(extremes)
         return {self._keys[i]: value for i, value in zip(seen.tolist(), _floats(column["amax"]).tolist(), strict=True)}
 
     def sums(self, plan: SamplePlan, packed: Arrays, extremes: torch.Tensor) -> Lanes:
-        """Return a row of numbers for each of S tensors, the further sums of some, and the occupied binades of all."""
+        """Return a row of numbers for each of S tensors, the further sums of some tensors, and all occupied binades."""
         seen, column, occupied = self._seen(extremes)
         numbers = np.zeros((len(self._keys), len(_columns(plan))))
         numbers[packed["rows"]] = packed["numbers"]
@@ -243,7 +243,7 @@ class TensorSums:
         stats, self.mixed = [], []
         for i, (key, top, lowest, highest) in enumerate(zip(keys, amax.tolist(), low.tolist(), high.tolist(), strict=True)):
             if found["dtype_max"][i] != -found["dtype_min"][i]:
-                self.mixed.append(key)  # counts of different formats do not add up
+                self.mixed.append(key)  # counts of different dtypes cannot be added up
                 continue
             cast, order = self._cast_of(found["cast"][i]), found["order"][i]
             rounded = cast.dtype == "float32"
@@ -287,7 +287,7 @@ class TensorSums:
 
 
 def _numbers(stats: Sequence[OperandStats], plan: SamplePlan) -> Array:
-    """Return float64 [M, columns]."""
+    """Return this rank's numbers to be summed, float64 [M, columns]."""
     columns = {name: np.zeros(len(stats)) for name in _columns(plan)}
     columns[None, "expected"] += 1
     columns[None, "made"] += 1
@@ -312,7 +312,7 @@ def _numbers(stats: Sequence[OperandStats], plan: SamplePlan) -> Array:
 
 
 def _histograms(counts: torch.Tensor, occupied: torch.Tensor) -> list[torch.Tensor]:
-    """Return int64 [32768] for each histogram."""
+    """Return each histogram's counts, int64 [32768]."""
     found = []
     for binades, mine in zip(occupied, counts.split(occupied.sum(1).tolist()), strict=True):
         dense = torch.zeros(BINADES, BINADE, dtype=torch.int64)
@@ -340,7 +340,7 @@ def _sums(numbers: Mapping[tuple[_Group | None, str | int], torch.Tensor], group
 
 
 def _block_scales(numbers: Mapping[tuple[_Group | None, str | int], torch.Tensor], i: int) -> torch.Tensor | None:
-    """Return int64 [257], or None if a rank with a part has not counted the scales."""
+    """Return the counts of block scales, int64 [257], or None if a rank with a part has not counted them."""
     if numbers[None, "scales"][i] != numbers[None, "made"][i]:
         return None
     return torch.stack([numbers[None, at][i] for at in range(CODES + 1)]).long()
@@ -351,5 +351,5 @@ def _begins(lengths: Array) -> Array:
 
 
 def _floats(bits: Array) -> Array:
-    """Return float32 from the bits, with NaN if no rank has the number."""
+    """Return the float32 numbers with these bits, or NaN for numbers that no rank has."""
     return np.where(bits == NONE, np.float32(np.nan), np.ascontiguousarray(bits).view(np.float32))

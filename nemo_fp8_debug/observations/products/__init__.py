@@ -1,4 +1,4 @@
-"""Check the products of GEMMs, and the gradients that ranks add up. Internal."""
+"""Check the products of GEMMs, and gradients summed over ranks. Internal."""
 
-#: position of its tables in a record
+#: position of this feature's tables in a record
 PLACE = 2

@@ -1,4 +1,4 @@
-"""Compare a GEMM's output with the product of its operands, on some rows and columns of both."""
+"""Compare some rows and columns of a GEMM's output with the product of its operands."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _HOPPER = (9, 0)
 
 
 def accumulation_of(device: torch.device, dtype: torch.dtype, terms: int, fp8: bool, splits: bool) -> Accumulation:
-    """Return how a product is accumulated.
+    """Return how a GEMM adds up the terms of a product.
 
     Args:
         device: device of the GEMM.
@@ -43,7 +43,7 @@ def _of_tensor_cores(terms: int, partial: float) -> Accumulation:
 
 
 def _partial_roundoff(dtype: torch.dtype) -> float:
-    """Return the roundoff of partial sums that may be kept in the dtype itself."""
+    """Return the roundoff of partial sums, which may be stored in the dtype of the operands."""
     flags = torch.backends.cuda.matmul
     if dtype == torch.bfloat16:
         return 2.0**-8 if flags.allow_bf16_reduced_precision_reduction else 0.0
@@ -67,14 +67,14 @@ class Used:
     of: int
     #: why rows are unknown, an index into `REASONS`
     reason: int = 0
-    #: whether the engine has cast it
+    #: whether the engine has cast the operand
     quantized: bool = False
 
 
 class CheckQueue:
     """Blocks of a step that wait to be checked together, in the background if they are few."""
 
-    #: largest number of waiting blocks, about 60 KB each with 64 rows and columns
+    #: largest number of waiting blocks. A block with 64 rows and columns takes about 60 KB
     LONGEST = 512
 
     def __init__(self) -> None:
@@ -82,7 +82,7 @@ class CheckQueue:
         self._checks: list[ProductChecks] = []
 
     def serve(self, checks: ProductChecks) -> None:
-        """Move the tensors of a GEMM's checks together with the waiting blocks."""
+        """Also move the tensors of these checks when the waiting blocks are moved."""
         self._checks.append(checks)
 
     def add(self, checks: ProductChecks, product: str, block: Block) -> None:
@@ -115,7 +115,7 @@ class _Returned:
 
     block: torch.Tensor
     shape: tuple[int, int]
-    #: what was added to the product, if anything
+    #: bias or earlier result that was added to the product, or None
     added: torch.Tensor | None
 
 
@@ -126,7 +126,7 @@ class ProductChecks:
         """
         Args:
             rows: number of rows and columns to compare in each result.
-            step: sampled step, which determines their positions.
+            step: sampled step, which determines the positions of these rows and columns.
             queue: checks the blocks.
         """
         self._rows, self._step, self._queue = rows, step, queue
@@ -134,13 +134,13 @@ class ProductChecks:
         self._how: dict[str, Accumulation] = {}
         self._exact: dict[str, tuple[Exact, tuple[int, int]]] = {}
         self._returned: dict[str, _Returned] = {}
-        #: results by product, as `CHECKED`
+        #: results by product, in the order of `CHECKED`
         self.found_of: dict[str, torch.Tensor] = {}
         self._shapes: dict[str, tuple[int, int]] = {}
         self._reasons: dict[str, int] = {}
         self._not_computed: set[str] = set()
-        #: a block and the shape of dY, as observed and as the GEMM receives it, in either order; and whether they differ,
-        #: bool scalar
+        #: a block of dY and the shape of dY, once as observed and once as the GEMM receives dY, in either order. The second
+        #: attribute is a bool scalar: whether both differ
         self._gradients: dict[str, tuple[torch.Tensor, tuple[int, ...]]] = {}
         self._changed: torch.Tensor | None = None
 
@@ -193,7 +193,7 @@ class ProductChecks:
         Args:
             result: [..., columns], in the layout of A B^T.
             bias: [columns], added to the product.
-            before: a block, as returned by `block`, of the values that the product was added to.
+            before: the values that the product was added to, as a block that `block` returned.
         """
         m = view_as_matrix(take_local_part(result.detach()))
         if self.is_returned(product) or not m.numel():
@@ -205,7 +205,7 @@ class ProductChecks:
         self._compare(product)
 
     def block(self, m: torch.Tensor) -> torch.Tensor:
-        """Return a copy of the rows and columns to compare of a matrix."""
+        """Return a copy of the matrix's rows and columns to compare."""
         rows, columns = (spread_places(n, self._rows, m.device, self._step, bool(i)) for i, n in enumerate(m.shape))
         return m.index_select(0, rows).index_select(1, columns)
 
@@ -232,7 +232,7 @@ class ProductChecks:
             self._queue.add(self, product, Block(returned.block, exact, self._how[product], returned.added))
 
     def found(self) -> dict[str, torch.Tensor]:
-        """Return the results by product in host memory, float64 as `verification.FOUND`."""
+        """Return the results by product in host memory, float64 in the order of `verification.FOUND`."""
         self._queue.run()
         if self._changed is not None and bool(self._changed):
             for product in ("dgrad", "wgrad"):

@@ -1,7 +1,7 @@
-"""Check that an optimizer's gradient is the sum of what ranks and micro-batches have computed.
+"""Check that an optimizer's gradient is the sum of the gradients that ranks and micro-batches have computed.
 
-Each rank has k x l values of its own dW and, if it keeps them, of the reduced one. Ranks add up both, so that the first rank
-can compare them. With at most T roundings on the way of a summand, and unit roundoff u,
+Each rank has k x l values of its own dW and, if it keeps these values, of the reduced dW. Both are summed over ranks, so
+that the first rank can compare them. If each summand is rounded at most T times, with unit roundoff u, then
     |G / f - sum C| <= T u / (1 - T u) sum|C|
 
 for any order of summation (Higham, Accuracy and Stability of Numerical Algorithms, 2nd ed., section 4.2). f is the factor
@@ -32,14 +32,14 @@ from .verification import (
 from .verification import REDUCED_ROWS as ROWS
 
 _VALUES = ROWS * ROWS
-#: most that rounding to zero may lose, for float16 and for others, whose small values a framework may divide once more
+#: largest error from rounding to zero, for float16 and for other dtypes. A framework may divide small values once more
 _SMALL, _TINY = {torch.float16: 2.0**-25}, 2.0**-100
 _FIRST_REASON = OTHER_REDUCTION
-#: numbers of a rank in addition to its values. First 1 for taking part, the ranks that should take part, whether it had a
-#: backward pass, and whether only the factor multiplies the gradient. Then the number of reduced values that it has, its own
-#: number if it has the first value, the rows and columns to compare, and a flag for each reason for not comparing
+#: numbers of a rank in addition to its values: 1 for taking part, the number of ranks that should take part, whether the
+#: rank had a backward pass, whether only the factor multiplies the gradient, how many reduced values the rank has, the
+#: rank's number if it has the first value, the rows and columns to compare, and a flag for each reason for not comparing
 _HEADER = ("ranks", "expected", "passes", "known", "held", "owner", "rows", "columns", *REASONS[_FIRST_REASON:])
-#: how many numbers a rank adds for each part of a weight
+#: how many numbers a rank contributes for each part of a weight
 NUMBERS = len(_HEADER) + 3 * _VALUES
 _EXACT = Accumulation(roundoff=0.0, besides=1.0, bias=1.0)
 
@@ -47,14 +47,14 @@ _EXACT = Accumulation(roundoff=0.0, besides=1.0, bias=1.0)
 def compute_sum_bound(
     sizes: torch.Tensor, roundings: int, dtypes: Collection[torch.dtype], ranks: int = 1, factor: float = 1.0
 ) -> torch.Tensor:
-    """Return the largest error of a sum, in any order of summation. Infinite if it has no bound.
+    """Return the largest error of a sum, in any order of summation. The result is infinite if there is no bound.
 
     Args:
         sizes: float64, sums of the magnitudes that this rank adds.
-        roundings: largest number of roundings on the way of a summand.
+        roundings: largest number of roundings of a summand.
         dtypes: dtypes of the sums.
-        ranks: number of ranks that add up similar magnitudes.
-        factor: factor that sums are multiplied with on the way.
+        ranks: number of ranks with similar magnitudes.
+        factor: factor that multiplies sums before they are added to others.
 
     Example:
         >>> float(compute_sum_bound(torch.tensor(8.0).double(), 4, [torch.bfloat16]))
@@ -71,14 +71,14 @@ def compute_sum_bound(
 class GradientParts:
     """A rank's part of the gradient of one weight."""
 
-    #: which part of the weight, which other ranks may have too
+    #: number of the part of the weight. Other ranks may have the same part
     part: int
-    #: float64 [k, l]: its own dW, and the largest error of the reduced one due to this rank
+    #: this rank's dW, and the largest error that this rank causes in the reduced dW, float64 [k, l]
     summand: torch.Tensor
     bound: torch.Tensor
-    #: float64 [k, l]: the part of the reduced gradient that it keeps, divided by the factor, with zeros elsewhere
+    #: the values of the reduced gradient that this rank keeps, divided by the factor, and zeros elsewhere: float64 [k, l]
     reduced: torch.Tensor
-    #: how many of these values it keeps, and whether the first is among them
+    #: how many of these values this rank keeps, and whether the first value is among them
     held: int
     first: bool
     #: number of ranks that should add up their parts
@@ -91,7 +91,7 @@ class GradientParts:
     reason: int = 0
 
     def numbers(self, rank: int) -> torch.Tensor:
-        """Return float64 [`NUMBERS`], which ranks add up."""
+        """Return the numbers to be summed over ranks, float64 [`NUMBERS`]."""
         high, wide = self.summand.shape
         header = [1, self.expected, self.passes, self.known, self.held, rank * self.first, high, wide]
         reasons = [float(self.reason == reason) for reason in range(_FIRST_REASON, len(REASONS))]
@@ -128,7 +128,7 @@ class _Added:
         given = [reason for reason in range(_FIRST_REASON, len(REASONS)) if self.of[REASONS[reason]]]
         if given:
             return given[0]
-        if self.of["ranks"] ** 2 != self.of["expected"]:  # each rank adds the number of ranks that it expects
+        if self.of["ranks"] ** 2 != self.of["expected"]:  # each rank contributes the number of ranks that it expects
             return PARTS_MISSING
         if self.of["held"] != self.exact.numel():
             return GRADIENT_NOT_SEEN
@@ -136,7 +136,7 @@ class _Added:
 
     @property
     def slope(self) -> tuple[float, float]:
-        """The slope of the reduced gradient on the exact one, and its largest relative error."""
+        """The slope of the reduced gradient over the exact gradient, and the slope's largest relative error."""
         size = float(self.exact.square().sum())
         error = float((self.exact.abs() * self.bound).sum())
         if not size or not math.isfinite(size + error):
@@ -144,7 +144,7 @@ class _Added:
         return float((self.exact * self.reduced).sum()) / size, error / size
 
     def block(self, factor: float, loose: float) -> Block:
-        """Return the block to check. Only single values have limits, which are proven.
+        """Return the block to check. Only single values have limits, because these are proven.
 
         Args:
             factor: unknown factor of the gradient, in addition to the known one.
@@ -155,10 +155,10 @@ class _Added:
         return Block(self.reduced / factor, Exact(self.exact, bound, rows, columns, terms=1), _EXACT)
 
     def found(self, checked: torch.Tensor | None) -> torch.Tensor:
-        """Return float64 as `OF_RANKS`.
+        """Return the result, float64 in the order of `OF_RANKS`.
 
         Args:
-            checked: result as `CHECKED`, or None if the part could not be checked.
+            checked: result in the order of `CHECKED`, or None if the part could not be checked.
         """
         named = dict.fromkeys(OF_RANKS, 0.0)
         named |= {"rank": self.of["owner"], "reason": self.reason, "result_rows": ROWS, "result_columns": ROWS}
@@ -171,10 +171,10 @@ class _Added:
 
 
 def compared(rows: Mapping[str, Sequence[torch.Tensor]]) -> dict[tuple[str, str], torch.Tensor]:
-    """Return the worst part of each weight by (layer, `REDUCTION`), float64 as `verification.OF_RANKS`.
+    """Return the worst part of each weight by (layer, `REDUCTION`), float64 in the order of `verification.OF_RANKS`.
 
-    A framework may multiply all gradients by an unknown number, such as its clipping factor. We estimate it from what all
-    weights have in common, so an error that affects all of them alike is not detected.
+    A framework may multiply all gradients by an unknown number, such as its clipping factor. We estimate this common factor
+    from all weights. So we do not detect an error that affects all weights alike.
 
     Args:
         rows: sums over ranks of `GradientParts.numbers`, a row for each part, by layer.
@@ -202,7 +202,7 @@ def _checked(blocks: Mapping[int, Block]) -> dict[int, torch.Tensor]:
 
 
 def _in_common(added: Sequence[_Added]) -> tuple[float, float]:
-    """Return a common factor and its largest relative error, from the half of the parts that determine it best."""
+    """Return a common factor and its largest relative error, from the half of the parts that determine the factor best."""
     slopes = sorted((one.slope for one in added if not one.reason), key=lambda slope: slope[1])
     usable = [slope for slope in slopes[: (len(slopes) + 1) // 2] if slope[1] < 0.5]
     if not usable:
@@ -227,7 +227,7 @@ class GradientSums:
         self._names, self._parts, self._rank = list(names), parts, rank
 
     def rows(self, found: Mapping[str, GradientParts]) -> torch.Tensor:
-        """Return float64 [names, parts, numbers], which ranks add up."""
+        """Return the numbers to be summed over ranks, float64 [names, parts, numbers]."""
         rows = torch.zeros(len(self._names), self._parts, NUMBERS, dtype=torch.float64)
         for row, name in zip(rows, self._names, strict=True):
             if (mine := found.get(name)) is not None and mine.part < self._parts:
@@ -235,7 +235,7 @@ class GradientSums:
         return rows
 
     def of_all(self, added: torch.Tensor) -> dict[tuple[str, str], torch.Tensor]:
-        """Return the results of all parts that any rank has computed, by (layer, `REDUCTION`), as `verification.OF_RANKS`.
+        """Return the result of each weight that any rank has computed, by (layer, `REDUCTION`), as `verification.OF_RANKS`.
 
         Args:
             added: the sums over all ranks.

@@ -1,7 +1,7 @@
-"""Copy a few values of weight gradients, before and after ranks and micro-batches are added up.
+"""Copy a few values of weight gradients, before and after they are summed over micro-batches and ranks.
 
-A hook on the parameter receives what each backward pass adds. We read the sum after the backward pass and the engine's own
-callbacks, before clipping. If the gradient is in Megatron's buffers, we read it when an optimizer begins to step.
+A hook on the parameter receives the gradient that each backward pass adds. We read the sum after the backward pass and the
+engine's own callbacks, before clipping. If the sum is in Megatron's buffers, we read it when an optimizer begins to step.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from .verification import REDUCED_ROWS as ROWS
 class Reducer:
     """How ranks add up the gradient of one weight."""
 
-    #: number of ranks that have summands
+    #: number of ranks with summands
     ranks: int = 1
     #: factor of their sum
     factor: float = 1.0
@@ -52,7 +52,7 @@ OTHER = Reducer(reason=OTHER_REDUCTION)
 
 
 def of_ddp(weight: Any) -> Reducer | None:
-    """Return the reducer of torch's DistributedDataParallel, inside whose forward we are, or None if it lacks the weight."""
+    """Return the reducer of the torch DistributedDataParallel whose forward runs, or None if the weight is not in it."""
     active = find_active_ddp()
     if active is None or not any(p is weight for p in active._module_parameters):
         return None
@@ -77,7 +77,7 @@ def of_fsdp(sharded: Sharded, module: nn.Module, name: str) -> Reducer:
 
 
 def of_megatron(module: nn.Module, weight: Any, buffers: Sequence[Any]) -> tuple[Reducer, slice | None]:
-    """Return the reducer of a weight with a `main_grad`, and the values that this rank has reduced, if it keeps any.
+    """Return the reducer of a weight with a `main_grad`, and the slice of reduced values on this rank, if there is one.
 
     Megatron may divide all gradients by the tokens of a step, and clips them in place.
 
@@ -109,7 +109,7 @@ def is_alone() -> bool:
 
 
 _LOOKING = "while comparing reduced gradients"
-#: roundings in addition to the roundings of sums: an average before and after them, a division by tokens, clipping
+#: number of roundings in addition to those of sums: an average before and after sums, a division by tokens, and clipping
 _SCALINGS = 4
 
 
@@ -118,7 +118,7 @@ class _Gradient:
     """The gradient of one weight."""
 
     gemm: Gemm
-    #: as returned by `find_weight`; under FSDP2 the gathered weight
+    #: the weight that `find_weight` returned; under FSDP2 the gathered weight
     weight: Any
     #: whether this rank has its own summands, and whether it keeps a tensor in the layout of the weight
     adds: bool
@@ -130,7 +130,7 @@ class _Gradient:
     #: [k, l] each: summands of this rank, and the reduced gradient
     summands: list[torch.Tensor] = field(default_factory=list)
     reduced: torch.Tensor | None = None
-    #: which values of it this rank keeps, or None for all, if any
+    #: which values of the reduced gradient this rank keeps, or None if it keeps all values or none
     held: torch.Tensor | None = None
     passes: int = 0
 
@@ -148,7 +148,7 @@ class _Gradient:
         self.summands = [*blocks] if anew else [*self.summands, *blocks]
 
     def keep_part(self, flat: torch.Tensor, begin: int) -> None:
-        """Take a part of the reduced gradient: the values from number `begin` on."""
+        """Copy from a part of the reduced gradient: the values from index `begin` on."""
         rows, columns = _places(self.shape, self.step, flat.device)
         at = rows * self.shape[1] + columns - begin
         self.held = (at >= 0) & (at < flat.numel())
@@ -158,7 +158,7 @@ class _Gradient:
 
 @functools.lru_cache(1024)
 def _places(shape: tuple[int, int], step: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return int64 [k, 1] and [l]: the rows and columns to compare. Do not write to them."""
+    """Return the rows and columns to compare, int64 [k, 1] and [l]. Do not write to the results."""
     rows, columns = (spread_places(n, ROWS, device, step, bool(i)) for i, n in enumerate(shape))
     return rows[:, None], columns
 
@@ -179,7 +179,7 @@ class ReducedGradients:
         Args:
             gemms: the GEMMs of these weights.
             scanned: the modules of the model in this step.
-            step: determines which values are compared, and is the same on all ranks.
+            step: sampled step, the same on all ranks, which determines the values to compare.
             keeps: returns for a GEMM a test whether this rank counts a tensor in its weight's layout.
             guard: returns a context that keeps an exception out of the training loop.
             dispatcher: dispatcher of the step.
@@ -233,7 +233,7 @@ class ReducedGradients:
         return of_ddp(weight) or (ALONE if is_alone() else OTHER)
 
     def _see(self, of: Sequence[_Gradient], grad: torch.Tensor | None) -> None:
-        """Copy the gradient of a backward pass before it is added."""
+        """Copy the gradient of a backward pass before it is accumulated."""
         if self._stepped:
             return
         for one in of:
@@ -245,7 +245,7 @@ class ReducedGradients:
     def _see_summand(self, one: _Gradient, grad: torch.Tensor | None) -> None:
         weight = one.weight
         main = getattr(weight, "main_grad", None)
-        if main is not None and adds_to_main_grad(one.gemm.module):  # the GEMM added it, and autograd receives nothing
+        if main is not None and adds_to_main_grad(one.gemm.module):  # the GEMM added it itself, so autograd receives none
             one.add(True, one.block(main))
         elif grad is not None and not is_dtensor(grad):
             own = one.block(grad)
@@ -271,7 +271,7 @@ class ReducedGradients:
         grad = (one.weight if parameter is None else parameter).grad
         if grad is None or not one.keeps(grad):
             return
-        if is_dtensor(grad):  # torch splits it by rows
+        if is_dtensor(grad):  # torch splits the gradient by rows
             size, rank = grad.device_mesh.size(-1), grad.device_mesh.get_coordinate()[-1]
             one.keep_part(take_local_part(grad).reshape(-1), -(-one.shape[0] // size) * rank * one.shape[1])
         else:
@@ -303,7 +303,7 @@ class ReducedGradients:
 
 
 def _parts(one: _Gradient) -> GradientParts | None:
-    """Return this rank's part, or None if it has none and none is expected."""
+    """Return this rank's part, or None if it has no part and should have none."""
     part, reducer = find_part(one.gemm.module, "weight_gradient"), one.reducer or OTHER
     seen = one.passes > 0 or hasattr(one.weight, "main_grad")  # experts without tokens have a `main_grad` too
     if part is None or not one.adds or not seen:

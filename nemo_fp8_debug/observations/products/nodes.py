@@ -19,12 +19,12 @@ _PLACES = {
     "LinearWithGradAccumulationAndAsyncCommunicationBackward": (0, 1, False),
     "LinearWithFrozenWeightBackward": (0, 1, False),
 }
-#: nodes of Transformer Engine, whose inputs we identify by object: the gradient of X is dX
+#: nodes of Transformer Engine. We identify their inputs by object. The gradient of X is dX
 _OF_X = {"_LinearBackward", "_GroupedLinearBackward"}
-#: nodes that compute more than the product of their inputs, such as a norm before it
+#: nodes that compute more than a product, such as a norm of X before it
 _WITHOUT_X = {"_LayerNormLinearBackward", "_LayerNormMLPBackward"}
-#: nodes that may lie between a module's output and its product: views, an added bias, sums over ranks. Any other node is
-#: unknown, and the product before it may belong to the previous layer.
+#: nodes that may be between a module's output and its product: views, an added bias, sums over ranks. Any other node is
+#: unknown, and a product before such a node may belong to the previous layer.
 _BETWEEN = {
     *("ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0", "TransposeBackward0", "AddBackward0"),
     *("_ReduceFromModelParallelRegionBackward", "_ReduceScatterToSequenceParallelRegionBackward"),
@@ -34,7 +34,7 @@ _BETWEEN = {
 
 @dataclass(frozen=True)
 class ProductNode:
-    """The node of a product, and the positions of X and W among its inputs. None: it returns no gradient of that operand."""
+    """The node of a product, and the positions of X and W among its inputs. None if the node returns no such gradient."""
 
     node: Any
     x: int | None
@@ -47,7 +47,7 @@ class ProductNode:
 
 
 def find_product_node(y: torch.Tensor, x: torch.Tensor | None, weight: torch.Tensor | None) -> ProductNode | None:
-    """Return the node of a module's product, found from its output, or None if it is of no known kind.
+    """Return the autograd node of a module's product, found from the module's output, or None if its kind is unknown.
 
     Args:
         x, weight: operands as the module received them.
@@ -82,12 +82,13 @@ def watch_node(
     begin: Callable[[Any], None],
     end: Callable[[], None],
 ) -> None:
-    """Call `take` with dX and dW as the node returns them, with dW in the layout of W, or with None if it returns none.
+    """Call `take` with dX and dW as the node returns them, or with None for a gradient that the node does not return.
 
-    The node is not kept alive.
+    dW has the layout of W. The node is not kept alive.
 
     Args:
-        begin, end: called before the node runs, with the gradients it receives, and after it has run.
+        begin: called before the node runs, with the gradients that the node receives.
+        end: called after the node has run.
     """
     places, turned = {"dgrad": found.x, "wgrad": found.weight}, found.turned
 

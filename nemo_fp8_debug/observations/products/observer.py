@@ -1,4 +1,4 @@
-"""Observe products of GEMMs: how large their errors are, and whether they are right, and gradients that ranks add up."""
+"""Observe the errors and the correctness of GEMM products, and gradients summed over ranks."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from .samples import Chosen, Products
 from .table import OUTPUT_METRICS, OUTPUTS, VERIFICATION
 from .verification import FOUND, ProductsFound, WorstProducts, verification_columns
 
-#: float64 [6] by (layer, product): the sums of `numerics.gemm_error`, and the number of ranks with parts in them
+#: the sums of `numerics.gemm_error` and the number of ranks in these sums, float64 [6] by (layer, product)
 OutputSums = Mapping[tuple[str, str], torch.Tensor]
 
 
 def output_columns(sums: OutputSums, kinds: Mapping[str, str], casts: Mapping[Key, Cast]) -> dict[str, list[Any]]:
-    """Return a row for each product, followed by rows for all experts of a layer as one.
+    """Return a row for each product, followed by a row for each product of all experts of a layer together.
 
     Args:
         kinds: kinds of GEMMs, by name.
@@ -88,9 +88,9 @@ class ProductsOfRank:
     """The products that one rank has observed."""
 
     outputs: OutputSums = field(default_factory=dict)
-    #: results by (layer, product), as `verification.FOUND`
+    #: results by (layer, product), in the order of `verification.FOUND`
     products: ProductsFound = field(default_factory=dict)
-    #: gradients before and after ranks add them up, by layer
+    #: gradients before and after the sum over ranks, by layer
     gradients: Mapping[str, GradientParts] = field(default_factory=dict)
 
 
@@ -99,7 +99,7 @@ class ProductsOfRanks:
     """The products that all ranks have observed together."""
 
     outputs: OutputSums
-    #: results as `verification.OF_RANKS`
+    #: results in the order of `verification.OF_RANKS`
     products: ProductsFound
 
 
@@ -141,7 +141,7 @@ class ProductStep(StepObserver):
 
 
 class ProductObservation(Observation):
-    """Sums over parts of outputs, parts of gradients, and for each product the result of the rank with the largest error."""
+    """Sums over parts of outputs, parts of gradients, and each product's result on the rank with the largest error."""
 
     name = "products"
 

@@ -1,6 +1,6 @@
-"""Pass a GEMM's results to the checks of its products: Y from its module's output, dX and dW from the autograd node.
+"""Pass a GEMM's results to the checks of its products: Y from the module's output, dX and dW from the autograd node.
 
-If ranks add up a result inside the module, we take it before with a mode that sees their collectives.
+If a result is summed over ranks inside the module, a mode that sees collectives takes the result before the sum.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Guard = Callable[[str], AbstractContextManager[None]]
 
 
 class Results:
-    """Results of the GEMM of one forward call and its backward. Keeps no activation and no node alive."""
+    """Results of one GEMM in a forward call and its backward. They keep no activation and no node alive."""
 
     def __init__(
         self, gemm: Gemm, checks: ProductChecks, args: Args, kwargs: Kwargs, guard: Guard, dispatcher: Dispatcher
@@ -66,7 +66,7 @@ class Results:
         return x.numel() // max(x.shape[-1], 1), weight.shape[0]
 
     def see(self, given: tuple[Args, Kwargs], weight: torch.Tensor | None, out: Any) -> None:
-        """Observe the output, and its node in the autograd graph.
+        """Observe the output and the node in the autograd graph that made it.
 
         Args:
             given: arguments of the module.
@@ -128,11 +128,11 @@ class Results:
                 self._checks.multiplied_gradient(mine)
 
     def _mine(self, x: torch.Tensor) -> torch.Tensor | None:
-        """Return the rows that belong to this GEMM, if a module runs several."""
+        """Return the rows that belong to this GEMM, if the module runs several GEMMs."""
         return self._gemm.backend.grad(x, self._gemm.module, self._args, self._kwargs, self._gemm.part)
 
     def _part_of_sequence(self, kind: str, x: torch.Tensor | None) -> torch.Tensor | None:
-        """Return the rows of this rank, if a result has the rows of all ranks that split the sequence."""
+        """Return this rank's rows of a result that has the rows of all ranks that split the sequence."""
         part = find_sequence_part(self._gemm.module, kind)
         if part is None or x is None:
             return x
@@ -147,14 +147,14 @@ class Results:
             mine = grad if grad is None or product == "wgrad" else self._part_of_sequence("row", self._mine(grad))
             if mine is None:
                 self._checks.cannot_tell(product, NOT_SEEN)
-            elif adds_up(self._gemm.module, product):  # and no collective was seen, before which we could take it
+            elif adds_up(self._gemm.module, product):  # and we saw no collective before which we could take the result
                 self._checks.cannot_tell(product, ADDED_UP)
             else:
                 self._checks.returned(product, mine)
 
 
 class BeforeSums(Collectives):
-    """Takes a result before ranks add it up."""
+    """Takes a result before it is summed over ranks."""
 
     def __init__(self, checks: ProductChecks, product: str, shape: tuple[int, int] = (0, 0)) -> None:
         """
@@ -202,7 +202,7 @@ def _first_tensor(given: tuple[Args, Kwargs]) -> torch.Tensor | None:
     return next((x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)), None)
 
 
-#: packages whose forward pre-hooks gather or count operands, and do not change them
+#: packages whose forward pre-hooks gather or count operands, but do not change them
 _HARMLESS = ("torch", "megatron", "transformer_engine", "deepspeed", "lightning", "nemo", "nemo_fp8_debug")
 
 

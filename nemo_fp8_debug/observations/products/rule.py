@@ -1,4 +1,4 @@
-"""Rules about products: a GEMM that returned a wrong result, and ranks that did not add up what they computed."""
+"""Rules about products: a GEMM that returned a wrong result, and ranks that did not add up their gradients."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ...core.keys import RESULTS, ROLES, SHOWN_AS
 from ...core.text import format_number
 from .table import OUTPUTS, VERIFICATION
 
-#: value of `product` for the sum over ranks of dW
+#: value of the column `product` for the sum of dW over ranks
 _REDUCTION = "reduction"
 #: which part of a result is wrong, in words
 _SHAPES = {
@@ -28,10 +28,11 @@ _SHAPES = {
 
 
 class FirstWrongProduct(NamedTuple):
-    """The first product beyond its bound. If a sample has several, the one with the largest error."""
+    """The first product beyond its bound. Of several in a sample, the product with the largest error."""
 
     row: Mapping[str, Any]
-    #: other wrong products in the same sample, number of later samples of this one, and how many of those are wrong
+    #: number of other wrong products in the same sample, number of later samples of this product, and how many of these
+    #: samples are wrong
     others: int
     later: int
     again: int
@@ -58,7 +59,7 @@ def _first(rows: pl.DataFrame) -> FirstWrongProduct | None:
 
 @rule("wrong product", ("wrong_product", "wrong_reduction"), (wrong_products,), event="product", needs_no_baseline=True)
 def find_wrong_products(facts: Facts) -> Iterator[Finding]:
-    """Name a product or a sum over ranks that is beyond its error bound. That needs no baseline.
+    """Name a product or a sum over ranks that exceeds its error bound. This rule needs no baseline.
 
     Example: dgrad reads an all-zero transposed copy, so dX of layers.1.proj is off by a factor of 0.
     """
@@ -109,7 +110,7 @@ def _place(row: Mapping[str, Any]) -> str:
 
 
 def describe_culprit(found: Finding, records: Records) -> Iterator[str]:
-    """Yield whether the culprit's error reaches outputs, and which operands cause the error of its layer's products.
+    """Describe whether the culprit's error reaches outputs, and which operands cause the errors of its layer's products.
 
     Args:
         found: a finding about an operand.
@@ -128,7 +129,7 @@ def describe_culprit(found: Finding, records: Records) -> Iterator[str]:
 
 
 def _describe_reach(found: Finding, run: pl.DataFrame, baseline: pl.DataFrame | None) -> str:
-    """Describe what an operand adds to the errors of outputs since it went out of band. "" if outputs were not measured."""
+    """Describe how an operand's share of output errors changed when it went out of band. "" if outputs were not measured."""
     part = f"error_of_{found.role}"
     if part not in run.columns:  # outputs of attention are not measured
         return ""
@@ -147,7 +148,7 @@ def _describe_reach(found: Finding, run: pl.DataFrame, baseline: pl.DataFrame | 
 
 
 def _share_errors(outputs: pl.DataFrame, verification: pl.DataFrame) -> dict[str, float]:
-    """Return the share of each operand in a product's squared error, in percent. A joint part that cancels is negative."""
+    """Return each operand's share of a product's squared error, in percent. A joint part that cancels errors is negative."""
     rows = outputs.filter(pl.col("relative_error").is_not_null()).with_columns(pl.col("^.*error.*$") ** 2)
     if rows.is_empty():
         return {}
@@ -164,7 +165,7 @@ def _share_errors(outputs: pl.DataFrame, verification: pl.DataFrame) -> dict[str
 
 
 def compute_shares(parts: Mapping[str, float]) -> dict[str, float]:
-    """Return each part in percent of their sum, largest first. Empty if the sum is zero."""
+    """Return each part in percent of the total, largest first. Return no parts if the total is zero."""
     total = sum(parts.values())
     shares = {what: 100 * value / total for what, value in parts.items()} if total > 0 else {}
     return dict(sorted(shares.items(), key=lambda part: -part[1]))

@@ -1,9 +1,9 @@
 """Compute the products of a GEMM from some rows and columns of its operands.
 
-They show what quantization does to each product, and whether the GEMM returned the right result.
+These products show the error from quantization, and whether the GEMM returned the right result.
 
 We copy only a few rows and columns of each operand, and free them after computing their product. From the forward of a
-layer to its backward we keep k columns of X and k of W.
+layer to its backward, we keep k columns of X and k columns of W.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ def _scale(m: torch.Tensor, cast: ScaleInUse) -> torch.Tensor | BlockRule:
 class Chosen:
     """The measurements of products to make in addition to observing operands."""
 
-    #: rows and columns of each product whose errors to measure
+    #: number of rows and columns of each product to measure errors on
     errors: int = 0
-    #: rows and columns of each product whose result to check
+    #: number of rows and columns of each product to check results on
     verify: int = 0
-    #: whether to keep the rows of dW, which the error of the step of W needs
+    #: whether to keep the rows of dW, to compute the error of the step of W from them
     keeps_gradients: bool = False
 
     @property
@@ -59,13 +59,13 @@ class Chosen:
 class _Kept:
     """Rows of an operand, kept until the rows of the other operand arrive."""
 
-    #: the rows and their quantized values, or None if not needed or not known
+    #: the rows and their quantized values, or None if they are not needed or not known
     rows: RowSample | None
     used: Used
 
 
 class Products:
-    """The three products of one GEMM in the first call of a step that counts."""
+    """The three products of one GEMM in the first counted call of a step."""
 
     def __init__(
         self,
@@ -92,14 +92,14 @@ class Products:
         self._kept: dict[Side, _Kept] = {}
         self._done: set[str] = set()
         self._sums: dict[str, torch.Tensor] = {}
-        #: part of dW of this call, exact and from quantized operands, kept until the optimizer has stepped
+        #: rows of this call's dW, computed exactly and from quantized operands, kept until the optimizer has stepped
         self.weight_gradient: tuple[torch.Tensor, torch.Tensor] | None = None
         self._counted = False
         self._checks = ProductChecks(chosen.rows, step, queue) if chosen.verify else None
         self._results: Results | None = None
 
     def add(self, role: str, x: torch.Tensor, call: int, use: ScaleInUse | None) -> None:
-        """Copy the rows that are needed of an operand, and keep no reference to it. X determines which call counts.
+        """Copy the needed rows of an operand, and keep no reference to the operand. X determines which call counts.
 
         Args:
             call: forward call of the operand.
@@ -118,7 +118,7 @@ class Products:
 
     @property
     def sees_sums(self) -> bool:
-        """True if the module adds up its output over ranks, and we check it."""
+        """True if the module sums its output over ranks, and we check the output."""
         return self._checks is not None and adds_up(self._gemm.module, "fprop")
 
     def watch_sums(self) -> BeforeSums | None:
@@ -128,7 +128,7 @@ class Products:
         return BeforeSums(self._checks, "fprop", self._results.shape)
 
     def begin_call(self, args: Args, kwargs: Kwargs) -> None:
-        """Prepare for a forward call that counts. If it is the first one, observe its output."""
+        """Prepare for a forward call that counts. Observe the output of the first such call."""
         self._results = None
         if self._checks and self._call is None:
             with self._guard("while looking at what a GEMM returned"):
@@ -192,7 +192,7 @@ class Products:
         return Used(_emulated(side, of, at, rows, scale, cast), len(of))
 
     def _multiply(self, product: str, first: Side, second: Side) -> None:
-        """Compute a product once both operands are there. It cannot be computed if they are parts that do not match."""
+        """Compute a product once both operands have arrived. It cannot be computed from parts that do not match."""
         if first in self._kept and second in self._kept:
             a, b = self._kept.pop(first), self._kept.pop(second)
             self._done.add(product)
@@ -211,13 +211,16 @@ class Products:
         self._sums = {product: to(sums) for product, sums in self._sums.items()}
 
     def sums(self) -> dict[tuple[str, str], torch.Tensor]:
-        """Return this rank's `OutputSums` in host memory. Empty if its X and dY are copies of another rank's."""
+        """Return this rank's `OutputSums` in host memory.
+
+        Return none if this rank's X and dY are copies of another rank's.
+        """
         if not self._counted:
             return {}
         return {(self.name, product): torch.cat([sums.cpu(), torch.ones(1)]) for product, sums in self._sums.items()}
 
     def checks(self) -> dict[tuple[str, str], torch.Tensor]:
-        """Return this rank's `ProductChecks.found`. Its operands may be copies of another rank's."""
+        """Return this rank's `ProductChecks.found`, even if its operands are copies of another rank's."""
         return {(self.name, product): found for product, found in self._checks.found().items()} if self._checks else {}
 
 
@@ -235,7 +238,7 @@ def _exact(a: _Kept, b: _Kept, terms: Terms | None) -> torch.Tensor | None:
 def _emulated(
     side: Side, of: torch.Tensor, at: torch.Tensor, rows: RowSample, scale: torch.Tensor | BlockRule, cast: ScaleInUse
 ) -> torch.Tensor:
-    """Return rows as the emulation casts them: rounded to the operand's dtype, and from one copy for both products."""
+    """Return rows as the emulation casts them: rounded to the operand's dtype, and with the same copy for both products."""
     if isinstance(scale, torch.Tensor):
         return quantize_dequantize(rows.values, scale, cast.format)
     if side[1]:
@@ -248,7 +251,7 @@ def _is_quantized(cast: ScaleInUse) -> bool:
 
 
 def _untold(side: Side, use: ScaleInUse, cast: ScaleInUse | None) -> int:
-    """Return why the GEMM's operand is unknown, an index into `REASONS`, or 0 if it is known."""
+    """Return why the GEMM's operand is unknown, an index into `REASONS`, or 0 if the operand is known."""
     if use.decoded is not None and side[1] and isinstance(use.scale, BlockRule):
         return STORED
     if "unknown" in (use.source, cast and cast.source):

@@ -16,7 +16,7 @@ OUTPUTS = Table(
         **cast_columns("float64", *OUTPUT_METRICS),
     },
 )
-#: a row for each product, and for each gradient that ranks add up
+#: a row for each product, and for each gradient summed over ranks
 VERIFICATION = Table(
     "verification",
     {

@@ -1,4 +1,4 @@
-"""Compare errors of GEMM results with what their arithmetic allows, and find the rank with the largest error."""
+"""Compare errors of GEMM results with the bounds of their arithmetic, and find the rank with the largest error."""
 
 from __future__ import annotations
 
@@ -14,34 +14,34 @@ from ...numerics.product_check import CHECKED
 #: why a product cannot be checked; ranks exchange the index
 REASONS = (
     "",
-    "what the GEMM returned was not seen",
+    "the result of the GEMM was not seen",
     "how the engine casts an operand is unknown",
-    "codes are rounded by chance, in a way that cannot be repeated",
-    "its operands are gathered inside its module, over ranks that hold parts of them",
-    "ranks add up what it returned inside its module, where that was not seen",
-    "one of its operands, or what it returned, exists inside its module only",
+    "codes are rounded stochastically, in a way that cannot be repeated",
+    "its operands are gathered from several ranks inside its module",
+    "its result is summed over ranks inside its module, and was not seen before",
+    "one of its operands, or its result, exists only inside its module",
     "it multiplies a copy of an operand that is transformed first, or whose cast is not known",
     "its weight is stored in blocks, with a copy for this product that was not read",
-    "a hook of somebody else's may change X or W after they were looked at",
-    "a hook of somebody else's changed dY after it was looked at",
-    "how ranks add up its gradient is not known here",
+    "a foreign hook may change X or W after they were observed",
+    "a foreign hook changed dY after it was observed",
+    "it is unknown how ranks add up its gradient",
     "ranks did not add up its gradient in this step",
-    "the gradient that the optimizer steps by was not seen",
-    "not all that its gradient is the sum of was seen",
-    "its gradient is not finite, or so many roundings may be in it that nothing can be told",
+    "the gradient that the optimizer uses was not seen",
+    "some summands of its gradient were not seen",
+    "its gradient is not finite, or may have too many roundings to be checked",
 )
 NOT_SEEN, UNKNOWN_CAST, BY_CHANCE, GATHERED, ADDED_UP, INSIDE, UNKNOWN_COPY, STORED, HOOKED, CHANGED = range(1, 11)
 OTHER_REDUCTION, NOT_REDUCED, GRADIENT_NOT_SEEN, PARTS_MISSING, ROUNDINGS = range(11, len(REASONS))
-#: name of the check in addition to products: whether an optimizer's gradient is the sum of what ranks computed
+#: name of the check in addition to products: whether an optimizer's gradient is the sum of the ranks' gradients
 REDUCTION = "reduction"
 #: largest number of rows and columns of a gradient to compare
 REDUCED_ROWS = 8
 
-#: results of a rank for a product: the reason why it cannot be checked or 0, the shape of its result, and its block
+#: a rank's numbers for a product: the reason why it cannot be checked or 0, the shape of its result, and its block
 FOUND = ("reason", "result_rows", "result_columns", *CHECKED)
-#: results of several ranks for a product: counts of each outcome, and the result of the rank with the largest error
+#: numbers of several ranks for a product: counts of each outcome, and `FOUND` of the rank with the largest error
 OF_RANKS = ("ranks_within", "ranks_beyond", "ranks_unknown", "values_of_all", "rank", *FOUND)
-#: float64 by (layer, product), as `FOUND` or as `OF_RANKS`
+#: float64 by (layer, product), in the order of `FOUND` or of `OF_RANKS`
 ProductsFound = Mapping[tuple[str, str], torch.Tensor]
 _RATIOS = ("value_ratio", "row_ratio", "column_ratio", "block_ratio")
 #: columns that are null if the product could not be checked
@@ -51,12 +51,14 @@ _RANKS = 1 << 15
 
 
 def error_over_bound(found: Mapping[str, float]) -> float:
-    """Return the largest error over bound, of a value, row, column or the block."""
+    """Return the largest ratio of an error to its bound, over values, rows, columns and the block."""
     return max(found[name] for name in _RATIOS)
 
 
 def rank_severities(found: Sequence[torch.Tensor | None], rank: int) -> torch.Tensor:
-    """Return int32 [products], larger for larger errors, and different on any two ranks. -1 without a result."""
+    """Return the severity of each product, int32 [products]: larger for larger errors, -1 without a result.
+
+    Any two ranks have different severities."""
     codes = []
     for one in found:
         of = None if one is None else dict(zip(FOUND, one.tolist(), strict=True))
@@ -73,7 +75,7 @@ def rank_severities(found: Sequence[torch.Tensor | None], rank: int) -> torch.Te
 
 
 def of_a_rank(found: torch.Tensor | None, rank: int, is_worst: bool) -> torch.Tensor:
-    """Return float64 as `OF_RANKS`, which ranks add up. Exactly one of them is the worst."""
+    """Return numbers to be summed over ranks, float64 in the order of `OF_RANKS`. Exactly one rank is the worst."""
     row = torch.zeros(len(OF_RANKS), dtype=torch.float64)
     if found is None:
         return row
@@ -89,7 +91,7 @@ def verification_columns(found: ProductsFound, kinds: Mapping[str, str], rows: i
     """Return the columns, with a row for each product.
 
     Args:
-        found: results as `OF_RANKS`.
+        found: results in the order of `OF_RANKS`.
         kinds: kinds of GEMMs, by name.
         rows: number of rows and columns that were compared.
         step: sampled step.
@@ -132,7 +134,7 @@ def _row(of: Mapping[str, float], rows: int, step: int) -> dict[str, Any]:
 
 
 def _place(of: Mapping[str, float]) -> tuple[float | None, float | None]:
-    """Return the row and column, among those compared, with the largest error. None stands for all rows or all columns."""
+    """Return the row and column, among those compared, with the largest error. None means all rows or all columns."""
     places = {
         "value_ratio": (of["row"], of["column"]),
         "row_ratio": (of["worst_row"], None),
@@ -174,15 +176,15 @@ class WorstProducts:
         self._keys, self._rank = keys, rank
 
     def alone(self, found: ProductsFound) -> dict[tuple[str, str], torch.Tensor]:
-        """Return the same as `of_all` if there is only one rank."""
+        """Return what `of_all` would return if there is only one rank."""
         return {key: of_a_rank(of, self._rank, is_worst=True) for key, of in found.items()}
 
     def severities(self, found: ProductsFound) -> torch.Tensor:
-        """Return int32 [products]. The maximum over ranks identifies the rank with the largest error."""
+        """Return the severities, int32 [products]. Their maximum over ranks identifies the rank with the largest error."""
         return rank_severities([found.get(key) for key in self._keys], self._rank)
 
     def rows(self, found: ProductsFound, worst: torch.Tensor) -> torch.Tensor:
-        """Return float64 [products, columns], which ranks add up.
+        """Return numbers to be summed over ranks, float64 [products, columns].
 
         Args:
             worst: int32 [products], the maximum over ranks.

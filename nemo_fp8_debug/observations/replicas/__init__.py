@@ -1,4 +1,4 @@
 """Compare copies of a tensor over ranks. Internal."""
 
-#: position of its tables in a record
+#: position of this feature's tables in a record
 PLACE = 3

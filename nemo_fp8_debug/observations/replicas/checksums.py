@@ -1,6 +1,6 @@
-"""Compute checksums of tensors that several ranks hold. They depend on bits and positions, and differ if copies do.
+"""Compute checksums of tensors that several ranks hold. A checksum depends on bits and positions.
 
-Histograms ignore signs and positions, so two histograms can be equal although the tensors differ.
+Histograms ignore signs and positions, so they can be equal although copies differ.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ...numerics.formats import is_representable
 from .comparison import Checksums
 
 _COMPARING = "while comparing copies over ranks"
-#: values whose weights are computed at once; bounds temporaries to some tens of MiB
+#: number of values to process at once; limits temporaries to some tens of MiB
 _CHUNK = 1 << 20
 _MULTIPLIER, _OFFSET = -7046029254386353131, 1442695040888963407  # 2^64 / golden ratio, odd; Knuth's increment
 #: integer types to read bits as, of at most 32 bits so that the highest bit counts too
@@ -31,7 +31,7 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
 
 
 def checksum(x: torch.Tensor) -> torch.Tensor:
-    """Return the checksum of a tensor's bits and positions: int64 scalar on its device, without host synchronization.
+    """Return the checksum of a tensor's bits and positions, an int64 scalar on its device, without host synchronization.
 
     A change of a single value always changes the checksum: each value is multiplied by its own odd number, modulo 2^64.
 
@@ -77,7 +77,7 @@ class ReplicaChecks:
         dispatcher.watch_optimizer(guard, self._masters.note)
 
     def see(self, name: str, role: str, x: torch.Tensor) -> None:
-        """Take the checksum of a tensor. Its first call in a step counts."""
+        """Compute the checksum of a tensor. Only its first call in a step counts."""
         if (name, role) in self._found or name not in self._gemms:
             return
         with self._guard(_COMPARING):
@@ -88,7 +88,7 @@ class ReplicaChecks:
                 self._see_master(self._gemms[name])
 
     def see_stored(self, name: str, stored: StoredCodes) -> None:
-        """Take a weight that is stored as codes: the checksum of its values, and whether they match its master weight."""
+        """Compute the checksum of a weight stored as codes, and compare its values with its master weight."""
         if (name, "weight") in self._found or (name, "master") in self._found or name not in self._gemms:
             return
         with self._guard(_COMPARING):
@@ -101,7 +101,10 @@ class ReplicaChecks:
                 self._found[name, "master"] = 0, (~is_representable(mine, values, parameter.dtype)).long()
 
     def _see_master(self, gemm: Gemm) -> None:
-        """Compare a parameter with this rank's part of its master weight: 0 if it is the rounded master, otherwise 1."""
+        """Compare a parameter with this rank's part of its master weight.
+
+        Store 0 if it equals the rounded master, otherwise 1.
+        """
         parameter: Any = read_raw_weight(gemm.module) if not gemm.part else None
         if parameter is None or is_dtensor(parameter) or is_quantized(parameter):
             return
@@ -124,7 +127,7 @@ class ReplicaChecks:
         self._found = {key: (part, to(found)) for key, (part, found) in self._found.items()}
 
     def found(self) -> Checksums:
-        """Return by (layer, what) the number of the part, and 31 bits of its checksum."""
+        """Return the number of each part and 31 bits of its checksum, by (layer, what)."""
         return {
             key: (part, int(found) if key[1] == "master" else _folded(int(found)))
             for key, (part, found) in self._found.items()
@@ -132,7 +135,7 @@ class ReplicaChecks:
 
 
 def _whole_gradient(weight: Any) -> torch.Tensor | None:
-    """Return an optimizer's gradient if each rank has all of it. A sharded optimizer's ranks have no copies."""
+    """Return an optimizer's gradient if each rank has the whole gradient. Ranks of a sharded optimizer have no copies."""
     if is_split_by_zero(weight):
         return None
     main = getattr(weight, "main_grad", None)

@@ -12,7 +12,7 @@ import torch
 from ...core.plain_arrays import Array
 from ..operands.tensors import NONE
 
-#: sums over ranks of a slot: holders, holders of the largest and the smallest checksum, and the ranks of both
+#: number of sums over ranks for a slot: holders, holders of the largest and of the smallest checksum, and these ranks
 _COLUMNS = 5
 
 
@@ -33,20 +33,23 @@ class ReplicaComparison:
                 self.size += parts
 
     def slots(self, found: Checksums) -> Array:
-        """Return int64 [n, 2]: the slot and the checksum of each copy on this rank."""
+        """Return the slot and the checksum of each copy on this rank, int64 [n, 2]."""
         places = [(self._place.get(key), part, checksum) for key, (part, checksum) in found.items()]
         rows = [(place[0] + part, checksum) for place, part, checksum in places if place and part < place[1]]
         return np.array(rows, np.int64).reshape(-1, 2)
 
     def extremes(self, slots: Array) -> torch.Tensor:
-        """Return int32 [2 slots]: checksums and their negatives. Their maxima show whether all are equal."""
+        """Return checksums and their negatives, int32 [2 slots].
+
+        Their maxima over ranks show whether all copies are equal.
+        """
         made = torch.full((2, self.size), NONE, dtype=torch.int32)
         for slot, checksum in slots.tolist():
             made[0, slot], made[1, slot] = checksum, -checksum
         return made.flatten()
 
     def rows(self, slots: Array, extremes: torch.Tensor) -> torch.Tensor:
-        """Return float64 [slots, columns], which ranks add up.
+        """Return the numbers to be summed over ranks, float64 [slots, columns].
 
         Args:
             slots: result of `slots`.
@@ -60,7 +63,7 @@ class ReplicaComparison:
         return rows
 
     def of_all(self, added: torch.Tensor, extremes: torch.Tensor) -> dict[tuple[str, str], Compared]:
-        """Return the comparison of everything that any rank has, by (layer, what).
+        """Return the comparison of all tensors on any rank, by (layer, what).
 
         Args:
             added: float64 [slots * columns], the sums over all ranks.
@@ -76,7 +79,7 @@ class ReplicaComparison:
 
 
 def _wrong(row: torch.Tensor, any_is: bool) -> Compared:
-    """Return the result of a comparison that each rank makes for itself, with 1 for wrong."""
+    """Return the result of a comparison that each rank makes alone. A 1 means wrong."""
     held, top, _, of_top, _ = row.tolist()
     apart = int(top) if any_is else 0
     return Compared(int(held), apart, int(of_top) if apart == 1 else None)
@@ -90,7 +93,7 @@ def _compared(rows: torch.Tensor) -> Compared:
             continue
         ranks += int(held)
         if top == held:
-            continue  # all have the largest checksum
+            continue  # all copies have the largest checksum
         most = max(top, bottom)
         apart += int(held - most)
         if held - most == 1 and held > 2:
@@ -109,9 +112,9 @@ Checksums = Mapping[tuple[str, str], tuple[int, int]]
 class Compared:
     """The comparison of a tensor's copies, over all its parts."""
 
-    #: ranks that hold a copy that another rank holds too
+    #: number of ranks with a copy that another rank also has
     ranks: int
-    #: how many of these differ from the majority
+    #: how many of these ranks differ from the majority
     apart: int
     #: the rank that differs, if it is the only one
     rank: int | None

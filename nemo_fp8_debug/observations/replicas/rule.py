@@ -1,4 +1,4 @@
-"""The rule about replicas: copies that must be equal on all ranks and differ."""
+"""The rule about replicas: copies that differ although they must be equal on all ranks."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def copies_apart(records: Records) -> CopiesApart | None:
 
 @rule("replicas", ("replicas",), (copies_apart,), event="replica", needs_no_baseline=True)
 def find_copies_apart(facts: Facts) -> Iterator[Finding]:
-    """Name copies that ranks must hold alike and do not. That needs no baseline.
+    """Name copies that differ although they must be equal on all ranks. This rule needs no baseline.
 
     Example: the last micro-batch is not reduced, so dW of layers.0.proj differs between two ranks.
     """

@@ -1,4 +1,4 @@
 """Weight gradients, optimizer states and steps of weights. Internal."""
 
-#: position of its tables in a record
+#: position of this feature's tables in a record
 PLACE = 4

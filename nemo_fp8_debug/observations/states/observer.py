@@ -54,7 +54,7 @@ class StateStep(StepObserver):
     def close(self) -> Collection[Key]:
         """See `StepObserver`."""
         if self._is_open and self._capture.unseen:
-            why = "it skipped the step, or its parameters are flattened (FSDP1), or not those of the model"
+            why = "it skipped the step, or its parameters are flattened (FSDP1), or do not belong to the model"
             self._errors.warn(f"the optimizer's states were not observed: {why}", kind="states")
         return ()
 
@@ -92,7 +92,7 @@ class StateObservation(TensorObservation):
         return {states: join_rows(found.metrics, found.what_if, own), histograms: found.histograms}
 
     def finish(self, tables: Mapping[str, Columns], scalars: Mapping[str, float]) -> dict[str, Columns]:
-        """Return states with their share of the squared norms of all layers. Pipeline stages have parts of these."""
+        """Return states with their share of the squared norms of all layers. Each pipeline stage has only some layers."""
         name = TABLES[0].name
         if not (states := tables.get(name)):
             return {}

@@ -1,8 +1,8 @@
 """Observe weight gradients and optimizer states around a step, and some rows and columns of a weight and its moments.
 
-An optimizer steps by parameters of the model or, in mixed precision, by float32 copies of them, whole or a rank's part
-(Megatron's `main_param`). The gradient is the unclipped one of `capture/weight_gradients.py`. If that is not known, as with
-DeepSpeed's ZeRO, we take the gradient that the optimizer steps by.
+An optimizer updates parameters of the model or, in mixed precision, float32 copies of them, whole or a rank's part
+(Megatron's `main_param`). We use the unclipped gradient of `capture/weight_gradients.py`. If that gradient is unknown, as
+with DeepSpeed's ZeRO, we use the gradient that the optimizer uses.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from ...numerics.gemm_error import spread_places
 from ...numerics.recipe import Recipe
 from .table import UPDATE_METRICS
 
-#: returns exact and quantized dW of a layer's first call, in the same rows and columns, or None if unknown
+#: returns the exact and the quantized dW of a layer's first call, in the same rows and columns, or None if unknown
 Products = Callable[[str], tuple[torch.Tensor, torch.Tensor] | None]
 _OPTIONS = ("amsgrad", "maximize")
 
 
 def adam_of(optimizer: Any, parameter: Any) -> Adam | None:
-    """Return the rule of an optimizer's step of a parameter, or None if the optimizer is not supported.
+    """Return Adam's rule for an optimizer's step of a parameter, or None if the optimizer is not supported.
 
     Supported are Adam and AdamW of torch and torchao, and Transformer Engine's FusedAdam.
     """
@@ -64,19 +64,19 @@ def _is_decoupled(optimizer: Any, group: Any) -> bool | None:
 
 
 class UpdateSample:
-    """A step of one weight, created before its optimizer takes the step."""
+    """A step of one weight. Create this object before the optimizer's step."""
 
     def __init__(self, rows: int, step: int, weight: Any, first: Any, second: Any, gradient: Any) -> None:
         """
         Args:
             rows: number of rows, and of columns, to compare.
-            step: step of the run, which determines their positions.
-            weight: weight that the optimizer steps, a matrix.
-            first, second: moments as numbers, or None if they start at zero.
+            step: step of the run, which determines the positions of these rows and columns.
+            weight: weight that the optimizer updates, a matrix.
+            first, second: decoded moments, or None if they start at zero.
             gradient: gradient of the optimizer's step.
 
         Raises:
-            LookupError: ranks have parts of them, or they are not matrices of one shape.
+            LookupError: ranks have parts of the tensors, or the tensors are not matrices of one shape.
         """
         self._k, self._step, self._shape = rows, step, tuple(weight.shape)
         self._before = self._held(weight, first, second)
@@ -110,7 +110,7 @@ def of_update(sums: torch.Tensor) -> dict[str, float | None]:
     """Return the errors of a step relative to the norm of the exact step.
 
     Args:
-        sums: float64, as `numerics.adam.UPDATE_SUMS`.
+        sums: float64, in the order of `numerics.adam.UPDATE_SUMS`.
 
     Example:
         >>> found = of_update(torch.tensor([9.0, 4.0, 1.0, 1.0, 1.0, 0.0, 100.0, 1.0, 1.0], dtype=torch.float64))
@@ -125,7 +125,7 @@ def of_update(sums: torch.Tensor) -> dict[str, float | None]:
     return dict(zip(UPDATE_METRICS, errors, strict=True))
 
 
-#: names of each state in optimizers; the first one that exists counts
+#: names of each state in optimizers; the first existing name counts
 _NAMES = {
     "first_moment": ("exp_avg", "momentum_buffer"),
     "second_moment": ("exp_avg_sq",),
@@ -135,7 +135,7 @@ _NAMES = {
 
 _LOOKING = "while looking at an optimizer's states"
 _GRADIENT = "weight_gradient"
-#: raised for parts of states, and if a state is not a matrix: steps of these are not compared
+#: raised for parts of states, and for states that are not matrices. We do not compare steps of such weights
 _NOT_WHOLE = (LookupError, TypeError)
 
 
@@ -149,7 +149,7 @@ def state_operands(
 
     Args:
         roles: roles in `STATES`.
-        what_if: other recipes to measure them under.
+        what_if: other recipes to measure states under.
         counts: returns for a GEMM a test whether this rank counts a tensor in its weight's layout.
     """
     return {
@@ -161,7 +161,7 @@ def state_operands(
 
 
 class StateCapture:
-    """Observes all optimizers that step in one sampled step."""
+    """Observes the steps of all optimizers in one sampled step."""
 
     def __init__(
         self,
@@ -175,7 +175,7 @@ class StateCapture:
         Args:
             operands: include the result of `state_operands`.
             guard: returns a context that keeps an exception out of the training loop.
-            rows: rows and columns of each weight to compare with exact steps, or 0 for none.
+            rows: number of rows and columns of each weight to compare with exact steps, or 0 for no comparison.
             step: sampled step, which determines the rows.
             products: returns dW by layer, if known.
         """
@@ -193,11 +193,11 @@ class StateCapture:
 
     @property
     def unseen(self) -> bool:
-        """True if no optimizer stepped any of the weights."""
+        """True if no optimizer updated any of the weights."""
         return bool(self._gemms) and not self._stepped
 
     def see_gradients(self, found: Sequence[WeightGradient]) -> None:
-        """Count gradients, replacing earlier ones of the same weights."""
+        """Count gradients, replacing earlier gradients of the same weights."""
         for names, x in found:
             for key in [(name, _GRADIENT) for name in names if (name, _GRADIENT) in self._operands]:
                 self._operands[key] = _counted_anew(self._operands[key])
@@ -211,7 +211,7 @@ class StateCapture:
             key = stepped.name, _GRADIENT
             if key in self._operands:
                 known, apart = self._operands[key], getattr(optimizer, "use_decoupled_grad", False)
-                if apart and known.calls:  # `.grad` was counted, but the optimizer steps by another gradient
+                if apart and known.calls:  # `.grad` was counted, but the optimizer uses another gradient
                     known = self._operands[key] = _counted_anew(known)
                 if not known.calls and not known.copies:
                     self._take(*key, stepped.of(_gradient(optimizer, stepped.parameter)))
@@ -240,7 +240,7 @@ class StateCapture:
     def _end_sample(self, stepped: Stepped, optimizer: Any) -> None:
         sample, operand = self._samples.pop(stepped.name, None), self._operands[stepped.name, "update"]
         adam = adam_of(optimizer, stepped.parameter) if sample else None
-        if sample and adam and operand.calls:  # otherwise another rank counts it
+        if sample and adam and operand.calls:  # otherwise another rank counts the step
             with self._guard(_LOOKING), contextlib.suppress(*_NOT_WHOLE):
                 held = _held(stepped, optimizer)
                 operand.add_further(sample.sums(adam, *held, self._products(stepped.name)))
@@ -272,7 +272,7 @@ def _gradient(optimizer: Any, parameter: Any) -> Any:
 
 
 def _held(stepped: Stepped, optimizer: Any) -> tuple[Any, Any, Any]:
-    """Return the weight that an optimizer adds to, and its moments as numbers. Missing moments are None."""
+    """Return the weight that an optimizer adds to, and its decoded moments. Missing moments are None."""
     parameter, found = stepped.parameter, dict[str, Any]()
     state = optimizer.state.get(parameter, {})
     for role, names in _NAMES.items():
@@ -283,10 +283,10 @@ def _held(stepped: Stepped, optimizer: Any) -> tuple[Any, Any, Any]:
 
 
 def _decoded(x: Any, optimizer: Any, parameter: Any, name: str) -> Any:
-    """Return a state as numbers. torchao's and Transformer Engine's optimizers keep it in fewer bits, or scaled.
+    """Return a decoded state. torchao's and Transformer Engine's optimizers store states in fewer bits, or scaled.
 
     Raises:
-        TypeError: it is a DTensor of Transformer Engine's, which only that can decode.
+        TypeError: the state is a DTensor of Transformer Engine, and only Transformer Engine can decode it.
     """
     if type(x).__module__.partition(".")[0] == "torchao":
         return x.dequantize()
@@ -296,5 +296,5 @@ def _decoded(x: Any, optimizer: Any, parameter: Any, name: str) -> Any:
     if is_dtensor(x):
         if x.dtype in (torch.float32, torch.bfloat16):
             return x
-        raise TypeError(f"{name} is a DTensor of {x.dtype}; this dtype is supported only if ranks keep no parts of a state")
+        raise TypeError(f"{name} is a DTensor of {x.dtype}; this dtype is not supported if ranks shard the optimizer state")
     return unscaled(parameter, name)

@@ -1,4 +1,4 @@
-"""Rules about optimizer states: steps of a weight that are far too large, or lost."""
+"""Rules about optimizer states: weight steps that are far too large, or lost in rounding."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ def weight_steps(records: Records) -> list[LayerCourse]:
 
 @fact
 def lost_steps(records: Records) -> pl.DataFrame:
-    """Return layer, first step and count n of weights that do not change in a step although they have a gradient.
+    """Return weights that do not change in a step although they have a gradient: layer, first such step, and count n.
 
-    Steps without a learning rate do not count. Neither do weights that stand still in the baseline.
+    Steps without a learning rate do not count. Weights that do not change in the baseline do not count either.
     """
     mine = read_unusual(lambda run: _read(run, "update").filter(norm=0.0), records.run, records.baseline, ["layer"])
     moved = _read(records.run, "weight_gradient").filter(pl.col("norm") > 0).select("step", "layer")
@@ -114,7 +114,7 @@ def describe_culprit(found: Finding, records: Records) -> Iterator[str]:
     rows = rows.filter(pl.col("update_error").is_not_null())
     if rows.is_empty():
         return
-    # Samples without the gradient's part would make the other parts look larger.
+    # Samples in which the gradient's part is unknown would make the other parts look larger.
     rows = known if len(known := rows.drop_nulls("error_of_weight_gradient")) else rows
     squares = {what: (rows[name] ** 2).mean() for name, what in _OF_UPDATE.items()}
     parts = {what: float(value) for what, value in squares.items() if isinstance(value, float)}

@@ -14,20 +14,20 @@ from ...core.text import format_number
 from .table import TABLES
 
 #: name in JSON, title of the table, and its columns after layer and tensor
-NAME, TITLE = TABLES[0].name, "What the optimizers keep, baseline -> run, medians over the later half of the run"
+NAME, TITLE = TABLES[0].name, "Optimizer states, baseline -> run, medians over the later half of the run"
 HEADINGS = ("size (log2 of the ratio)", "root mean square", "share of the squared norm %", "NaN or infinity since")
 _KEY = ["layer", "role"]
 _SHOWN = ("rms_baseline", "rms_run", "size_log2", "share_baseline", "share_run")
 
 
 def compare_runs(baseline: Run, run: Run) -> pl.DataFrame:
-    """Compare the optimizer's tensors over the later half of the samples that both runs have.
+    """Compare the optimizers' tensors over the later half of the samples in both runs.
 
     Returns:
         One row for each weight and state: layer, role, tensor (the symbol of the role), rms_baseline and rms_run (root mean
         squares), size_log2 (log2 of their ratio), share_baseline and share_run (percent of all squared norms), and
-        nonfinite_since (first step with NaN or infinity in the run alone). All but the last are medians. Tensors that are
-        not finite come first, then the largest ratios. Empty if a record has no states.
+        nonfinite_since (first step with NaN or infinity in the run alone). All values except the last are medians. Tensors
+            that are not finite come first, then the largest ratios. Empty if a record has no states.
 
     Example:
         >>> from nemo_fp8_debug.analysis.runs.run import Run

@@ -1,4 +1,4 @@
-"""Scalars that a framework reports for each step and for its evaluations. Internal."""
+"""Scalars that a framework reports for each step and each evaluation. Internal."""
 
-#: position of its tables in a record
+#: position of this feature's tables in a record
 PLACE = 7

@@ -1,4 +1,4 @@
-"""Tables of a framework's scalars: a row for each step, and one for each loss of an evaluation."""
+"""Tables of a framework's scalars: a row for each step, and a row for each loss of an evaluation."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from ...core.keys import STEP_SCALARS
 from ...core.table import SAMPLE, Table, cast_columns
 
 TABLES = (
-    # Values that are read on sampled steps only are null on other steps.
+    # Values that we read only on sampled steps are null on other steps.
     Table("steps", {**SAMPLE, **cast_columns("float64", "time", *STEP_SCALARS), **cast_columns("string", "trigger")}),
     Table(
         "validation",

@@ -143,7 +143,7 @@ class TestTwoRuns:
         first = found.filter(metric="channel_ratio").row(0, named=True)
         assert (first["layer"], first["tensor"]) == ("1", "input") and first["ratio_log2"] > 4
         told = CliRunner().invoke(app, ["compare", str(tmp_path / "run"), "--baseline", str(tmp_path / "baseline")]).output
-        assert "What lies between GEMMs" in told
+        assert "Tensors between GEMMs" in told
 
     def test_nan_that_comes_up_between_gemms_is_named(self, tmp_path: Path) -> None:
         told = diagnose(self.trained(tmp_path / "run", lost=True), self.trained(tmp_path / "baseline"))
