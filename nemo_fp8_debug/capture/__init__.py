@@ -1,1 +1,1 @@
-"""From a running model to histograms of its GEMM operands. Internal."""
+"""Count the GEMM operands of a running model into histograms. Internal."""

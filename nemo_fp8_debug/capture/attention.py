@@ -1,11 +1,11 @@
 """Observe operands of Transformer Engine's FP8 attention, if its unfused emulation shows them.
 
-With `NVTE_UnfusedDPA_Emulate_FP8=1`, its `UnfusedDotProductAttention` puts Q, K, V, S and O, and on the way back dO, dP, dQ,
-dK and dV, through autograd nodes that quantize and dequantize. Each node holds its quantizer, from which we read the cast. A
-hook before a node sees the gradients that it receives in the backward. The node does not keep its inputs of the forward. So
-during the call a mode of torch watches the results of functions, and calls each function unchanged.
+With `NVTE_UnfusedDPA_Emulate_FP8=1`, its `UnfusedDotProductAttention` passes Q, K, V, S and O through autograd nodes that
+quantize and dequantize, and in the backward dO, dP, dQ, dK and dV. Each node holds its quantizer, from which we read the
+cast. A hook before a node sees the gradients that the node receives in the backward. The node does not keep its inputs of
+the forward. So during the call a torch mode watches the results of functions, and calls each function unchanged.
 
-The fused kernels do not show operands. We warn that such an attention ran in FP8.
+The fused kernels do not show operands. If an attention ran in FP8 with these kernels, we warn.
 """
 
 from __future__ import annotations
@@ -41,20 +41,20 @@ BACKWARD = {
     "dQKV_quantizer": ("grad_query", "grad_key", "grad_value"),
 }
 _NODE = "FP8EmulationFuncBackward"
-#: how many results of functions are remembered: a node follows the function that made its input
+#: number of function results to remember. A node comes soon after the function that made its input
 _REMEMBERED = 4
 #: number of consecutive nodes of the emulation
 _CHAIN = 2
-#: quantizers with one scale for a tensor, whose operands may have any layout
+#: quantizers with one scale for a tensor; their operands may have any layout
 _PER_TENSOR = ("Float8Quantizer", "Float8CurrentScalingQuantizer", "IdentityQuantizer")
-#: quantizers with blocks along the dimension that a product sums over: along tokens for V and dV
+#: quantizers with blocks along the dimension that a product sums over, which are tokens for V and dV
 _IN_BLOCKS = ("MXFP8Quantizer",)
 _ALONG_TOKENS = ("value", "grad_value")
 _BACKEND = Backend("Transformer Engine attention", lambda module: False, lambda *_: None, lambda *_: None, lambda out: out)
 
 
 def find_attentions(scanned: Iterable[ScannedModule]) -> list[Gemm]:
-    """Return every attention of Transformer Engine in a model that torch.compile does not run."""
+    """Return every attention of Transformer Engine in a model, except attentions inside torch.compile."""
     return [Gemm(one.name, one.module, _BACKEND) for one in scanned if is_attention(one.module) and not one.compiled]
 
 
@@ -72,7 +72,7 @@ def _recipe_of(module: Any) -> Any:
 
 
 def is_in_fp8(module: nn.Module) -> bool | None:
-    """Return whether an attention runs in FP8, from its last call or its configuration. None if neither shows it."""
+    """Return whether an attention runs in FP8, from its last call or its configuration. Return None if unknown."""
     recipe = _recipe_of(module)
     config: Any = getattr(module, "config", None)
     if getattr(module, "fp8_initialized", False) and recipe is not None:
@@ -88,7 +88,7 @@ def _asks(recipe: Any) -> bool:
 
 
 def is_emulated() -> bool:
-    """Return True if the environment enables the emulation and leaves Transformer Engine no faster choice."""
+    """Return True if the environment enables the emulation and disables all faster attentions of Transformer Engine."""
     get = os.environ.get
     return get("NVTE_UnfusedDPA_Emulate_FP8") == "1" and get("NVTE_FLASH_ATTN") == get("NVTE_FUSED_ATTN") == "0"
 
@@ -152,7 +152,7 @@ class AttentionCapture:
             self.unseen[gemm.name] = None
 
     def _take_node(self, gemm: Gemm, node: Any, inputs: Callable[[], Sequence[torch.Tensor | None]]) -> None:
-        """Take the operands of a node of the emulation that a forward has made.
+        """Observe the operands of a node of the emulation that a forward has made.
 
         Args:
             inputs: returns the input tensors of the node.
@@ -161,7 +161,7 @@ class AttentionCapture:
         if roles := FORWARD.get(name):
             self._take(gemm, roles, quantizer, inputs())
         elif roles := BACKWARD.get(name):
-            # Do not keep the node alive: it holds what is saved for the backward.
+            # Do not keep the node alive, because it holds tensors that are saved for the backward.
             take = partial(self._take, gemm, roles, quantizer)
             self._dispatcher.watch_node(node, partial(self._guarded, gemm), before=take)
 
@@ -175,14 +175,14 @@ class AttentionCapture:
         for role, x, sink in zip(roles, mine, sinks, strict=True):
             try:
                 if x is None:
-                    raise LookupError("the tensor that the emulation was given could not be found")
+                    raise LookupError("the input of the emulation could not be found")
                 if sink is not None:
                     sink.add(_as_cast(x.detach(), role, use), next(self._dispatcher.order), use)
             except Exception as error:
                 self._on_fault(gemm.name, role, error, True)
 
     def _cast_of(self, gemm: Gemm, roles: Sequence[str], tensors: Sequence[torch.Tensor], quantizer: Any) -> ScaleInUse:
-        """Return the cast of operands that are cast as one tensor: Q, K and V, or their gradients."""
+        """Return the cast of operands that are cast together as one tensor: Q, K and V, or their gradients."""
         like = "grad_output" if roles[0].startswith("grad") else "input"
         try:
             if self._untold:
@@ -206,7 +206,7 @@ class AttentionCapture:
 
 
 def _as_cast(x: torch.Tensor, role: str, use: ScaleInUse) -> torch.Tensor:
-    """Return the tensor with the dimension last that blocks run along.
+    """Return the tensor transposed so that blocks run along the last dimension.
 
     Args:
         x: Q, K, V or a gradient, [tokens, batch, heads, features] as in the emulation.
@@ -234,7 +234,7 @@ class _Watching(TorchFunctionMode):
             self.look_at(args)
         out = func(*args, **(kwargs or {}))
         if self._on:
-            # Inside a node, which runs without gradients, a function receives the node's inputs.
+            # A function inside a node receives the node's inputs. Nodes run without gradients.
             self._remember(*args[:1], out)
         return out
 
@@ -259,7 +259,7 @@ class _Watching(TorchFunctionMode):
         self._recent.clear()
 
     def look_at(self, tensors: Sequence[Any]) -> None:
-        """Take the nodes of the emulation that made these tensors, each once."""
+        """Report each node of the emulation that made one of these tensors, once."""
         for x in tensors:
             node = x.grad_fn if isinstance(x, torch.Tensor) else None
             for made in reversed(list(_chain(node))):
@@ -283,7 +283,7 @@ class _Watching(TorchFunctionMode):
 
 
 def _chain(node: Any) -> Iterator[Any]:
-    """Yield nodes of the emulation, last first. An output that leaves in FP8 has one more node."""
+    """Yield nodes of the emulation, last first. An output in FP8 has one more node."""
     if type(node).__name__ == "_QuantizeFuncBackward":
         node = node.next_functions[0][0]
     for _ in range(_CHAIN):

@@ -1,4 +1,4 @@
-"""Find parameters that FSDP2 has sharded, and the DDP whose forward runs."""
+"""Find parameters that FSDP2 has sharded, and the DistributedDataParallel module whose forward runs."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from .scan import ScannedModule
 
 
 def find_active_ddp() -> Any:
-    """Return torch's DistributedDataParallel inside whose forward this is called, if any."""
+    """Return the DistributedDataParallel module of torch whose forward runs, or None."""
     of: Any = sys.modules.get("torch.nn.parallel.distributed")
     return getattr(getattr(of, "DistributedDataParallel", None), "_active_ddp_module", None)
 
 
 class Sharded:
-    """Parameters of FSDP2, which replace a module's weight as long as it is not gathered."""
+    """Parameters of FSDP2. They replace a module's weight while the weight is not gathered."""
 
     def __init__(self, scanned: Iterable[ScannedModule]) -> None:
         self._of: dict[tuple[int, str], tuple[Any, Any]] = {}
@@ -28,23 +28,23 @@ class Sharded:
                 self._of[id(info.module), info.param_name] = one, group
 
     def find(self, module: nn.Module, name: str) -> tuple[Any, Any]:
-        """Return FSDP2's state of a parameter, and of the group that it gathers together with this parameter."""
+        """Return FSDP2's state of a parameter, and its state of the group of parameters that are gathered together."""
         return self._of[id(module), name]
 
     def parameter(self, module: nn.Module, name: str) -> Any:
-        """Return the sharded parameter, a DTensor, if there is one."""
+        """Return the sharded parameter, a DTensor, or None if there is none."""
         found = self._of.get((id(module), name))
         return found and found[0].sharded_param
 
     def has_gradient(self, module: nn.Module, name: str) -> bool:
-        """Return True if earlier backward passes have left a gradient."""
+        """Return True if the parameter has a gradient from earlier backward passes."""
         one, _ = self._of[id(module), name]
         own = getattr(one, "_unsharded_param", None)
         kept = (one.sharded_param.grad, one.unsharded_accumulated_grad, None if own is None else own.grad)
         return any(grad is not None for grad in kept)
 
     def is_reduced(self, module: nn.Module, name: str) -> bool:
-        """Return True if the next backward pass adds up its gradient over all ranks."""
+        """Return True if the next backward pass sums the parameter's gradient over all ranks."""
         _, group = self._of[id(module), name]
         return bool(group.reduce_grads and group.all_reduce_grads)
 

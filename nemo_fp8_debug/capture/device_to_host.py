@@ -1,6 +1,6 @@
-"""Copy the tensors of a sampled step from devices to the host after the step, off the stream of the training.
+"""Copy the tensors of a sampled step from devices to the host after the step, in another stream than the training.
 
-Tensors of a device are copied as one. We copy only the occupied bins of histograms.
+All tensors of a device are joined for one copy. We copy only the occupied bins of histograms.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 
 from ..numerics.histogram import BINS
 
-#: how many histograms are searched at once, 2 MiB
+#: number of histograms that are searched at once (2 MiB)
 GROUP = 8
 #: returns the replacement of a tensor
 Move = Callable[[torch.Tensor], torch.Tensor]
@@ -32,7 +32,7 @@ class Holder(Protocol):
 
 
 class DeviceToHostCopy:
-    """A copy that is prepared in the training thread after a step, without waiting, and made in the background."""
+    """A copy that the training thread prepares after a step without waiting, and a background thread makes."""
 
     def __init__(self, holders: Sequence[Holder], devices: Collection[torch.device]) -> None:
         """
@@ -71,7 +71,7 @@ def _mark(device: torch.device) -> torch.cuda.Event:
 
 
 def _by_device(holders: Sequence[Holder]) -> list[list[torch.Tensor]]:
-    """Return the tensors that are not in host memory, each once, as a list for each device."""
+    """Return the tensors that are not in host memory, as a list for each device, without duplicates."""
     found: dict[torch.device, dict[int, torch.Tensor]] = defaultdict(dict)
 
     def note(x: torch.Tensor) -> torch.Tensor:
@@ -86,7 +86,7 @@ def _by_device(holders: Sequence[Holder]) -> list[list[torch.Tensor]]:
 
 @functools.cache
 def _stream(device: torch.device) -> torch.cuda.Stream:
-    """Return one stream for good: torch reuses memory freed in a stream for that stream only."""
+    """Return the stream for copies, always the same, because torch reuses freed memory only within a stream."""
     return torch.cuda.Stream(device)
 
 
@@ -129,7 +129,7 @@ def _thinned(histograms: Sequence[torch.Tensor]) -> list[Bins]:
 def _filled(groups: Sequence[Bins], n: int) -> Iterator[torch.Tensor]:
     """Yield the `n` histograms from the result of `_thinned`."""
     for i, (where, there) in enumerate(groups):
-        counts = np.zeros((min(GROUP, n - GROUP * i), BINS), np.int64)  # mostly never touched
+        counts = np.zeros((min(GROUP, n - GROUP * i), BINS), np.int64)  # most of this memory is never touched
         counts.reshape(-1)[where.numpy()] = there.numpy()
         yield from torch.from_numpy(counts)
 

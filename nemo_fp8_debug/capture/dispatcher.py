@@ -11,7 +11,8 @@ watch_optimizer  any optimizer is about to step, and has stepped
 after_backward   the current backward pass is over
 at_close         the step is over
 
-Each subscriber provides a guard, which decides what a fault in it costs. Hooks do nothing while torch.compile traces them.
+Each subscriber provides a guard, which decides what a fault in the subscriber costs. Hooks do nothing while torch.compile
+traces them.
 """
 
 from __future__ import annotations
@@ -36,13 +37,17 @@ from .tracing import Hook
 #: returns a context that keeps a subscriber's exceptions out of the run
 Guard = Callable[[], AbstractContextManager[Any]]
 
-#: Engines queue callbacks in a backward pass, some of which queue another. After this many rounds all of them have run.
+#: Engines queue callbacks in a backward pass, and callbacks may queue further callbacks. After this many rounds, all have
+#: run.
 _LAST_CALLBACK = 4
 _SKIPPED, _COUNTED, _FIRST, _AGAIN, _TRANSFORMED = range(5)
 
 
 class Transformed(Exception):
-    """A forward under a transform of torch.func (vmap, grad, jvp), whose tensors stand for others, so we do not count it."""
+    """A forward under a transform of torch.func (vmap, grad, jvp).
+
+    We do not count it, because its tensors represent others.
+    """
 
 
 class Mode(Protocol):
@@ -61,7 +66,7 @@ class Pass:
 
     #: place in the order of execution
     order: int
-    #: whether the pass counts; a first forward under `no_grad` does not, but its recompute does
+    #: whether the pass counts. A first forward under `no_grad` does not count, but its recompute does
     counts: bool
     #: the observer's own data
     kept: Any = None
@@ -69,7 +74,7 @@ class Pass:
     modes: Sequence[Mode] = ()
 
     def watch(self, mode: Mode) -> None:
-        """Begin a mode after all subscribers to this event, and end it as soon as the module has returned."""
+        """Begin a mode after all subscribers have run. End the mode when the module returns."""
         self.modes = [*self.modes, mode]
 
 
@@ -95,7 +100,10 @@ class _Call:
         self.modes: Sequence[tuple[_Observer, Mode]] = ()
 
     def begin_modes(self) -> None:
-        """Begin the modes that observers have requested, outside of guards, which hide other modes and restore them."""
+        """Begin the modes that observers have requested.
+
+        Call this outside of guards, because guards hide and restore other modes.
+        """
         for observer, seen in self.passes.items():
             modes, seen.modes = seen.modes, ()
             for mode in modes:
@@ -110,7 +118,10 @@ class _Call:
 
 
 class _Module:
-    """A module with hooks, and the subscribers to its events. Few objects, because each costs garbage collection time."""
+    """A module with hooks, and the subscribers to its events.
+
+    It has few objects, because each costs garbage collection time.
+    """
 
     __slots__ = ("calls", "has_counted", "observers", "ready", "returned", "waiting")
 
@@ -121,20 +132,21 @@ class _Module:
         self.calls: list[_Call] = []
         #: passes under `no_grad` whose recompute may still come, in order
         self.waiting: Sequence[dict[_Observer, Pass]] = ()
-        #: whether a pass outside of backward has counted, so that a recompute adds nothing
+        #: whether a pass outside of backward has counted, so that a recompute must not count
         self.has_counted = False
 
     def decide(self, module: nn.Module, call: _Call) -> int:
         """Decide for all observers whether a forward that begins counts.
 
-        Activation recompute runs a forward twice, the second time inside backward. A forward inside backward counts only if
-        the first one could not: under `no_grad`, it left no output to hook. The recompute takes the places of the first one
-        and the observers' data, because an engine casts as it did then although its scales have moved on.
+        Activation recomputation runs a forward twice, the second time inside backward. The forward inside backward counts
+        only if the first forward could not count: under `no_grad`, that forward left no output to hook. The recompute takes
+        over the places and the observers' data of the first forward, because an engine casts with the same scales again,
+        even if these scales have been updated since.
         """
         if torch._C._functorch.peek_interpreter_stack() is not None:
             return _TRANSFORMED
         if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
-            return _SKIPPED  # the graph would repeat the counting in every replay, in memory that others use later
+            return _SKIPPED  # each replay of the graph would count again, in memory that is used for other things by then
         if torch._C._current_graph_task_id() != -1:  # inside backward, so this is a recompute
             if self.has_counted or not self.waiting:
                 return _SKIPPED
@@ -157,7 +169,7 @@ class EventHook:
     def __init__(self, guard: Guard, call: Callable[..., None], is_inside: bool = False) -> None:
         self._guard = guard
         self._call: Callable[..., None] | None = call
-        #: whether it is on a product inside a module's forward
+        #: whether the hook is on a product inside a module's forward
         self.is_inside = is_inside
 
     def __call__(self, *arguments: Any) -> None:
@@ -193,9 +205,9 @@ class Dispatcher:
         left: Callable[[Pass, Args, Kwargs, Any], None],
         applies: Callable[[Kwargs], bool] | None = None,
     ) -> None:
-        """Observe the calls of a module's forward that count, and first passes whose recompute will.
+        """Observe the calls of a module's forward that count, and first passes whose recompute will count.
 
-        A later subscriber receives each event earlier, and takes its place in the order of execution earlier.
+        The last subscriber receives each event first, and gets the earliest place in the order of execution.
 
         Args:
             entered: called before all existing hooks.
@@ -242,7 +254,7 @@ class Dispatcher:
     def watch_node(
         self, node: Any, guard: Guard, before: Callable[..., None] | None = None, after: Callable[..., None] | None = None
     ) -> None:
-        """Call these right before an autograd node runs, and after it. Does not keep the node alive."""
+        """Call `before` right before an autograd node runs, and `after` when it has run. Do not keep the node alive."""
         if before is not None:
             node.register_prehook(self._on_graph_hook(guard, before))
         if after is not None:
@@ -251,7 +263,7 @@ class Dispatcher:
     def watch_optimizer(
         self, guard: Guard, before: Callable[[Any], None] | None = None, after: Callable[[Any], None] | None = None
     ) -> None:
-        """Call these with any optimizer that is about to step, or has stepped."""
+        """Call `before` with any optimizer that is about to step, and `after` with any optimizer that has stepped."""
         for name, register, call in (
             ("before", register_optimizer_step_pre_hook, before),
             ("after", register_optimizer_step_post_hook, after),
@@ -267,11 +279,11 @@ class Dispatcher:
         _queue(self._on_graph_hook(guard, call), _LAST_CALLBACK)
 
     def at_close(self, call: Callable[[], object]) -> None:
-        """Call `call` at the end of the step, whatever else raises then."""
+        """Call `call` at the end of the step, even if other calls raise exceptions."""
         self._undo.callback(call)
 
     def close(self) -> None:
-        """End the step: remove all hooks, whatever one of them raises. Later gradients are ignored."""
+        """End the step: remove all hooks, even if removing one raises an exception. Later gradients are ignored."""
         for handle in self._handles:
             self._undo.callback(handle.remove)
         self._undo.close()

@@ -1,4 +1,4 @@
-"""Find the modules of a model that are GEMMs, and name them alike on every framework and rank."""
+"""Find the modules of a model that are GEMMs, and give them the same names in all frameworks and on all ranks."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from .scan import ScannedModule, scan_modules
 class Gemm:
     """A module that multiplies its input by a weight."""
 
-    #: global and stable: without wrappers, and with the layer's 0-based index over all pipeline stages
+    #: global, stable name: without wrappers, and with the layer's 0-based index over all pipeline stages
     name: str
     module: nn.Module
     backend: Backend
-    #: whether it runs inside torch.compile, where a hook would become part of the graph and change it
+    #: whether the module runs inside torch.compile, where a hook would become part of the graph and change it
     compiled: bool = False
-    #: which of the module's GEMMs, or "" if it has only one
+    #: part of the module that is this GEMM, or "" if the module has only one GEMM
     part: str = ""
 
     @property
@@ -55,7 +55,7 @@ def find_gemms(roots: Sequence[nn.Module], in_forward: bool = False) -> list[Gem
 
 
 def list_gemms(scanned: Iterable[ScannedModule], in_forward: bool = False) -> list[Gemm]:
-    """Return the same as `find_gemms` for a model that is already scanned."""
+    """Return the result of `find_gemms` for a model that is already scanned."""
     return [
         Gemm(one.name + _part_of_name(part, len(parts)), one.module, backend, one.compiled, part)
         for one in scanned
@@ -86,7 +86,7 @@ def _part_of_name(part: str, parts: int) -> str:
 def find_unknown_gemms(scanned: Iterable[ScannedModule]) -> dict[str, str]:
     """Return the class of each unsupported module, by name.
 
-    These modules have a matrix, and are of a framework that quantizes on its own, but no backend owns them.
+    These modules have a matrix and belong to a framework that quantizes on its own, but no backend supports them.
     """
     found = {one.name: one.module for one in scanned if one.holder}
     return {
@@ -137,5 +137,7 @@ def drop_ends(gemms: Sequence[Gemm], first: int, last: int) -> list[Gemm]:
     kept = set(layers[first : len(layers) - last])
     chosen = [g for g in gemms if g.name not in number or number[g.name] in kept]
     if not chosen:
-        raise ConfigError(f"leaving {first} first and {last} last layers in BF16 leaves none of {len(layers)} to quantize")
+        raise ConfigError(
+            f"{first} first and {last} last layers stay in BF16, which leaves none of {len(layers)} to quantize"
+        )
     return chosen

@@ -1,10 +1,10 @@
-"""Measure the multiplier of the dY of a sampled step at the loss, because code that scales the loss does not report it.
+"""Measure the multiplier of a sampled step's dY at the loss, because code that scales the loss does not report its factor.
 
-Loss scaling and gradient accumulation multiply the loss before its backward, some engines more than once. The gradient that
-arrives at the loss, d(backpropagated value)/d(loss), is the factor in every gradient of that loss.
+Loss scaling and gradient accumulation multiply the loss before its backward, in some engines more than once. The gradient
+that arrives at the loss, d(backpropagated value)/d(loss), is a factor of every gradient of this loss.
 
-We find losses in the output of a root module, in Megatron's schedules, or when a framework or the user shows one. Tensor
-hooks receive their gradients. We replace nothing, and nothing waits for a device.
+We find losses in the output of a root module and in Megatron's schedules. A framework or the user may also show us a loss.
+Tensor hooks receive the gradients of losses. We replace no tensors, and do not wait for a device.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import nn
 from .dispatcher import Dispatcher
 from .patching import Watcher, watch_calls
 
-#: relative; each factor of a multiplier adds a rounding
+#: relative rounding error of a multiplier; each of its factors is rounded
 _ROUNDING = 1e-6
 
 
@@ -59,13 +59,15 @@ class GradScale:
 
         Args:
             loss: ignored unless it is a scalar tensor with gradient.
-            tokens: number of tokens that `loss` is a sum over, if the loss to report is their mean.
+            tokens: number of tokens that `loss` is a sum over, if the reported loss is the mean over tokens.
         """
         with self._guarded():
             self._watch(loss, tokens, self._of_shown)
 
     def value(self) -> torch.Tensor | None:
-        """Return a float64 scalar on the loss's device, NaN if micro-batches differ or overflow. None: no loss seen."""
+        """Return the multiplier, a float64 scalar on the loss's device. It is NaN if micro-batches differ or overflow.
+
+        Return None if no loss was seen."""
         seen = self._of_shown or self._of_roots
         if not seen:
             return None
@@ -134,7 +136,7 @@ def read_scale(scaler: Any) -> Any:
 
 
 def was_skipped(before: Any, scaler: Any) -> Any:
-    """Return whether the optimizer has skipped its step since the scale was `before`: only then does the scale fall.
+    """Return whether the optimizer has skipped its step since the scale was `before`. The scale falls only after a skip.
 
     The result is on the scale's device.
     """

@@ -1,13 +1,14 @@
 """Observe GEMM modules during one sampled step, and pass on each operand of each GEMM exactly once.
 
-Where we observe each operand, and why there:
-X and W  When a forward is entered, before all other hooks, so that no intervention has replaced operands yet.
-         W is only found there. Its values are read after the forward, before all other forward hooks: an optimizer that
+Where we observe each operand, and why:
+X and W  When a forward is entered, before all other hooks, so that no intervention has replaced operands yet. At this point
+         we only find W. We read its values after the forward, before all other forward hooks. By then, an optimizer that
          gathers updated weights during the forward (Megatron's overlap_param_gather) has finished.
-         If an engine gathers W for the forward only (ZeRO-3, FSDP2), or splits X and W among ranks (DTensor), we also find
-         both after the forward, before the engine releases them.
-dY       In a tensor hook on the output, set before any other code sees the output. It gets the gradient before anyone
-         changes it. Unlike a module's backward hook, it works for inputs without gradient and outputs changed in place.
+         If an engine gathers W only for the forward (ZeRO-3, FSDP2), or splits X and W among ranks (DTensor), we find X and
+         W after the forward, before the engine releases them.
+dY       In a tensor hook on the output, set before any other code sees the output. The hook gets the gradient before any
+other
+         code changes it. Unlike a module's backward hook, it works for inputs without gradient and outputs changed in place.
 Operands that exist only inside a module, as in Transformer Engine's LayerNormMLP, are not observed.
 """
 
@@ -44,19 +45,19 @@ class OperandSink(Protocol):
 
         Args:
             order: place of the call in the step's order of execution.
-            use: cast in this call, if the backend knows it.
+            use: cast in this call, if the backend can determine it.
         """
 
 
 class ProductSink(Protocol):
     """Receives the operands of one GEMM, with the forward call of each."""
 
-    #: part of dW of the call, exact and from quantized operands
+    #: rows of the call's dW, computed exactly and from quantized operands
     weight_gradient: tuple[torch.Tensor, torch.Tensor] | None
 
     @property
     def sees_sums(self) -> bool:
-        """Return True if the module adds up its output over ranks and we check what it adds."""
+        """Return True if the module sums its output over ranks, and we check the summands."""
 
     def watch_sums(self) -> Mode | None:
         """Return a mode that sees the sums of the call that is about to run, or None if they are not checked."""
@@ -83,7 +84,7 @@ class ProductSink(Protocol):
 
 
 class CopySink(Protocol):
-    """Receives X and W of all GEMMs, as this rank holds them."""
+    """Receives this rank's X and W of all GEMMs."""
 
     def see(self, name: str, role: str, x: torch.Tensor) -> None:
         """Take a tensor, which may change later."""
@@ -100,7 +101,7 @@ class _WatchedGemm:
     #: sinks of the operands that hooks see, by role
     sinks: dict[str, OperandSink]
     products: ProductSink | None
-    #: determines how the engine casts, if this is enabled and supported
+    #: determines how the engine casts, if reading casts is enabled and supported
     cast: Callable[..., Callable[[], ScaleInUse]] | None
     #: guards the work on dY
     guard: Guard
@@ -117,18 +118,18 @@ class _WatchedGemm:
 
 @dataclass(eq=False, slots=True)
 class _WatchedModule:
-    """The plan for one module, which we make as the step opens."""
+    """The plan for one module, made when the step begins."""
 
     module: nn.Module
     backend: Backend
     gemms: list[_WatchedGemm]
-    #: whether X is observed after the forward: before, X or its cast is not known
+    #: whether we observe X after the forward, because X or its cast is not known before
     takes_inputs_later: bool
-    #: whether ranks may share the amax of its casts
+    #: whether ranks may share the amax of the module's casts
     shares_amax: bool
     #: whether operands are ready only between the hooks of a sharding engine
     is_sharded: bool = False
-    #: the call that runs
+    #: the call that is running
     running: Pass | None = None
 
 
@@ -140,7 +141,7 @@ class _KeptOfCall:
     arguments: Kwargs
     #: weights by GEMM, while the forward runs
     weights: Mapping[str, torch.Tensor | None]
-    #: casts of X and W by GEMM and role, if the backend knows them; None before the call has returned
+    #: casts of X and W by GEMM and role, if the backend can determine them; None before the call has returned
     casts: dict[tuple[str, str], ScaleInUse] | None = None
     #: watches amaxes that ranks share
     reductions: AmaxReductions | None = None
@@ -165,7 +166,7 @@ class Capture:
             on_fault: called after a fault, which costs only that operand or the record of its cast.
             dispatcher: dispatcher of the step.
             read_casts: whether backends determine how operands are cast.
-            products: receive the same operands with their forward call, by GEMM name.
+            products: receive the operands together with their forward calls, by GEMM name.
             masters: finds master weights of weights that are stored as codes.
             copies: receives tensors that other ranks may have copies of.
         """
@@ -176,7 +177,7 @@ class Capture:
         self._modules = {module: self._watch(module, of) for module, of in _by_module(sinks).items()}
 
     def _watch(self, module: nn.Module, sinks: Mapping[str, Mapping[str, OperandSink]]) -> _WatchedModule:
-        """Plan once what the hooks of a module do at each call.
+        """Plan once what the hooks of a module will do at each call.
 
         Args:
             sinks: sinks by GEMM and role.
@@ -256,9 +257,9 @@ class Capture:
             _multiply(watched, role, x, call, use)
 
     def _note_casts(self, watched: _WatchedModule, out: Any, kept: _KeptOfCall) -> None:
-        """Note how a call that has just returned casts X and W, because its engine's scales may move before a recompute.
+        """Note how a call that has just returned casts X and W, because the engine may update scales before a recompute.
 
-        W is reported once a step with the cast of its first call, whether or not later calls cast it anew.
+        W is reported once per step with the cast of its first call, even if later calls cast W again.
         """
         if kept.casts is not None:
             return
@@ -267,7 +268,7 @@ class Capture:
         for one in watched.gemms if any(one.cast for one in watched.gemms) else ():
             for role in ("input", "weight"):
                 if role == "weight" and one.gemm.backend.stored(watched.module, one.gemm.part):
-                    continue  # the call does not cast it
+                    continue  # the call does not cast this operand
                 if (one.name, role) not in kept.casts and (read := self._cast_reader(one, kept.arguments, role, out)):
                     kept.casts[one.name, role] = use = read(reduced)
                     if role == "weight":
@@ -366,7 +367,7 @@ class Capture:
         read: Callable[[Reduced], ScaleInUse] | None,
         reduced: Reduced,
     ) -> None:
-        """Take dY once its cast is known: at once, or after the backward in which ranks share its amax."""
+        """Observe dY as soon as its cast is known: immediately, or after the backward in which ranks share its amax."""
         with self._guarded(watched.name, "grad_output"):
             use = read(reduced) if read else None
             watched.sinks["grad_output"].add(dy, next(self._dispatcher.order), use)

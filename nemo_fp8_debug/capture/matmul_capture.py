@@ -1,8 +1,8 @@
 """Observe the operands of products inside a module's forward, in one sampled step.
 
-This is for modules whose arguments are not operands (`backends.in_forward`), and for subclasses of `nn.Linear` with their
-own forward, which may change their operands. If we cannot follow how such a Linear computes its operands, we measure its
-arguments and its parameter instead, as `unknown`.
+This is for modules whose arguments are not operands (`backends.in_forward`), and for subclasses of `nn.Linear` with a
+forward of their own, which may change operands. If we cannot follow how such a Linear computes its operands, we measure its
+arguments and its parameter instead, with the source `unknown`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class _SeenCall:
     mode: Matmuls | None = None
     #: names of GEMMs whose products were observed
     seen: set[str] = field(default_factory=set)
-    #: whether nothing in this forward may have quantized the gradients of its products
+    #: whether we know that nothing in this forward has quantized the gradients of its products
     gradients_are_told: bool = False
 
 
@@ -111,19 +111,19 @@ class MatmulCapture:
             self._weights.add(gemm.name)
             with self._guarded(gemm, "weight"):
                 if (weight := found.weight()) is None:
-                    raise LookupError("the products multiply computed parts of it, and not the parameter itself")
+                    raise LookupError("the products multiply computed parts of the parameter, and not the parameter itself")
                 self._add(gemm, "weight", weight, place, "" if found.weight_is_told else _COMPUTED)
         return partial(self._hook_gradient, gemm, call, place, found.turned)
 
     def _place(self, call: _SeenCall) -> int:
-        """Return a place in the order of execution. Products of a recompute take the place of its first pass."""
+        """Return a place in the order of execution. Products of a recompute take the places of the first pass."""
         again = torch._C._current_graph_task_id() != -1
         return call.counted.order if again or not call.seen else next(self._dispatcher.order)
 
     def _add(self, gemm: Gemm, role: str, x: torch.Tensor, place: int, untold: str) -> None:
         """
         Args:
-            untold: why it may have been quantized, or "" if it was not.
+            untold: why the operand may have been quantized, or "" if it was not quantized.
         """
         if sink := self._sinks.get((gemm.name, role)):
             use = self._use(gemm, role, untold)
@@ -156,7 +156,7 @@ class MatmulCapture:
             self._dispatcher.watch_gradient(out, partial(self._guarded, gemm, "grad_output"), take, is_inside=True)
 
     def _take_arguments(self, gemm: Gemm, call: _SeenCall, args: Args, kwargs: Kwargs, out: Any) -> None:
-        """Take the arguments of a Linear, because the operands of its product are unknown."""
+        """Observe the arguments of a Linear, because the operands of its product are unknown."""
         why = gemm.backend.foreign(gemm.module) or _COMPUTED
         with self._guarded(gemm, "input"):
             x = gemm.backend.input(gemm.module, args, kwargs, gemm.part)
@@ -173,14 +173,14 @@ def _check_rows(gemm: Gemm) -> None:
     """Check that each rank has its own rows, as ranks with different experts do.
 
     Raises:
-        TypeError: ranks split the parameter in another way, and which of them counts X and dY is unknown.
+        TypeError: ranks split the parameter in another way, and it is unknown which rank counts X and dY.
     """
     parameter: Any = find_parameter(gemm.module, parameter_name(gemm.module, gemm.part))
     if is_dtensor(parameter):
         apart = all(p.is_replicate() or (p.is_shard(0) and parameter.dim() == 3) for p in parameter.placements)
         if not apart or all(p.is_replicate() for p in parameter.placements):
             split = parameter.placements
-            raise TypeError(f"ranks hold parts of its parameter ({split}), and which of them counts X and dY is unknown")
+            raise TypeError(f"ranks hold parts of its parameter ({split}), and it is unknown which rank counts X and dY")
 
 
 def _has_functions_of_others(out: Any, inputs: Any) -> bool:

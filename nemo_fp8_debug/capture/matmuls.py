@@ -1,10 +1,12 @@
 """Find the matrix products with a parameter inside a module's forward, by watching torch's operators.
 
-A mode calls every operator unchanged during the forward. For `mm`, `addmm`, `bmm`, `baddbmm` and `_grouped_mm` it determines
-which operand comes from a parameter and which from the inputs. Their values are the operands, however they were computed.
+A mode calls every operator unchanged during the forward. For `mm`, `addmm`, `bmm`, `baddbmm` and `_grouped_mm`, it
+determines which operand comes from a parameter and which from the inputs. We measure the values that the operator
+multiplies, no matter how they were computed.
 
-We follow where values come from by their memory, so that views need no care. Only the operators listed here preserve this
-knowledge. Any other, such as a library's kernel or a rounding, ends in `UNTOLD`, and so does an 8-bit type on the way.
+We track the origin of values by their memory, so views need no special treatment. Only the operators listed here preserve a
+known origin. After any other operator, such as a library's kernel or a rounding, and after a cast to an 8-bit type, the
+origin is `UNTOLD`.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ from .operator_mode import over_dtensors
 from .scan import scan_modules
 from .tensors import is_dtensor
 
-#: position of the two operands in each product
+#: position of the first of the two operands in the arguments of each product
 _OPERANDS = {"mm": 0, "bmm": 0, "_grouped_mm": 0, "addmm": 1, "baddbmm": 1, "_addmm_activation": 1}
 _INPUTS = ""
 
@@ -43,7 +45,7 @@ class Matmul:
     x: torch.Tensor
     #: returns W, or None if the product multiplies computed parts of the parameter
     weight: Callable[[], torch.Tensor | None]
-    #: whether nothing may have quantized X, or W, before the product
+    #: whether we know that nothing has quantized X, or W, before the product
     x_is_told: bool
     weight_is_told: bool
     #: whether outputs are the rows of the product instead of its columns
@@ -65,8 +67,8 @@ class Matmuls(TorchDispatchMode):
             module: the module whose forward runs.
             parameters: names of the parameters to look for.
             inputs: arguments of the module.
-            found: receives each product, and returns a function. This receives the output, after it is part of the autograd
-                graph, and whether other code had put a hook on it.
+            found: receives each product, and returns a function. This function receives the output, once it is part of the
+                autograd graph, and whether other code had already put a hook on it.
         """
         super().__init__()  # type: ignore[no-untyped-call]
         self._module, self._watched, self._found = module, set(parameters), found
@@ -110,7 +112,7 @@ class Matmuls(TorchDispatchMode):
         finally:
             enter_again(modes)
         out = func(*args, **kwargs)
-        with contextlib.suppress(Exception):  # values that could not be followed are unknown
+        with contextlib.suppress(Exception):  # the origin of values is unknown if following them fails
             self._flow.follow(func, args, kwargs, out)
             self._remember(func, out)
         return out
@@ -135,7 +137,7 @@ class Matmuls(TorchDispatchMode):
             self._take = None
 
     def _give_out(self) -> None:
-        """Pass on outputs, which are part of the graph only after the operator that makes them has returned."""
+        """Pass on outputs. They are part of the graph only after the operator that makes them has returned."""
         waiting, self._waiting = self._waiting, []
         for out, take in waiting:
             take(out, bool(out._backward_hooks))
@@ -146,7 +148,7 @@ class Matmuls(TorchDispatchMode):
         return not mine and x.grad_fn is not None and x.untyped_storage()._cdata not in self._input_memory
 
     def _begin_parameters(self) -> None:
-        """Note the parameters as the module holds them now, because a sharding engine may have gathered them since."""
+        """Note the parameters that the module holds now, because a sharding engine may have gathered them since."""
         for one in self._scanned:
             for key, value in (*one.module._parameters.items(), *one.module._buffers.items()):
                 if value is not None and type(local_of(value)) in (torch.Tensor, nn.Parameter):
@@ -171,14 +173,14 @@ class Matmuls(TorchDispatchMode):
         return None
 
     def _which(self, names: frozenset[str], weight: torch.Tensor) -> str | None:
-        """Return which of several parameters of an operand has as many values as the operand, if exactly one has."""
+        """Return the only one of several parameters with as many values as the operand, otherwise None."""
         if len(names) == 1:
             return next(iter(names))
         fitting = [name for name in names if local_of(find_parameter(self._module, name)).numel() == weight.numel()]
         return fitting[0] if len(fitting) == 1 else None
 
     def _weight(self, key: str, multiplied: torch.Tensor, origin: Origin) -> torch.Tensor | None:
-        """Return the whole parameter if it was only moved, or the operand if it was computed from all of the parameter."""
+        """Return the whole parameter if it was only moved, or the operand if it was computed from the whole parameter."""
         parameter: Any = find_parameter(self._module, key)
         if origin.made == MOVED and origin.sources == {key}:
             out, k = parameter.shape[-2:]
@@ -194,10 +196,10 @@ def local_of(x: Any) -> torch.Tensor:
     return part
 
 
-#: how values were made from their sources: in an unknown way; by arithmetic that does not quantize; moved, or cast to
-#: another type of at least 16 bits
+#: how values were made from their sources: in an unknown way; by arithmetic that does not quantize; or only moved, or cast
+#: to another type of at least 16 bits
 UNTOLD, COMPUTED, MOVED = range(3)
-#: a sum with an addend of at least this size may serve to round
+#: adding a number of at least this size may be a trick to round values
 _ROUNDING_ADDEND = 64.0
 
 
@@ -211,7 +213,7 @@ _MOVES = _names(
     "flip gather index index_copy index_copy_ index_put index_put_ index_select masked_scatter masked_select new_zeros pad "
     "repeat roll scatter scatter_ select_scatter slice_scatter sort stack t_copy take topk view_copy zero_ zeros zeros_like"
 )
-#: operators that compute with values and do not round them to another grid
+#: operators that compute with values but do not round them to another grid
 _ARITHMETIC = _names(
     "_fused_rms_norm _grouped_mm _log_softmax _scaled_dot_product_cudnn_attention "
     "_scaled_dot_product_efficient_attention _scaled_dot_product_flash_attention "
@@ -241,12 +243,12 @@ class Origin:
 
 
 _NOT_KNOWN = Origin(UNTOLD)
-#: a storage, and where this parameter begins in a storage of several parameters
+#: a storage, and where this parameter begins if several parameters share the storage
 _Memory = tuple[int, int]
 
 
 class Dataflow:
-    """The origins of tensors, by their memory. Keeps none of them alive."""
+    """The origins of tensors, by their memory. It keeps no tensor alive."""
 
     def __init__(self) -> None:
         # A weak reference keeps the number of a storage from being reused.
@@ -254,13 +256,13 @@ class Dataflow:
         self._parts: dict[int, list[tuple[int, int]]] = {}
 
     def begin(self, tensors: Iterable[Any], source: str) -> None:
-        """Note tensors of at least 16 bits as a source, unless something else is known of their memory."""
+        """Note tensors of at least 16 bits as a source, unless their memory already has an origin."""
         for x in tensors:
             if isinstance(x, torch.Tensor) and _is_plain(x) and self.of(x) is None:
                 self._note(x, Origin(MOVED, frozenset((source,))))
 
     def begin_parameter(self, x: torch.Tensor, name: str) -> None:
-        """Note a parameter as a source. It may share a storage with others, as under a sharding optimizer."""
+        """Note a parameter as a source. Several parameters may share a storage, as under a sharding optimizer."""
         size = x.numel() * x.element_size()
         if size and x.untyped_storage().nbytes() > size and self.of(x) is None:
             self._parts.setdefault(x.untyped_storage()._cdata, []).append((x.data_ptr(), x.data_ptr() + size))

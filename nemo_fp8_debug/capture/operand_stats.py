@@ -1,4 +1,4 @@
-"""Statistics of an operand after a sampled step: on one rank, or of the whole tensor after ranks have added theirs up."""
+"""Statistics of an operand after a sampled step: on one rank, or summed over ranks for the whole tensor."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ class Cast(NamesRecipe):
     source: str
     #: dtype of the observed tensor
     dtype: str
-    #: recipe, format and source of the copy that another product multiplies; "" if its values are the same or unknown
+    #: recipe, format and source of the copy that another product multiplies; "" if the copy has the same values or is
+    #: unknown
     copy_recipe: str = ""
     copy_format: str = ""
     copy_source: str = ""
@@ -35,7 +36,7 @@ class Cast(NamesRecipe):
 
 @dataclass
 class OperandStats:
-    """The part of an operand that a rank saw in a step, over all micro-batches. Parts of the same operand add up."""
+    """Statistics of a rank's part of an operand in a step, over all micro-batches. Statistics of parts add up."""
 
     #: (layer, role)
     key: Key
@@ -48,7 +49,7 @@ class OperandStats:
     amax: float
     #: one row for float32 operands, whose histograms are rounded
     moments: Moments | None
-    #: one row under the scales in use, or None under current scaling, whose scale follows from the amax of the whole
+    #: one row under the scales in use, or None under current scaling, because the scale needs the whole tensor's amax
     sums: QuantizationSums | None
     #: one row under each recipe that histograms cannot evaluate, by name
     what_if: dict[str, QuantizationSums] = field(default_factory=dict)
@@ -56,11 +57,11 @@ class OperandStats:
     copy: QuantizationSums | None = None
     #: smallest and largest scale in use, or None if unknown yet, or if blocks have their own scales
     scales: tuple[float, float] | None = None
-    #: histograms with one scale each, if they are kept apart, with their recipes and formats
+    #: histograms with one scale each, if they are kept separate, with their casts and scales
     parts: Sequence[tuple[Cast, float | None, Histogram]] = ()
-    #: int64 [257], how often each block scale occurs, if enabled
+    #: how often each block scale occurs, int64 [257], if enabled
     block_scales: torch.Tensor | None = None
-    #: float64, sums that a histogram cannot give, as in `activations`
+    #: further sums that a histogram cannot give, float64. The feature `activations` has such sums
     further: torch.Tensor | None = None
     calls: int = 0
     #: place in the order of execution of the first call that held NaN or infinity
@@ -77,7 +78,7 @@ class OperandStats:
 
 
 def add_up_stats(key: Key, stats: Sequence[OperandStats]) -> OperandStats:
-    """Combine operands of the same recipe, format and dtype, except for sums: scales may still be unknown."""
+    """Combine operands of the same recipe, format and dtype. Leave out sums, because scales may still be unknown."""
     first = stats[0]
     direct = [s.moments for s in stats if s.moments]
     orders = [s.nonfinite_order for s in stats if s.nonfinite_order is not None]
@@ -179,7 +180,7 @@ class _UnderScales:
 
 
 def _amax(operands: Sequence[Operand], histograms: Histograms, uses: Sequence[ScaleInUse]) -> torch.Tensor:
-    """Return float32 [P]: the amax for the cast of each histogram, exact for float32 operands with rounded histograms."""
+    """Return the amax for the cast of each histogram, float32 [P]. It is exact even if float32 histograms are rounded."""
     amax, inf, i = histograms.amax(), histograms.moments.inf.clone(), 0
     for operand in operands:
         if len(operand.moments) == len(operand.histograms):

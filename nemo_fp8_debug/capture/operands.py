@@ -19,8 +19,8 @@ from .backends.base import Backend, ScaleInUse
 from .gemms import Gemm
 from .tensors import take_local_part
 
-#: number of an operand's histograms that are kept apart, because each may have another scale. Later calls are measured at
-#: once, so that many micro-batches take no more device memory
+#: largest number of an operand's histograms that are kept separate, because each may have another scale. Later calls are
+#: measured immediately, so that many micro-batches need no more device memory
 KEPT_APART = 2
 MEASURED = (*DTYPES, torch.float32)
 
@@ -33,42 +33,42 @@ class Operand:
     role: str
     #: cast of calls whose own cast is unknown
     in_use: ScaleInUse
-    #: what-if recipes; if a histogram cannot evaluate one, each tensor is measured at once
+    #: what-if recipes. If a histogram cannot evaluate a recipe, each tensor is measured immediately
     what_if: Sequence[Recipe] = ()
-    #: whether this rank counts its tensor, because no other rank has the same
+    #: returns whether this rank counts its tensor, because no other rank counts a copy
     is_counted: Callable[[torch.Tensor], bool] = lambda x: True
     #: dtype of the observed tensor
     dtype: torch.dtype | None = None
     #: histograms with one scale each, and the cast of each. Calls under the same scale share a histogram. If the scale
-    #: follows the tensor, each call has its own
+    #: follows the tensor, each call has its own histogram
     histograms: list[Histogram] = field(default_factory=list)
     casts: list[ScaleInUse] = field(default_factory=list)
-    #: calls beyond those, in one histogram; the cast of each call, and its sums under its scale
+    #: histogram of all further calls; the cast of each such call, and its sums under its scale
     rest: Histogram | None = None
     rest_casts: list[ScaleInUse] = field(default_factory=list)
     rest_sums: list[QuantizationSums] = field(default_factory=list)
     #: direct measurements of float32 operands, one row for each call
     moments: list[MomentsFound] = field(default_factory=list)
-    #: the same for sums, of float32 operands and under block recipes
+    #: direct sums of float32 operands and under block recipes, one row for each call
     sums: list[SumsFound] = field(default_factory=list)
-    #: the same under what-if recipes, by name
+    #: direct sums under what-if recipes, by name, one row for each call
     what_if_sums: dict[str, list[SumsFound]] = field(default_factory=dict)
     #: whether to measure the copy that another product multiplies; the cast and the sums of each call's copy
     measures_copies: bool = False
     copy_casts: list[ScaleInUse] = field(default_factory=list)
     copy_sums: list[SumsFound] = field(default_factory=list)
-    #: whether to count block scales; their counts, as from `count_block_scales`
+    #: whether to count block scales; their counts, from `count_block_scales`
     counts_block_scales: bool = False
     block_scales: torch.Tensor | None = None
-    #: float64, sums over all calls that a histogram cannot give, as features define them, if there are any
+    #: further sums over all calls, which features define because a histogram cannot give them: float64, or None
     further: torch.Tensor | None = None
     calls: int = 0
-    #: calls whose tensor another rank counts
+    #: number of calls whose tensor another rank counts
     copies: int = 0
     #: whether to measure float32 values under what-if recipes whose scale follows the tensor
     tries_current: ClassVar[bool] = False
-    #: the place of each call in the order of execution, and its number of non-finite values, or the number so far. None if
-    #: its moments have this number, or the histogram of the only call
+    #: the place of each call in the order of execution, and its number of non-finite values, or the total number so far.
+    #: None if the call's moments, or the histogram of the only call, have this number
     _nonfinite: list[tuple[int, torch.Tensor | int | None]] = field(default_factory=list)
 
     @property
@@ -77,7 +77,7 @@ class Operand:
         return self.gemm.name, self.role
 
     def add(self, x: torch.Tensor, order: int, use: ScaleInUse | None = None) -> None:
-        """Count another tensor. Keeps no reference to it.
+        """Count another tensor. Keep no reference to the tensor.
 
         Args:
             order: place of the call in the step's order of execution.
@@ -111,7 +111,7 @@ class Operand:
         self.further = sums if self.further is None else self.further + sums
 
     def _count(self, x: torch.Tensor, use: ScaleInUse) -> Histogram:
-        """Count a call. Return its histogram, or the histogram of several calls if none is measured in blocks."""
+        """Count a call. Return its histogram, or the histogram of several calls if no call is measured in blocks."""
         joins = self.casts and not self.rest and _one_scale(use, self.casts[-1], x.dtype)
         if joins and not any(isinstance(recipe.scaling, BlockRule) for recipe in self.what_if):
             count_into(self.histograms[-1], x)
@@ -174,7 +174,7 @@ class Operand:
         self._nonfinite = [(order, to(n) if isinstance(n, torch.Tensor) else n) for order, n in self._nonfinite]
 
     def add_up(self) -> None:
-        """Add up the parts that a device has left, on their present device."""
+        """Add up sums that kernels have left in parts, on their present device."""
         self.moments = [m.whole for m in self.moments]
         self.sums, self.copy_sums = [s.whole for s in self.sums], [s.whole for s in self.copy_sums]
         self.what_if_sums = {name: [s.whole for s in sums] for name, sums in self.what_if_sums.items()}
@@ -186,12 +186,12 @@ class Operand:
 
     @property
     def device(self) -> torch.device | None:
-        """Device of its histograms."""
+        """Device of the operand's histograms."""
         return self.histograms[0].counts.device if self.histograms else None
 
     @property
     def deferred(self) -> bool:
-        """True if one scale applies to all calls, which follows from the amax of the whole operand after the step."""
+        """True if one scale applies to all calls, and follows from the amax of the whole operand after the step."""
         return all(map(_follows_the_whole, self.casts)) and not self.sums
 
     @functools.cached_property
@@ -213,16 +213,16 @@ def _without_codes(use: ScaleInUse) -> ScaleInUse:
 
 
 def _follows_the_whole(use: ScaleInUse) -> bool:
-    """Return True if nothing casts with this scale, so that it is the same however ranks split the operand."""
+    """Return True if no engine casts with this scale. The scale then does not depend on how ranks split the operand."""
     return use.source != "engine" and isinstance(use.scale, CurrentScaling)
 
 
 def _one_scale(use: ScaleInUse, other: ScaleInUse, dtype: torch.dtype) -> bool:
-    """Return True if one scale is known to apply to two calls. Does not read a device, which would block the run."""
+    """Return True if the same scale is known to apply to two calls. Do not read from a device, which would block the run."""
     if use is other and isinstance(use.scale, torch.Tensor):
         return True
     if _follows_the_whole(use) and _follows_the_whole(other):
-        return dtype in DTYPES and use == other  # float32 is measured at once
+        return dtype in DTYPES and use == other  # float32 is measured immediately
     if not isinstance(use.scale, torch.Tensor) or not isinstance(other.scale, torch.Tensor):
         return False
     return use.format == other.format and use.scale.device.type == "cpu" and bool(use.scale == other.scale)
@@ -233,6 +233,6 @@ NO_GEMM = Backend("no GEMM", lambda module: False, lambda *_: None, lambda *_: N
 
 
 class UncastOperand(Operand):
-    """A tensor that no GEMM casts, in one step. Float32 ones are measured under what-if recipes that follow the tensor."""
+    """A tensor that no GEMM casts, in one step. If float32, it is measured under what-if recipes that follow the tensor."""
 
     tries_current = True

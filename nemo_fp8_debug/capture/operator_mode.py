@@ -1,8 +1,9 @@
-"""Dispatch modes that hooks enter and leave, which call every operator unchanged, and the amaxes that ranks share.
+"""Dispatch modes for hooks, which call every operator unchanged, and amaxes that ranks share.
 
-Some engines reduce the amax over a group of ranks during a call and cast with the largest. A rank's shard does not determine
-that scale, and the call need not keep it. So if ranks may share the amax, we watch the all-reduces of a module's forward, or
-of a node's backward. We do not wait: we read an amax only after the engine itself has waited for it.
+Some engines reduce the amax over a group of ranks during a call, and cast with the largest amax. A rank's shard does not
+determine the scale of such a cast, and the call may not keep the scale. So if ranks may share the amax, we watch the
+all-reduces of a module's forward, or of a node's backward. We do not wait for a reduction: we read an amax only after the
+engine itself has waited.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from .backends.base import ScaleInUse, UnknownCast
 from .dispatcher import Dispatcher
 
 _NAMESPACES = ("c10d", "_c10d_functional")
-#: group of ranks and amax, in order
+#: group of ranks and amax of each reduction, in order
 Reduced = Sequence[tuple[Any, torch.Tensor]]
 
 
@@ -54,7 +55,10 @@ class OperatorMode(TorchDispatchMode):
 
 
 def over_dtensors(types: Any) -> bool:
-    """Return True if an operator is called with DTensors, because it then calls this rank's operators, which we also see."""
+    """Return True if an operator is called with DTensors.
+
+    It then calls operators on this rank's parts, which we also see.
+    """
     return any(kind.__name__ == "DTensor" and kind.__module__.startswith("torch.distributed") for kind in types)
 
 
@@ -71,7 +75,7 @@ class Collectives(OperatorMode):
         """Call `func` unchanged, and observe it if it is a collective."""
         if getattr(func, "namespace", "") not in _NAMESPACES:
             return func(*args, **(kwargs or {}))
-        with suppress(Exception):  # what we could not observe is unknown
+        with suppress(Exception):  # the result is unknown if observing fails
             self.before(func, args)
         out = func(*args, **(kwargs or {}))
         with suppress(Exception):
@@ -87,7 +91,7 @@ class AmaxReductions(Collectives):
         self.seen: list[tuple[Any, torch.Tensor]] = []
 
     def after(self, func: Any, args: Any) -> None:
-        """Note a value that ranks reduce, perhaps not yet finished."""
+        """Note a value that ranks reduce. The reduction may not be finished."""
         if func.overloadpacket.__name__ == "allreduce_":
             values, group = args[:2]
             if len(values) == 1 and values[0].numel() == 1 and values[0].dtype == torch.float32:
@@ -103,7 +107,7 @@ def with_shared_amax(use: ScaleInUse, reduced: Reduced) -> ScaleInUse:
     """Return the cast of an operand with the scale of the shared amax, if ranks share it.
 
     Args:
-        reduced: reductions during the engine's function, which casts the operand before it reduces anything else in the
+        reduced: reductions during the engine's function. This function casts the operand before any other reduction in the
             group.
 
     Raises:
@@ -118,7 +122,7 @@ def with_shared_amax(use: ScaleInUse, reduced: Reduced) -> ScaleInUse:
 
 
 def wait_for_backward(dispatcher: Dispatcher, node: Any) -> Callable[[Callable[[Reduced], None]], None]:
-    """Return a function whose argument is called with the reductions during a node's run. Does not hold the node."""
+    """Return a function whose argument is called with the reductions during a node's run. Do not keep the node alive."""
     mode, waiting = AmaxReductions(), list[Callable[[Reduced], None]]()
 
     def begin(*_: Any) -> None:
@@ -138,9 +142,9 @@ def wait_for_backward(dispatcher: Dispatcher, node: Any) -> Callable[[Callable[[
 
 
 def wait_for_node(dispatcher: Dispatcher, node: Any) -> Callable[[Callable[[Reduced], None]], None]:
-    """Return a function whose argument is called once, before a node written in Python runs. Does not hold the node.
+    """Return a function whose argument is called once, before a node written in Python runs. Do not keep the node alive.
 
-    Call this function when the gradient arrives, because hooks run in the order of their registration.
+    Call the returned function when the gradient arrives, because hooks run in the order of their registration.
     """
     held = weakref.ref(node)  # a strong reference would be a cycle: node, hook of the tensor, this function
 

@@ -1,8 +1,9 @@
-"""Find an optimizer's tensors of GEMM weights: master weights of weights stored as codes, and the parameters it steps.
+"""Find an optimizer's tensors of GEMM weights: master weights of weights stored as codes, and the parameters it updates.
 
-Megatron's optimizers keep a master weight in the parameter's attribute `main_param`. Its distributed optimizer gives each
-rank a part. Other optimizers keep it in their state, which we see when they step. They step the parameter itself, its
-float32 copy or part of one, or a place in a flat tensor with parts of many parameters (DeepSpeed's ZeRO).
+Megatron's optimizers keep a master weight in the parameter's attribute `main_param`. Megatron's distributed optimizer gives
+each rank a part. Other optimizers keep the master weight in their state, which we see when they step. An optimizer may
+update the parameter itself, a float32 copy, a part of a copy, or a slice of a flat tensor with parts of many parameters
+(DeepSpeed's ZeRO).
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ from .backends.base import ScaleInUse, StoredCodes, read_raw_weight
 from .gemms import Gemm
 from .scan import ScannedModule
 
-#: names of the master weight in an optimizer's state, such as Transformer Engine's FusedAdam
+#: names of the master weight in an optimizer's state, such as the state of Transformer Engine's FusedAdam
 _STATES = ("master_param", "master_params", "master_weight")
 
 
-#: class in which ranks' parts of weights are not copies
+#: optimizer class under which ranks have different parts of weights, and no copies
 _STAGE_3 = "DeepSpeedZeroOptimizer_Stage3"
 
 
@@ -41,10 +42,10 @@ class Masters:
         self._optimizers.add(optimizer)
 
     def of(self, parameter: Any) -> tuple[torch.Tensor, int] | None:
-        """Return the master weight, flat float32, and the position of its first value in the parameter, if it is found.
+        """Return the master weight, flat float32, and the position of its first value in the parameter, or None.
 
         Raises:
-            LookupError: ranks keep parts of it, and this rank's part is unknown.
+            LookupError: ranks keep parts of the master weight, and this rank's part is unknown.
         """
         if getattr(parameter, "main_param_sharded", False):
             return self._part(parameter)
@@ -104,7 +105,7 @@ def _is_whole(master: Any, parameter: Any) -> bool:
 
 
 def find_part_start(buffer: Any, parameter: Any) -> int:
-    """Return where this rank's part of a bucket begins in a parameter. Ranks have equal parts of each bucket."""
+    """Return the index in a parameter where this rank's part of a bucket begins. Ranks have equal parts of each bucket."""
     start, _, number = buffer.param_index_map[parameter]
     bucket, group = buffer.buckets[number], buffer.data_parallel_group
     mine = bucket.offset + group.rank() * (bucket.grad_data.numel() // group.size())
@@ -113,13 +114,13 @@ def find_part_start(buffer: Any, parameter: Any) -> int:
 
 @dataclass(frozen=True)
 class Stepped:
-    """A weight as an optimizer steps it."""
+    """A weight and the tensor that an optimizer updates for it."""
 
     name: str
     weight: Any
     #: parameter of the optimizer
     parameter: Any
-    #: where the weight's values begin in a flat `parameter`, and their number; None if it has no other values
+    #: where the weight's values begin in a flat `parameter`, and their number; None if `parameter` has no other values
     place: tuple[int, int] | None = None
 
     def of(self, x: Any) -> Any:
@@ -131,14 +132,14 @@ class Stepped:
 
 
 def find_weight(gemm: Gemm) -> Any:
-    """Return the parameter that a GEMM multiplies, as its module holds it, or None if its name is unknown."""
+    """Return the parameter that a GEMM multiplies, as its module holds it, or None if the parameter's name is unknown."""
     if gemm.part and not gemm.part.isdigit():
         return None
     return read_raw_weight(gemm.module, f"weight{gemm.part}")
 
 
 def stepped_by(optimizer: Any, gemms: Mapping[str, Gemm]) -> Iterator[Stepped]:
-    """Yield the weights that an optimizer steps.
+    """Yield the weights that an optimizer updates.
 
     Args:
         gemms: GEMMs by name.
@@ -154,7 +155,7 @@ def stepped_by(optimizer: Any, gemms: Mapping[str, Gemm]) -> Iterator[Stepped]:
 
 
 def _is_flattened(own: Any, weight: Any) -> bool:
-    """Return True if the weight itself is a flat part (FSDP1). It does not show if other ranks have copies."""
+    """Return True if the weight itself is a flat part (FSDP1). Such a part does not show whether other ranks have copies."""
     return own is weight and own.dim() < 2
 
 
@@ -164,9 +165,9 @@ def is_split_by_zero(weight: Any) -> bool:
 
 
 def _in_a_flat_one(weight: Any, held: Mapping[int, Any]) -> tuple[Any, tuple[int, int]] | None:
-    """Return the flat tensor that ZeRO steps, and the place of this rank's part of a weight in it.
+    """Return the flat tensor that ZeRO updates, and the place of this rank's part of a weight in this tensor.
 
-    None if it has no part there, or if ranks may hold copies of it (MiCS).
+    Return None if the tensor has no part of the weight, or if ranks may hold copies of the part (MiCS).
     """
     stage_3 = getattr(weight, "_z3_optimizer", None)
     if stage_3 is not None:

@@ -1,4 +1,4 @@
-"""Replace a framework's function during a sampled step, if the framework has no event for its results."""
+"""Replace a framework's function during a sampled step, if the framework has no event for the function's results."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ class CastOverride(Protocol):
 
 #: modules whose operands are quantized by emulation
 EMULATED: weakref.WeakKeyDictionary[nn.Module, CastOverride] = weakref.WeakKeyDictionary()
-#: other recipes that modules' engines use, set in hooks that run after hooks that read them; None for high precision
+#: recipes that engines use for modules instead of the run's recipe, or None for high precision. The hooks that set them run
+#: after the hooks that read them
 SWITCHED: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
 
 
@@ -40,7 +41,7 @@ def find_emulation(module: nn.Module) -> CastOverride | None:
     return EMULATED.get(module)
 
 
-#: called with what is observed; must not raise
+#: called with what was observed; must not raise an exception
 Watcher = Callable[[Any], None]
 #: receives a function, a watcher and arguments; calls the function with the arguments, and reports to the watcher
 Call = Callable[..., Any]
@@ -49,7 +50,7 @@ _ABSENT = object()
 
 
 class PatchedFunction:
-    """A patched function as long as anyone watches it. Several may watch, and leave in any order."""
+    """A function that stays patched as long as it has watchers. Watchers may leave in any order."""
 
     def __init__(self, holder: Any, name: str, call: Call) -> None:
         self._holder, self._name, self._call = holder, name, call

@@ -1,4 +1,4 @@
-"""Choose the scale and format for measuring each operand: read from what quantizes it, or emulated."""
+"""Choose the scale and format for measuring each operand: read from the operand's quantizer, or emulated."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from .backends.base import ScaleInUse, make_unknown_cast, make_unquantized_cast
 from .gemms import Gemm, is_seen_in_forward
 from .patching import SWITCHED, find_emulation
 
-#: recipe for measuring a run without FP8: it needs nothing but the tensor itself
+#: recipe for measuring a run without FP8. It needs only the tensor itself
 SHADOW = Recipe(CurrentScaling())
 
 
 class Scales:
-    """Chooses at the start of a sampled step how each operand's scale is found."""
+    """Chooses at the start of a sampled step how to determine each operand's scale."""
 
     def __init__(self, gemms: Sequence[Gemm], recipe: Recipe | None, asked: str | Mapping[str, Any]) -> None:
         """
@@ -49,7 +49,7 @@ class Scales:
         }
 
     def emulate(self, keys: Sequence[Key]) -> None:
-        """Keep histories of these operands, including those of other ranks that measure the same tensors."""
+        """Keep histories of these operands, including operands on other ranks that measure the same tensors."""
         self._emulated = EmulatedScales(self._recipe, keys)
 
     def in_use(self, gemm: Gemm, role: str) -> ScaleInUse:

@@ -1,4 +1,4 @@
-"""The only walk over a model. Code that classifies modules reads its result."""
+"""The only walk over a model. Code that classifies modules reads the result of this walk."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from torch import nn
 from ..core.layer_names import WRAPPERS
 from .backends.parallel import find_first_expert
 
-#: names of lists of a rank's experts in Megatron and DeepSpeed, two levels below the module that knows their group
+#: names of lists of a rank's experts in Megatron and DeepSpeed, two levels below the module that holds their group
 _EXPERT_LISTS = ("local_experts", "deepspeed_experts")
 
 
 class ScannedModule:
-    """A module of a model, and where it is."""
+    """A module of a model, and its place in the model."""
 
-    #: whether it runs inside torch.compile, where a hook would become part of the graph and change it
+    #: whether the module runs inside torch.compile, where a hook would become part of the graph and change it
     compiled = False
 
     def __init__(self, module: nn.Module, holder: ScannedModule | None = None, key: str = "") -> None:
@@ -42,7 +42,7 @@ class ScannedModule:
 
     @cached_property
     def name(self) -> str:
-        """Return the name that depends on no wrapper and no pipeline stage."""
+        """Return the global name, which does not depend on wrappers or pipeline stages."""
         return ".".join(self._parts) or "model"
 
     @property
@@ -80,7 +80,7 @@ class ScannedModule:
 
 
 def scan_modules(roots: Iterable[nn.Module]) -> list[ScannedModule]:
-    """Return the modules of each root, in the order of `named_modules`: a module that occurs twice in a root comes once.
+    """Return the modules of each root, in the order of `named_modules`, without repeating a module of the same root.
 
     Args:
         roots: the model, or its chunks if a virtual pipeline splits it.
@@ -106,7 +106,7 @@ def find_inside(module: nn.Module) -> set[int]:
 def _walk(root: nn.Module, seen: set[int]) -> list[ScannedModule]:
     """Return the modules of a root, and add their ids to `seen`. Skip modules whose id is already there.
 
-    Each sampled step walks through hundreds of modules, so this must be as fast as `named_modules`.
+    Each sampled step walks through hundreds of modules, so this function must be as fast as `named_modules`.
     """
     found, waiting = list[ScannedModule](), [ScannedModule(root)]
     while waiting:

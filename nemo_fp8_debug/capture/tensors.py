@@ -1,8 +1,8 @@
-"""Read a tensor as its GEMM multiplies it: in the dtype of autocast, and for a DTensor this rank's part.
+"""Read a tensor as its GEMM multiplies it: in the dtype of autocast, and only this rank's part of a DTensor.
 
-How ranks share an operand is not known in advance. Under FSDP2 a weight is a DTensor until it is gathered. Under tensor
-parallelism it stays one. Under both it is gathered over one dimension of the mesh and stays split over the other. So we read
-its placements when we see it.
+We do not know in advance how ranks share an operand. Under FSDP2, a weight is a DTensor until it is gathered. Under tensor
+parallelism, a weight remains a DTensor. With both, a weight is gathered over one dimension of the mesh and remains split
+over the other. So we read the placements of a tensor when we see it.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ def is_dtensor(x: Any) -> bool:
 
 
 def take_local_part(x: torch.Tensor) -> torch.Tensor:
-    """Return this rank's part of a DTensor, detached, without a collective. Return other tensors as they are."""
+    """Return this rank's part of a DTensor, detached, without a collective. Return other tensors unchanged."""
     if not is_dtensor(x):
         return x
     with torch.no_grad():
         part: Any = x.detach().to_local()  # type: ignore[attr-defined]
-    # The part may still be on its way, in a collective that the run has begun.
+    # The part may still be arriving, in a collective that the run has begun.
     arrived: torch.Tensor = part.wait() if hasattr(part, "wait") else part
     return arrived
 
@@ -34,11 +34,10 @@ def is_counted(x: torch.Tensor, rank: int, first: int | None) -> bool:
     Args:
         x: the operand as this rank has it.
         rank: number of this rank.
-        first: the first of several ranks that have the same, each rank by itself or the ranks of a mesh together. None:
-            ranks or meshes have parts.
+        first: the first of several ranks, or of several meshes of ranks, that have copies. None if they have parts.
 
     Raises:
-        TypeError: ranks hold summands, and no rank has the sum.
+        TypeError: ranks hold summands of the operand, and no rank has the sum.
     """
     if not is_dtensor(x):
         return first is None or first == rank
@@ -54,7 +53,7 @@ def is_counted(x: torch.Tensor, rank: int, first: int | None) -> bool:
 
 
 def is_never_counted(x: torch.Tensor) -> bool:
-    """Return False, because another rank counts everything that this one has of an operand."""
+    """Return False, because another rank counts this rank's part of an operand."""
     return False
 
 

@@ -1,4 +1,4 @@
-"""Recognize modules that torch.compile runs since a monitor was attached: their hooks must not change the graph."""
+"""Recognize modules that were compiled after a monitor was attached, because our hooks must not change the graph."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .scan import ScannedModule
 _traced: set[str] = set()
 
 
-#: names of modules that have had a hook; an id could be reused for another module
+#: names of modules that have had a hook. We use names because an id could be reused for another module
 _names: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
 _numbers = itertools.count(1)
 
@@ -31,19 +31,20 @@ def _note(name: str) -> None:
     _traced.add(name)
 
 
-# Dynamo calls this function while it traces, and does not put it into the graph. torch.compiler.assume_constant_result does
-# the same, but imports Dynamo.
+# Dynamo calls this function while tracing, and does not put it into the graph. torch.compiler.assume_constant_result marks
+# functions in the same way, but imports Dynamo.
 _note._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 class Hook:
-    """A hook that stays with its module: a copy or pickle of the module has a hook that does nothing."""
+    """A hook that works only on its own module. In a copy or pickle of the module, the hook does nothing."""
 
     def __init__(self, call: Callable[..., Any] | None = None, module: nn.Module | None = None) -> None:
         """
         Args:
             call: function to call, if any.
-            module: module of a hook that only observes. In a graph of torch.compile, the hook notes this and does nothing.
+            module: module of a hook that only observes. Inside torch.compile, the hook only notes that the module is
+            compiled.
         """
         self._call = call
         self._name = "" if module is None else _name_of(module)
@@ -60,7 +61,7 @@ class Hook:
 
 
 def find_compiled_by_now(scanned: Collection[ScannedModule]) -> set[int]:
-    """Return the ids of a model's modules that run inside torch.compile, as far as we know."""
+    """Return the ids of a model's modules that are known to run inside torch.compile."""
     compiled = {id(one.module) for one in scanned if one.compiled}
     if _traced:
         compiled |= {id(one.module) for one in scanned if _names.get(one.module) in _traced}

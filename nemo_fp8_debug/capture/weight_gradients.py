@@ -1,14 +1,15 @@
-"""Observe gradients of weights over all micro-batches and ranks, before anyone unscales, clips or uses them.
+"""Observe gradients of weights over all micro-batches and ranks, before other code unscales, clips or uses them.
 
-A hook on each weight notes that a backward pass reaches it. We pass on its gradient after that pass and the engine's own
-callbacks. The gradient of a later micro-batch replaces it, so the last one is complete.
+A hook on each weight notes when a backward pass reaches the weight. We pass on the gradient after the pass and the engine's
+own callbacks. The gradient after a later micro-batch replaces it, so the last gradient is complete. When we read it:
 
-DDP       its callback has added up the gradient over ranks by this time, except in a pass under `no_sync`
-FSDP2     the same, and each rank has a part
-Megatron  `main_grad`, when `finish_grad_sync` of Megatron's DDP returns
-a step of the optimizer inside backward: the gradient as it arrives, because it is gone at the end of the pass
+DDP       after the pass, when DDP's callback has summed the gradient over ranks. Under `no_sync`, a pass has no such sum
+FSDP2     after the pass, like DDP. Each rank has a part of the gradient
+Megatron  when `finish_grad_sync` of Megatron's DDP returns, from `main_grad`
+an optimizer that steps inside backward: when the gradient arrives, because it is gone at the end of the pass
 
-We leave out a weight whose gradients ranks add up in another way, because a rank's share would be mistaken for the whole.
+We leave out weights whose gradients are summed over ranks in another way. A rank's summand would look like the whole
+gradient.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from .scan import ScannedModule
 from .tensors import is_dtensor
 
 _LOOKING = "while looking at gradients of weights"
-#: attributes of weights that Megatron adds up once more after `finish_grad_sync`
+#: attributes of weights whose gradients Megatron adds up once more after `finish_grad_sync`
 ADDED_LATER = ("shared_embedding", "average_gradients_across_tp_domain")
 _FUSED = ("fuse_wgrad_accumulation", "gradient_accumulation_fusion")
 
@@ -45,7 +46,7 @@ class WeightGradient(NamedTuple):
 
     #: names of the GEMMs that multiply the weight
     names: Sequence[str]
-    #: whole, a DTensor, or a flat part, as on this rank; None: the gradient passed on before is not complete
+    #: this rank's whole gradient, DTensor or flat part. None if the gradient that was passed on before is not complete
     x: torch.Tensor | None
 
 
@@ -58,21 +59,21 @@ class WatchedWeight:
     #: module that holds the weight, and its name there
     holder: nn.Module
     key: str
-    #: tensor that has the gradient: the weight or, under FSDP2, its sharded parameter
+    #: tensor with the gradient: the weight or, under FSDP2, its sharded parameter
     parameter: Any
     #: whether this rank counts its tensor in the weight's layout
     counts: Callable[[torch.Tensor], bool]
     is_sharded: bool = False
     #: whether the module adds to `main_grad`, and autograd receives no gradient
     is_fused: bool = False
-    #: whether other ranks have summands, which DDP must add up
+    #: whether other ranks have summands that DDP must add up
     needs_ddp: bool = False
-    #: whether DDP adds them up in the coming pass
+    #: whether DDP adds up the summands in the coming pass
     is_synced: bool = False
     #: Megatron's buffer, and its DDP
     buffer: Any = None
     reducer: Any = None
-    #: version of the gradient when the pass reached the weight, or None if it had none
+    #: version of the gradient when the pass reached the weight, or None if the weight had no gradient
     _version: int | None = None
     _hooked: set[int] = field(default_factory=set)
 
@@ -120,14 +121,14 @@ class WeightGradients:
         self._ddp: dict[int, set[int]] = {}
 
     def watch(self, call: Callable[[Sequence[WeightGradient]], None]) -> Sequence[WatchedWeight]:
-        """Call `call` with gradients each time they are complete so far. Return the weights of these gradients."""
+        """Call `call` with gradients each time they are complete so far. Return the weights that are watched."""
         if not self._calls:
             self.weights = self._find()
         self._calls.append(call)
         return self.weights
 
     def subscribe(self) -> None:
-        """Observe gradients from now on, if anyone watches."""
+        """Observe gradients from now on, if there are watchers."""
         for one in self.weights:
             if one.buffer is None and not one.is_sharded:
                 self._hook(one, one.parameter)
@@ -197,7 +198,7 @@ class WeightGradients:
         one._version = None if kept is None else kept._version
         of_ranks = one.is_sharded or one.needs_ddp
         if grad is not None and not of_ranks and getattr(one.parameter, "_post_accumulate_grad_hooks", None):
-            # One of them may step the optimizer, and clear the gradient before the end of the pass.
+            # A hook may step the optimizer, and clear the gradient before the end of the pass.
             self._hand_over([WeightGradient(one.names, grad if kept is None else None)])
         self._arrived.append(one)
         if of_ranks:
@@ -208,7 +209,7 @@ class WeightGradients:
             self._dispatcher.after_backward(self._guard, self._after_backward)
 
     def _after_backward(self) -> None:
-        """Pass on gradients that this pass reached, and gradients of earlier passes that ranks may have added up now."""
+        """Pass on gradients that this pass reached, and gradients of earlier passes that may now be summed over ranks."""
         arrived, self._arrived = {id(one): one for one in self._arrived}, []
         found = [found for one in (arrived | self._of_ranks).values() if (found := self._look(one)) is not None]
         self._hand_over(found)
@@ -220,7 +221,7 @@ class WeightGradients:
         if one.is_sharded:
             return WeightGradient(one.names, grad if self._sharded.is_reduced(one.holder, one.key) else None)
         if grad is None or grad._version == one._version:
-            return None  # nothing was added, as in torch.autograd.grad
+            return None  # the pass added nothing to `.grad`, as in torch.autograd.grad
 
         return WeightGradient(one.names, None if one.needs_ddp and not one.is_synced else grad)
 
@@ -284,7 +285,7 @@ def _is_distributed(buffer: Any) -> bool:
 
 
 def _part_of_bucket(buffer: Any, parameter: Any) -> slice | None:
-    """Return the values of a parameter's gradient that this rank has added up. Ranks have equal parts of each bucket."""
+    """Return the slice of a parameter's gradient that this rank has reduced. Ranks have equal parts of each bucket."""
     begin, end, number = buffer.param_index_map[parameter]
     bucket, group = buffer.buckets[number], buffer.data_parallel_group
     size = bucket.grad_data.numel() // group.size()

@@ -31,23 +31,23 @@ class ScaleInUse:
     format: FloatFormat
     #: recipe of the scale
     recipe: Recipe
-    #: "engine": read from the quantizer of the operand. "emulated": from a history that we keep. "current": the operand's
-    #: own amax. "not quantized": the engine left it in high precision, and current scaling is what it might use.
+    #: "engine": read from the quantizer of the operand. "emulated": from a history that we keep. "current": from the
+    #: operand's own amax. "not quantized": the engine left the operand in high precision; we measure current scaling.
     #: "expected": as "engine", but codes are rounded stochastically, so that metrics are expected values.
-    #: "stored": W is stored as codes, its values before the cast are unknown, and errors are null.
+    #: "stored": W is stored as codes. Its values before the cast are unknown, so errors are null.
     #: "unknown": the engine may quantize the operand in an unknown way. We measure it as if it were not quantized
     source: str
-    #: different casts for other GEMMs, by product as in `numerics.gemm_error`; None: in high precision
+    #: casts for other GEMMs if they differ, by product as in `numerics.gemm_error`; None means high precision
     products: Mapping[str, ScaleInUse | None] = field(default_factory=dict, compare=False)
     #: cast of the copy that another product of the backward multiplies, if it is known and its values differ
     columnwise: ScaleInUse | None = field(default=None, compare=False)
-    #: values of the codes if the engine stores codes; None if it casts in each step
+    #: values of the codes if the engine stores codes; None if the engine casts in each step
     decoded: Decoded | None = field(default=None, compare=False)
-    #: ranks that share the largest amax for this cast, or None if the cast takes the tensor's own
+    #: group of ranks that cast with their largest amax, or None if this rank casts with its own amax
     amax_group: Any = field(default=None, compare=False)
 
     def in_product(self, product: str) -> ScaleInUse | None:
-        """Return the cast for one GEMM, or None if this GEMM takes the operand in high precision."""
+        """Return the cast for one GEMM, or None if this GEMM multiplies the operand in high precision."""
         return self.products.get(product, self)
 
     @functools.cached_property
@@ -57,7 +57,7 @@ class ScaleInUse:
 
     @property
     def sees_infinity(self) -> bool:
-        """True if an infinite value makes the amax infinite, as in an engine. Otherwise metrics are over finite values."""
+        """True if an infinite value makes the amax infinite, as in an engine. Otherwise scales follow finite values."""
         return self.source in ("engine", "expected")
 
 
@@ -65,7 +65,7 @@ class UnknownCast(Exception):
     """Raised if the cast of an operand cannot be determined. The message names the reason."""
 
 
-#: stands for the cast of an operand that nothing quantizes
+#: recipe to measure an operand under that nothing quantizes
 _SHADOW = Recipe(CurrentScaling())
 
 
@@ -103,46 +103,46 @@ class Backend:
     """
 
     name: str
-    #: whether a module is one of the framework's GEMMs; the framework is never imported here
+    #: returns whether a module is a GEMM of the framework, without importing the framework
     owns: Callable[[nn.Module], bool]
-    #: X from the arguments of a forward call, or None if it is not available
+    #: returns X from the arguments of a forward call, or None if X is not available
     input: Callable[[nn.Module, Args, Kwargs, str], torch.Tensor | None]
-    #: W; never read through `module.weight`, whose getter makes some sharding engines gather
+    #: returns W, but never through `module.weight`, because its getter makes some sharding engines gather
     weight: Callable[[nn.Module, Args, Kwargs, str], torch.Tensor | None]
-    #: the tensor whose gradient is dY, from the output of forward
+    #: returns the tensor whose gradient is dY, from the output of forward
     output: Callable[[Any], torch.Tensor]
-    #: the GEMMs that a module runs, by the suffix of their name
+    #: returns the parts of a module: suffixes of the names of its GEMMs
     parts: Callable[[nn.Module], Sequence[str]] = lambda module: ("",)
-    #: dY of a part, from the gradient of the output
+    #: returns dY of a part, from the gradient of the output
     grad: Callable[[torch.Tensor, nn.Module, Args, Kwargs, str], torch.Tensor | None] = lambda grad, *_: grad
-    #: whether another rank counts this rank's copy; None if all ranks with the module hold the same
+    #: returns whether another rank counts this rank's copy; None if all ranks with the module hold copies
     copied: Callable[[nn.Module, str], bool | None] = parallel.is_copy
-    #: roles of a part that hooks cannot observe
+    #: returns the roles of a part that hooks cannot observe
     unseen: Callable[[nn.Module, str], Collection[str]] = lambda module, part: ()
-    #: called after a forward call; returns a function that returns how the engine casts a role of a part. Call that function
-    #: at once for X and W, and in the backward for dY. Raises UnknownCast. None if the backend never quantizes
+    #: called after a forward call; returns a function that returns how the engine casts a role of a part. For X and W, call
+    #: that function immediately. For dY, call it in the backward. Raises UnknownCast. None if the backend never quantizes
     cast: Callable[[nn.Module, Kwargs, str, str, torch.Tensor], Callable[[], ScaleInUse]] | None = None
-    #: called once a sampled step; returns why no cast of the engine can be determined, or ""
+    #: called once per sampled step; returns why no cast of the engine can be determined, or ""
     untold: Callable[[], str] = str
-    #: returns the reader of a part's weight that is stored in FP8 or FP4
+    #: returns the reader of a part's weight if the weight is stored in FP8 or FP4
     stored: Callable[[nn.Module, str], StoredCodes | None] = lambda module, part: None
-    #: whether operands exist only inside its forward, and are observed at torch's operators
+    #: whether operands exist only inside the module's forward, so that we observe them at torch's operators
     in_forward: bool = False
     #: returns why a module may treat its operands in an unknown way, or "" if the way is known or `cast` determines it
     foreign: Callable[[nn.Module], str] = lambda module: ""
     #: returns facts about a call before it runs, as keywords of `cast`
     arguments: Callable[[nn.Module, Args, Kwargs], Kwargs] = lambda module, args, kwargs: kwargs
-    #: whether ranks may share the amax of a module's calls
+    #: returns whether ranks may share the amax of a module's calls
     shares_amax: Callable[[nn.Module], bool] = lambda module: False
-    #: the autograd node in whose backward dY is cast, from the output of forward, if it is known
+    #: returns the autograd node that casts dY in its backward, from the output of forward, if the node is known
     node: Callable[[torch.Tensor], Any] = lambda out: None
-    #: whether a module in FP8 accumulates a product in float32 between the sums of the tensor core
+    #: returns whether a module in FP8 accumulates a product in float32 between the sums of the tensor core
     splits_accumulator: Callable[[nn.Module, str], bool] = lambda module, product: False
-    #: whether its modules can quantize on their own
+    #: whether the framework's modules can quantize on their own
     has_own_fp8: bool = False
-    #: whether a plan can use another recipe for a call of its modules
+    #: whether a plan can use another recipe for a call of the framework's modules
     takes_plans: bool = False
-    #: the FP8 recipe in the module's configuration, if there is one
+    #: returns the FP8 recipe in the module's configuration, if there is one
     recipe: Callable[[nn.Module], Recipe | None] = lambda module: None
 
 
@@ -151,7 +151,7 @@ def find_foreign_forward(module: nn.Module, kinds: tuple[type, ...], read: Colle
 
     Args:
         kinds: classes of the engine whose forwards are supported.
-        read: forwards of subclasses that only call a supported one, by module and qualified name.
+        read: forwards of subclasses that only call a supported forward, by module and qualified name.
     """
     if "forward" in vars(module):
         return "its forward was replaced by one that may change or quantize its operands"
@@ -166,10 +166,10 @@ def find_foreign_forward(module: nn.Module, kinds: tuple[type, ...], read: Colle
 
 
 def read_raw_weight(module: nn.Module, name: str = "weight") -> torch.Tensor | None:
-    """Return the parameter of a module without the getters of sharding engines, or None if it is computed anew."""
+    """Return the parameter of a module without the getters of sharding engines, or None if each call computes the weight."""
     weight: torch.Tensor | None = dict.get(module._parameters, name)
     if weight is None:
-        # FSDP1 without `use_orig_params` gathers into a plain attribute, a view of its flat parameter.
+        # FSDP1 without `use_orig_params` gathers into a plain attribute, which is a view of FSDP1's flat parameter.
         attribute = module.__dict__.get(name)
         weight = attribute if getattr(getattr(attribute, "_base", None), "_is_flat_param", False) else None
     return weight
@@ -184,7 +184,7 @@ def is_plain(parameter: Any) -> bool:
 
 
 def is_prepared_later(module: nn.Module, weight: torch.Tensor | None) -> bool:
-    """Return True if a sharding engine has yet to gather W, or to cast or split X, before this forward."""
-    if hasattr(module, "unshard"):  # FSDP2, which may have gathered W in advance
+    """Return True if a sharding engine will still gather W, or cast or split X, before this forward."""
+    if hasattr(module, "unshard"):  # FSDP2 may have gathered W in advance
         return True
     return weight is not None and (is_dtensor(weight) or weight.numel() == 0)

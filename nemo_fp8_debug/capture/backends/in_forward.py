@@ -1,4 +1,4 @@
-"""Modules that multiply parameters inside their forward, so that no argument and no output is an operand.
+"""Modules that multiply parameters inside their forward, so that their arguments and outputs are not operands.
 
 These are experts in parameters of three dimensions, `nn.MultiheadAttention`, and transformers' `Conv1D`. We observe their
 operands at torch's operators (`capture.matmul_capture`).
@@ -52,12 +52,12 @@ def is_computed(module: nn.Module) -> bool:
 
 
 def computed_of(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Return the parameters that a weight may be computed from: all but the bias."""
+    """Return the parameters that a weight may be computed from, which are all except the bias."""
     return {name: p for name, p in module.named_parameters() if not NO_MATRIX.search(name)}
 
 
 def parameter_names(module: nn.Module, part: str) -> Sequence[str]:
-    """Return the parameter of a part, or the parameters that it is computed from."""
+    """Return the names of a part's parameter, or of the parameters that the part's weight is computed from."""
     return list(computed_of(module)) if is_computed(module) else [parameter_name(module, part)]
 
 

@@ -20,7 +20,7 @@ def _owns(module: nn.Module) -> bool:
 
 
 def _weight(module: nn.Module, args: Args, kwargs: Kwargs, part: str) -> torch.Tensor | None:
-    # An output layer tied to the embedding has no weight, and receives it with each call.
+    # An output layer tied to the embedding has no weight of its own, and receives the weight with each call.
     given: Any = args[1] if len(args) > 1 else kwargs.get("weight")
     return read_raw_weight(module) if given is None else given
 

@@ -1,4 +1,4 @@
-"""Find the ranks of Megatron's groups that hold copies of an operand, so that only one of them counts it."""
+"""Find the ranks of Megatron's groups that hold copies of an operand, so that only one rank counts the operand."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ def find_parallel_state() -> Any:
 
 
 def is_copy(module: nn.Module, role: str) -> bool | None:
-    """Return True if another rank counts what this rank holds of a linear module's `role`.
+    """Return True if another rank counts this rank's part of a linear module's `role`.
 
-    None: every rank with the module holds the same, as for weights without Megatron's groups.
+    Return None if all ranks with the module have copies, as for weights without Megatron's groups.
     """
     state = find_parallel_state()
     if state is None:
@@ -40,7 +40,7 @@ def find_copied_part(module: nn.Module) -> bool:
 
 
 def _is_split(module: nn.Module, role: str, expert: bool) -> bool:
-    """Return True if tensor-parallel ranks hold parts of an activation, by rows or features, and not copies."""
+    """Return True if tensor-parallel ranks hold parts of an activation, by rows or features, instead of copies."""
     of_sequence = not expert and _splits_sequence(module)
     kind = _kind(module)
     if kind == "column":
@@ -51,10 +51,10 @@ def _is_split(module: nn.Module, role: str, expert: bool) -> bool:
 
 
 def find_part(module: nn.Module, what: str) -> int | None:
-    """Return the number of a tensor's part that this rank shares with others, or None if no other rank is known to share it.
+    """Return the number of this rank's part of a tensor, or None if no other rank is known to have the same part.
 
     Args:
-        what: `weight`, `weight_gradient`, or `input`, which tensor-parallel ranks share in column-parallel layers.
+        what: `weight`, `weight_gradient` or `input`. Tensor-parallel ranks share the input of column-parallel layers.
     """
     state = find_parallel_state()
     expert = _is_expert(module)
@@ -68,7 +68,7 @@ def find_part(module: nn.Module, what: str) -> int | None:
 
 
 def list_parts() -> dict[str, int]:
-    """Return the number of parts of a tensor by what is compared. The same on all ranks."""
+    """Return the number of parts of each kind of tensor that is compared, the same on all ranks."""
     state = find_parallel_state()
     if state is None:
         return {"weight": 1, "weight_gradient": 1, "master": 1}
@@ -80,7 +80,7 @@ def list_parts() -> dict[str, int]:
 
 
 def count_gradient_ranks(module: nn.Module) -> int | None:
-    """Return the number of Megatron's ranks that add up a weight's gradient, or None without Megatron's groups."""
+    """Return the number of Megatron's ranks that a weight's gradient is summed over, or None without Megatron's groups."""
     state = find_parallel_state()
     if state is None:
         return None
@@ -92,7 +92,7 @@ def count_gradient_ranks(module: nn.Module) -> int | None:
 
 
 def adds_up(module: nn.Module, product: str) -> bool:
-    """Return True if a module adds up a product over ranks: Y of row-parallel layers, dX of column-parallel layers."""
+    """Return True if a module sums a product over ranks: Y of row-parallel layers, dX of column-parallel layers."""
     state = find_parallel_state()
     kind = {"fprop": "row", "dgrad": "column"}.get(product)
     if state is None or kind is None or _kind(module) != kind or _others_communicate(module):
@@ -105,9 +105,9 @@ def adds_up(module: nn.Module, product: str) -> bool:
 
 
 def find_sequence_part(module: nn.Module, kind: str) -> tuple[int, int] | None:
-    """Return this rank and the number of ranks that split the sequence between modules of a kind, `column` or `row`.
+    """Return this rank's number and the number of ranks, if ranks split the sequence and modules of a kind gather it.
 
-    Modules of this kind gather the sequence. For others, return None.
+    The kind is `column` or `row`. Return None for a module that does not gather the sequence.
     """
     state = find_parallel_state()
     if state is None or _kind(module) != kind or _is_expert(module) or not _splits_sequence(module):
@@ -117,7 +117,7 @@ def find_sequence_part(module: nn.Module, kind: str) -> tuple[int, int] | None:
 
 
 def _splits_sequence(module: nn.Module) -> bool:
-    """Return True if tensor-parallel ranks split by the sequence whatever they do not split by features."""
+    """Return True if tensor-parallel ranks split by the sequence any activation that they do not split by features."""
     if _kind(module) is None:  # Megatron marks weights whose gradients must be added up over parts of the sequence
         return any(getattr(p, "sequence_parallel", False) for p in module._parameters.values() if p is not None)
     if _others_communicate(module):
@@ -127,7 +127,7 @@ def _splits_sequence(module: nn.Module) -> bool:
 
 
 def _others_communicate(module: nn.Module) -> bool:
-    """Return True if other modules gather and add up for this one, as for shared experts that overlap communication."""
+    """Return True if other modules gather and add up for this module, as for shared experts that overlap communication."""
     return bool(getattr(module, "explicit_expert_comm", False)) or getattr(module, "parallel_mode", "") is None
 
 
@@ -141,7 +141,10 @@ def _kind(module: nn.Module) -> str | None:
 
 
 def _is_expert(module: nn.Module) -> bool:
-    """Return True if the module is split over ranks of experts. In Transformer Engine's wrappers only parameters show it."""
+    """Return True if the module is split over ranks of experts.
+
+    In Transformer Engine's wrappers, only parameters show this.
+    """
     told = getattr(module, "is_expert", None)
     if told is None:
         return any(getattr(p, "allreduce", True) is False for p in module._parameters.values() if p is not None)
@@ -164,7 +167,7 @@ def find_first_expert(experts: int, owner: nn.Module | None = None) -> int:
     """Return the global number of the first of this rank's `experts` experts.
 
     Args:
-        owner: a module that may know the group of ranks that experts are split over.
+        owner: a module that may have an attribute with the group of ranks that experts are split over.
     """
     group = getattr(owner, "ep_group", None)
     if isinstance(group, dist.ProcessGroup):

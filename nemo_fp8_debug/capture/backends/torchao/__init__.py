@@ -1,4 +1,6 @@
-"""Linear layers of torchao: `Float8Linear`, and others whose casts are unknown unless `casts` supports them. Internal."""
+"""Linear layers of torchao: `Float8Linear`, and other layers, whose casts are unknown unless `casts` supports them.
+Internal.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,7 @@ def _input(module: nn.Module, args: Args, kwargs: Kwargs, part: str) -> torch.Te
         return x.to(torch.bfloat16)
     if kind != FLOAT8_LINEAR:
         return view_as_multiplied(x)
-    if torch.is_autocast_enabled():  # `Float8Linear` checks autocast of GPUs, whatever its device
+    if torch.is_autocast_enabled():  # `Float8Linear` checks the autocast of GPUs on any device
         x = x.to(torch.get_autocast_dtype("cuda"))
     return x if casts.is_cast_in_forward(module) else view_as_multiplied(x)
 
@@ -53,7 +55,7 @@ def _grad(grad: torch.Tensor, *_: Any) -> torch.Tensor:
 
 
 def _cast(module: nn.Module, kwargs: Kwargs, part: str, role: str, out: torch.Tensor) -> Any:
-    use: ScaleInUse = casts.find_cast(module, role)  # the configuration of this call, which its backward shares
+    use: ScaleInUse = casts.find_cast(module, role)  # the configuration of this call, which also applies to its backward
     return lambda: use
 
 

@@ -7,8 +7,8 @@
 | wgrad | dY, X | `cast_config_grad_output_for_grad_weight`, `cast_config_input_for_grad_weight` |
 
 A row of the record has the cast of X and W in fprop, and of dY in dgrad. Every field of a configuration must be supported,
-because an unsupported field may change the cast, which is then unknown. We also compare the arithmetic with ours once a
-sampled step (`trial`).
+because an unsupported field may change the cast. The cast is then unknown. Once per sampled step, we also compare torchao's
+arithmetic with ours (`trial`).
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from .nvfp4 import nvfp4_cast
 from .trial import find_difference
 from .weights import find_gathered_in_fp8, is_torchao
 
-#: product -> field of the configuration, by role; a row of the record has the first
+#: product -> field of the configuration, by role; a row of the record has the first product's cast
 CASTS: Mapping[str, Mapping[str, str]] = {
     "input": {"fprop": "cast_config_input", "wgrad": "cast_config_input_for_grad_weight"},
     "weight": {"fprop": "cast_config_weight", "dgrad": "cast_config_weight_for_grad_input"},
     "grad_output": {"dgrad": "cast_config_grad_output", "wgrad": "cast_config_grad_output_for_grad_weight"},
 }
-#: supported fields by class of configuration: we read them, or they do not change a cast
+#: supported fields by class of configuration. We read a field, or the field does not change a cast
 KNOWN: Mapping[str, frozenset[str]] = {
     "Float8LinearConfig": frozenset(
         (
@@ -60,7 +60,7 @@ def find_cast(module: nn.Module, role: str) -> ScaleInUse:
     """Return how the call of `module` that has just returned casts `role`.
 
     Raises:
-        UnknownCast: its class, a field of its configuration, or a value is not supported. The message names it.
+        UnknownCast: the class, a field of the configuration, or a value is not supported. The message names which.
     """
     kind, weight = name_layer_class(module), read_raw_weight(module)
     if kind not in _READERS:
@@ -74,7 +74,7 @@ def find_cast(module: nn.Module, role: str) -> ScaleInUse:
 
 
 def is_cast_in_forward(module: Any) -> bool:
-    """Return True if X and W of a `Float8Linear` are cast, or if this is not known."""
+    """Return True if X and W of a `Float8Linear` are cast, or if this is unknown."""
     kind = getattr(getattr(module.config, "cast_config_input", None), "scaling_type", None)
     return getattr(kind, "name", None) != "DISABLED"
 
@@ -114,7 +114,7 @@ def _cast_by(config: Any, field: str, role: str) -> ScaleInUse | None:
 
 
 def _gathered_cast(weight: Any, config: Any) -> ScaleInUse:
-    """Return the cast of a weight that an all-gather has cast under one scale, which it carries, for both products."""
+    """Return the cast of a weight that an all-gather has cast, for both products. The weight carries its single scale."""
     fmt = _FORMATS.get(weight._data.dtype)
     if fmt is None or weight._scale.numel() != 1:
         raise UnknownCast(f"it was gathered as {weight._data.dtype} with {weight._scale.numel()} scales")

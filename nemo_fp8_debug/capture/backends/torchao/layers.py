@@ -26,7 +26,7 @@ _SAME_FORWARD: Mapping[str, str] = {
     f"{_TITAN}.mx.MXFP8Linear": MXFP8_LINEAR,
     f"{_TITAN}.nvfp4.NVFP4Linear": NVFP4_LINEAR,
 }
-#: all names in the forward of torchtitan's NVFP4Linear, which calls torchao's function without a group of ranks
+#: all names in the forward of torchtitan's NVFP4Linear. This forward calls torchao's function without a group of ranks
 _NVFP4_FORWARD = ("nvfp4_linear", "weight", "bias", "_sr_seed", "rht_sign_vector")
 #: attributes that FSDP2 and torchtitan's Module add to a layer; none affects a cast (`forward`: see `other_forward`)
 _OF_OTHERS = frozenset(
@@ -35,7 +35,7 @@ _OF_OTHERS = frozenset(
         *("_param_init", "_sharding_config", "_pos_arg_list", "_parallelized", "forward"),
     )
 )
-#: torchtitan's wrapper of a forward, which moves tensors between ranks only under tensor parallelism
+#: torchtitan's wrapper of a forward. It moves tensors between ranks only under tensor parallelism
 _REDISTRIBUTES = "torchtitan.protocols.module.Module.parallelize.<locals>.forward_with_redistribution"
 
 
@@ -49,7 +49,10 @@ def _name(kind: type) -> str:
 
 
 def name_layer_class(module: nn.Module) -> str:
-    """Return a layer's class: torchao's if a subclass keeps its forward. Ignore the class that FSDP2 puts before it."""
+    """Return the name of a layer's class, ignoring FSDP2's.
+
+    For a subclass that keeps torchao's forward, return torchao's class.
+    """
     kind: type = type(module)
     return _layer_class(kind)
 
@@ -68,7 +71,7 @@ def _layer_class(kind: type) -> str:
 
 
 def other_forward(module: nn.Module) -> str:
-    """Return the function that a layer calls instead of its class's forward, or "" if it calls that."""
+    """Return the function that a layer calls instead of its class's forward, or "" if there is no such function."""
     given = vars(module).get("forward")
     if given is None:
         return ""
@@ -84,10 +87,10 @@ def other_forward(module: nn.Module) -> str:
 
 
 def check_attributes(module: nn.Module, options: frozenset[str]) -> None:
-    """Check that every attribute of a layer is supported: a Linear's, FSDP2's, torchtitan's, or one of `options`.
+    """Check that every attribute of a layer is supported: an attribute of Linear, FSDP2, torchtitan, or one in `options`.
 
     Raises:
-        UnknownCast: an attribute is not supported. The message names it.
+        UnknownCast: an attribute is not supported. The message names this attribute.
     """
     if strange := sorted(vars(module).keys() - options - _attributes_of_linear() - _OF_OTHERS):
         name = name_layer_class(module).rpartition(".")[2]
@@ -100,7 +103,7 @@ def _attributes_of_linear() -> frozenset[str]:
 
 
 def list_configurations(modules: Iterable[tuple[str, nn.Module]]) -> list[dict[str, Any]]:
-    """Return each configuration, `config`, with the names of the layers that have it, `layers`.
+    """Return each configuration (`config`) with the names of its layers (`layers`).
 
     Args:
         modules: all modules of a model, with their global names.

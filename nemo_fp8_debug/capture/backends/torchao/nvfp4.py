@@ -6,8 +6,8 @@
 | dgrad | dY 1x16, rounded stochastically; W 16x16, as in fprop |
 | wgrad | dY and X by column after a random Hadamard transform; dY rounded stochastically |
 
-Its kernels run only on GPUs with compute capability 10.0 or later, so that a trial is impossible elsewhere. Instead we list
-the releases whose kernels we have read.
+Its kernels run only on GPUs with compute capability 10.0 or later, so a trial is impossible on other devices. Instead we
+list the releases whose kernels we have read.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def nvfp4_cast(module: Any, role: str) -> ScaleInUse:
     """Return the cast of X in fprop, or of W.
 
     Raises:
-        UnknownCast: always for dY, and if anything of the module is not supported.
+        UnknownCast: `role` is dY, or a part of the module is not supported.
     """
     version = str(getattr(sys.modules.get("torchao"), "__version__", ""))
     if ".".join(version.split(".")[:2]) not in RELEASES:

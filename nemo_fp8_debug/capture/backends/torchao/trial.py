@@ -1,7 +1,7 @@
-"""Check that the installed torchao casts as its release 0.18 does, once a sampled step.
+"""Check that the installed torchao casts as release 0.18 does, once per sampled step.
 
-The trial runs the function that `Float8Linear` itself calls, on few values and on some thousand. It cannot detect
-differences in larger tensors only, or after the trial.
+The trial calls the function that `Float8Linear` itself calls, once with a few values and once with several thousand. It
+cannot detect differences that occur only in larger tensors, or only after the trial.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ _MANY = 1 << 12
 
 
 def forget_trials() -> str:
-    """Forget earlier trials, because the arithmetic may differ in this step. Return "": torchao as a whole is supported."""
+    """Forget earlier trials, because the arithmetic may differ in this step. Return "", because torchao is supported."""
     find_difference.cache_clear()
     return ""
 
 
 @functools.cache
 def find_difference(rule: CurrentScaling | RowwiseScaling, fmt: FloatFormat) -> str:
-    """Return the difference in a cast by torchao, or "" if there is no difference. Runs once a rule and sampled step."""
+    """Return the difference in a cast by torchao, or "" if there is no difference. Runs once per rule and sampled step."""
     with torch.no_grad():
         x = torch.tensor(_ROWS, device="cpu")
         many = torch.linspace(-1.7, 300.0, _MANY, device="cpu").view(-1, 64)

@@ -1,4 +1,4 @@
-"""Find the weights of torchao's layers before the cast, also if FSDP2 gathers them in FP8."""
+"""Find the weights of torchao's layers before the cast, even if FSDP2 gathers them in FP8."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _TO_GATHER = "torchao.float8.fsdp_utils.WeightWithDynamicFloat8CastTensor"
 
 
 def is_torchao(x: Any) -> bool:
-    """Return True if a tensor, or this rank's part of it, is torchao's, whose values are not in its own memory."""
+    """Return True if a tensor, or this rank's part of it, is a torchao tensor, which stores its values elsewhere."""
     return type(getattr(x, "_local_tensor", x)).__module__.partition(".")[0] == "torchao"
 
 
@@ -29,14 +29,12 @@ def find_uncast(x: torch.Tensor) -> torch.Tensor:
     """
     if is_torchao(x):
         kind = find_class(getattr(x, "_local_tensor", x))
-        raise TypeError(
-            f"it arrives as a {kind}, whose values before the cast are gone, so that its error cannot be measured"
-        )
+        raise TypeError(f"it arrives as a {kind} without the values before the cast, so its error cannot be measured")
     return x
 
 
 def find_gathered_in_fp8(module: nn.Module) -> Any:
-    """Return the weight that FSDP2 has gathered as codes and a scale, or None if it gathered high precision or nothing."""
+    """Return the weight that FSDP2 has gathered as codes and a scale, or None if FSDP2 gathered no codes."""
     weight = read_raw_weight(module)
     return weight if find_class(weight) == _GATHERED else None
 
@@ -54,7 +52,7 @@ def weight_in_high_precision(module: nn.Module) -> torch.Tensor | None:
 
 
 def _plain(weight: Any) -> torch.Tensor:
-    """Return a weight that will be cast when gathered, without the class that casts it."""
+    """Return a weight that will be cast when gathered, without the tensor class that does the cast."""
     part = getattr(weight, "_local_tensor", weight)
     if find_class(part) != _TO_GATHER:
         raise TypeError(f"it is stored as a {find_class(part)}, which is not supported")
@@ -70,7 +68,10 @@ def _plain(weight: Any) -> torch.Tensor:
 
 
 def _kept_by_fsdp(module: nn.Module) -> Any:
-    """Return the parameter from which FSDP2 has gathered the weight of `module`. Only FSDP2's own state has it."""
+    """Return the parameter from which FSDP2 has gathered the weight of `module`.
+
+    Only FSDP2's own state holds this parameter.
+    """
     states: Any = getattr(sys.modules.get("torch.distributed._composable_state"), "_module_state_mapping", {})
     for held in list(states.values()):
         state = held() if callable(held) else held

@@ -1,4 +1,4 @@
-"""Transformer Engine's linear modules, and Megatron's wrappers, which inherit them. Internal.
+"""Transformer Engine's linear modules, and Megatron's wrappers that inherit from them. Internal.
 
 `casts.py` describes the differences between versions. No module here imports Transformer Engine or checks its version.
 """
@@ -22,7 +22,7 @@ from .stored import read_stored_weight
 
 #: modules of Megatron's wrappers, from core 0.9 on and before
 _MEGATRON = ("megatron.core.extensions.transformer_engine", "megatron.core.transformer.custom_layers.transformer_engine")
-#: supported forwards of subclasses: they call Transformer Engine's, and return its result with the bias
+#: supported forwards of subclasses: they call Transformer Engine's forward, and return its result with the bias
 _READ_FORWARDS = frozenset(
     f"{module}.{name}.forward"
     for module in _MEGATRON

@@ -1,4 +1,4 @@
-"""Find how a call of a Transformer Engine module casts an operand, from what the call itself holds.
+"""Find how a call of a Transformer Engine module casts an operand, from the objects that the call itself holds.
 
 | what moved | since | how we find it |
 |---|---|---|
@@ -8,10 +8,10 @@
 | the order of `LayerNormMLP`'s output gradients | 2.4 | `layernorm_mlp.py` |
 | the order of `GroupedLinear`'s slots | 2.3 | `grouped.py` |
 
-The autograd node of a forward call holds the quantizers of the call and what its backward will do. Each call decides whether
-it quantizes dY. A call without gradient has no node, and X and W have the quantizers of the module. We read quantizers after
-the forward, before the end of an autocast moves delayed scales, and the quantizer of dY when its gradient arrives. A scale
-that follows the tensor is not read but computed by the same rule.
+The autograd node of a forward call holds the quantizers of the call and the plan of its backward. Each call decides whether
+it quantizes dY. A call without gradient has no node, and uses the module's quantizers for X and W. We read these quantizers
+after the forward, before the end of an autocast updates delayed scales. We read the quantizer of dY when dY arrives. If a
+scale follows the tensor, we do not read the scale but compute it by the same rule.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _OTHERS = {"input": "fprop", "weight": "fprop", "grad_output": "dgrad"}
 
 
 def cast_with_copy(quantizer: Any, te_recipe: Any, role: str) -> ScaleInUse:
-    """Return how `quantizer` casts operand `role`, with its column-wise copy if that is known and holds other values.
+    """Return how `quantizer` casts operand `role`, with its column-wise copy if this copy is known and has other values.
 
     Raises:
         UnknownCast: the quantizer of the row-wise copy is not supported.
@@ -66,7 +66,7 @@ def _is_sampled(use: ScaleInUse | None) -> bool:
 
 
 def _copy(quantizer: Any, use: ScaleInUse, te_recipe: Any, role: str) -> tuple[ScaleInUse | None, bool]:
-    """Return the column-wise copy, if it is quantized and known, and whether it has the values of the row-wise one."""
+    """Return the column-wise copy, if it is quantized and known, and whether it has the values of the row-wise copy."""
     if type(quantizer).__name__ == "HybridQuantizer":
         if quantizer.columnwise_source != "original":
             return None, False
@@ -104,7 +104,7 @@ def _is_quantized(use: ScaleInUse) -> bool:
 
 _HOLDERS = ("transformer_engine.pytorch.quantization", "transformer_engine.pytorch.fp8")
 _STATES = {"input": "scaling_fwd", "weight": "scaling_fwd", "grad_output": "scaling_bwd"}
-#: most nodes between a module's output and the node of its function: views, an added bias, checkpoints of an output
+#: largest number of nodes between a module's output and the node of its function: views, an added bias, checkpoints
 _FARTHEST = 8
 
 
@@ -112,7 +112,7 @@ _FARTHEST = 8
 class Held:
     """The place where a call keeps the quantizer of an operand."""
 
-    #: attribute of the autograd node's state, such as `input_quantizer`, and the index in it if it is a list
+    #: attribute of the autograd node's state, such as `input_quantizer`, and the index if the attribute is a list
     name: str
     number: int | None
     #: index in the module's state for the direction
@@ -126,13 +126,13 @@ def find_cast(module: Any, role: str, held: Held, out: torch.Tensor, known: Kwar
         known: facts from before the call, as returned by `read_call_facts`.
 
     Raises:
-        UnknownCast: here, or when calling the function.
+        UnknownCast: the cast is unknown. The returned function may also raise this.
     """
     check_environment(module, role)
     call = find_call(out)
     if role != "grad_output":
         return lambda: _not_moved(_forward_cast(module, role, held, call), known)
-    # Do not keep the node alive: it would be freed late, with everything saved for the backward.
+    # Do not keep the node alive, because it would be freed late, with all tensors saved for the backward.
     if call is None or not hasattr(call, "fp8"):
         raise UnknownCast("the autograd node of its call is not supported")
     if not getattr(call, "debug", False) and (not call.fp8 or getattr(call, "backward_override", None) is not None):
@@ -142,13 +142,17 @@ def find_cast(module: Any, role: str, held: Held, out: torch.Tensor, known: Kwar
 
 
 def _not_moved(use: ScaleInUse, known: Kwargs) -> ScaleInUse:
-    """Return a scale read after the call if it is still the one used: the outermost autocast moves it at its end.
+    """Return a scale that was read after the call if the call has used this scale.
+
+    The outermost autocast updates the scale at its end.
 
     Raises:
-        UnknownCast: that autocast has ended, or may have.
+        UnknownCast: the outermost autocast has ended, or may have ended.
     """
     if use.source == "engine" and isinstance(use.scale, torch.Tensor) and not known.get("autocasts"):
-        raise UnknownCast("no autocast was seen around its call: one inside would have moved its scale by now")
+        raise UnknownCast(
+            "no autocast was seen around its call, and an autocast inside would already have updated its scale"
+        )
     return use
 
 
@@ -210,13 +214,13 @@ def _state_before_quantizers(module: Any, role: str) -> Any:
 
 
 def find_call(out: torch.Tensor) -> Any:
-    """Return the state that a call keeps for its backward, if it is found."""
+    """Return the state that a call keeps for its backward, or None if it is not found."""
     node = find_node(out)
     return node if node is None else getattr(node, "backward_objects", node)
 
 
 def find_node(out: torch.Tensor) -> Any:
-    """Return the autograd node of the call that returned `out`, if it is found."""
+    """Return the autograd node of the call that returned `out`, or None if it is not found."""
     waiting, seen = deque([out.grad_fn] if out.grad_fn is not None else []), 0
     while waiting and seen < _FARTHEST:
         node, seen = waiting.popleft(), seen + 1
@@ -229,7 +233,7 @@ def find_node(out: torch.Tensor) -> Any:
 def splits_accumulator(module: Any, product: str) -> bool:
     """Return True if a product is accumulated in float32 between the sums of the tensor core, under the recipe in force.
 
-    If the recipe does not say, Transformer Engine does this in dgrad and wgrad, and not in fprop.
+    If the recipe does not set this, Transformer Engine does so in dgrad and wgrad, but not in fprop.
     """
     te_recipe = module.fp8_meta.get("recipe")
     option = getattr(getattr(te_recipe, f"fp8_gemm_{product}", None), "use_split_accumulator", None)
@@ -257,11 +261,11 @@ def find_state_manager() -> Any:
 def read_call_facts(module: Any, args: Args, kwargs: Kwargs, place: int = 1) -> Kwargs:
     """Return facts about a call that is about to run: its weight caching, and how many autocasts are open around it.
 
-    `is_first_microbatch` is True if the call casts and caches its weight, False if it takes the cached one, None without
-    a cache.
+    `is_first_microbatch` is True if the call casts and caches its weight, False if it uses the cached weight, and None
+    without a cache.
 
     Args:
-        place: position of this argument.
+        place: position of the argument `is_first_microbatch`.
     """
     if hasattr(module, "is_first_microbatch"):  # Megatron's wrappers
         caches = not getattr(module, "disable_parameter_transpose_cache", False)
@@ -275,7 +279,7 @@ def find_cached_weight_cast(module: Any, kwargs: Kwargs, name: str, read: Callab
     """Return the cast of a weight, which may have been cached before the call.
 
     Raises:
-        UnknownCast: a call before this step cached it, and it may have changed since.
+        UnknownCast: a call before this step cached the weight, and the weight may have changed since.
     """
     use = read()
     if use.source != "engine" or kwargs.get("is_first_microbatch") is not False:

@@ -1,4 +1,4 @@
-"""Read the release and the environment of Transformer Engine: a variable or a later release may change casts unnoticed."""
+"""Read the release and the environment of Transformer Engine, because variables and later releases may change casts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from packaging.version import InvalidVersion, Version
 
 from ..base import UnknownCast
 
-#: last supported release, whose sources we read, and whose casts we compared with the reported ones
+#: last supported release. We have read its sources, and compared its casts with the casts that we report
 LAST_READ = Version("2.20")
 
 
@@ -32,7 +32,7 @@ def unread_release() -> str:
 
 @functools.lru_cache(maxsize=1)
 def _installed(look_up: Callable[[str], str], module: Any, says: str) -> str:
-    """Look up the version once for each imported module, because the lookup takes longer than everything else in a step.
+    """Look up the version once for each imported module, because a lookup takes longer than all other work in a step.
 
     Args:
         look_up: returns the version of a package.
@@ -50,7 +50,7 @@ _PREFIX = "NVTE_"
 _BUILD = """
     CUDA_INCLUDE_DIR FRAMEWORK PLUGIN PROJECT_BUILDING PYTORCH_FORCE_BUILD PYTORCH_FORCE_CXX11_ABI PYTORCH_SKIP_CUDA_BUILD
     RELEASE_BUILD UB_WITH_MPI USE_PYTORCH_TRITON WITH_CUBLASMP"""
-#: options of recipes, whose effect the quantizers of a call show
+#: options of recipes. The quantizers of a call show their effect
 _RECIPES = """
     BACKWARD_OVERRIDE FP8_BLOCK_SCALING_FP32_SCALES FP8_CURRENT_SCALING_POWER_2_SCALES NVFP4_4OVER6
     NVFP4_4OVER6_E4M3_USE_256 NVFP4_4OVER6_ERR_MODE NVFP4_DISABLE_2D_QUANTIZATION NVFP4_DISABLE_RHT
@@ -71,7 +71,7 @@ _RUNNING = """
     ALLOW_UNSAFE_PICKLE_EXTRA_STATE BWD_LAYERNORM_SM_MARGIN COMPILE_OP_SIDE_EFFECTS CPU_OFFLOAD_V1 DEBUG DEBUG_LEVEL
     DISABLE_TRITON_AUTOTUNING EXT_MARGIN_SM FP8_GEMM_HIGH_PRECISION_ACCUMULATION FWD_LAYERNORM_SM_MARGIN
     INF_LAYERNORM_SM_MARGIN NORM_BWD_USE_CUDNN NVTX_ENABLED PRINT_LAYER_NUMBER PRINT_RANK TORCH_COMPILE UNFUSED_FP8_UPDATE"""
-#: options of the norm whose output is X, see `check_environment`
+#: options of the norm that computes X, see `check_environment`
 _NORM = "NORM_FWD_USE_CUDNN ZERO_CENTERED_GAMMA_IN_WTYPE"
 #: variables that change no cast of a linear layer, or whose effect is visible elsewhere
 KNOWN_VARIABLES = frozenset(
@@ -82,10 +82,10 @@ NOT_MEASURED = frozenset(("NVTE_USE_FAST_MATH",))
 
 
 def check_environment(module: Any, role: str) -> None:
-    """Check that the known casts of a module hold under the variables that are set.
+    """Check that no environment variable changes the known casts of a module.
 
     Raises:
-        UnknownCast: they may not. The message names the variable.
+        UnknownCast: a variable may change a cast. The message names this variable.
     """
     if strange := _strange_variables():
         raise UnknownCast(f"the environment variable {strange[0]} is set, and its effect on casts is not supported")
@@ -100,7 +100,7 @@ def check_environment(module: Any, role: str) -> None:
 
 @dataclass
 class _Asked:
-    """The variables at the last reading, as Python keeps them, because comparing is far faster than reading."""
+    """The variables at the last reading, in Python's own form, because comparing is far faster than reading."""
 
     variables: dict[Any, Any] | None = None
     strange: list[str] = field(default_factory=list)
@@ -110,7 +110,10 @@ _asked = _Asked()
 
 
 def _strange_variables() -> list[str]:
-    """Return unsupported variables. Called at every cast, because a script may set one and a kernel may read it any time."""
+    """Return unsupported variables.
+
+    Called at every cast, because scripts may set and kernels may read variables at any time.
+    """
     now = getattr(os.environ, "_data", None)
     if now is None or now != _asked.variables:
         before = None if now is None else dict(now)  # a variable that is set during this reading differs next time
@@ -126,13 +129,13 @@ def check_option(variable: str, asked: bool) -> None:
         asked: whether the quantizer has the option that the variable enables.
 
     Raises:
-        UnknownCast: they disagree, and it is not known which of them the kernel follows.
+        UnknownCast: the variable and the quantizer disagree, and it is unknown which of them the kernel follows.
     """
     if not asked and os.environ.get(variable, "0") not in ("0", ""):
         raise UnknownCast(f"the environment variable {variable} is set, but its quantizer does not have this option")
 
 
 def _casts_in_blocks(module: Any) -> bool:
-    """Return True if the norm's output is cast in blocks: cuDNN's norm casts unrounded values to MXFP8."""
+    """Return True if the norm's output is cast in blocks. With MXFP8, cuDNN's norm casts values before rounding them."""
     quantizers = getattr(module, "quantizers", {}).get("scaling_fwd") or [None]
     return module.fp8 and "Float8" not in type(quantizers[0]).__name__

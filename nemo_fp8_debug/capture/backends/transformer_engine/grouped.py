@@ -15,12 +15,12 @@ from .stored import is_read, read_stored_weight
 
 
 def parts(module: Any) -> Sequence[str]:
-    """Return the numbers of the experts as text."""
+    """Return the numbers of the experts as strings."""
     return [str(i) for i in range(module.num_gemms)]
 
 
 def operand_x(module: Any, args: Args, kwargs: Kwargs, part: str) -> torch.Tensor | None:
-    """Return the rows of an expert, or None if it has none."""
+    """Return the rows of X for an expert, or None if the expert has no rows."""
     x = first_argument(args, kwargs)
     return None if is_quantized(x) else _rows(view_as_multiplied(x), args, kwargs, part)
 
@@ -31,7 +31,7 @@ def operand_w(module: Any, args: Args, kwargs: Kwargs, part: str) -> torch.Tenso
 
 
 def operand_dy(grad: torch.Tensor, module: Any, args: Args, kwargs: Kwargs, part: str) -> torch.Tensor | None:
-    """Return the rows of an expert, or None if it has none."""
+    """Return the rows of dY for an expert, or None if the expert has no rows."""
     return _rows(grad, args, kwargs, part)
 
 
@@ -46,7 +46,7 @@ def _rows(x: torch.Tensor, args: Args, kwargs: Kwargs, part: str) -> torch.Tenso
 
 
 def unseen(module: Any, part: str) -> Collection[str]:
-    """Return "weight" if it is stored in an unsupported way, or if one parameter holds all experts."""
+    """Return "weight" if the weight is stored in an unsupported way, or if one parameter holds all experts."""
     weight = read_raw_weight(module, f"weight{part}")
     unread = is_quantized(weight) and not is_read(read_stored_weight(module, f"weight{part}"))
     return ("weight",) if weight is None or unread else ()
@@ -61,7 +61,7 @@ def cast(module: Any, kwargs: Kwargs, part: str, role: str, out: torch.Tensor) -
 
 
 def _check_row_wise(call: Any) -> None:
-    """Check that a HybridQuantizer makes a row-wise copy. A call makes only the copies that it multiplies.
+    """Check that a HybridQuantizer makes a row-wise copy. A call makes only the copies that it needs.
 
     Raises:
         UnknownCast: the call makes no row-wise copy.
@@ -72,7 +72,7 @@ def _check_row_wise(call: Any) -> None:
 
 
 def _slot(module: Any, expert: int, role: str) -> int:
-    """Return the slot of an expert. Up to 2.2 slots are ordered by role, and from 2.3 on by expert."""
+    """Return the slot of an expert. Up to release 2.2, slots are ordered by role, later by expert."""
     offset: int = module._offsets[role]
     strides = getattr(module, "_num_fp8_tensors_per_gemm", None)
     if strides is None:

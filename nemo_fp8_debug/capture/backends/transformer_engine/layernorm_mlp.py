@@ -30,7 +30,7 @@ def operand_w(module: Any, args: Args, kwargs: Kwargs, part: str) -> torch.Tenso
 
 
 def unseen(module: Any, part: str) -> Collection[str]:
-    """Return the roles that exist inside the module only, where no hook sees them: X of fc2 and dY of fc1."""
+    """Return the roles that exist only inside the module, where hooks do not see them: X of fc2 and dY of fc1."""
     hidden, weight = ["input"] if part == "fc2" else ["grad_output"], read_raw_weight(module, f"{part}_weight")
     unread = is_quantized(weight) and not is_read(read_stored_weight(module, f"{part}_weight"))
     return [*hidden, "weight"] if unread else hidden
@@ -44,5 +44,5 @@ def cast(module: Any, kwargs: Kwargs, part: str, role: str, out: torch.Tensor) -
 
 
 def _fc2_grad_slot(module: Any) -> int:
-    """Return slot 0 up to 2.3, and 2 from 2.4 on, which brought the debug API."""
+    """Return slot 0 up to release 2.3, and slot 2 since release 2.4, which added the debug API."""
     return 2 if hasattr(module, "_get_debug_quantizers") else 0

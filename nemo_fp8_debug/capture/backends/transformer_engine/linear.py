@@ -1,4 +1,4 @@
-"""Linear, and LayerNormLinear, whose X we compute again as its fused kernel does."""
+"""Linear and LayerNormLinear. We compute X of LayerNormLinear again, as its fused kernel does."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def first_argument(args: Args, kwargs: Kwargs) -> Any:
 
 
 def operand_x(module: Any, args: Args, kwargs: Kwargs, part: str) -> torch.Tensor | None:
-    """Return X, or None if it arrives in FP8."""
+    """Return X, or None if X arrives in FP8."""
     x = first_argument(args, kwargs)
     if is_quantized(x):
         return None
@@ -39,7 +39,7 @@ def operand_w(module: Any, args: Args, kwargs: Kwargs, part: str) -> torch.Tenso
 
 
 def named_weight(module: Any, name: str = "weight") -> torch.Tensor | None:
-    """Return W before its cast, or, in high precision, as it is multiplied."""
+    """Return W before its cast. In high precision, return W as the GEMM multiplies it."""
     weight = read_raw_weight(module, name)
     if weight is None or is_quantized(weight):
         return None
@@ -47,7 +47,7 @@ def named_weight(module: Any, name: str = "weight") -> torch.Tensor | None:
 
 
 def unseen(module: Any, part: str) -> Collection[str]:
-    """Return "weight" if it is stored in an unsupported way."""
+    """Return "weight" if the weight is stored in an unsupported way."""
     return ("weight",) if is_quantized(read_raw_weight(module)) and not is_read(read_stored_weight(module)) else ()
 
 
@@ -60,7 +60,7 @@ def cast(module: Any, kwargs: Kwargs, part: str, role: str, out: torch.Tensor) -
 def compute_norm(module: Any, x: torch.Tensor) -> torch.Tensor:
     """Compute LayerNorm or RMSNorm of `x` in float32, for a module that has just run.
 
-    Under delayed scaling the kernel casts the float32 result. Otherwise the result is rounded to x's dtype before the cast.
+    Under delayed scaling, the kernel casts the float32 result. Otherwise, it rounds the result to x's dtype before the cast.
 
     Args:
         x: [..., hidden], in the activations' dtype.

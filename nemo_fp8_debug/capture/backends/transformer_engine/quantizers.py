@@ -1,6 +1,6 @@
 """Find how a quantizer of Transformer Engine casts a tensor, from the object itself.
 
-Its class and each of its attributes must be supported, because an unsupported attribute may change the cast, whatever its
+The quantizer's class and all its attributes must be supported, because an unsupported attribute may change the cast with any
 value. The cast is then unknown. We read row-wise copies: X and W in the forward GEMM, and dY in the GEMM for dX. For
 column-wise copies see `casts.py`.
 """
@@ -33,22 +33,22 @@ _MODULES: Mapping[str, str] = {
     "IdentityQuantizer": "identity_tensor",
     "HybridQuantizer": "hybrid_tensor",
 }
-#: attributes of all quantizers: which copies are made, and in which layout
+#: attributes of all quantizers: which copies to make, and in which layout
 _LAYOUT = frozenset(("rowwise_usage", "columnwise_usage", "internal", "optimize_for_gemm"))
-#: Transformer Engine's names of formats; an int if they are an enum of the extension
+#: Transformer Engine's names of formats. If the extension has an enum, its values are ints
 _FORMATS = {"kFloat8E4M3": "e4m3", "kFloat8E5M2": "e5m2", "kFloat4E2M1": "e2m1"}
 _AMAX_REDUCTION = ("with_amax_reduction", "amax_reduction_group")
 _ROUNDING = ("force_pow_2_scales", "amax_epsilon")
-#: supported attributes by class: we read them below, or they do not change the row-wise copy
+#: supported attributes by class. We read an attribute below, or the attribute does not change the row-wise copy
 KNOWN: Mapping[str, frozenset[str]] = {
     "Float8Quantizer": frozenset(("scale", "amax", "dtype")),
-    # Up to 2.15 it has the buffers of its kernel too.
+    # Up to release 2.15, this class also has buffers for its kernel.
     "Float8CurrentScalingQuantizer": frozenset(
         ("dtype", *_ROUNDING, *_AMAX_REDUCTION, "scale", "amax", "use_existing_amax")
     ),
     "Float8BlockQuantizer": frozenset(("dtype", *_ROUNDING, "block_len", "block_scaling_dim", "all_gather_usage")),
     "MXFP8Quantizer": frozenset(("dtype", "with_2d_quantization")),
-    # The random Hadamard transform affects column-wise copies only.
+    # The random Hadamard transform affects only column-wise copies.
     "NVFP4Quantizer": frozenset(
         (
             *("dtype", "with_2d_quantization", "stochastic_rounding", "row_scaled_nvfp4", *_AMAX_REDUCTION),
@@ -66,10 +66,10 @@ def make_cast(quantizer: Any, te_recipe: Any, role: str) -> ScaleInUse:
 
     Args:
         quantizer: quantizer that a call of a module holds, or None if the call does not quantize this operand.
-        te_recipe: Transformer Engine's recipe of the call, which gives the cast its name.
+        te_recipe: Transformer Engine's recipe of the call. We name the cast after it.
 
     Raises:
-        UnknownCast: its class, or one of its attributes, is not supported. The message names it.
+        UnknownCast: the quantizer's class or an attribute is not supported. The message names which.
     """
     if quantizer is None:
         return make_unquantized_cast(role)
@@ -86,7 +86,7 @@ def make_cast(quantizer: Any, te_recipe: Any, role: str) -> ScaleInUse:
 def _class_attributes(kind: type) -> Set[str]:
     """Return the attributes that a class and its bases give each object, except methods: defaults, properties and slots.
 
-    Called at every cast. We search again only if something was set on one of the classes since.
+    Called at every cast. We search again only if something was set on one of the classes since the last search.
     """
     known = _attributes.get(kind)
     if known is None or any(vars(of) != then for of, then in known[0]):
@@ -141,7 +141,7 @@ def _delayed(quantizer: Any, te_recipe: Any, role: str) -> ScaleInUse:
 
 
 def _history(te_recipe: Any) -> DelayedScaling:
-    """Return the rule of the recipe, for its name only, because the scale itself is read."""
+    """Return the recipe's rule, which only names the cast, because the scale itself is read."""
     algo = getattr(te_recipe, "amax_compute_algo", "max")
     return DelayedScaling(
         getattr(te_recipe, "margin", 0),
@@ -171,7 +171,7 @@ def _blockwise(quantizer: Any, te_recipe: Any, role: str) -> ScaleInUse:
 
 def _mxfp8(quantizer: Any, te_recipe: Any, role: str) -> ScaleInUse:
     square = _switch(quantizer, "with_2d_quantization", default=False)
-    # Under a recipe with square weights, X and dY are cast as without this option, and named so.
+    # The option for square weights does not change the cast of X and dY, so their names leave it out.
     rule = MXFP8Scaling(square_weights=square and role == "weight")
     _check(quantizer, not square or role == "weight", "with_2d_quantization")
     return _in_use(rule, rule, _format(quantizer), te_recipe, role)
@@ -231,7 +231,7 @@ def _number(quantizer: Any, option: str) -> float:
 
 
 def _refuse(quantizer: Any, option: str) -> None:
-    """Raise UnknownCast if an option is on that changes the cast in an unsupported way."""
+    """Raise UnknownCast if this option, which changes the cast in an unsupported way, is on."""
     _check(quantizer, not getattr(quantizer, option, False), option)
 
 
@@ -241,7 +241,7 @@ def _refuse_reduction(quantizer: Any) -> None:
 
 
 def _amax_group(quantizer: Any) -> Any:
-    """Return the group of ranks that reduce the amax, or None if it is this rank's own."""
+    """Return the group of ranks that reduce the amax, or None if each rank uses its own amax."""
     if not getattr(quantizer, "with_amax_reduction", False):
         return None
     group = getattr(quantizer, "amax_reduction_group", None)
@@ -271,7 +271,7 @@ def _in_use(
     te_recipe: Any,
     role: str,
 ) -> ScaleInUse:
-    """Return a cast with the name of the recipe if that gives this format, and otherwise with the name of the format."""
+    """Return a cast, named after the recipe if the recipe gives this format, otherwise after the format."""
     asked = getattr(getattr(te_recipe, "fp8_format", None), "name", "").lower()
     return ScaleInUse(scale, fmt, _recipe_of(rule, asked, fmt, role), "engine")
 

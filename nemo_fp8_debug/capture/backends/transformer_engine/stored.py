@@ -1,7 +1,7 @@
 """Decode weights that are stored in FP8 or FP4.
 
-A tensor of Transformer Engine keeps codes and scales in attributes, whose layout depends on its class. Other classes, and
-scales that are swizzled for a kernel, are not supported. We read row-wise copies, which fprop multiplies.
+A tensor of Transformer Engine keeps codes and scales in attributes. Their layout depends on the tensor's class. We support
+the classes below, but no scales that are swizzled for a kernel. We read row-wise copies, because fprop multiplies these.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .environment import unread_release
 from .quantizers import make_cast
 
 _PACKAGE = "transformer_engine.pytorch.tensor."
-#: torch's dtype and the code of the largest value, by name in an enum of Transformer Engine or of its extension
+#: torch's dtype and the code of the largest value, by the format's name in Transformer Engine's enums
 _TYPES = {"kFloat8E4M3": (torch.float8_e4m3fn, 0x7E), "kFloat8E5M2": (torch.float8_e5m2, 0x7B)}
 
 
@@ -28,7 +28,7 @@ class StoredWeight:
     """A parameter that is stored as codes."""
 
     parameter: Any
-    #: Transformer Engine's recipe, which gives the cast its name
+    #: Transformer Engine's recipe, which the cast is named after
     te_recipe: Any = None
 
     def decoded(self) -> Decoded:
@@ -102,7 +102,7 @@ def _float8(x: Any) -> Decoded:
 def _mxfp8(x: Any) -> Decoded:
     values, at_limit, fmt = _fp8(_codes(x._rowwise_data, "row-wise codes"), x._fp8_dtype)
     _check_layout(x)
-    # 2^-127 is the smallest scale; exp2 of a float32 has it as a subnormal.
+    # The smallest scale is 2^-127. We use float64, because float32 represents this scale only as a subnormal.
     scales = torch.exp2(x._rowwise_scale_inv.detach().double() - 127)
     return _times(values, scales, (1, 32), at_limit, fmt)
 
