@@ -69,7 +69,7 @@ def test_an_average_of_all_gradients_that_was_taken_twice_is_named(trained: Path
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("case", "reason"), [("ddp unsynced", "did not add up"), ("hand clean", "how ranks add up its gradient is not known")]
+    ("case", "reason"), [("ddp unsynced", "did not add up"), ("hand clean", "it is unknown how ranks add up its gradient")]
 )
 def test_nothing_is_claimed_of_what_cannot_be_told(trained: Path, case: str, reason: str) -> None:
     rows = reductions(trained / case)

@@ -17,7 +17,7 @@ REASONS = (
     "the result of the GEMM was not seen",
     "how the engine casts an operand is unknown",
     "codes are rounded stochastically, in a way that cannot be repeated",
-    "its operands are gathered from several ranks inside its module",
+    "its operands are gathered inside its module from several ranks",
     "its result is summed over ranks inside its module, and was not seen before",
     "one of its operands, or its result, exists only inside its module",
     "it multiplies a copy of an operand that is transformed first, or whose cast is not known",

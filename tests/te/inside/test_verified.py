@@ -74,7 +74,7 @@ def test_products_are_within(tmp_path: Path, recipe: str) -> None:
     torch.manual_seed(0)
     found = rows_of(tmp_path, Layers(), recipe)
     unknown = found.filter(pl.col("outcome") != "within").select("layer", "product", "reason").unique().rows()
-    inside = "one of its operands, or what it returned, exists inside its module only"
+    inside = "one of its operands, or its result, exists only inside its module"
     assert unknown == [("normed", "dgrad", inside)]
     assert len(found) == 2 * 4 * 3
 
