@@ -28,7 +28,7 @@ class Sharded:
                 self._of[id(info.module), info.param_name] = one, group
 
     def find(self, module: nn.Module, name: str) -> tuple[Any, Any]:
-        """Return FSDP2's state of a parameter, and its state of the group of parameters that are gathered together."""
+        """Return FSDP2's state of a parameter, and FSDP2's state of the group that is gathered with this parameter."""
         return self._of[id(module), name]
 
     def parameter(self, module: nn.Module, name: str) -> Any:

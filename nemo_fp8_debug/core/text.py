@@ -12,15 +12,15 @@ from dataclasses import dataclass
 from typing import Literal, TextIO
 
 MINUS, ELLIPSIS, ARROW = "\u2212", "\u2026", "->"
-#: what a table shows for a value that is absent
+#: what a table shows instead of a missing value
 ABSENT = "-"
-#: sizes that need a power of ten or two
+#: range of sizes that are written without a power of ten or two
 _SMALLEST, _LARGEST = 1e-4, 1e6
-#: sizes from which a power of two is easier to read as one
+#: range of sizes in which an exact power of two is written like other numbers
 _SMALL_POWER, _LARGE_POWER = 1e-3, 1e4
 
 _GAP = "  "
-#: columns that a name and a text keep, if there is room for that, and lines that a heading takes
+#: smallest width of a name and of a text, if there is room, and the largest number of lines of a heading
 _NAME, _TEXT, _HEADING_LINES = 20, 24, 2
 
 
@@ -28,10 +28,10 @@ def format_number(value: float | None, unit: str = "", prefix: str = "", signed:
     """Return a number as people read it. The tab's `number` in `frontend/src/units.js` follows the same rules.
 
     Args:
-        unit: to append.
-        prefix: to put in front.
-        signed: write a plus in front of positive numbers.
-        digits: significant digits; whole numbers from 100 on keep all of theirs.
+        unit: appended to the number.
+        prefix: put in front of the number.
+        signed: whether to write a plus in front of positive numbers.
+        digits: significant digits. Whole numbers from 100 on keep all digits.
 
     Example:
         >>> [format_number(value) for value in (2896.31, 0.040349, 100.0, 1.25e-5, 2.0**-30, 4.1e9, None)]
@@ -90,10 +90,10 @@ class Column:
     """A column of a table.
 
     Attributes:
-        heading: above it.
-        kind: a `name` is shortened in its middle, a `text` is wrapped, and a `number` stands on the right.
-        rank: 0 keeps the column at any width. The column of the highest rank is the first to go.
-        least: characters that a text keeps, if there is room for them.
+        heading: heading above the column.
+        kind: a `name` is shortened in its middle, a `text` is wrapped, and a `number` is aligned to the right.
+        rank: the column of the highest rank is left out first. Rank 0 keeps the column at any width.
+        least: smallest width of a `text`, if there is room.
     """
 
     heading: str
@@ -102,17 +102,17 @@ class Column:
     least: int = _TEXT
 
 
-#: the two columns that say which tensor a row is about
+#: the two columns that name the tensor of a row
 TENSOR = (Column("tensor", "text"), Column("layer", "name"))
 
 
 @dataclass(frozen=True)
 class Layout:
-    """A table as lines: of the heading with its rule, and of each row."""
+    """A table as lines: the lines of the heading with its rule, and the lines of each row."""
 
     heading: list[str]
     rows: list[list[str]]
-    #: the beginning of all names that an ellipsis stands for; empty if they are whole
+    #: common beginning of all names, which an ellipsis replaces; empty if names are complete
     beginning: str = ""
 
 
@@ -120,9 +120,10 @@ def lay_out(columns: Sequence[Column], rows: Sequence[Sequence[str]], width: int
     """Return the lines of a table. Columns without a value in any row are left out.
 
     Args:
-        rows: a text for each column.
-        width: columns of the terminal; None: as wide as need be. To keep to it, columns go, names lose their middle, and
-            texts are wrapped.
+        rows: a string for each column.
+        width: width of the terminal, or None for no limit. To fit a table into this width, we leave out columns, shorten
+        names
+            in their middle, and wrap texts.
 
     Example:
         >>> columns = Column("layer", "name"), Column("amax"), Column("overflow %")
@@ -164,10 +165,10 @@ def _find_longest(column: Column, cells: Sequence[str]) -> int:
 
 
 def _find_least(column: Column, cells: Sequence[str], is_narrow: bool = False) -> int:
-    """Return the width that a column has to keep.
+    """Return the smallest width of a column.
 
     Args:
-        is_narrow: names and texts keep half of what they otherwise do.
+        is_narrow: whether to halve the smallest width of names and texts.
     """
     longest, words = max(map(len, cells), default=0), column.heading.split()
     most = {"name": _NAME, "text": column.least, "number": longest}[column.kind] // (2 if is_narrow else 1)
@@ -178,20 +179,20 @@ def _find_least(column: Column, cells: Sequence[str], is_narrow: bool = False) -
 
 
 def _share_width(kept: _Cells, width: int) -> dict[Column, int]:
-    """Return the width of each column: what it has to keep, and then names, texts and headings get what is left."""
+    """Return the width of each column. Names, texts and headings share the width beyond the smallest widths."""
     is_narrow = _add_up([_find_least(*item) for item in kept.items()]) > width
     widths = {column: _find_least(column, cells, is_narrow) for column, cells in kept.items()}
     for column in sorted(kept, key=lambda column: ("name", "text", "number").index(column.kind)):
         spare = max(0, width - _add_up([*widths.values()]))
         widths[column] += min(spare, max(0, _find_longest(column, kept[column]) - widths[column]))
-    if (over := _add_up([*widths.values()]) - width) > 0:  # a terminal that is very narrow
+    if (over := _add_up([*widths.values()]) - width) > 0:  # the terminal is very narrow
         widest = max(widths, key=lambda column: widths[column])
         widths[widest] = max(1, widths[widest] - over)
     return widths
 
 
 def _join(lines_of: _Cells, widths: Mapping[Column, int]) -> list[str]:
-    """Return the lines of a row from those of its cells."""
+    """Return the lines of a row from the lines of its cells."""
     lines = []
     for i in range(max(map(len, lines_of.values()))):
         parts = {column: own[i] if i < len(own) else "" for column, own in lines_of.items()}
@@ -201,9 +202,9 @@ def _join(lines_of: _Cells, widths: Mapping[Column, int]) -> list[str]:
 
 
 def _strip_beginning(names: Sequence[str]) -> tuple[str, list[str]]:
-    """Return the parts of dotted names that all begin with, and the names with an ellipsis instead.
+    """Return the common beginning of dotted names, and the names with an ellipsis instead of this beginning.
 
-    Names without a dot, such as *the run*, are left as they are.
+    Names without a dot, such as *the run*, stay unchanged.
     """
     dotted = [name.split(".") for name in names if "." in name]
     shared = 0
@@ -220,7 +221,7 @@ def _strip_beginning(names: Sequence[str]) -> tuple[str, list[str]]:
 
 
 def shorten_name(name: str, width: int) -> str:
-    """Return a name with an ellipsis for its middle, if it is too long. Most of what stays is its end.
+    """Return a name, with an ellipsis for its middle if the name is too long. Keep more of the end than of the beginning.
 
     Example:
         >>> shorten_name("decoder.layers.0.self_attention.linear_qkv", 24)
@@ -233,7 +234,7 @@ def shorten_name(name: str, width: int) -> str:
 
 
 def _fit(column: Column, cells: Sequence[str], width: int) -> list[list[str]]:
-    """Return the lines of each cell. Names that would look the same are broken and not shortened."""
+    """Return the lines of each cell. Names that would look the same if shortened are wrapped instead."""
     if column.kind == "name":
         short = [shorten_name(cell, width) for cell in cells]
         if len(set(short)) == len(set(cells)):
@@ -243,18 +244,18 @@ def _fit(column: Column, cells: Sequence[str], width: int) -> list[list[str]]:
 
 # Terminals --------------------------------------------------------------------------------------------------------------
 
-#: columns of a terminal at the least
+#: smallest width of a terminal
 _NARROWEST = 40
 
 
 def read_columns() -> int | None:
-    """Return the width that the environment variable `COLUMNS` asks for; None if it asks for none."""
+    """Return the width in the environment variable `COLUMNS`, or None if the variable gives no width."""
     asked = os.environ.get("COLUMNS", "")
     return max(_NARROWEST, int(asked)) if asked.isdecimal() and int(asked) else None
 
 
 def find_width(*streams: TextIO) -> int | None:
-    """Return the columns that text may take: what `COLUMNS` asks for, or those of the first terminal; None if neither."""
+    """Return the width for text: from `COLUMNS`, or of the first stream that is a terminal. None if there is neither."""
     if (asked := read_columns()) is not None:
         return asked
     for stream in streams:
@@ -265,7 +266,7 @@ def find_width(*streams: TextIO) -> int | None:
 
 # Encodings --------------------------------------------------------------------------------------------------------------
 
-#: what stands for characters that a terminal's encoding lacks
+#: replacements for characters that a terminal's encoding lacks
 _PLAIN = {MINUS: "-", ELLIPSIS: "~", "─": "-"}
 
 

@@ -17,7 +17,7 @@ from .tensor_scaling import CurrentScaling
 _CURRENT = CurrentScaling()
 #: codes of the smallest and the largest scale, in E8M0 and in float32's exponent
 _POWERS = (0, 254)
-#: codes of the smallest and the largest scale in E4M3: the least subnormal and 448. A scale of zero loses its block
+#: codes of the smallest and the largest scale in E4M3, the least subnormal and 448. A block with a smaller code is lost
 _E4M3 = (1, 0x7E)
 
 
