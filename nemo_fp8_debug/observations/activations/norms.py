@@ -46,7 +46,7 @@ def find_norm_output(out: Any, x: torch.Tensor) -> torch.Tensor:
     """
     found = _first(out if isinstance(out, tuple) else (out,), "it returns no floating-point tensor")
     if found.shape != x.shape:
-        raise LookupError(f"it returns a tensor of shape {tuple(found.shape)} for an input of shape {tuple(x.shape)}")
+        raise LookupError(f"its output has shape {tuple(found.shape)}, and its input {tuple(x.shape)}")
     return found
 
 

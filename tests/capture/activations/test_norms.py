@@ -96,7 +96,7 @@ def test_a_norm_that_returns_something_else_is_said(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(8, 8), SumNorm())
     monitor = Monitor(model, str(tmp_path), interval=1, table_rows=0, activations=("norm",))
     with (
-        pytest.warns(FP8DebugWarning, match="output of 1 is missing .* it returns a tensor of shape .4,. for one of .4, 8."),
+        pytest.warns(FP8DebugWarning, match="output of 1 is missing .* its output has shape .4,., and its input .4, 8."),
         monitor.step(0),
     ):
         model(torch.randn(4, 8)).sum().backward()
