@@ -1,6 +1,4 @@
-"""Linear layers of torchao: `Float8Linear`, and other layers, whose casts are unknown unless `casts` supports them.
-Internal.
-"""
+"""Linear layers of torchao. The casts of a layer are unknown unless `casts` supports its class. Internal."""
 
 from __future__ import annotations
 
