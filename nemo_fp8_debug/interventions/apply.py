@@ -54,8 +54,8 @@ def apply_plan(model: nn.Module | Sequence[nn.Module], plan: AnyPlan | None = No
 
     Args:
         model: the model, or a list of its chunks if a virtual pipeline splits it.
-        plan: a `Plan` or the path of its file. None: no changes. In a run started by `nemo-fp8-debug rescue`, the plan of
-            `rescue` replaces it.
+        plan: a `Plan` or the path of its file. None makes no changes. In a run started by `nemo-fp8-debug rescue`, the
+            plan of `rescue` replaces it.
 
     Returns:
         The changes in force. Call `.end_step()` after each step's backward, to update the delayed scales of
