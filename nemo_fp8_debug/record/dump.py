@@ -2,9 +2,9 @@
 
     RUN/tensors/attempt-0-step-00000120/rank-00000.call-000.input.decoder.layers.3.mlp.linear_fc2.9f3c02d1.safetensors
 
-A file holds one operand of one call on one rank. `value` is the operand as the GEMM was to multiply it, and `codes` are its
-values in the format in use. The float32 `scale` multiplies values before the cast. Metadata names the operand. The file's
-name ends in the CRC-32 of its content.
+A file contains one operand of one call on one rank. `value` is the operand that the GEMM was given, before quantization.
+`codes` are its values in the format in use. The cast multiplies `value` by the float32 `scale`. Metadata names the operand.
+The file's name ends in the CRC-32 of its content.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from .dump_names import dumped_files as dumped_files
 from .reader import find_run
 from .storage import Storage
 
-#: most bytes of tensors that wait to be written; a run that dumps faster waits
+#: most bytes of tensors that wait to be written; a run that dumps faster than the disk writes must wait
 IN_FLIGHT = 4 << 30
-#: seconds that all hooks of a step wait for room together; after that, tensors are left out
+#: seconds that all hooks of a step may wait in total for earlier tensors to be written; after that, tensors are left out
 PATIENCE = 30.0
-#: values that are quantized at once
+#: number of values that are quantized at once
 _CHUNK = 1 << 24
 _DTYPES = (*DTYPES, torch.float32)
 
@@ -53,7 +53,7 @@ class Dumped:
     rank: int
     layer: str
     role: str
-    #: counts calls and micro-batches of the step
+    #: index of the GEMM's call in the step; micro-batches count as calls
     call: int
     recipe: str
     format: FloatFormat
@@ -65,7 +65,9 @@ class Dumped:
         return f"{FOLDER}/attempt-{self.attempt}-step-{self.step:08d}"
 
     def name(self, checksum: str) -> str:
-        """Return the file's name. A layer's name that is too long is cut here, and kept whole in the metadata."""
+        """Return the file's name. A layer's name that is too long is shortened in the file's name, but complete in the
+        metadata.
+        """
         tensor = make_tensor_name(self.layer, self.role)
         return f"{self.folder}/rank-{self.rank:05d}.call-{self.call:03d}.{tensor}.{checksum}.safetensors"
 
@@ -91,15 +93,15 @@ class TensorDump:
             storage: folder of the run record.
             max_bytes: limit for all dumps of this rank, earlier attempts included.
             min_free_bytes: bytes that stay free on the disk.
-            submit: runs a function in the background, in order.
-            waits: adds up the waits of the training thread.
+            submit: function that runs another function in the background, in order of submission.
+            waits: total of the training thread's waiting times.
         """
         self._storage, self._submit, self._waits = storage, submit, waits or Waits()
         self._max_bytes, self._min_free_bytes = max_bytes, min_free_bytes
         self._room = Condition()
         self._in_flight = 0
         self._step, self._left, self._moves = -1, 0.0, True
-        self.taken = storage.size(FOLDER, f"rank-{rank:05d}.")  # bytes that are written or wait; two threads change it
+        self.taken = storage.size(FOLDER, f"rank-{rank:05d}.")  # bytes written or waiting; two threads change the number
         self.tensors = self.bytes = 0  # written since the start
         #: how many tensors were left out, by reason
         self.left_out: dict[str, int] = {}
@@ -109,7 +111,7 @@ class TensorDump:
 
         Args:
             x: the operand. We take this rank's shard of a DTensor.
-            scale: the float32 scale that it is cast with, or the rule that finds it.
+            scale: the float32 scale that `x` is cast with, or the rule that computes the scale.
         """
         if hasattr(x, "to_local"):
             x = x.to_local()
@@ -125,7 +127,7 @@ class TensorDump:
 
     def _wait_for_room(self, step: int, size: int) -> bool:
         with self._room:
-            if step != self._step and self._moves:  # no new allowance while a write hangs
+            if step != self._step and self._moves:  # while a write hangs, grant no further waiting time
                 self._step, self._left, self._moves = step, PATIENCE, False
             there_is = self._fits(size)
             if not there_is:
@@ -158,7 +160,7 @@ class TensorDump:
             self.bytes += len(content)
             written = True
         except Exception as error:
-            # Leave out the file's name, which would make each error a reason of its own.
+            # Leave out the file's name. Otherwise each file's error would be listed as a separate reason.
             self._leave_out(f"{type(error).__name__}: {getattr(error, 'strerror', None) or error}")
         finally:
             with self._room:
@@ -171,7 +173,7 @@ class TensorDump:
         self.left_out[why] = self.left_out.get(why, 0) + 1
 
     def progress(self) -> dict[str, Any]:
-        """Return what was written since the process started, what waits, and what was left out and why."""
+        """Return the numbers of tensors written since the process started, waiting, and left out (with the reasons)."""
         return {
             "tensors": self.tensors,
             "bytes": self.bytes,
@@ -219,11 +221,11 @@ def read_dump(run: str | os.PathLike[str], name: str) -> tuple[Dumped, dict[str,
 
     Returns:
         The description (`attempt`, `step`, `rank`, `layer`, `role`, `call`, `recipe`, `format`, `scale_source`), and three
-        tensors by name. `value` is the operand as the GEMM was to multiply it, in its own dtype. `codes` is `value * scale`
-        in FP8, with the same shape. `scale` is one float32.
+        tensors by name. `value` is the operand that the GEMM was given, before quantization, in its own dtype. `codes` is
+        `value * scale` cast to FP8, with the same shape as `value`. `scale` is one float32.
 
     Raises:
-        RecordError: the file is damaged or foreign, or there is no record, or there are several.
+        RecordError: the file is damaged or is not a dump, or `run` contains no record or several.
         OSError: the file cannot be read.
 
     Example:

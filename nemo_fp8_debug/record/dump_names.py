@@ -37,7 +37,7 @@ def dumped_files(run: str | os.PathLike[str]) -> Iterator[tuple[int, int, int, s
         (attempt, step, rank, name) of each file, in order of attempts and steps. Pass the name to `read_dump`.
 
     Raises:
-        RecordError: there is no record, or there are several.
+        RecordError: `run` contains no record or several.
 
     Example:
         >>> import torch

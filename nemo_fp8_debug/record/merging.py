@@ -1,10 +1,10 @@
-"""Merge many small parts into few large ones, so that reading all steps does not open thousands of files.
+"""Merge many small parts into few large parts, so that reading all steps does not open thousands of files.
 
-While a run goes on, `Merger` makes one part of `MERGED`, one of `MERGED` of those, and so on, up to `LARGEST` bytes.
-`compact` merges a finished record, and may drop histograms. We write a new part before we remove those that it replaces, and
-readers take each step once. So a process that is killed in between loses nothing.
+While a run goes on, `Merger` merges every `MERGED` parts into one. It merges every `MERGED` merged parts again, up to
+`LARGEST` bytes. `compact` merges a finished record, and may drop histograms. We write a new part before we remove the parts
+that it replaces, and readers count each step once. So nothing is lost or counted twice if the process is killed in between.
 
-The new part is held in memory while it is made, with one row group of the others at a time. A remote part is held whole.
+Memory holds the new part, and one row group of the old parts at a time. A remote part is read whole.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ from .storage import Storage
 MERGED = 64
 #: size in bytes at which parts are no longer merged
 LARGEST = 64 << 20
-#: fewest rows of a row group, if there are as many
+#: least number of rows in a row group, if the part has so many
 _GROUP = 1 << 17
-#: tables that are read step by step: their parts keep the rows of each step together
+#: tables that are read step by step, so each row group has the rows of one step only
 _BY_STEP = tuple(table.name for table in TABLES.values() if table.by_step)
 #: names of the tables of histograms
 HISTOGRAMS = tuple(table.histograms for table in TABLES.values() if table.histograms)
@@ -54,7 +54,7 @@ _MERGED_TABLES = tuple(table for table in TABLES if table not in SHARED)
 
 @dataclass(frozen=True)
 class Written:
-    """A part, its bytes, and the steps whose rows are taken from it. None means all steps."""
+    """A part, its size in bytes, and the steps whose rows are read from this part. None means all steps."""
 
     part: Part
     size: int
@@ -74,14 +74,14 @@ class Merger:
 
     def __init__(self, storage: Storage) -> None:
         self._storage = storage
-        #: parts that wait, by table and by how often they were merged
+        #: parts that wait to be merged, by table and by how often they were merged already
         self._waiting: dict[tuple[str, int], list[Written]] = defaultdict(list)
 
     def wrote(self, table: str, written: Written, times: int = 0) -> None:
         """Note a part that was written, and merge parts that are due.
 
         Args:
-            times: how often the part was merged.
+            times: how often the part's rows were merged before.
         """
         if table not in _MERGED_TABLES or written.size >= LARGEST // 2:
             return
@@ -93,20 +93,20 @@ class Merger:
                 self.wrote(table, made, times + 1)
 
     def _merge(self, table: str, parts: list[Written]) -> Written | None:
-        """Merge the parts that can be read. An unreadable part stays alone, because readers leave it out."""
+        """Merge the readable parts. An unreadable part stays as it is, because readers ignore it."""
         while len(parts) > 1:
             try:
                 return _replace(self._storage, table, parts)
             except _UnreadableError as error:
                 parts = [each for each in parts if each.part != error.part]
-            except Exception:  # the small parts stay until the merged one exists; every driver has its own errors
+            except Exception:  # the small parts stay until the merged part exists; every driver has its own errors
                 return None
             finally:
                 pa.default_memory_pool().release_unused()  # a merge takes as much memory as the largest part
         return None
 
     def tidy_up(self, attempt: int) -> None:
-        """Merge small parts of earlier attempts, and remove those that merged parts replace."""
+        """Merge small parts of earlier attempts, and remove parts that merged parts replace."""
         there = self._storage.names()
         for table in (table for table in _MERGED_TABLES if table in there):
             for earlier in {part.attempt for part in parts_in(self._storage, table) if part.attempt < attempt}:
@@ -114,7 +114,7 @@ class Merger:
                     _merge_attempt(self._storage, table, earlier)
 
 
-# --- a record whose run is over -------------------------------------------------------------------------------------------
+# --- records of finished runs -------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -131,10 +131,10 @@ class Compacted:
     """The result of compacting a record."""
 
     run: Storage
-    #: size by table, for tables with parts
+    #: size of each table that has parts
     before: dict[str, Size] = field(default_factory=dict)
     after: dict[str, Size] = field(default_factory=dict)
-    #: paths of parts that stay as they were, because they cannot be read or a later release wrote them
+    #: paths of parts that were left unchanged, because they are unreadable or a later release wrote them
     left: list[str] = field(default_factory=list)
 
 
@@ -144,17 +144,17 @@ def compact(
     killed: bool = False,
     over: Callable[[], None] = lambda: None,
 ) -> Compacted:
-    """Merge the parts of a record into few, in place. Every row stays, except histograms that you ask to drop.
+    """Merge the parts of a record into few parts, in place. Keep every row, except histograms that you ask to drop.
 
     Args:
         address: the record, or a folder above it. A path or any fsspec address.
-        histograms_every: keep histograms of the first sample in each so many steps. We also keep those of the last sample,
-            of triggered samples, and of samples with NaN or infinity.
-        killed: the run is over, although its record does not say so.
-        over: called after each table.
+        histograms_every: keep the histograms of one sample in every so many steps. We also keep the histograms of the last
+            sample, of triggered samples, and of samples with NaN or infinity.
+        killed: True if the run was killed, so that its record does not say that the run has ended.
+        over: function that is called after each table.
 
     Raises:
-        RecordError: there is no record, its run goes on, or it cannot be written.
+        RecordError: there is no record, its run has not ended, or the record cannot be written.
         ConfigError: `histograms_every` is below 1.
 
     Example:
@@ -186,14 +186,14 @@ def compact(
 
 
 def copy_record(address: str | os.PathLike[str], output: str | os.PathLike[str]) -> Storage:
-    """Copy every file of a record. Readers find no record in the new place before the last file is there.
+    """Copy every file of a record. The new place is a valid record only after the last file was copied.
 
     Args:
         address: the record, or a folder above it. A path or any fsspec address.
         output: an empty or new folder, or any fsspec address.
 
     Raises:
-        ConfigError: the new place has files, or cannot be written.
+        ConfigError: the new folder is not empty, or cannot be written.
         RecordError: there is no record, or one of its files cannot be read.
     """
     run, copied = find_run(address), Storage(output)
@@ -214,7 +214,7 @@ def copy_record(address: str | os.PathLike[str], output: str | os.PathLike[str])
 
 
 def has_ended(run: Storage) -> bool:
-    """Return whether a record's status file says that its run is over."""
+    """Return whether the run has ended according to the record's status file."""
     try:
         return "ended" in read_status(run)
     except RecordError:
@@ -228,7 +228,7 @@ def _sizes(run: Storage) -> dict[str, Size]:
 
 
 def _named_steps(run: Storage) -> set[int]:
-    """Return steps that a verdict may name: triggered samples, and samples with NaN or infinity."""
+    """Return steps that a verdict may mention: those of triggered samples and of samples with NaN or infinity."""
     triggered = read_table(run, "steps", ["step", "trigger"]).filter(pl.col("trigger").is_not_null())
     counted = read_table(run, "metrics", ["step", "nan", "inf"])
     nonfinite = counted.filter((pl.col("nan") > 0) | (pl.col("inf") > 0))
@@ -239,13 +239,13 @@ def _named_steps(run: Storage) -> set[int]:
 
 
 def _merge_attempt(run: Storage, table: str, attempt: int, keep: Callable[[set[int]], set[int]] | None = None) -> list[str]:
-    """Merge the parts of a table and an attempt, and remove parts whose rows are elsewhere.
+    """Merge the parts of a table and an attempt. Remove parts that the merged parts replace.
 
     Args:
-        keep: chooses among all steps those whose rows stay. None keeps all.
+        keep: function that takes all steps and returns the steps to keep. None keeps all.
 
     Returns:
-        Paths of parts that cannot be read, which stay as they are.
+        Paths of unreadable parts, which are left unchanged.
 
     Raises:
         RecordError: a part cannot be written.
@@ -256,7 +256,7 @@ def _merge_attempt(run: Storage, table: str, attempt: int, keep: Callable[[set[i
         try:
             _merge_readable(run, table, parts, keep)
             return unreadable
-        except _UnreadableError as error:  # its rows do not count: other parts may have the same steps
+        except _UnreadableError as error:  # do not count its steps, because other parts may have them too
             unreadable.append(error.part.path)
 
 
@@ -273,17 +273,18 @@ def _merge_readable(run: Storage, table: str, parts: Sequence[Part], keep: Calla
             taken.append(Written(part, read_size(run, part), None if steps <= new & kept else frozenset(new & kept)))
         else:
             spare.append(part)
-    if any(new != steps for _, steps, new in found):  # read the kept parts to their end before removing others
+    if any(new != steps for _, steps, new in found):  # read kept parts to their end first
         for each in taken:
             for _ in _rows(run, table, each):
                 pass
-    # A killed merge may have written the same part already. Its rows do not count next to the parts that it replaces.
+    # A merge that was killed may have written the same part already. Ignore that part while the parts that it replaces
+    # exist.
     made = {_replace(run, table, batch).part for batch in _batches(taken) if len(batch) > 1 or batch[0].steps is not None}
     _remove(run, [part for part in spare if part not in made])
 
 
 def _batches(parts: Sequence[Written]) -> Iterator[list[Written]]:
-    """Yield batches of parts to merge, in the order of steps. A large part is alone."""
+    """Yield batches of parts to merge, in order of steps. A large part is a batch of its own."""
     waiting: list[Written] = []
     for each in sorted(parts, key=lambda each: (each.part.first, each.part.last)):
         if each.size >= LARGEST // 2:
@@ -302,7 +303,7 @@ def _bytes(parts: Sequence[Written]) -> int:
 
 
 def _replace(run: Storage, table: str, parts: Sequence[Written]) -> Written:
-    """Replace several parts of one attempt with one.
+    """Replace several parts of one attempt with one part.
 
     Raises:
         _UnreadableError: a part cannot be read to its end; nothing was changed.
@@ -325,7 +326,7 @@ def _replace(run: Storage, table: str, parts: Sequence[Written]) -> Written:
 
 
 def _rows(run: Storage, table: str, written: Written) -> Iterator[pa.Table]:
-    """Yield the rows that are taken from a part, one row group at a time."""
+    """Yield the rows that count in a part, one row group at a time."""
     with _reading(written.part):
         for rows in read_groups(run, table, written.part, whole=True):
             yield rows if written.steps is None else rows.filter(pc.is_in(rows["step"], pa.array(written.steps, pa.int64())))
@@ -350,7 +351,7 @@ def _distinct(rows: pa.Table) -> pa.Table:
 
 
 def _join_groups(tables: Iterable[pa.Table]) -> Iterator[pa.Table]:
-    """Join tables into fewer ones with enough rows."""
+    """Concatenate small tables, so that each result has enough rows."""
     waiting, rows = list[pa.Table](), 0
     for table in tables:
         waiting.append(table)
@@ -363,7 +364,7 @@ def _join_groups(tables: Iterable[pa.Table]) -> Iterator[pa.Table]:
 
 
 def _split_by_step(tables: Iterable[pa.Table]) -> Iterator[pa.Table]:
-    """Yield the rows of each step, in the order of the tables."""
+    """Yield a table for each step of the tables, in their order."""
     for rows in tables:
         steps = rows["step"].to_numpy()
         changes = (steps[1:] != steps[:-1]).nonzero()[0] + 1 if len(steps) else []

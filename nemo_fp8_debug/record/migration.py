@@ -1,4 +1,4 @@
-"""Read records of schema 2 and 3 with the names of schema 4. Only this module knows earlier names."""
+"""Translate records of schema 2 and 3 to the names of schema 4. Only this module contains earlier names."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pyarrow.compute as pc
 #: schema versions that this release reads
 READABLE = (2, 3, 4)
 
-#: the folder of a table's parts before schema 4, by table
+#: folder of the parts of each table before schema 4
 _FOLDERS = {"metrics": "figures", "histograms": "sketches"}
 _COLUMNS = {
     "shards": "ranks",
@@ -30,12 +30,12 @@ _FINGERPRINT = {
     "hosts": "backends",
     "weigh": "what_if",
 }
-#: columns that are newer than schema 2, and null in older parts
+#: columns that schema 2 does not have; they are null in older parts
 _ADDED = {"experts", "ranks", "ranks_missing", "unscaled_amax", "unscaled_amin", "unscaled_mse", "grad_scale"}
 
 
 def list_folders(table: str) -> Sequence[str]:
-    """Return the folders that may hold the parts of a table, today's first.
+    """Return the folders that may contain parts of a table, the current folder first.
 
     >>> list_folders("metrics")
     ['metrics', 'figures']
@@ -53,7 +53,7 @@ def with_earlier_names(columns: Iterable[str]) -> list[str]:
 
 
 def values_of(column: str) -> list[tuple[str, str]]:
-    """Return pairs of an earlier value of a column and today's.
+    """Return pairs of an earlier and a current value of a column.
 
     >>> values_of("scale_source")
     [('not quantised', 'not quantized')]
@@ -62,7 +62,7 @@ def values_of(column: str) -> list[tuple[str, str]]:
 
 
 def migrate_rows(rows: pa.Table) -> pa.Table:
-    """Return rows of any readable schema with today's names and values."""
+    """Convert rows of any readable schema to the current names and values."""
     if not _COLUMNS.keys().isdisjoint(rows.column_names):
         rows = rows.rename_columns([_COLUMNS.get(name, name) for name in rows.column_names])
     for name, (old, new) in _VALUES.items():
@@ -75,12 +75,12 @@ def migrate_rows(rows: pa.Table) -> pa.Table:
 def complete_columns(rows: pa.Table, schema: pa.Schema) -> pa.Table:
     """Return rows with the columns of `schema`, in its order.
 
-    Columns that are newer than the rows are null. Other missing columns stay missing.
+    Columns that did not exist when the rows were written become null. Other missing columns stay missing.
     """
     rows = migrate_rows(rows)
     if rows.column_names == schema.names:
         return rows
-    found = dict(zip(rows.column_names, rows.columns, strict=True))  # a table lists them anew on each request
+    found = dict(zip(rows.column_names, rows.columns, strict=True))  # a pyarrow table builds these lists on each access
     columns = {
         field.name: found[field.name] if field.name in found else pa.nulls(len(rows), field.type)
         for field in schema
@@ -97,7 +97,7 @@ def _with_value(column: pa.ChunkedArray, old: str, new: str) -> pa.ChunkedArray:
 
 
 def migrate_fingerprint(content: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a fingerprint of any readable schema with today's names.
+    """Convert a fingerprint of any readable schema to the current names.
 
     >>> migrate_fingerprint({"schema_version": 3, "sampled": {"hosts": ["torch.nn.Linear"]}})
     {'schema_version': 3, 'sampled': {'backends': ['torch.nn.Linear']}}

@@ -1,7 +1,7 @@
-"""Outlines: a few bytes in a part's footer that say which rows belong to which operands.
+"""Outlines: a short summary in a part's footer of which rows belong to which operands.
 
-Sampled steps list the same operands in the same order, so a digest of each list is enough. An outline also holds the values
-of text columns with few values, and values that all rows share.
+Most sampled steps list the same operands in the same order, so the outline stores a digest of each list. An outline also
+contains the values of text columns that have few different values, and values that all rows share.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ import pyarrow.compute as pc
 #: key of the outline in a part's footer
 OUTLINE = b"outline"
 _KEYS = ("step", "layer", "role")
-#: columns with many values, how many values count as few, and how long each of these may be
+#: columns with many different values, the largest number that counts as few, and the longest value that is stored
 _MANY, _FEW, _SHORT = ("layer", "gemm", "name"), 16, 200
-#: limits for reading: characters of an outline, and of a digest
+#: largest number of characters in an outline, and in a digest, that we accept
 _LONGEST, _DIGEST = 1 << 24, 32
 
 
@@ -37,24 +37,24 @@ class Stretch(NamedTuple):
 
     step: int
     rows: int
-    #: digest of their layers and roles, in order
+    #: digest of the rows' layers and roles, in order
     digest: str
 
 
 @dataclass(frozen=True)
 class Outline:
-    """A part's rows, as its footer describes them."""
+    """The description of a part's rows in its footer."""
 
     stretches: tuple[Stretch, ...]
-    #: values of columns that have few, by column, in the order of their first rows
+    #: different values of columns that have few, by column, in the order of their first rows
     texts: Mapping[str, Sequence[str | None]] = field(default_factory=dict)
-    #: the value of columns whose rows are all alike, by column: an integer, a short text or null
+    #: the single value of columns whose rows are all alike, by column: an integer, a short string or null
     same: Mapping[str, Value] = field(default_factory=dict)
-    #: digests of each stretch's values in order, by column of `texts` whose rows are not all alike
+    #: by column of `texts` whose rows differ: a digest of each stretch's values, in order
     patterns: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
     def find(self, row: int) -> tuple[int, int]:
-        """Return the stretch that holds a row of the part, and the row's place in that stretch.
+        """Return the index of the stretch that contains a row of the part, and the row's index in the stretch.
 
         >>> Outline((Stretch(0, 3, ""), Stretch(5, 3, ""))).find(4)
         (1, 1)
@@ -64,7 +64,7 @@ class Outline:
 
     @cached_property
     def steps(self) -> frozenset[int]:
-        """Return the steps of the rows."""
+        """Return the steps of the part's rows."""
         return frozenset(stretch.step for stretch in self.stretches)
 
     @cached_property
@@ -109,7 +109,7 @@ def _is_short(text: str | None) -> bool:
 
 
 def _same_numbers(table: pa.Table) -> dict[str, Value]:
-    """Return the value of each integer column whose rows are alike, and of each number column that is all null."""
+    """Return the value of each integer column whose rows are all equal, and of each numeric column that is all null."""
     found: dict[str, Value] = {}
     for name, column in zip(table.column_names, table.columns, strict=True):
         if not len(column) or not (pa.types.is_integer(column.type) or pa.types.is_floating(column.type)):
@@ -124,7 +124,7 @@ def _same_numbers(table: pa.Table) -> dict[str, Value]:
 
 
 def list_stretches(table: pa.Table) -> list[Stretch]:
-    """Return the stretches of a table. A table without operands has none.
+    """Return the stretches of a table, or none if the table has no operands.
 
     Example:
         >>> table = pa.table({"step": [0, 0, 5, 5], "layer": ["a", "b"] * 2, "role": ["input"] * 4})
@@ -143,7 +143,7 @@ def list_stretches(table: pa.Table) -> list[Stretch]:
 
 
 def _digest(names: list[pa.StringArray]) -> str:
-    """Return the digest of texts, in order."""
+    """Return the digest of a sequence of strings."""
     digest = hashlib.blake2b(digest_size=_DIGEST // 2)
     for texts in names:
         _, offsets, characters = texts.buffers()
@@ -154,7 +154,7 @@ def _digest(names: list[pa.StringArray]) -> str:
 
 
 def format_outline(outlines: Sequence[Outline]) -> str:
-    """Return the outlines of consecutive tables as one text for a footer."""
+    """Return the outlines of consecutive tables as one string for a footer."""
     all_of_them = [stretch for outline in outlines for stretch in outline.stretches]
     columns = set.intersection(*(set(outline.texts) for outline in outlines)) if outlines else ()
     texts = {
@@ -172,7 +172,7 @@ def format_outline(outlines: Sequence[Outline]) -> str:
 
 
 def parse_outline(text: bytes | None) -> Outline | None:
-    """Parse the text of a footer. Return None if it is not an outline."""
+    """Parse a footer's string. Return None if the string is not an outline."""
     if text is None or len(text) > _LONGEST:
         return None
     try:

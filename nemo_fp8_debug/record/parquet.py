@@ -1,7 +1,7 @@
-"""Parquet files that detect any changed bit, however little of them is read.
+"""Parquet files with checksums, so that a changed bit is detected even if only some rows are read.
 
-A Parquet reader may abort the process on a damaged file, or return other values without an error. So a part's footer holds
-the CRC-32 of every block before it, and the part's name ends in the CRC-32 of the footer.
+On a damaged file, a Parquet reader may abort the process or silently return wrong values. So a part's footer contains the
+CRC-32 of every block before the footer, and the part's name ends in the CRC-32 of the footer.
 """
 
 from __future__ import annotations
@@ -22,29 +22,28 @@ from .outline import OUTLINE, Outline, format_outline, make_outline, parse_outli
 
 Ints = npt.NDArray[np.int64]
 
-#: bytes of a block with its own checksum; small, because reading a few rows of a column reads whole blocks
+#: bytes of a block, which has its own checksum; small, because reading even a few rows reads whole blocks
 BLOCK = 1 << 14
-#: most rows of a row group, so that reading a few operands of a large sample decodes few others
+#: most rows of a row group; a limit, so that reading a few operands of a large sample does not decode all operands
 GROUP = 1 << 14
-#: footer keys of the checksums, by block size; earlier releases wrote larger blocks
+#: footer key of the checksums for each block size; earlier releases wrote larger blocks
 _KEYS = {size: f"crc32_of_{size >> 10}_KiB_blocks".encode() for size in (BLOCK, 1 << 16)}
 _TAIL = 8  # length of the footer and magic number
 
 
 def encode(table: pa.Table) -> tuple[bytes, str]:
-    """Return the file of a table, and the checksum for the end of its name."""
+    """Encode a table as a file. Return the file's bytes, and the checksum for the end of its name."""
     return encode_all(table.schema, [table])
 
 
 def encode_all(schema: pa.Schema, tables: Iterable[pa.Table]) -> tuple[bytes, str]:
-    """Encode consecutive tables as `encode` does, and hold one of them at a time.
+    """Encode consecutive tables into one file, like `encode`. Keep only one table in memory at a time.
 
-    Each table has row groups of its own, so that `read` of a step and `pick` decode no more than they need. The footer has
-    an outline of the tables, so that a reader finds each operand before reading any names.
+    Each table has its own row groups, so that `read` and `pick` decode few other rows. The footer has an outline of the
+    tables, which shows readers where each operand is before they read any names.
     """
     sink = io.BytesIO()
-    # Dictionaries of numbers that hardly repeat cost time and space. Bins ascend and neighboring counts are alike: store
-    # deltas.
+    # Use no dictionary for numbers that hardly repeat. Bins ascend and neighboring counts are similar, so store differences.
     texts = [field.name for field in schema if field.type == pa.string()]
     lists = [f"{field.name}.list.element" for field in schema if pa.types.is_list(field.type)]
     writer = pq.ParquetWriter(
@@ -68,21 +67,21 @@ def encode_all(schema: pa.Schema, tables: Iterable[pa.Table]) -> tuple[bytes, st
 
 
 class PartFile:
-    """A part, open for reading some of its rows. Only blocks that are needed are read and checked."""
+    """An open part, of which some rows can be read. Only the blocks that contain these rows are read and checked."""
 
     def __init__(self, file: Any, checksum: str, texts: Sequence[str] = ()) -> None:
         """
         Args:
             file: open for reading, seekable.
-            checksum: the checksum at the end of its name.
-            texts: text columns to read as dictionaries. They repeat, so filtering takes a fraction of the time.
+            checksum: the checksum at the end of the file's name.
+            texts: text columns to read as dictionaries, which makes filtering faster because values repeat.
 
         Raises:
-            ValueError: the file is damaged or foreign.
+            ValueError: the file is damaged, or is not a part.
         """
         checked = _Checked(file, checksum)
         try:
-            self._part = pq.ParquetFile(checked, read_dictionary=list(texts))  # this reads the footer alone
+            self._part = pq.ParquetFile(checked, read_dictionary=list(texts))  # this reads only the footer
         except KeyError:  # an earlier release wrote it with fewer columns
             there = pq.ParquetFile(checked)
             kept = [name for name in texts if name in there.schema_arrow.names]
@@ -91,30 +90,30 @@ class PartFile:
         checked.expect(self._metadata)
         counts = [self._metadata.row_group(group).num_rows for group in range(self._metadata.num_row_groups)]
         self._ends = np.cumsum([0, *counts])
-        #: rows
+        #: number of rows
         self.count = int(self._ends[-1])
 
     @property
     def outline(self) -> Outline | None:
-        """Return the outline in the footer. Return None if there is none that fits the rows."""
+        """Return the outline in the footer. Return None if there is no outline, or it does not match the rows."""
         found = parse_outline((self._metadata.metadata or {}).get(OUTLINE))
         return found if found is not None and sum(each.rows for each in found.stretches) == self.count else None
 
     def spans_of(self, step: int) -> list[tuple[int, int]]:
-        """Return first row and end of each row group that may have rows of a step."""
+        """Return the first row, and the row after the last, of each row group that may contain a step."""
         spans = itertools.pairwise(self._ends.tolist())
         return [span for group, span in enumerate(spans) if _may_have(self._metadata.row_group(group), step)]
 
     def read(
         self, columns: Sequence[str] | None = None, wanted: Sequence[tuple[int, int]] | None = None
     ) -> tuple[pa.Table, Callable[[Ints], Ints]]:
-        """Read row groups that hold rows of any pair (`first`, `end`), `end` excluded. None reads all.
+        """Read the row groups that contain rows of the given ranges (`first`, `end`), without row `end`. None reads all.
 
         Args:
             columns: names, or None for all. Names that the part lacks are ignored.
 
         Returns:
-            The rows, and a function from places in the part to places in the rows.
+            The rows, and a function that converts indices of rows in the part to indices in the result.
 
         Raises:
             ValueError: the rows are damaged.
@@ -123,7 +122,7 @@ class PartFile:
         for first, end in wanted or ():
             there[np.searchsorted(self._ends, first, side="right") - 1 : np.searchsorted(self._ends, end)] = True
         groups = np.flatnonzero(there)
-        # How much closer to the first row the rows of each group are than in the part.
+        # For each group that is read: the number of rows before it that are not read.
         nearer = self._ends[groups] - np.cumsum([0, *np.diff(self._ends)[groups][:-1]])
 
         def at(places: Ints) -> Ints:
@@ -134,7 +133,7 @@ class PartFile:
         return self._part.read_row_groups(groups.tolist(), columns=names, use_threads=False), at
 
     def groups(self) -> Iterator[pa.Table]:
-        """Read all columns, a row group at a time.
+        """Yield all columns, one row group at a time.
 
         Raises:
             ValueError: a row group is damaged.
@@ -143,11 +142,11 @@ class PartFile:
             yield self._part.read_row_group(group, use_threads=False)
 
     def pick(self, columns: Sequence[str], places: Sequence[int], at_once: int) -> pa.Table:
-        """Read a few rows, and decode a limited number at a time.
+        """Read a few rows. Decode at most `at_once` rows at a time.
 
         Args:
             columns: names. Names that the part lacks are ignored.
-            places: places of the rows, ascending.
+            places: indices of the rows in the part, ascending.
             at_once: rows to decode at a time.
 
         Raises:
@@ -167,7 +166,7 @@ class PartFile:
 
 
 def _may_have(group: pq.RowGroupMetaData, step: int) -> bool:
-    """Return whether a row group may have rows of a step, by its statistics if it has any."""
+    """Return whether a row group may contain rows of a step. Use the group's statistics if there are any."""
     for place in range(group.num_columns):
         column = group.column(place)
         if column.path_in_schema == "step":
@@ -194,7 +193,7 @@ class _Checked(io.RawIOBase):
         self._at = 0
 
     def expect(self, metadata: pq.FileMetaData) -> None:
-        """Check blocks against the footer. Until this call, only the footer can be read."""
+        """Set the checksums of the blocks. Before this call, only the footer can be read."""
         known = metadata.metadata or {}
         self._block, key = next(((size, key) for size, key in _KEYS.items() if key in known), (BLOCK, b""))
         self._sums = np.frombuffer(bytes.fromhex(known.get(key, b"").decode()), ">u4")
@@ -258,8 +257,8 @@ class _Checked(io.RawIOBase):
 def _combined(sums: Sequence[int], size: int) -> int:
     """Return the CRC-32 of consecutive blocks of `size` bytes from the CRC-32 of each block.
 
-    The CRC-32 of A followed by B is the CRC-32 of A, extended by the length of B, xor the CRC-32 of B. zlib's
-    `crc32_combine` does the same.
+    To combine A and B, extend the CRC-32 of A by as many zeros as B is long, then xor with the CRC-32 of B. This is zlib's
+    `crc32_combine`.
 
     >>> _combined([zlib.crc32(b"1234"), zlib.crc32(b"5678")], 4) == zlib.crc32(b"12345678")
     True
@@ -273,7 +272,7 @@ def _combined(sums: Sequence[int], size: int) -> int:
 
 @lru_cache(len(_KEYS))
 def _shifts(size: int) -> list[list[int]]:
-    """Return what each byte of a CRC-32 (lowest first), by value, becomes if `size` zeros follow."""
+    """Return a table for each byte of a CRC-32, lowest first: the byte's contribution after `size` zeros, by its value."""
     zeros = bytes(size)
     of_none = zlib.crc32(zeros)
     return [[zlib.crc32(zeros, value << place) ^ of_none for value in range(256)] for place in range(0, 32, 8)]

@@ -1,11 +1,12 @@
-"""The one reader of parts: it lists a table's parts, decides whose rows count, and reads columns and rows.
+"""The only reader of parts. It lists a table's parts, decides which rows count, and reads columns and rows.
 
-Three rules decide whose rows count:
+Three rules decide which rows count:
 
-* In an attempt, a step's rows come from one part. Merged parts come before single ones, because a process that was killed
-while merging left both. In tables that several processes add to (`SHARED`), several parts have rows of a step.
-* If several attempts trained a step, the rows of the latest attempt count.
-* A part that is damaged, foreign or of another attempt than its name says is left out, and one warning names it.
+* In an attempt, we read a step's rows from one part only, and from a merged part if there is one. A process that is killed
+while merging leaves both the merged part and the single parts. Tables that several processes write to (`SHARED`) are an
+exception: all parts of a step count. * If several attempts trained a step, the rows of the latest attempt count. * We ignore
+a part that is damaged, was not written by us, or contains rows of another attempt than its name says. One warning names the
+part.
 """
 
 from __future__ import annotations
@@ -31,10 +32,10 @@ from .storage import Storage
 
 #: columns that identify a row
 _NAMES = ("attempt", "step", "layer", "role", "product", "what", "name")
-#: least and greatest values, which rounding may exceed slightly
+#: smallest and largest valid values of metrics; rounding may exceed these limits slightly
 _WITHIN = {"underflow_pct": (0.0, 100.0), "overflow_pct": (0.0, 100.0), "cosine": (-1.0, 1.0), "amax": (0.0, np.inf)}
 _ROUNDING = 1e-6
-#: characters of a name that a message shows
+#: number of characters of a value that a message shows
 _SHOWN = 40
 #: number of magnitudes of a 16-bit value, and the formats that histograms may have
 MAGNITUDES = 1 << 15
@@ -42,10 +43,10 @@ HISTOGRAMS = {"dtype": ("bfloat16", "float16"), "format": ("e4m3", "e5m2", "e2m1
 
 
 def wrong_values(rows: pa.Table) -> str | None:
-    """Describe what is wrong with the values of a part. Return None if nothing is.
+    """Describe which values of a part are invalid. Return None if all are valid.
 
     Args:
-        rows: some of the part's columns. Texts may be dictionaries.
+        rows: some of the part's columns. Text columns may be dictionaries.
 
     Example:
         >>> import pyarrow as pa
@@ -89,7 +90,7 @@ def _wrong_kind(rows: pa.Table) -> str | None:
 def _wrong_histograms(bins: pa.ListArray, counts: pa.ListArray) -> str | None:
     lengths = pc.list_value_length(bins)
     if bins.null_count or counts.null_count or not lengths.equals(pc.list_value_length(counts)):
-        return "bins and counts are not of one length"
+        return "bins and counts differ in length"
     places, numbers = bins.flatten(), counts.flatten()
     if places.null_count or numbers.null_count:
         return "bins or counts lack values"
@@ -107,7 +108,7 @@ Ints = npt.NDArray[np.int64]
 T = TypeVar("T")
 Each = Callable[[Callable[[Any], Any], Sequence[Any]], Iterable[Any]]
 
-#: tables that several processes may add rows of a step to
+#: tables in which several processes may add rows of the same step
 SHARED = tuple(table.name for table in TABLES.values() if table.is_added_later)
 #: columns that identify a row of an operand
 KEYS = ("step", "layer", "role")
@@ -118,16 +119,16 @@ class PartGoneError(Exception):
 
 
 class PartDamagedError(Exception):
-    """The part cannot be read. The message says why in one line."""
+    """The part cannot be read. The message gives the reason in one line."""
 
 
 def parts_in(run: Storage, folder: str) -> list[Part]:
-    """Return the parts in a folder of a record, by name."""
+    """Return the parts in a folder of a record, by file name."""
     return [part for name in run.names(folder) if (part := Part.named(folder, name))]
 
 
 def list_parts(run: Storage, table: str) -> list[Part]:
-    """Return the parts of a table, merged ones first. Warn of files with other names."""
+    """Return the parts of a table, merged parts first. Warn about files that are not named like parts."""
     parts = []
     for folder in migration.list_folders(table):
         for name in run.names(folder):
@@ -144,17 +145,17 @@ def order_widest_first(parts: Iterable[Part]) -> list[Part]:
 
 
 def order_newest_first(parts: Iterable[Part]) -> list[Part]:
-    """Order parts by attempt, then by steps, latest first. Merged ones come first among equals."""
+    """Sort parts by attempt, then by steps, latest first. A merged part precedes a single part of the same steps."""
     return sorted(parts, key=lambda part: (part.attempt, part.last, part.merged), reverse=True)
 
 
 def may_have(table: str, part: Part, step: int) -> bool:
-    """Return whether a part may have rows of a step, by its name. In tables without layers, a single part has more steps."""
+    """Return whether a part may contain rows of a step, judging by its name. In tables without layers, any part may."""
     return "layer" not in SCHEMAS[table] or part.first <= step <= part.last
 
 
 class Owners:
-    """The parts whose rows count, by step, while parts are added in order.
+    """Decides which part's rows count for each step, while parts are added in order.
 
     Example:
         >>> names = [f"attempt-0-{steps}-00000000.parquet" for steps in ("step-5", "steps-0-9")]
@@ -168,15 +169,15 @@ class Owners:
         self._is_shared = table in SHARED
         #: steps that were added, by attempt
         self._steps: dict[int, set[int]] = defaultdict(set)
-        #: the first part of the latest attempt, by step
+        #: first added part of the latest attempt, by step
         self.of_step: dict[int, Part] = {}
 
     def has(self, part: Part) -> bool:
-        """Return whether a part is single and only repeats a step of another part."""
+        """Return whether a part is a single part, and another part of its attempt already has its step."""
         return not self._is_shared and not part.merged and part.first in self._steps[part.attempt]
 
     def add(self, part: Part, steps: Collection[int]) -> set[int]:
-        """Add a part, and return its steps that no earlier part of its attempt has."""
+        """Add a part. Return the steps that no earlier part of the same attempt has."""
         known = self._steps[part.attempt]
         new = set(steps) if self._is_shared else set(steps) - known
         known |= new
@@ -186,7 +187,7 @@ class Owners:
         return new
 
     def is_latest(self, part: Part, step: int) -> bool:
-        """Return whether no later attempt has the step."""
+        """Return whether the part belongs to the latest attempt that has the step."""
         return self.of_step[step].attempt <= part.attempt
 
 
@@ -199,16 +200,17 @@ def read_each(
     parts: Sequence[Part] | None = None,
     each: Each = map,
 ) -> dict[str, str]:
-    """Read each part whose rows may count. List parts again if the run has merged some meanwhile.
+    """Read each part whose rows may count. If the run has merged parts meanwhile, list the parts again.
 
     Args:
-        read: reads a part. It may raise `PartGoneError` or `PartDamagedError`.
-        use: takes a part and the result of `read`, and adds the part to `owners`. It may raise the same errors.
+        read: function that reads a part. It may raise `PartGoneError` or `PartDamagedError`.
+        use: function that takes a part and the result of `read`, and adds the part to `owners`. It may raise the same
+            errors.
         parts: parts to read first, or None for all parts of the table.
-        each: calls `read` for several parts, in order, like `map`.
+        each: function like `map` that calls `read` for several parts, in order.
 
     Returns:
-        The reasons for leaving out parts, by path.
+        The reason for ignoring each ignored part, by path.
     """
 
     def tried(part: Part) -> T | Exception:
@@ -238,7 +240,7 @@ def read_each(
 
 
 def warn_of_damage(run: Storage, table: str, damaged: Mapping[str, str]) -> None:
-    """Warn once, however many parts there are, because a bad disk damages all of them.
+    """Warn once for all damaged parts, because a bad disk can damage very many.
 
     Args:
         damaged: what is wrong with each part, by path.
@@ -260,7 +262,7 @@ def open_part(run: Storage, part: Part, texts: Sequence[str] = (), whole: bool =
 
     Args:
         texts: text columns to read as dictionaries.
-        whole: whether a remote part comes in one request.
+        whole: whether to read a remote part whole, in one request.
 
     Raises:
         PartGoneError: the part does not exist.
@@ -278,7 +280,8 @@ def open_part(run: Storage, part: Part, texts: Sequence[str] = (), whole: bool =
 
 
 def read_outline(run: Storage, table: str, part: Part) -> Outline:
-    """Read the outline of a part's rows. If an earlier release wrote the part without one, read its steps and names.
+    """Read the outline of a part's rows. If an earlier release wrote the part without an outline, make it from steps and
+    names.
 
     Raises:
         PartGoneError, PartDamagedError: as for `open_part`.
@@ -293,7 +296,7 @@ def read_outline(run: Storage, table: str, part: Part) -> Outline:
 
 
 def read_names(run: Storage, table: str, part: Part, spans: Sequence[tuple[int, int]]) -> list[pa.Table]:
-    """Read step, layer and role of the rows of each span, as numbers and plain text.
+    """Read step, layer and role of the rows of each span, as numbers and plain strings.
 
     Args:
         spans: pairs of a first row and the row after the last, ascending.
@@ -328,15 +331,16 @@ def read_columns(
     spans: Sequence[tuple[int, int]] | None = None,
     step: int | None = None,
 ) -> tuple[pa.Table, Callable[[Ints], Ints]]:
-    """Read columns of those row groups of a part that hold some rows.
+    """Read columns of the row groups of a part that contain the wanted rows.
 
     Args:
-        columns: names of columns. Texts come as dictionaries.
+        columns: names of columns. Text columns are returned as dictionaries.
         spans: pairs of a first row and the row after the last, or None for all rows.
         step: read only row groups that may have rows of this step, or None for all.
 
     Returns:
-        The rows with columns in the schema's order, and a function from places in the part to places in the rows.
+        The rows with columns in the schema's order, and a function that converts indices of rows in the part to indices in
+        the result.
 
     Raises:
         PartGoneError, PartDamagedError: as for `open_part`.
@@ -349,7 +353,7 @@ def read_columns(
 
 
 def read_rows(run: Storage, table: str, part: Part, columns: Iterable[str], places: Sequence[int]) -> pa.Table:
-    """Read columns of a few rows of a part, ascending. Only the row groups around them are decoded.
+    """Read columns of a few rows of a part, in ascending order. Decode only the row groups that contain these rows.
 
     Raises:
         PartGoneError, PartDamagedError: as for `open_part`.
@@ -362,14 +366,14 @@ def read_rows(run: Storage, table: str, part: Part, columns: Iterable[str], plac
 def _read_spans(
     run: Storage, table: str, part: Part, columns: Iterable[str], spans: Sequence[tuple[int, int]]
 ) -> list[pa.Table]:
-    """Read columns of the rows of each span, as slices. `take` would import pandas."""
+    """Read columns of the rows of each span. Use slices, because `take` would import pandas."""
     found, at = read_columns(run, table, part, columns, spans)
     begins = at(np.array([first for first, _ in spans])).tolist()
     return [found.slice(begin, end - first) for begin, (first, end) in zip(begins, spans, strict=True)]
 
 
 def read_whole_rows(run: Storage, table: str, part: Part, places: Sequence[int], at_once: int) -> list[dict[str, Any]]:
-    """Read all columns of a few rows of a part, ascending, and decode a limited number at a time.
+    """Read all columns of a few rows of a part, in ascending order. Decode a limited number of rows at a time.
 
     Raises:
         PartGoneError, PartDamagedError: as for `open_part`.
@@ -382,13 +386,13 @@ def read_whole_rows(run: Storage, table: str, part: Part, places: Sequence[int],
 
 
 def read_groups(run: Storage, table: str, part: Part, whole: bool = False) -> Iterator[pa.Table]:
-    """Read all columns of a part with today's schema, one row group at a time.
+    """Yield all columns of a part in the current schema, one row group at a time.
 
     Args:
-        whole: whether a remote part comes in one request.
+        whole: whether to read a remote part whole, in one request.
 
     Raises:
-        PartGoneError, PartDamagedError: as for `open_part`, or a later release wrote the part.
+        PartGoneError, PartDamagedError: as for `open_part`, and if a later release wrote the part.
     """
     schema = arrow_schema(table)
     with open_part(run, part, whole=whole) as rows:
@@ -406,7 +410,7 @@ def read_size(run: Storage, part: Part) -> int:
 
 
 def count_rows(run: str | os.PathLike[str], table: str, enough: float = math.inf) -> int:
-    """Return the number of rows in a table's parts. Read only footers, and stop once `enough` rows are counted."""
+    """Count the rows in a table's parts. Read only footers, and stop counting at `enough` rows."""
     run, rows = Storage(run), 0
     for part in list_parts(run, table):
         if rows >= enough:
@@ -430,10 +434,10 @@ def _checked(rows: pa.Table, schema: pa.Schema, part: Part) -> pa.Table:
 
 
 def check_values(rows: pa.Table) -> None:
-    """Refuse rows with values that no run writes.
+    """Reject rows with values that no run can write.
 
     Raises:
-        PartDamagedError: there are such rows.
+        PartDamagedError: a row has such a value.
     """
     if wrong := wrong_values(rows):
         raise PartDamagedError(wrong)

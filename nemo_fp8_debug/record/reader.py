@@ -1,4 +1,4 @@
-"""Read run records. A damaged or foreign file is named in a warning, and everything else is read."""
+"""Read run records. If a file is damaged or foreign, warn about it and read everything else."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ _FINGERPRINTS = "attempt-*.json"
 
 
 def find_run(address: Address) -> Storage:
-    """Return the record at `address` (a path or any fsspec address), or the only one below it.
+    """Return the record at `address` (a path or any fsspec address), or the only record in a folder below it.
 
     Raises:
-        RecordError: there is no record, or there are several.
+        RecordError: `address` contains no record or several.
     """
     try:
         root = Storage(address)
@@ -45,14 +45,14 @@ def find_run(address: Address) -> Storage:
 
 
 def _links_in(root: Storage) -> str:
-    """Return a hint that links to folders were not followed, or an empty text if there are none."""
+    """Return a hint that links to folders were not followed, or an empty string if there are no links."""
     names = [name for name, kind in root.entries() if kind == "link"] if root.is_local and os.path.isdir(str(root)) else []
     folders = [root.path(name) for name in sorted(names) if os.path.isdir(root.path(name))]
     return f". Links in it are not followed: name {folders[0]} itself" if folders else ""
 
 
 def _refuse_links(root: Storage, run: Storage) -> None:
-    """Refuse a record with a link out of the folder that the user named, as the tab does.
+    """Refuse a record if a link in it leads out of the folder that the user named. The tab has the same rule.
 
     Raises:
         RecordError: the record has such a link.
@@ -98,7 +98,7 @@ def read_fingerprint(run: Address) -> dict[str, Any]:
 
 
 def read_status(run: Storage) -> dict[str, Any]:
-    """Return the status that the run wrote last.
+    """Return the content of the run's status file.
 
     Raises:
         RecordError: there is no status file, or it cannot be read.
@@ -136,8 +136,8 @@ def read_record(
         steps: numbers of the steps to read, or None for all.
 
     Returns:
-        A polars frame with one row for each operand and sampled step. In `outputs` a row is a GEMM's product at a step, in
-        `steps` a step, and in `validation` a loss of an evaluation.
+        A polars frame with one row for each operand and sampled step. In `outputs`, there is a row for each GEMM product and
+        sampled step. In `steps`, there is a row for each step, and in `validation` for each loss of an evaluation.
 
     Raises:
         RecordError: there is no record, there are several, or a release with another schema wrote it.
@@ -173,7 +173,7 @@ def read_table(
             `validation`.
         columns: names of the columns to read, or None for all.
         where: values that columns must have, such as `{"step": 120}` or `{"layer": "decoder.layers.3.mlp.linear_fc2"}`.
-        steps: numbers of the steps to read, or None for all. We hold rows of other steps for one part at a time.
+        steps: numbers of the steps to read, or None for all. Rows of other steps stay in memory for one part at a time only.
     """
     wanted, where, run = list(columns or SCHEMAS[table]), dict(where or {}), Storage(run)
     keys = {"attempt", "step", *(("layer", "role", "recipe", "rounded") if table in SHARED else ())}
@@ -198,18 +198,18 @@ def read_table(
     parts = listed if step is None else [part for part in listed if may_have(table, part, step)]
     warn_of_damage(run, table, read_each(run, table, read, use, owners, parts))
     latest = [_without(rows, {s for s in new if not owners.is_latest(part, s)}) for part, new, rows in found]
-    none = pa.Table.from_batches([], schema)  # schema.empty_table() would import pandas, half a second
+    none = pa.Table.from_batches([], schema)  # schema.empty_table() would import pandas, which takes half a second
     frame = pl.concat([_frame(none), *map(_frame, latest)])
     if not frame["step"].is_sorted():
         frame = frame.sort("step", maintain_order=True)
-    if table in SHARED:  # two processes may have added the same rows; exact ones count before rounded ones
+    if table in SHARED:  # two processes may have added the same rows; exact rows take precedence over rounded rows
         frame = frame.sort("step", "rounded", maintain_order=True)
         frame = frame.unique(["step", "layer", "role", "recipe"], keep="first", maintain_order=True)
     return frame.select(wanted)
 
 
 def _frame(rows: pa.Table) -> pl.DataFrame:
-    """Return a frame with plain text columns. Each value of a dictionary is copied once, not once for each row."""
+    """Return a frame with plain string columns. Copy each value of a dictionary once, not once for each row."""
     return pl.DataFrame(pl.from_arrow(rows)).with_columns(pl.col(pl.Categorical).cast(pl.String))
 
 

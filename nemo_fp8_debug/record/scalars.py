@@ -1,4 +1,4 @@
-"""Scalars of a step for any logger: tags of tensors, within a budget, and a summary of the step."""
+"""Scalars of a step for any logger: a limited number of tags for single tensors, and a summary of the step."""
 
 from __future__ import annotations
 
@@ -20,20 +20,21 @@ from ..options.trigger_rules import farthest_beyond
 
 #: metrics with a tag for each tensor
 STREAMED = ("scale", *METRICS)
-#: experts of a layer that get tags of their own next to their aggregate: the worst, for each metric
+#: number of a layer's experts that get their own tags in addition to the aggregate: the worst experts for each metric
 EXPERTS_SHOWN = 3
 Write = Callable[[dict[str, float], int], None]
-#: metrics that would be unreadable on a linear axis: the name of the scalar instead, and its formula; None gives no tag
+#: metrics that would be unreadable on a linear axis: the name and the formula of the scalar that we log instead; None: no
+#: tag
 ON_LOG_AXES: dict[str, tuple[str, Callable[[float], float | None]]] = {
     "mse": ("mse_log10", lambda mse: math.log10(mse) if mse > 0 else None),
     "cosine": ("cosine_distance_log10", lambda cosine: math.log10(max(1 - cosine, 1e-16))),
 }
 
 
-#: how values of all layers become one
+#: functions that reduce the values of all layers to one value
 WORST: dict[str, Callable[[list[float]], float]] = {"worst": max, "median": statistics.median}
 SPREAD: dict[str, Callable[[list[float]], float]] = {"smallest": min, "median": statistics.median, "largest": max}
-#: metrics of uncast tensors that the summary has
+#: metrics of unquantized tensors in the summary
 _OF_UNCAST = ("amax", "underflow_pct", "relative_error")
 
 
@@ -43,7 +44,7 @@ def make_tag(metric: str) -> str:
 
 
 class TagBudget:
-    """Chooses tensors that get tags if not all can: the worst of each role, kept once chosen.
+    """Chooses the tensors that get tags if there are too many: the worst of each role. A chosen tensor keeps its tags.
 
     A layer's experts get only a few tags. If tags are scarce, experts come last.
     """
@@ -54,11 +55,11 @@ class TagBudget:
         self._admitted: dict[tuple[str, str], set[str]] = defaultdict(set)
 
     def choose(self, metric: str, role: str, worst_first: Sequence[str], tensors: int) -> set[str]:
-        """Return layers whose `metric` of `role` is written, in this step and all later ones.
+        """Return the layers whose `metric` of `role` is written, in this step and all later steps.
 
         Args:
-            worst_first: layers with a value in this step, worst first.
-            tensors: number of tensors that could have tags in this step, over all roles.
+            worst_first: layers that have a value in this step, worst first.
+            tensors: number of tensors of all roles that could have tags in this step.
         """
         admitted = self._admitted[metric, role]
         quota = self._free
@@ -75,7 +76,7 @@ class TagBudget:
 class ScalarRecorder(Recorder):
     """Streams metrics as scalars through `write(tags, step)`. The framework logs its losses itself."""
 
-    #: loggers cannot be used from two threads
+    #: runs in the training thread, because loggers may not be called from two threads
     in_callers_thread = True
 
     def __init__(self, write: Write, max_tags: int) -> None:
@@ -95,7 +96,7 @@ class ScalarRecorder(Recorder):
 
 
 class Tags:
-    """The tags of one sampled step, to which each feature adds its own."""
+    """The tags of one sampled step. Each feature adds its own tags."""
 
     def __init__(self, budget: TagBudget, sample: Sample) -> None:
         """
@@ -142,16 +143,18 @@ class Tags:
             self.stream(name, product, by_layer)
 
     def sum_up(self, values: Mapping[str, list[float]], kinds: Mapping[str, Callable[[list[float]], float]]) -> None:
-        """Add values over all layers.
+        """Add tags that combine the values of all layers.
 
         Args:
-            values: values of all layers, by tag, at least one each.
+            values: values of all layers by tag. Each tag has at least one value.
             kinds: `WORST` or `SPREAD`.
         """
         self.values |= {f"{tag}/{kind}": of(found) for tag, found in values.items() for kind, of in kinds.items()}
 
     def sum_up_uncast(self, prefix: str, columns: Columns) -> None:
-        """Add the worst and the median of uncast tensors, as they are and under each what-if recipe."""
+        """Add the worst and the median of tensors that the run does not quantize, unquantized and under each what-if
+        recipe.
+        """
         values = defaultdict[str, list[float]](list)
         names = ("role", "recipe", "scale_source", *_OF_UNCAST)
         rows = zip(*(columns[name] for name in names), strict=True) if columns else ()
@@ -164,16 +167,16 @@ class Tags:
 
 
 def _on_axis(metric: str, values: Mapping[str, float]) -> Mapping[str, float]:
-    """Return values by layer as they are streamed."""
+    """Return the values by layer, converted for a linear axis if necessary."""
     if metric not in ON_LOG_AXES:
         return values
     found = {layer: ON_LOG_AXES[metric][1](value) for layer, value in values.items()}
     return {layer: value for layer, value in found.items() if value is not None}
 
 
-#: metrics of operands that have a worst tensor and a median in the summary
+#: metrics of operands that the summary has as the worst tensor and the median
 LOSSES = ("underflow_pct", "overflow_pct", "relative_error")
-#: the metric of a wrong scale: bits between the scale in use and the one that fits the amax
+#: the metric of a wrong scale: difference in bits between the scale in use and the scale that fits the amax
 OFF = "scale_ratio_log2"
 
 
@@ -183,7 +186,7 @@ class StartHere:
 
     Attributes:
         scalars: finite values, by name.
-        texts: by name: the worst tensors, and anything unusual.
+        texts: strings by name: the worst tensors, and anything unusual.
     """
 
     scalars: dict[str, float] = field(default_factory=dict)
@@ -191,7 +194,7 @@ class StartHere:
 
 
 class Overview:
-    """Summarizes sample after sample. It remembers the last one, as the early warning does."""
+    """Summarizes one sample after another. It keeps the previous sample, which the early warning needs."""
 
     def __init__(self) -> None:
         self._coverage: float | None = None
@@ -199,7 +202,7 @@ class Overview:
         self._before: Sample | None = None
 
     def open(self, fingerprint: Mapping[str, Any]) -> None:
-        """Read from a fingerprint how much of the model is observed."""
+        """Read how much of the model is observed from the fingerprint."""
         coverage = fingerprint.get("coverage")
         share = coverage.get("share_not_observed") if isinstance(coverage, Mapping) else None
         self._coverage = 100 * (1 - share) if isinstance(share, (int, float)) else None
@@ -253,7 +256,7 @@ def _nonfinite(sample: Sample, found: StartHere) -> None:
 
 @dataclass(frozen=True)
 class LayerMap:
-    """Layers by roles at one step, for a table."""
+    """A table of layers (rows) and roles (columns) at one step."""
 
     step: int
     header: tuple[str, ...]
@@ -261,7 +264,7 @@ class LayerMap:
 
     @classmethod
     def of(cls, sample: Sample) -> LayerMap:
-        """Make a row for each layer, in the order of the sample. A layer's experts share one row."""
+        """Make a row for each layer, in the order of the sample. Make one row for all experts of a layer."""
         columns, at = sample.columns, dict[tuple[str, str], int]()
         for i, key in enumerate(zip(columns["layer"], columns["role"], strict=True)):
             if name_aggregate(key[0]) is None:

@@ -1,7 +1,7 @@
 """Read a table column by column and a few steps at a time, so that a record of any length can be read.
 
-An index says which part has the rows of each step, and outlines in the parts' footers say which operands they belong to.
-Earlier releases wrote parts without an outline: their names are read instead.
+An index maps each step to the part with its rows, and the outline in the part's footer maps the rows to operands. Earlier
+releases wrote parts without outlines. For these parts we read the names of layers and roles instead.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ from .storage import Storage
 
 @dataclass(frozen=True)
 class TableIndex:
-    """The sampled steps of a table, and the part of each."""
+    """The sampled steps of a table, and the part that has each step."""
 
     #: steps, int64, ascending
     steps: Ints
     owner: dict[int, Part]
-    #: reasons for leaving out parts, by path
+    #: reason for ignoring each ignored part, by path
     damaged: dict[str, str]
 
     @classmethod
@@ -64,9 +64,9 @@ class TableIndex:
         """Read the outlines of parts, several at once.
 
         Args:
-            outline_of: reads the outline of a part. It raises the errors of `read_outline`.
+            outline_of: function that reads the outline of a part. It raises the errors of `read_outline`.
             parts: parts to read first, or None for all parts of the table.
-            use: is called with each part before its steps count. It may raise the same errors.
+            use: function that is called with each part before its steps count. It may raise the same errors.
         """
         owners = Owners(table)
 
@@ -79,7 +79,9 @@ class TableIndex:
 
     @property
     def in_order(self) -> list[tuple[Part, list[int]]]:
-        """Return parts and their steps, in order of steps. A part appears twice if another part's steps lie in between."""
+        """Return parts and their steps, in order of steps. A part appears twice if another part has steps between its
+        steps.
+        """
         runs = itertools.groupby(self.steps.tolist(), self.owner.__getitem__)
         return [(part, list(steps)) for part, steps in runs]
 
@@ -93,7 +95,9 @@ class TableIndex:
 
     @cached_property
     def newest_first(self) -> list[Part]:
-        """Return the parts with steps, the latest attempt's first, even if earlier attempts came farther."""
+        """Return the parts that have steps. Parts of the latest attempt come first, even if an earlier attempt has later
+        steps.
+        """
         return order_newest_first(self.held)
 
     @property
@@ -112,22 +116,22 @@ class TableIndex:
 class StepRows:
     """Consecutive rows of a part that belong to one step."""
 
-    #: place of the step among all steps
+    #: index of the step among all steps
     step: int
-    #: place of the first row in the part
+    #: index of the first row in the part
     first: int
-    #: index of the layout, which lists the operand of each row
+    #: index of the layout, which is the list of each row's operand
     layout: int
 
 
 class Operands:
-    """The operands of rows. Most steps list the same ones, so we read the names once for each list."""
+    """The operands of rows. Most steps have the same list of operands, so we read the names once for each list."""
 
     def __init__(self, run: Storage, table: str) -> None:
         self._run, self._table = run, table
         #: layer and role of each operand
         self.names = pl.DataFrame(schema=dict.fromkeys(KEYS[1:], pl.String))
-        #: int64 [rows]: the operand of each row, for each layout
+        #: for each layout: the index of each row's operand, int64 [rows]
         self.layouts: list[Ints] = []
         self._layout: dict[str, int] = {}
 
@@ -135,7 +139,7 @@ class Operands:
         """Add the operands of a part.
 
         Raises:
-            PartDamagedError: its names cannot be read, or differ from its footer.
+            PartDamagedError: the part's names cannot be read, or do not match its footer.
         """
         names = read_new_names(self._run, self._table, part, outline, self._layout)
         for digest, of_stretch in names.items():
@@ -143,10 +147,10 @@ class Operands:
             self.layouts.append(self._places(pl.DataFrame(pl.from_arrow(of_stretch))))
 
     def runs(self, outline: Outline, places: Mapping[int, int]) -> list[StepRows]:
-        """Return where the rows of some steps are in a part, in order of steps.
+        """Return the ranges of a part's rows that belong to the wanted steps, in order of steps.
 
         Args:
-            places: place of each wanted step, by step.
+            places: index of each wanted step, by step.
         """
         runs = [
             StepRows(places[stretch.step], first, self._layout[stretch.digest])
@@ -156,7 +160,7 @@ class Operands:
         return sorted(runs, key=lambda run: run.step)
 
     def _places(self, names: pl.DataFrame) -> Ints:
-        """Return the place of each row's operand. Add new operands."""
+        """Return the index of each row's operand. Add new operands to the list."""
         new = names.unique(maintain_order=True).join(self.names, on=KEYS[1:], how="anti", maintain_order="left")
         self.names = pl.concat([self.names, new])
         places = names.join(self.names.with_row_index("place"), on=KEYS[1:], how="left", maintain_order="left")["place"]
@@ -165,7 +169,7 @@ class Operands:
 
 
 def place_stretches(outline: Outline) -> list[tuple[int, Stretch]]:
-    """Return the stretches of a part, each with the place of its first row."""
+    """Return the stretches of a part, each with the index of its first row."""
     firsts = itertools.accumulate((stretch.rows for stretch in outline.stretches), initial=0)
     return list(zip(firsts, outline.stretches, strict=False))
 
@@ -173,13 +177,13 @@ def place_stretches(outline: Outline) -> list[tuple[int, Stretch]]:
 def read_new_names(
     run: Storage, table: str, part: Part, outline: Outline, known: Container[str] = ()
 ) -> dict[str, pa.Table]:
-    """Read layers and roles of a part's stretches, once for each list of them. Return them by digest.
+    """Return the layers and roles of a part's stretches by digest. Read them once for each digest.
 
     Args:
-        known: digests of lists to skip.
+        known: digests to skip.
 
     Raises:
-        PartGoneError, PartDamagedError: as for `read_names`, or the names differ from the footer.
+        PartGoneError, PartDamagedError: as for `read_names`, and if the names do not match the footer.
     """
     new = dict[str, tuple[int, Stretch]]()
     for first, stretch in place_stretches(outline):
@@ -191,34 +195,34 @@ def read_new_names(
     return {digest: names.select(KEYS[1:]) for digest, names in zip(new, tables, strict=True)}
 
 
-#: number of tables of other processes that stay open
+#: number of tables from other processes that this process keeps open
 _OPEN = 8
-#: number of parts that can be read without leaving much memory behind
+#: number of parts after which we return unused memory to the system
 _FEW = 8
-#: copy the wanted rows if this many times as many were read
+#: if we read this many times the wanted rows, copy the wanted rows to free the rest
 _MANY_TIMES = 4
 
 
 class Chunk(NamedTuple):
     """Rows of a few steps, grouped by step."""
 
-    #: the columns that were requested; texts are strings or categories
+    #: the requested columns; text columns are strings or categories
     rows: pl.DataFrame
-    #: place of each step, and int64 [its rows]: places of operands; steps with the same operands share the array
+    #: for each step: its index, and the indices of its rows' operands, int64 [rows of the step]; steps may share an array
     steps: Sequence[tuple[int, Ints]]
 
     @property
     def operand(self) -> Ints:
-        """Return the place of each row's operand, int64 [rows]."""
+        """Return the index of each row's operand, int64 [rows]."""
         return np.concatenate([np.zeros(0, np.int64), *(operands for _, operands in self.steps)])
 
     @property
     def step(self) -> Ints:
-        """Return the place of each row's step, int64 [rows]."""
+        """Return the index of each row's step, int64 [rows]."""
         return np.repeat([step for step, _ in self.steps], [len(each) for _, each in self.steps]).astype(np.int64)
 
     def spans(self) -> Iterator[tuple[int, slice, Ints]]:
-        """Yield each step's place, the slice of its rows, and the places of their operands."""
+        """Yield each step's index, the slice of its rows, and the indices of their operands."""
         first = 0
         for step, operands in self.steps:
             yield step, slice(first, first + len(operands)), operands
@@ -226,7 +230,7 @@ class Chunk(NamedTuple):
 
 
 def return_unchanged(chunk: Chunk) -> Any:
-    """Return the chunk."""
+    """Return the chunk unchanged."""
     return chunk
 
 
@@ -240,7 +244,7 @@ class Scan:
             table: a table with operands.
         """
         keep_freed()
-        pa.set_memory_pool(pa.system_memory_pool())  # unlike Arrow's own pool, this one returns memory within milliseconds
+        pa.set_memory_pool(pa.system_memory_pool())  # the system's pool returns memory within milliseconds, Arrow's does not
         self._storage, self._table = Storage(run), table
         self._outlines = dict[Part, Outline]()
 
@@ -271,7 +275,7 @@ class Scan:
         self.schema: Mapping[str, Any] = SCHEMAS[table]
 
     def __reduce__(self) -> tuple[Callable[..., Scan], tuple[str, str, str]]:
-        """Pickle the address: another process reads for itself where the rows are, and only once."""
+        """Pickle the address only. Another process reads the index itself, once."""
         return _opened, (str(self._storage), self._table, self._digest)
 
     @cached_property
@@ -282,7 +286,9 @@ class Scan:
         return digest.hexdigest()
 
     def values(self, column: str) -> list[str | None] | None:
-        """Return the values of a text column, in the order of their first rows. Return None if the footers do not say."""
+        """Return the different values of a text column, in the order of their first rows. Return None if the footers do not
+        list them.
+        """
         return self._texts.get(column)
 
     def chunks(
@@ -292,12 +298,12 @@ class Scan:
         steps: Ints | None = None,
         then: Callable[[Chunk], Any] = return_unchanged,
     ) -> Iterator[Any]:
-        """Yield rows in order of steps. We read several parts at once, and hold only a few.
+        """Yield rows in order of steps. Read several parts at once, and keep only a few in memory.
 
         Args:
             columns: names of the columns to read.
-            operands, steps: the place that each gets in chunks, or -1 if it is not wanted. None keeps the places.
-            then: a function of each chunk. Several threads call it.
+            operands, steps: the new index of each operand or step in chunks, or -1 to leave it out. None keeps the indices.
+            then: function to apply to each chunk. Several threads call it.
         """
         wanted, chosen = self._wanted(operands, steps)
         unreadable: dict[str, str] = {}
@@ -318,14 +324,15 @@ class Scan:
     def alike(
         self, column: str | None, operands: Ints | None = None, steps: Ints | None = None
     ) -> Iterator[tuple[Chunk, Sequence[int]]]:
-        """Yield rows of a column. If steps have the same operands with the same values, yield the first of them only.
+        """Yield rows of a column. If several steps have the same operands with the same values, yield only the first step.
 
         Args:
-            column: a text column. If None, steps with the same operands are alike.
+            column: a text column. If None, compare only the steps' operands.
             operands, steps: as for `chunks`.
 
         Returns:
-            Chunks, and for each of their steps how many steps are alike, itself included, as far as footers say.
+            Chunks, and for each of their steps the number of equal steps, itself included. Steps count as equal if footers
+            show it.
         """
         wanted, chosen = self._wanted(operands, steps)
         left = [(part, run) for part, runs in wanted for run in runs if chosen[run.layout].operands.size]
@@ -342,13 +349,13 @@ class Scan:
             for (part, runs), chunk in zip(of_parts.items(), run_ahead(read, list(of_parts.items())), strict=True):
                 if chunk is not None:
                     yield chunk, [times[self._kind(column, part, run)] for run in runs]
-            # Another part may have the same values as one that cannot be read.
+            # If a part cannot be read, another part may still have the same values.
             lost = {kind for kind, (part, _) in first.items() if part.path in unreadable}
             left = [each for each, kind in zip(left, kinds, strict=True) if kind in lost and each[0].path not in unreadable]
         warn_of_damage(self._storage, self._table, unreadable)
 
     def _kind(self, column: str | None, part: Part, run: StepRows) -> Hashable:
-        """Return a key that is equal for stretches with the same operands and the same values in a column."""
+        """Return a key that two stretches share if they have the same operands and the same values in a column."""
         outline = self._outlines[part]
         if column is None:
             return run.layout
@@ -360,7 +367,7 @@ class Scan:
     def _wanted(
         self, operands: Ints | None, steps: Ints | None
     ) -> tuple[list[tuple[Part, list[StepRows]]], dict[int, _Chosen]]:
-        """Return parts with wanted steps, and the wanted rows of each of their layouts. See `chunks`."""
+        """Return the parts that have wanted steps, and the wanted rows of each layout in these parts. See `chunks`."""
         wanted = [(part, kept) for part, runs in self._parts if (kept := _wanted(runs, steps))]
         layouts = {run.layout for _, runs in wanted for run in runs}
         return wanted, {layout: _Chosen.of(self._layouts[layout], operands) for layout in layouts}
@@ -393,7 +400,7 @@ class Scan:
     def _read(self, part: Part, columns: Sequence[str], kept: Sequence[tuple[int, _Chosen]]) -> pl.DataFrame:
         """
         Args:
-            kept: the first row of each stretch, and the wanted rows of it.
+            kept: the first row and the wanted rows of each stretch.
         """
         known = self._outlines[part].same
         same = {name: known[name] for name in columns if name in known}
@@ -410,29 +417,29 @@ class Scan:
         return rows.with_columns(constant).select(columns)
 
     def _varied(self, part: Part, columns: Sequence[str], kept: Sequence[tuple[int, _Chosen]]) -> pl.DataFrame:
-        """Read columns whose rows differ. Arguments are the same as for `_read`."""
+        """Read the columns that are not constant in the part. Arguments are the same as for `_read`."""
         spans = [(first + some.first, first + some.end) for first, some in kept]
         table, at = read_columns(self._storage, self._table, part, columns, spans)
-        # The rows of a stretch are also consecutive in the rows that were read.
+        # The rows of a stretch stay consecutive in the result of the read.
         begins = at(np.array([first for first, _ in spans])).tolist()
         found = pa.concat_tables(some.of_rows(table, begin) for begin, (_, some) in zip(begins, kept, strict=True))
         rows = pl.DataFrame(pl.from_arrow(found))
-        # A slice keeps everything that was read, so a few rows of each part would keep the whole record.
+        # A slice keeps all rows that were read in memory, so slices of each part would keep the whole record in memory.
         return rows[np.arange(len(rows))] if _MANY_TIMES * len(rows) < len(table) else rows
 
 
 def _wanted(runs: Sequence[StepRows], steps: Ints | None) -> list[StepRows]:
-    """Return rows of wanted steps, with the steps' places. See `Scan.chunks`."""
+    """Return the rows of wanted steps, with the steps' indices. See `Scan.chunks`."""
     if steps is None:
         return list(runs)
     return [replace(run, step=int(steps[run.step])) for run in runs if steps[run.step] >= 0]
 
 
 def _texts_of(parts: Sequence[tuple[Outline, Sequence[int]]]) -> dict[str, list[str | None]]:
-    """Return values of text columns, as far as footers list them for exactly the rows that count.
+    """Return the values of text columns, if footers list them for exactly the rows that count.
 
     Args:
-        parts: outlines, and the steps that count.
+        parts: outline of each part, and the steps that count in this part.
     """
     if any(len(outline.steps) != len(steps) for outline, steps in parts):
         return {}  # some rows were trained twice
@@ -445,7 +452,7 @@ def _opened(address: str, table: str, digest: str) -> Scan:
     """Open a table that another process has scanned.
 
     Raises:
-        RecordError: this process finds another record here, or one with more samples.
+        RecordError: the record has changed since the other process scanned it.
     """
     scan = Scan(address, table)
     if scan._digest != digest:
@@ -457,9 +464,9 @@ def _opened(address: str, table: str, digest: str) -> Scan:
 class _Chosen:
     """The wanted rows of a stretch."""
 
-    #: places of their operands in chunks
+    #: indices of the rows' operands in chunks
     operands: Ints
-    #: places in the stretch: the first, the one after the last, and each; None means all in between
+    #: indices in the stretch: the first row, the row after the last, and each row; None means all rows in between
     first: int
     end: int
     places: Ints | None
@@ -475,7 +482,7 @@ class _Chosen:
         return cls(of_rows[places], first, end, None if end - first == len(places) else places)
 
     def of_rows(self, table: pa.Table, begin: int) -> pa.Table:
-        """Return the wanted rows of a table in which the first one is at `begin`."""
+        """Return the wanted rows of a table. The first wanted row is at index `begin`."""
         if self.places is None:
             return table.slice(begin, self.end - self.first)
         return table.take(self.places - self.first + begin)

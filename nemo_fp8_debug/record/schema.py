@@ -1,4 +1,4 @@
-"""The tables of a run record, and the file names of its parts. Columns: docs/record.md."""
+"""The tables of a run record, and the file names of its parts. docs/record.md describes the columns."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ import pyarrow as pa
 from ..core.keys import STEP_SCALARS as STEP_SCALARS
 from ..core.table import Table, load_modules
 
-#: the file with the run's latest state: control file, dumps, and whether the run has ended
+#: file with the state of the run: the state of the control file, of dumps, and whether the run has ended
 STATUS = "status.json"
 VERSION = 4
-#: sections of a fingerprint, each a mapping
+#: sections of a fingerprint; each section is a mapping
 SECTIONS = (
     *("versions", "devices", "environment", "recipe", "torchao", "backend_options", "risky_features_on", "model"),
     *("sampled", "coverage", "imported"),
@@ -36,7 +36,7 @@ _ARROW = {
 
 _POLARS: dict[str, Any] = {name: pl.Series(pa.nulls(0, kind)).dtype for name, kind in _ARROW.items()}
 
-#: all tables by name, in the order of the record
+#: schemas of all tables by name, in the order of the record
 TABLES: dict[str, Table] = {table.name: table for module in load_modules("table") for table in module.TABLES}
 #: polars type of each column, by table and column
 SCHEMAS: dict[str, dict[str, Any]] = {
@@ -47,7 +47,7 @@ SCHEMAS: dict[str, dict[str, Any]] = {
 def arrow_table(table: str, columns: Mapping[str, Any]) -> pa.Table:
     """Return columns as a table with the schema of `table`.
 
-    Columns that are not given are null, and columns that the schema lacks are left out.
+    Missing columns become null, and columns that are not in the schema are left out.
     """
     rows = len(next(iter(columns.values())))
     schema = arrow_schema(table)
@@ -78,7 +78,7 @@ def texts_of(schema: pa.Schema) -> list[str]:
     return [field.name for field in schema if field.type == pa.string()]
 
 
-# At most as many digits as the columns can hold.
+# Limit the digits to numbers that the columns can represent.
 _PART = re.compile(r"attempt-(\d{1,9})-steps?-(\d{1,18})(?:-(\d{1,18}))?-([0-9a-f]{8})\.parquet")
 _FINGERPRINT = re.compile(r"attempt-(\d{1,9})\.json")
 
@@ -93,7 +93,7 @@ class Part:
     first: int
     last: int
     checksum: str
-    #: whether it replaces several parts, which were merged
+    #: whether the part is the result of a merge
     merged: bool
 
     @property
@@ -103,7 +103,7 @@ class Part:
 
     @classmethod
     def of(cls, folder: str, attempt: int, first: int, last: int | None, checksum: str) -> Part:
-        """Return the part of one step, or a merged one if `last` is given.
+        """Return the part of one step, or a merged part of several steps if `last` is given.
 
         Example:
             >>> Part.of("metrics", 0, 120, None, "9f3c02d1").path
@@ -115,7 +115,7 @@ class Part:
 
     @classmethod
     def named(cls, folder: str, name: str) -> Part | None:
-        """Parse the name of a file in a folder of the record. Return None if no part is named like that."""
+        """Parse the name of a file in a folder of the record. Return None if the name is not valid for a part."""
         found = _PART.fullmatch(name)
         if not found:
             return None
@@ -124,6 +124,8 @@ class Part:
 
 
 def parse_attempt(name: str) -> int | None:
-    """Return the attempt that a fingerprint's file name holds. Return None if no fingerprint is named like that."""
+    """Return the number of the attempt from a fingerprint's file name. Return None if the name is not valid for a
+    fingerprint.
+    """
     found = _FINGERPRINT.fullmatch(name)
     return int(found[1]) if found else None

@@ -1,8 +1,8 @@
 """A folder, local or at any fsspec address. Only this module knows the difference.
 
-A run limits the cost of a remote place: each request has a time limit, and after a failure we pause requests. Drivers retry
-in layers: s3fs retries 5 times what botocore retries 5 times. Without a limit, a silent place would block a write, and all
-writes behind it, for 25 times the driver's 15 s.
+A run limits the time for remote storage: each request has a time limit, and after a failure we pause requests. Drivers retry
+in layers. For example, s3fs retries 5 times what botocore already retries 5 times. Without a limit, a server that does not
+answer would block a write, and all later writes, for 25 times the driver's timeout of 15 s.
 """
 
 from __future__ import annotations
@@ -27,32 +27,32 @@ from ..errors import ConfigError
 from .migration import list_folders
 from .schema import SCHEMAS, STATUS, parse_attempt
 
-#: seconds that a request may take, including the driver's retries
+#: longest time of a request in seconds, including the driver's retries
 LIMIT = 20.0
 #: lowest upload speed that we wait for, in bytes per second
 SLOWEST = 1 << 20
-#: pause after a failure, as a multiple of the failed request's time: failures then take about a tenth of the time
+#: pause after a failure, as a multiple of the failed request's time, so that failures take about a tenth of the time
 REST = 9
-#: seconds; a failure that is faster costs little and needs no pause
+#: shortest failed request in seconds that causes a pause; faster failures cost little
 _QUICK = 1.0
 
 
 class RequestLimits:
-    """Limits the requests of one run to one place."""
+    """Limits the time of a run's requests to one storage server."""
 
     def __init__(self) -> None:
         self._asked_again = 0.0  # earliest time of the next request, by the monotonic clock
         self._why = ""
 
     def end_rest(self) -> None:
-        """Allow the next request, whenever the last one failed."""
+        """Allow the next request at once, even if the last request failed recently."""
         self._asked_again = 0.0
 
     def call(self, fs: Any, method: str, *arguments: Any, size: int = 0, **options: Any) -> Any:
         """Call a method of a file system.
 
         Args:
-            fs: an fsspec file system. One that is not asynchronous, such as sftp, has no time limit.
+            fs: an fsspec file system. If it is not asynchronous, such as sftp, the call has no time limit.
             size: bytes to send.
 
         Raises:
@@ -79,7 +79,7 @@ class RequestLimits:
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
-        """Guard a request. If it fails slowly, pause further requests.
+        """Run a request in a `with` block. If the request fails after a long time, pause further requests.
 
         Raises:
             ConnectionError: requests are paused.
@@ -89,7 +89,7 @@ class RequestLimits:
             raise ConnectionError(f"requests are paused after {self._why}")
         try:
             yield
-        except (FileNotFoundError, FileExistsError):  # an answer, even if a late one
+        except (FileNotFoundError, FileExistsError):  # the server has answered, even if late
             raise
         except Exception as error:
             now = time.monotonic()
@@ -114,19 +114,19 @@ class Storage:
             ConfigError: no driver for the address is installed.
         """
         path = os.fspath(address)
-        try:  # a plain path is not fsspec's, which would read :: in it as a chain of file systems
+        try:  # do not give a plain path to fsspec, which treats :: in a path as a chain of file systems
             self._fs, root = url_to_fs(path) if "://" in path else (LocalFileSystem(), LocalFileSystem._strip_protocol(path))
         except (ImportError, ValueError) as error:
             raise ConfigError(f"{path} is not an address that can be written to: {error}") from None
         self._root = root.rstrip("/")
-        #: file that must exist before we write to a local folder: otherwise the mount is missing, or the folder was deleted
+        #: file that must exist before we write to a local folder; if it does not, the folder was deleted or is not mounted
         self.anchor = ""
         self.is_local = isinstance(self._fs, LocalFileSystem)
         self._limits: RequestLimits | None = None
 
     @classmethod
     def of_run(cls, address: str | os.PathLike[str]) -> Storage:
-        """Return a storage that a run writes to. Requests to a remote place keep the `RequestLimits`.
+        """Return a storage for a run to write to. `RequestLimits` apply to remote requests.
 
         Raises:
             ConfigError: as for `Storage(address)`.
@@ -153,11 +153,11 @@ class Storage:
         return inner
 
     def path(self, name: str) -> str:
-        """Return the path of a file as its file system spells it."""
+        """Return the path of a file in the syntax of its file system."""
         return f"{self._root}/{name}" if name else self._root
 
     def names(self, folder: str = "") -> list[str]:
-        """Return the names in a folder, sorted. If there is no such folder, there are none."""
+        """Return the names in a folder, sorted. Return an empty list if the folder does not exist."""
         path = self.path(folder)
         self._fs.invalidate_cache(path)
         try:
@@ -169,7 +169,7 @@ class Storage:
     def entries(self, folder: str = "") -> Iterator[tuple[str, str]]:
         """Yield each name in a folder and its kind: `folder`, `link` or `file`.
 
-        We look at single files only if the listing lacks their kind. Pipes, sockets and devices are skipped.
+        If the listing does not contain the kind of a file, we query the file. Pipes, sockets and devices are skipped.
 
         Raises:
             OSError: the folder cannot be read.
@@ -189,7 +189,9 @@ class Storage:
                 yield name, kind
 
     def modified(self, name: str) -> float | None:
-        """Return when a file was written, in seconds since 1970. Return None if its file system does not say."""
+        """Return the modification time of a file, in seconds since 1970. Return None if its file system does not provide the
+        time.
+        """
         try:
             return (
                 os.stat(self.path(name)).st_mtime if self.is_local else float(self._fs.modified(self.path(name)).timestamp())
@@ -198,30 +200,34 @@ class Storage:
             return None
 
     def size(self, folder: str, prefix: str = "") -> int:
-        """Return the total bytes of files in and below a folder whose names begin with `prefix`, 0 without such a folder."""
+        """Return the total bytes of all files in and below a folder with names that begin with `prefix`, 0 if there is no
+        folder.
+        """
         self._fs.invalidate_cache()
         found = self._call("find", self.path(folder), detail=True)
         return sum(about["size"] for path, about in found.items() if path.rpartition("/")[2].startswith(prefix))
 
     def files(self) -> list[str]:
-        """Return names of all files in and below this folder, sorted."""
+        """Return the names of all files in and below this folder, sorted."""
         self._fs.invalidate_cache()
         return sorted(path.removeprefix(self._root).strip("/") for path in self._fs.find(self._root))
 
     @property
     def is_there(self) -> bool:
-        """Return False if a local folder has lost its anchor."""
+        """Return False if the anchor of a local folder no longer exists."""
         return not (self.is_local and self.anchor) or os.path.exists(self.path(self.anchor))
 
     def has(self, pattern: str) -> bool:
-        """Return whether this folder itself holds a file whose name matches the glob `pattern`."""
-        self._fs.invalidate_cache(self._root)  # drivers keep listings forever, but a run goes on
+        """Return whether this folder directly contains a file with a name that matches the glob `pattern`."""
+        self._fs.invalidate_cache(self._root)  # drivers cache listings forever, but a run adds files
         return any(fnmatch.filter(files, pattern) for _, _, files in self._fs.walk(self._root, maxdepth=1))
 
     def folders_with(self, pattern: str) -> list[Storage]:
-        """Return every folder at or below this one that holds a file whose name matches the glob `pattern`."""
+        """Return every folder that contains a file with a name that matches the glob `pattern`: this folder, or a folder
+        below it.
+        """
         self._fs.invalidate_cache()
-        # Do not use the file system's own glob: the folder's name may have a [, * or ? in it.
+        # Do not use the file system's own glob, because the folder's name may contain [, * or ?.
         walked = ((str(folder), files) for folder, _, files in self._fs.walk(self._root))
         roots = sorted(folder for folder, files in walked if fnmatch.filter(files, pattern))
         return [self.below(root.removeprefix(self._root).strip("/")) for root in roots]
@@ -244,11 +250,11 @@ class Storage:
             return self._fs.open(path, "rb")
 
     def open_small(self, name: str) -> Any:
-        """Open a file like `open`. A remote file comes whole in one request, within the limits of a run."""
+        """Open a file like `open`, but read a remote file whole, in one request within the limits of the run."""
         return self.open(name) if self.is_local else io.BytesIO(self.read(name))
 
     def check(self, name: str) -> None:
-        """Refuse a file that may never end, such as a pipe that waits for a writer.
+        """Raise an error for a file that may never end, such as a pipe that waits for a writer.
 
         Raises:
             OSError: the file is a pipe, a socket or a device.
@@ -261,7 +267,7 @@ class Storage:
         self._call("makedirs", self.path(folder), exist_ok=True)
 
     def create(self, name: str, content: bytes) -> None:
-        """Write a new file. On a local file system, one of two simultaneous writers is refused.
+        """Write a new file. If two writers call this at the same time on a local file system, one of them gets an error.
 
         Raises:
             FileExistsError: the file exists.
@@ -269,7 +275,7 @@ class Storage:
         if not self.is_local:
             self._call("pipe_file", self.path(name), content, mode="create", size=len(content))
             return
-        with open(self.path(name), "xb") as file:  # fsspec checks first and creates later
+        with open(self.path(name), "xb") as file:  # fsspec would check first and create later, which is not atomic
             file.write(content)
 
     def write(self, name: str, content: bytes) -> None:
@@ -300,7 +306,7 @@ class Storage:
         self._call("rm_file", self.path(name))
 
     def end_rest(self) -> None:
-        """End a pause, so that the next request reaches a remote place."""
+        """End a pause, so that the next remote request is sent."""
         if self._limits:
             self._limits.end_rest()
 
@@ -331,13 +337,15 @@ TABLES = frozenset({*(folder for table in SCHEMAS for folder in list_folders(tab
 
 
 def is_link_out(storage: Storage, name: str) -> bool:
-    """Return True if a name below a local folder lies elsewhere. The folder's own path must be free of links."""
+    """Return True if a link leads from a name below a local folder out of the folder. The folder's own path must be free of
+    links.
+    """
     root = storage.path("").rstrip("/")
     return not f"{os.path.realpath(storage.path(name))}/".startswith(f"{root}/")
 
 
 def find_link_out(storage: Storage, folder: str) -> str | None:
-    """Return the first name in a record that links out of `storage`, or None.
+    """Return the first name in a record that is a link out of `storage`, or None.
 
     Args:
         storage: a folder whose path is free of links.
@@ -361,5 +369,5 @@ def find_link_out(storage: Storage, folder: str) -> str | None:
 
 
 def join_path(folder: str, name: str) -> str:
-    """Return the path of a name below a folder, which may be empty."""
+    """Return the path of a name below a folder. The folder may be an empty string."""
     return "/".join(filter(None, (folder, name)))

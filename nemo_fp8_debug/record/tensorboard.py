@@ -37,15 +37,15 @@ _files = itertools.count()
 
 
 class EventFile:
-    """A TensorBoard event file, written in the caller's thread. After an error we begin another file.
+    """A TensorBoard event file that is written in the caller's thread. After an error we start a new file.
 
-    SummaryWriter writes in its own thread, and stops for good after the first error, such as a full disk.
+    We do not use SummaryWriter, because its thread stops forever after the first error, such as a full disk.
     """
 
     def __init__(self, folder: str | os.PathLike[str] | Storage) -> None:
         """
         Args:
-            folder: a path, an fsspec address, or the storage of a run's record.
+            folder: folder of the events: a path, an fsspec address, or the storage of a run's record.
         """
         self.file_writer = self
         self._storage = folder if isinstance(folder, Storage) else Storage(folder)
@@ -57,13 +57,15 @@ class EventFile:
             tf.io.gfile.makedirs(self.log_dir)
 
     def add_summary(self, summary: Summary, step: int) -> None:
-        """Write an event. If the folder cannot be written, the event is lost, and the record in that folder warns."""
+        """Write an event. If the folder cannot be written, the event is lost. The run record in that folder gives the
+        warning.
+        """
         try:
             self._file = self._file or self._begun()
             self._write(self._file, Event(wall_time=time.time(), step=step, summary=summary))
             self._name = ""
         except Exception as error:
-            self._file = None  # it may end in half an event, and readers stop there
+            self._file = None  # it may end in an incomplete event, at which readers stop
             if not isinstance(error, OSError):
                 raise
 
@@ -72,7 +74,7 @@ class EventFile:
         self.add_summary(summaries.text(tag, text), step)
 
     def add_custom_scalars(self, layout: Mapping[str, Any]) -> None:
-        """Write the layout of the charts page. TensorBoard shows the last one."""
+        """Write the layout of the charts page. TensorBoard shows the last layout."""
         self.add_summary(summaries.custom_scalars(layout), 0)
 
     def flush(self) -> None:
@@ -97,7 +99,7 @@ class EventFile:
 
 
 class _RemoteFile:
-    """A file that is uploaded whole at each flush. A failed upload is repeated at the next flush.
+    """A remote file that is uploaded whole at each flush. If an upload fails, the next flush repeats it.
 
     We use the driver that writes the record, because TensorBoard's own has other credentials and time limits.
     """
@@ -112,12 +114,12 @@ class _RemoteFile:
     def flush(self) -> None:
         self._content.seek(0)
         content = self._content.read()
-        with contextlib.suppress(Exception):  # the record in the same place warns
+        with contextlib.suppress(Exception):  # the record in the same folder warns
             self._storage.write(self._name, content)
 
 
 def _framed(data: bytes) -> bytes:
-    """Frame data as a record of a TFRecord file.
+    """Encode data as a record of a TFRecord file.
 
     TensorBoard's own writer computes the checksums in Python, which takes longer than all metrics.
 
@@ -132,11 +134,11 @@ def _checksum(data: bytes) -> bytes:
     return struct.pack("<I", ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF)
 
 
-#: metrics in the charts of the custom-scalars tab, one chart for each role; single layers follow
+#: metrics in the charts of the custom-scalars tab: one chart for each metric and role, then charts of single layers
 _SUMMED_UP = ("underflow_pct", "overflow_pct", "relative_error")
 _CHARTS = (*_SUMMED_UP, "mse", "scale_ratio_log2", "amax")
 _WORST_SHOWN = 3
-#: prefix of the summary's tags: Time Series shows the group that sorts first at the top
+#: prefix of the summary's tags, which sorts first, so that Time Series shows the summary at the top
 START_HERE = "00 FP8 start here/"
 #: names that charts use for the scalars of the summary
 _LABELS = {
@@ -200,7 +202,7 @@ class TensorBoardRecorder(ScalarRecorder):
             self._layout = layout
 
     def record_steps(self, steps: Mapping[int, Mapping[str, float]]) -> None:
-        """Write losses, if no framework logs them."""
+        """Write the losses, if no framework logs losses."""
         for step, scalars in steps.items():
             if self._log_losses and "loss" in scalars:
                 self._write_scalars({"loss": scalars["loss"]}, step)
@@ -218,7 +220,7 @@ class TensorBoardRecorder(ScalarRecorder):
 def summary_tag(name: str) -> str | None:
     """Return the tag of a scalar of the summary.
 
-    Return None for medians, which have tags elsewhere, and for the coverage, which is constant.
+    Return None for medians, which other tags contain, and for the coverage, which is constant.
 
     >>> summary_tag("underflow_pct/input/worst")
     '00 FP8 start here/underflow %, worst X'
@@ -232,15 +234,15 @@ def summary_tag(name: str) -> str | None:
 
 @cache
 def _summary_labels() -> dict[str, str]:
-    """Return the names that charts use for scalars of the summary, including those of each feature."""
+    """Return the chart names of the summary's scalars, including the scalars of each feature."""
     own = [getattr(module, "LABELS", {}) for module in load_modules("scalars")]
     return _LABELS | {name: label for labels in own for name, label in labels.items()}
 
 
 def _layout(worst: Mapping[tuple[str, str], Sequence[str]]) -> dict[str, Any]:
-    """Return the layout: first the loss and the summary, then for each role a chart for each of the worst layers.
+    """Return the layout: first charts of the loss and the summary, then for each role a chart for each of the worst layers.
 
-    A chart has one line for each run, and its title names the layer. TensorBoard folds the names of lines away.
+    A chart has one line for each run. The chart's title names the layer, because TensorBoard hides the names of lines.
     """
     roles = [r for r in ROLES if any(r == role for _, role in worst)]
     summary: dict[str, Any] = {"loss": ["Multiline", [_LOSS_TAGS]]}
@@ -259,7 +261,7 @@ def _layout(worst: Mapping[tuple[str, str], Sequence[str]]) -> dict[str, Any]:
     return layout
 
 
-#: the character | would end the cell of a Markdown table
+#: replacement for the character |, which would end a cell of a Markdown table
 BAR = "&#124;"
 
 

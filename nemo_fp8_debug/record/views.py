@@ -1,7 +1,7 @@
-"""SQL that makes views over a record's Parquet parts, with the rows of `read_record`, for DuckDB and Spark.
+"""SQL views over a record's Parquet parts for DuckDB and Spark. They return the same rows as `read_record`.
 
-The files alone do not say whose rows of a step count: `parts` has the rules. Earlier releases also used other names for
-folders, columns and values.
+The views select the rows that count, by the rules in `parts`. They also translate the names of folders, columns and values
+in earlier releases.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .reader import find_run, read_fingerprint
 from .schema import SCHEMAS
 from .storage import Storage
 
-#: files of parts, without unfinished and foreign files
+#: glob that matches files of parts, but no unfinished or foreign files
 _PARTS = "attempt-*-step*-*.parquet"
 _TYPES = {
     pl.Boolean: "BOOLEAN",
@@ -34,7 +34,7 @@ _TYPES = {
 
 @dataclass(frozen=True)
 class _Engine:
-    """The spelling of an engine where SQL leaves a choice."""
+    """The parts of SQL syntax that differ between engines."""
 
     create: str
     quote: str
@@ -48,7 +48,7 @@ _ENGINES = {
 }
 ENGINES = tuple(_ENGINES)
 
-#: the rule of `parts.Owners` in SQL: rows of a step come from one part. Merged parts come first, then folder and name decide
+#: the rule of `parts.Owners` in SQL: read rows of a step from one part. Prefer merged parts, then sort by folder and name
 _PLACE = """concat(
     CASE WHEN regexp_extract(file, '([^/]+)$', 1) LIKE 'attempt-%-steps-%' THEN '0' ELSE '1' END,
     CASE WHEN regexp_extract(file, '([^/]+)/[^/]+$', 1) = '{table}' THEN '0' ELSE '1' END,
@@ -65,7 +65,7 @@ SELECT
 FROM placed JOIN latest ON placed.attempt = latest.attempt AND placed.step = latest.step AND {same_place}
 WHERE latest.attempt = latest.newest;"""
 
-#: Several recipes may be replayed, each into its own parts, and some of them twice. Exact rows count before rounded ones
+#: Each replay writes its own parts, and a recipe may be replayed twice. Exact rows take precedence over rounded rows
 _ONCE = """{create} {table} AS
 SELECT {names} FROM (
   SELECT *, row_number() OVER (PARTITION BY step, layer, role, recipe ORDER BY rounded NULLS FIRST) AS nth FROM {table}_all)
@@ -80,7 +80,7 @@ def sql_views(address: str | os.PathLike[str], engine: str = "duckdb") -> str:
         engine: "duckdb" or "spark".
 
     Returns:
-        SQL with a few statements for each table. Each ends with a semicolon and a line break.
+        SQL with a few statements for each table. Each statement ends with a semicolon and a line break.
 
     Raises:
         RecordError: there is no record, or a release with another schema wrote it.
@@ -118,7 +118,7 @@ def _statements(run: Storage, table: str, engine: str) -> list[str]:
 
 def _duckdb_files(run: Storage, table: str, folders: Sequence[str]) -> list[str]:
     spelled = _ENGINES["duckdb"]
-    # A * or [ in a folder's name is not a pattern.
+    # Escape * and [ in a folder's name, so that they are not patterns.
     paths = [re.sub(r"([*?\[])", r"[\1]", f"{run}/{folder}") for folder in folders]
     found = ", ".join(_literal(f"{path}/{_PARTS}") for path in paths)
     columns = _no_rows(spelled, _columns(table, spelled, earlier=True))
@@ -140,7 +140,7 @@ def _spark_files(run: Storage, table: str, folders: Sequence[str]) -> list[str]:
 
 
 def _columns(table: str, spelled: _Engine, earlier: bool = False) -> list[tuple[str, str]]:
-    """Return quoted names and types of a table's columns, optionally with the names that earlier schemas used."""
+    """Return quoted names and types of a table's columns, optionally including names of earlier schemas."""
     found = []
     for name, kind in SCHEMAS[table].items():
         for each in migration.with_earlier_names([name]) if earlier else [name]:
@@ -149,7 +149,7 @@ def _columns(table: str, spelled: _Engine, earlier: bool = False) -> list[tuple[
 
 
 def _todays(name: str, spelled: _Engine) -> str:
-    """Return the expression for a column under any name that a part may use, with today's values."""
+    """Return an SQL expression that reads a column under its current or any earlier name, and converts to current values."""
     names = [f"placed.{_quoted(each, spelled)}" for each in migration.with_earlier_names([name])]
     value = f"coalesce({', '.join(names)})" if len(names) > 1 else names[0]
     for old, new in migration.values_of(name):
@@ -172,10 +172,10 @@ def _quoted(name: str, spelled: _Engine) -> str:
 
 
 def _literal(text: str, escaped: bool = False) -> str:
-    """Return a text as a SQL literal.
+    """Return a string as a SQL literal.
 
     Args:
-        escaped: whether the engine reads a backslash as an escape, as Spark does.
+        escaped: whether the engine treats a backslash as an escape, like Spark.
     """
     if escaped:
         return "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"

@@ -33,7 +33,7 @@ BACKLOG = 256 << 20
 
 
 class RunRecord(Recorder):
-    """Writes the record of one run. Up to `BACKLOG` bytes survive while the record cannot be written."""
+    """Writes the record of one run. While the record cannot be written, up to `BACKLOG` bytes are kept in memory."""
 
     def __init__(self, address: str | os.PathLike[str], histogram_interval: int = 1) -> None:
         """
@@ -75,7 +75,7 @@ class RunRecord(Recorder):
             self.storage.make(table)
 
     def _claim_attempt(self, fingerprint: Mapping[str, Any]) -> None:
-        """Claim the lowest attempt number that no other process has, even if both start at the same moment."""
+        """Claim the lowest free attempt number. Two processes that start at the same time get different numbers."""
         there = self.storage.names()
         taken = [parse_attempt(name) for name in there]
         tables = (table for table in ("metrics", "histograms", "steps") if table in there)
@@ -94,7 +94,7 @@ class RunRecord(Recorder):
     def record(self, sample: Sample) -> None:
         """Write one sampled step.
 
-        Histograms are written if they are due, if the sample is out of turn, or if it has NaN or infinity.
+        Write the histograms if they are due, if the step was not due by the interval, or if the sample has NaN or infinity.
         """
         is_due = sample.step % self._histogram_interval == 0 or sample.trigger is not None
         skipped = () if is_due or sample.describe_first_nonfinite() is not None else HISTOGRAMS
@@ -110,7 +110,7 @@ class RunRecord(Recorder):
         self._tidy_up()
 
     def record_steps(self, steps: Mapping[int, Mapping[str, Any]]) -> None:
-        """Write the scalars of the steps since the last call. Names that the schema lacks are left out."""
+        """Write the scalars of the steps since the last call. Leave out names that are not in the schema."""
         if steps:
             rows = [{"attempt": self.attempt, "step": step, **scalars} for step, scalars in steps.items()]
             names = ("attempt", "step", "time", *STEP_SCALARS, "trigger")
@@ -138,7 +138,9 @@ class RunRecord(Recorder):
             warn(f"{self.lost} parts of the record were lost, since {self.storage} could not be written")
 
     def write_part(self, table: str, columns: Mapping[str, Any], first: int, last: int | None = None) -> None:
-        """Write a part of a table with the rows of step `first`, or of all steps up to `last`."""
+        """Write a part of a table with the rows of step `first`. If `last` is given, write all steps from `first` to
+        `last`.
+        """
         content, checksum = parquet.encode(arrow_table(table, columns))
         self._backlog.append((table, Part.of(table, self.attempt, first, last, checksum), content))
         self._write_backlog()
@@ -164,7 +166,7 @@ class RunRecord(Recorder):
                 f"up to {BACKLOG >> 20} MiB are kept in memory until it can be"
             )
         while sum(len(content) for _, _, content in self._backlog) > BACKLOG:
-            # Histograms are large and matter least, so drop them first.
+            # Histograms are large and the least important, so drop them first.
             doomed = next((entry for entry in self._backlog if TABLES[entry[0]].by_step), self._backlog[0])
             self._backlog.remove(doomed)
             self.lost += 1
@@ -177,7 +179,7 @@ class RunRecord(Recorder):
 
 
 def add_rows(storage: Storage, table: str, rows: pl.DataFrame) -> None:
-    """Add rows to a table of a record that other processes may write to. No run may write this table."""
+    """Add rows to a table that several processes may write. The table must not be one that runs write."""
     for (attempt,), of_attempt in rows.group_by("attempt", maintain_order=True):
         steps = of_attempt["step"].unique().sort()
         for first in range(0, len(steps), MERGED):

@@ -1,4 +1,4 @@
-"""The result of an import: rows by step, numbers of each step, and what was left out."""
+"""The result of an import: rows by step, scalars of each step, and counts of values that were left out."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ class Imported:
     files: list[Path]
     #: metrics by step and row
     rows: dict[int, dict[Key, dict[str, Any]]] = field(default_factory=lambda: defaultdict(dict))
-    #: numbers of each step, such as time and loss
+    #: scalars of each step, such as time and loss
     steps: dict[int, dict[str, float]] = field(default_factory=lambda: defaultdict(dict))
-    #: number of values, by metric
+    #: number of imported values, by metric
     mapped: Counter[str] = field(default_factory=Counter)
-    #: number of values or texts left out, by what they are and why
+    #: number of values or strings left out, by kind and reason
     left_out: Counter[str] = field(default_factory=Counter)
-    #: caveats about the rows, in sentences
+    #: full sentences with caveats about the rows
     notes: list[str] = field(default_factory=list)
 
     def add(self, step: int, key: Key, metric: str, value: float, rounded_to: int | None = None) -> None:
         """Add a metric to its row, if the log has a value.
 
         Args:
-            rounded_to: the log's decimals, for metrics whose logarithm matters. None if nothing is lost.
+            rounded_to: number of decimals in the log, for metrics that we compare as ratios. None if the log does not round.
         """
         if not math.isfinite(value):
             self.left_out[f"{metric}: NaN or infinity in the log"] += 1
@@ -90,14 +90,14 @@ class LineErrors:
         self._lines.append(line)
 
     def report(self) -> None:
-        """Warn about the first line, and how many there are."""
+        """Warn about the first unreadable line, and state how many there are."""
         if self._lines:
             more = f", and {len(self._lines) - 1} more lines" if len(self._lines) > 1 else ""
             warn(f"{self._path}, line {self._lines[0]}{more}: {self._reason}; left out, {self._expected} is expected")
 
 
 def read_numbered_lines(path: Path, faults: LineErrors) -> Iterator[tuple[int, str]]:
-    """Yield the lines of a text, counted from 1. Skip blank lines. A last line that is cut off is an error."""
+    """Yield the lines of a file with their numbers from 1. Skip blank lines. Report an error if the last line is cut off."""
     with path.open(encoding="utf-8", errors="replace", newline="\n") as file:
         for number, line in enumerate(file, 1):
             if not line.endswith("\n"):
@@ -107,7 +107,7 @@ def read_numbered_lines(path: Path, faults: LineErrors) -> Iterator[tuple[int, s
 
 
 def read_first_lines(path: Path, n: int) -> list[str]:
-    """Return the first lines of any file. Long ones are cut."""
+    """Return the first lines of any file. Long lines are cut."""
     with path.open(encoding="utf-8", errors="replace") as file:
         return [line for _ in range(n) if (line := file.readline(1000))]
 

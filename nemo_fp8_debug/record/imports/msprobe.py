@@ -1,7 +1,7 @@
 """Import CSV files of msProbe's monitors (`TrainerMon` and `TrainerMonitorV2`): amax and NaN counts of X, W and dY.
 
-Each rank writes its own values without reducing them. We take the lowest rank. Rows of one step and tensor are
-micro-batches.
+Each rank writes its own values without reducing them over ranks. We import the lowest rank's values. Several rows of a step
+and tensor are micro-batches.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .importer import Imported, Key, LineErrors, global_name, read_first_lines, 
 TOOL = "msprobe"
 EXPECTED = "CSV files with the columns vpp_stage, step and name or module_name"
 
-#: role of each tensor that is an operand, by what a file or the scope of its rows holds
+#: role of each operand, by the tensor's name in the file name or in the scope of its rows
 _OPERANDS = {
     "actv": (re.compile(r"(.*)\.input(?:_0)?"), "input"),
     "forward": (re.compile(r"(.*)\.input\.0"), "input"),
@@ -29,12 +29,12 @@ _OPERANDS = {
     "param_origin": (re.compile(r"(.*)\.weight"), "weight"),
 }
 _USED = {"vpp_stage", "name", "module_name", "scope", "step", "micro_step", "min", "max", "nans", "dtype"}
-#: decimals of a `TrainerMon` with the default `ndigits`
+#: number of decimals that `TrainerMon` writes with the default `ndigits`
 _DECIMALS = 6
 
 
 class Row(NamedTuple):
-    """An operand as read from one line."""
+    """The statistics of an operand, read from one line."""
 
     layer: str
     role: str
@@ -54,7 +54,7 @@ def claims(path: Path) -> bool:
 
 
 def read(files: Iterable[Path]) -> Imported:
-    """Read the files of a run. If a step was written again elsewhere, the last one counts."""
+    """Read the files of a run. If several files have a step, the last file counts."""
     files = sorted(files, key=_order)
     rank = min(_rank(path) for path in files)
     found = Imported(TOOL, [path for path in files if _rank(path) == rank])
@@ -79,7 +79,7 @@ def read(files: Iterable[Path]) -> Imported:
 
 
 def _order(path: Path) -> tuple[datetime, str, int, str]:
-    """Return a sort key: starts of the run by the time in the folder's name, then files by kind and step."""
+    """Return a sort key: the start time in the folder's name, the folder, and then the file's step and name."""
     try:
         # Names have no year. Use a leap year, so that the 29th of February is valid.
         start = datetime.strptime("2000" + path.parent.name.partition("-rank")[0], "%Y%b%d_%H-%M-%S")
@@ -95,7 +95,7 @@ def _rank(path: Path) -> int:
 
 
 def read_file(path: Path, found: Imported) -> Iterator[Row]:
-    """Yield the rows of operands. Name unreadable lines in a warning, and note unused rows in `found`."""
+    """Yield the rows of operands. Warn about unreadable lines, and note unused rows in `found`."""
     lines = read_numbered_lines(path, faults := LineErrors(path, "a row with the columns of the first line"))
     _, header = next(lines, (0, ""))
     columns = header.split(",")
@@ -120,7 +120,7 @@ def read_file(path: Path, found: Imported) -> Iterator[Row]:
 
 
 def _parse(fields: dict[str, str], kind: str) -> Row | str:
-    """Return the operand of a line, or the reason why there is none."""
+    """Return the operand of a line, or the reason why the line has no operand."""
     name, kind = fields.get("module_name") or fields.get("name") or "", fields.get("scope", kind)
     if kind not in _OPERANDS:
         return f"{kind}: no operand of a GEMM"
@@ -141,7 +141,7 @@ def _parse(fields: dict[str, str], kind: str) -> Row | str:
         max(abs(low), abs(high)) if math.isfinite(low + high) else math.nan,
         nans,
         fields["dtype"].removeprefix("torch.") if "dtype" in fields else None,
-        # `TrainerMonitorV2` writes all digits.
+        # `TrainerMonitorV2` does not round.
         None if "scope" in fields else max(_DECIMALS, *(_decimals(fields[column]) for column in ("min", "max"))),
     )
 

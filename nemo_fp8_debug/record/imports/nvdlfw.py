@@ -1,11 +1,11 @@
 """Import statistics that nvdlfw_inspect logs: Transformer Engine's debug features, alone or under Megatron-Bridge.
 
-We read its text logs and, if a run streamed the same statistics to TensorBoard, the event files. Text logs have four
-decimals and event files have all digits, so event files take precedence.
+We read its text logs. If a run also wrote the statistics to TensorBoard, we read the event files too. Text logs are rounded
+to four decimals, so event files take precedence.
 
 Every rank writes a log. Statistics are gathered over the reduction group before each rank writes them (`stats_buffer.py`,
-`_Buffer.log`). So the logs of a group are equal, and we take the lowest rank's. If logs differ on a statistic, the ranks
-hold different tensors under one name.
+`_Buffer.log`). So the logs of a group are equal, and we read the lowest rank's log. If the logs of two ranks differ, the
+ranks have different tensors with the same name.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import masked_crc32c
 from ...errors import warn
 from .importer import Imported, Key, LineErrors, global_name, read_first_lines, read_numbered_lines
 
-#: the text before the first number of a name, that number, and the rest
+#: the part of a name before its first number, the number, and the rest
 _NUMBERED = re.compile(r"((?:[^.]+\.)*?)(\d{1,9})((?:\..+)?)")
 _MEGATRON = re.compile(r"(?:.*\.)?decoder\.layers\.\d{1,9}\.(?:self_attention|cross_attention|mlp)\b.*")
 
 
 class LayerNumbers:
-    """Decides how each list of layers in a model is counted."""
+    """Decides for each list of layers in a model if the log numbers its layers from 0 or from 1."""
 
     def __init__(self, logged: Iterable[str], assigned: Iterable[str]) -> None:
         """
         Args:
-            logged: names of layers with statistics.
+            logged: names of layers that have statistics.
             assigned: names of all modules, if nvdlfw_inspect's own log has them.
         """
         logged = list(logged)
@@ -45,18 +45,18 @@ class LayerNumbers:
         from_1 = {name for name, numbers in whole.items() if numbers == set(range(1, len(numbers) + 1))}
         from_0 = {name for of in (seen, whole) for name, numbers in of.items() if 0 in numbers}
         self._shifted = (megatron | from_1) - from_0
-        #: lists whose numbers are either indices or one more
+        #: lists of layers for which it is unknown if the log numbers them from 0 or from 1
         self.unverified = sorted(set(seen) - self._shifted - from_0)
 
     def indexed(self, layer: str) -> str:
-        """Return the name with the 0-based index of its layer, or unchanged if the count is unknown."""
+        """Return the name with the 0-based index of its layer. If the numbering is unknown, return the name unchanged."""
         found = _NUMBERED.fullmatch(layer)
         if not found or found[1] not in self._shifted:
             return layer
         return f"{found[1]}{int(found[2]) - 1}{found[3]}"
 
     def notes(self) -> list[str]:
-        """Return a sentence for each list whose count is unknown."""
+        """Return a sentence for each list of layers if it is unknown whether its numbers begin at 0 or at 1."""
         return [
             f"The layers of {name.removesuffix('.') or 'the model'} keep the numbers that the log has: it does not tell "
             "whether they count from 0 or from 1. Import the folder that has nvdlfw_inspect_logs too, which tells it, or "
@@ -90,7 +90,7 @@ _STAT = re.compile(
 _LOSS = re.compile(r"lm loss|(reduced_)?(train(ing)?[_/])?loss(_step)?")
 
 _ROLES = {"activation": "input", "weight": "weight", "gradient": "grad_output"}
-#: our metrics with the same definition as a statistic, for tensors as they are and for quantized ones
+#: our metrics by the statistic with the same definition, for tensors before quantization and for quantized tensors
 _OF_TENSOR = {"cur_amax": "amax", "dynamic_range": "dynamic_range_log2"}
 _OF_RECIPE = {"underflows%": "underflow_pct", "overflows%": "overflow_pct", "mse": "mse"}
 _SCALES = ("scale_inv_min", "scale_inv_max")
@@ -98,18 +98,18 @@ _EXTREMES = ("min", "max")
 _KNOWN = {*_OF_TENSOR, *_OF_RECIPE, *_SCALES, *_EXTREMES}
 #: recipes with one scale for the whole tensor
 _PER_TENSOR = {"fp8_delayed_scaling", "fp8_current_scaling"}
-#: metrics that we compare as ratios: rounding distorts small ones
+#: metrics that we compare as ratios, so rounding distorts small values
 _RATIOS = {"amax", "mse", "scale"}
 
 
 class Scalar(NamedTuple):
-    """A number as read from the log."""
+    """A number from the log."""
 
     name: str
     step: int
     value: float
     time: float
-    #: decimals of the log, or None if nothing is lost
+    #: number of decimals in the log, or None if the log does not round
     decimals: int | None
 
 
@@ -118,7 +118,7 @@ class Statistic(NamedTuple):
 
     layer: str
     role: str
-    #: None for the tensor as it is, or for the recipe in use
+    #: None for the tensor before quantization, or for the recipe in use
     recipe: str | None
     name: str
 
@@ -161,7 +161,7 @@ def _is_events(path: Path) -> bool:
 
 
 def read(files: Iterable[Path]) -> Imported:
-    """Read the logs of a run. If a step was logged twice, the last one counts."""
+    """Read the logs of a run. If a step was logged twice, the later values count."""
     files = list(files)
     own = [path for path in files if _names_modules(path)]
     found = Imported(TOOL, sorted((path for path in files if path not in own), key=_precedence))
@@ -171,7 +171,7 @@ def read(files: Iterable[Path]) -> Imported:
         rank = None if _is_events(path) else _rank(path)
         for scalar in read_events(path) if rank is None else read_text(path):
             if _LOSS.fullmatch(scalar.name):
-                # Megatron counts iterations from 1 in its logs, the statistics from 0.
+                # Megatron's own logs count iterations from 1, but the statistics count from 0.
                 found.steps[max(0, scalar.step - (scalar.name == "lm loss"))]["loss"] = scalar.value
                 continue
             statistic, reason = parse_name(scalar.name)
@@ -198,7 +198,9 @@ def read(files: Iterable[Path]) -> Imported:
 
 
 def _precedence(path: Path) -> tuple[bool, int, str]:
-    """Return a sort key; later files win: event files over text, lower ranks over higher, later starts over earlier."""
+    """Return a sort key. The last file counts, so event files follow text logs, low ranks follow high ranks, and late starts
+    follow early ones.
+    """
     return _is_events(path), -_rank(path), path.name
 
 
@@ -208,7 +210,7 @@ def _rank(path: Path) -> int:
 
 
 def read_text(path: Path) -> Iterator[Scalar]:
-    """Yield the lines of a text log. One warning names lines that cannot be read."""
+    """Yield the lines of a text log. Give one warning for all lines that cannot be read."""
     faults = LineErrors(path, "'<time> - INFO - <layer>_<tensor>_<statistic> iteration=000010 value=0.1234'")
     for number, text in read_numbered_lines(path, faults):
         if line := _LINE.fullmatch(text):
@@ -224,7 +226,7 @@ def read_text(path: Path) -> Iterator[Scalar]:
 
 
 def read_events(path: Path, quiet: bool = False) -> Iterator[Scalar]:
-    """Yield the scalars of an event file, up to its end or to damage."""
+    """Yield the scalars of an event file. Stop at its end or at the first damaged event."""
     with path.open("rb") as file:
         while header := file.read(12):
             record = file.read(min(int.from_bytes(header[:8], "little"), 1 << 28))
@@ -245,9 +247,9 @@ def read_events(path: Path, quiet: bool = False) -> Iterator[Scalar]:
 
 @functools.cache
 def parse_name(name: str) -> tuple[Statistic | None, str]:
-    """Parse a name. Return None and a reason if the record has no place for it.
+    """Parse the name of a statistic. Return None and a reason if the record cannot represent the statistic.
 
-    The reason is empty if the name is not a statistic's.
+    The reason is empty if the name does not belong to a statistic.
     """
     found = _NAME.fullmatch(name)
     if not found:
@@ -308,10 +310,10 @@ def _fill_scale(found: Imported, step: int, row: Key, low: _Value | None, high: 
 
 
 def _in_use(statistics: Iterable[tuple[str | None, str]]) -> tuple[str | None, list[str]]:
-    """Return the recipe that a tensor was cast with (None if unknown), and the recipes that were tried too.
+    """Return the recipe that a tensor was cast with (None if unknown), and the what-if recipes.
 
-    Statistics without a recipe's name belong to the one in use. Delayed scaling is logged only if it is in use, and overflow
-    only under delayed scaling (`log_fp8_tensor_stats.py`, `check_if_stat_is_supported`).
+    Statistics without a recipe's name belong to the recipe in use. Delayed scaling is logged only if it is in use, and
+    overflow only under delayed scaling (`log_fp8_tensor_stats.py`, `check_if_stat_is_supported`).
     """
     statistics = set(statistics)
     named = sorted({recipe for recipe, _ in statistics if recipe})
@@ -326,7 +328,7 @@ def _in_use(statistics: Iterable[tuple[str | None, str]]) -> tuple[str | None, l
 
 
 def _doubt_about_underflow(logged: Iterable[tuple[tuple[str | None, str], _Value]]) -> str | None:
-    """Return why the underflow in this log is not ours, or None if it is.
+    """Return the reason if this log defines underflow differently from us, or None if it does not.
 
     Transformer Engine 2.4 to 2.6 logged the share of zeros under the same name, and nothing else about quantized tensors.
     2.7 left out values that became -0, which can make the share negative.

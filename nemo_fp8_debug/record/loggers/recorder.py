@@ -1,4 +1,4 @@
-"""Send summaries to loggers, each in its own thread, so that training waits for none."""
+"""Send summaries to loggers. Each logger has its own thread, so that training never waits."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from ...errors import warn
 from ..scalars import LayerMap, Overview, ScalarRecorder
 from .sinks import PREFIX, Sink
 
-#: sampled steps between two maps of the layers; the last map is always shown
+#: number of sampled steps between two maps of the layers; the last map is always sent
 MAP_INTERVAL = 20
-#: seconds that the end of a run waits for all loggers together
+#: seconds that the end of a run may wait in total for all loggers
 CLOSING = 120.0
-#: scalars of steps, for runs that we started
+#: scalars of each step that we log only in runs that we started
 _OF_STEPS = ("loss", "grad_norm", "lr", "loss_scale")
 #: calls that may wait for a slow logger; later calls are dropped
 WAITING = 200
@@ -35,9 +35,9 @@ PAGE_LIMIT = 90.0
 
 
 class LoggerRecorder(Recorder):
-    """Sends a summary of each sample to loggers. It is computed once, in the background.
+    """Sends a summary of each sample to all loggers. The summary is computed once, in the background.
 
-    Work that is left at the end of a run waits for `finish`, when the record is complete.
+    The rest is done in `finish`, when the record is complete.
     """
 
     def __init__(
@@ -45,8 +45,8 @@ class LoggerRecorder(Recorder):
     ) -> None:
         """
         Args:
-            page: attached at the end.
-            every_tensor: makes a recorder of the scalars of single tensors, or None if loggers do not get them.
+            page: the comparison page, which is attached at the end of the run.
+            every_tensor: function that makes a recorder for scalars of single tensors. None: loggers get no such scalars.
         """
         self._threads = [LoggerThread(sink) for sink in sinks]
         self._overview = Overview()
@@ -113,13 +113,13 @@ class LoggerRecorder(Recorder):
 
 
 def _named(scalars: Mapping[str, float | None]) -> dict[str, float]:
-    """Return finite scalars, named for loggers."""
+    """Return the finite scalars under the names that loggers use."""
     known = {name: float(value) for name, value in scalars.items() if value is not None and math.isfinite(value)}
     return {name if name.startswith("fp8") else PREFIX + name: value for name, value in known.items()}
 
 
 class LoggerThread:
-    """Does a sink's jobs in order. An error costs one warning of each kind, and nothing else."""
+    """Does a sink's jobs in order. An error causes one warning of its kind, and does not affect the run."""
 
     def __init__(self, sink: Sink) -> None:
         self.sink = sink
@@ -134,7 +134,7 @@ class LoggerThread:
         """Do `job` after all earlier jobs. Never wait.
 
         Args:
-            needed: whether a failure stops all later jobs, such as a failure to open the run.
+            needed: whether later jobs depend on this job, such as opening the run. If it fails, they are dropped.
             last: whether the job belongs to the end of the run and must not be dropped.
         """
         while self._waiting and self._waiting[0].done():
@@ -164,7 +164,9 @@ class LoggerThread:
         return self._began > 0 and time.monotonic() - self._began > HANGING
 
     def finish(self, deadline: float) -> None:
-        """Wait until all jobs are done, but not past `deadline` (of `time.monotonic`), and not for a call that hangs."""
+        """Wait until all jobs are done, at most until `deadline` (by `time.monotonic`). Do not wait for a call that
+        hangs.
+        """
         pending = [future for future in self._waiting if not future.done()]
         while pending and time.monotonic() < deadline and not self._hangs:
             wait(pending, max(0.0, min(1.0, deadline - time.monotonic())))
@@ -175,7 +177,7 @@ class LoggerThread:
 
 
 class ComparisonPage:
-    """The page that compares the run with its baseline, made by the command in its own process.
+    """The page that compares the run with its baseline. `nemo-fp8-debug` makes the page in a separate process.
 
     The page is made once for all loggers, at the first request.
     """
@@ -192,7 +194,7 @@ class ComparisonPage:
         self._tried = False
 
     def path(self) -> Path | None:
-        """Return the file, or None after a warning that says why there is none."""
+        """Return the page's file. If the page cannot be made, warn with the reason and return None."""
         with self._lock:
             if self._records and not self._tried:
                 self._tried, self._made = True, _made(*map(str, self._records))

@@ -1,7 +1,7 @@
 """Send scalars to Weights & Biases, MLflow, Comet and loggers of Lightning: one protocol, with an adapter for each.
 
 Each sink works in a thread of its own, so it may wait, fail or hang. We import a logger's package only when its sink opens a
-run. If the user has opened a run, the package is imported already.
+run, unless the user has imported the package already.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ PREFIX = "fp8/"
 _STEP = f"{PREFIX}step"
 #: metrics in one request to MLflow, and the folder of our artifacts
 _BATCH, _FOLDER = 1000, "fp8"
-#: features of Comet that we turn off in runs that we start: they hook frameworks and read the program's output
+#: features of Comet that hook frameworks or capture the program's output; we turn them off in runs that we start
 _OFF = dict.fromkeys(
     ("auto_metric_logging", "auto_param_logging", "auto_output_logging", "auto_histogram_tensorboard_logging"), False
 ) | {"log_code": False, "log_graph": False, "parse_args": False, "display_summary_level": 0}
 
 
 class Sink:
-    """One run in one logger. The base class requires scalars only, and ignores everything else."""
+    """One run in one logger. A subclass must accept scalars. The base class ignores everything else."""
 
-    #: for messages and for the thread's name
+    #: the logger's name, for messages and for the thread's name
     name: str
-    #: whether we started the run: then the run also gets the losses, and we end it
+    #: whether we started the run; if so, we also log the losses, and end the run
     owned = False
 
     def open(self, fingerprint: Mapping[str, Any]) -> None:
@@ -51,10 +51,10 @@ class Sink:
         raise NotImplementedError
 
     def tell(self, texts: Mapping[str, str]) -> None:
-        """Store texts by name. Later texts replace earlier ones."""
+        """Store strings by name. A later string replaces an earlier string with the same name."""
 
     def show(self, layer_map: LayerMap) -> None:
-        """Show the layers of a step."""
+        """Show the table of layers at a step."""
 
     def attach(self, page: Path) -> None:
         """Attach a file."""
@@ -66,8 +66,8 @@ class Sink:
 class WandbSink(Sink):
     """Rows of a history in W&B, with a step metric of our own.
 
-    W&B counts the rows of a history, and users may log under their own increasing numbers. So in a user's run we never end a
-    row: each sample joins the next row of the user.
+    W&B numbers the rows of a history, and the user may set these numbers, which must increase. So in a user's run we never
+    end a row. We add each sample to the user's next row.
     """
 
     name = "wandb"
@@ -75,13 +75,13 @@ class WandbSink(Sink):
     def __init__(self, run: Any = None, settings: Mapping[str, Any] | None = None) -> None:
         """
         Args:
-            run: the user's run, or None to start one.
+            run: the user's run, or None to start a new run.
             settings: for `wandb.init`.
         """
         self._run, self._settings = run, dict(settings or {})
         self.owned = run is None
         self._waiting: deque[dict[str, float]] = deque()
-        #: the row that holds a sample of ours
+        #: number of the last row that we added a sample to
         self._row: int | None = None
 
     def open(self, fingerprint: Mapping[str, Any]) -> None:
@@ -89,7 +89,7 @@ class WandbSink(Sink):
         if self._run is None:
             import wandb
 
-            # Otherwise W&B would pass the program's output through itself, in the thread that prints.
+            # Turn console capture off. Otherwise W&B would process all output of the program in the thread that prints.
             self._run = wandb.init(**{"reinit": "create_new", "settings": {"console": "off"}, **self._settings})
         self._run.define_metric(_STEP, hidden=True)
         for names in (f"{PREFIX}*", "fp8_*"):
@@ -98,7 +98,7 @@ class WandbSink(Sink):
         self._run.config.update({"fp8_debug": plain}, allow_val_change=True)
 
     def log(self, rows: Mapping[int, Mapping[str, float]]) -> None:
-        """Log a row for each step, or let it wait for a row of the user."""
+        """Log a row for each step. In a user's run, queue the row until the user logs."""
         for step, scalars in rows.items():
             row = {**scalars, _STEP: step}
             if self.owned:
@@ -108,13 +108,13 @@ class WandbSink(Sink):
         self._ride()
 
     def _ride(self) -> None:
-        """Add the sample that waited longest to the user's row, if the row has none."""
+        """Add the oldest waiting sample to the user's row, unless the row has a sample already."""
         if self._waiting and self._run.step != self._row:
             self._run.log(self._waiting.popleft(), commit=False)
             self._row = self._run.step
 
     def tell(self, texts: Mapping[str, str]) -> None:
-        """Keep texts in the summary."""
+        """Store strings in the summary."""
         self._run.summary.update(dict(texts))
 
     def show(self, layer_map: LayerMap) -> None:
@@ -139,7 +139,7 @@ class WandbSink(Sink):
         self._run.log_artifact(artifact)
 
     def close(self, failed: bool) -> None:
-        """Show samples that found no row, and end the run if it is ours."""
+        """Log samples that still wait for a row, and end the run if we started it."""
         self._ride()
         if self._waiting:
             names = list(dict.fromkeys([_STEP, *(name for row in self._waiting for name in row)]))
@@ -150,15 +150,18 @@ class WandbSink(Sink):
 
 
 class MlflowSink(Sink):
-    """A run in MLflow. We use its client only, because the fluent functions belong to the user's thread."""
+    """A run in MLflow. We use MLflow's client only, because its fluent functions act on the active run of the user's
+    thread.
+    """
 
     name = "mlflow"
 
     def __init__(self, run_id: str | None = None, client: Any = None, settings: Mapping[str, Any] | None = None) -> None:
         """
         Args:
-            run_id: the user's run, or None to start one.
-            client: the user's client. If None, we make one for `tracking_uri` of the settings, or MLflow's own.
+            run_id: the user's run, or None to start a new run.
+            client: the user's client. If None, we make a client for `tracking_uri` in the settings, or else for MLflow's own
+                URI.
             settings: `tracking_uri`, `experiment_name`, `run_name`, `tags`, or `run_id` to continue a run.
         """
         self._settings = dict(settings or {})
@@ -191,7 +194,7 @@ class MlflowSink(Sink):
             self._client.log_batch(self._run_id, metrics=metrics[i : i + _BATCH])
 
     def tell(self, texts: Mapping[str, str]) -> None:
-        """Keep texts as tags."""
+        """Store strings as tags."""
         from mlflow.entities import RunTag
 
         self._client.log_batch(self._run_id, tags=[RunTag(name, text[:5000]) for name, text in texts.items()])
@@ -207,7 +210,7 @@ class MlflowSink(Sink):
         self._client.log_artifact(self._run_id, str(page), _FOLDER)
 
     def close(self, failed: bool) -> None:
-        """End the run if it is ours."""
+        """End the run if we started it."""
         if self.owned:
             self._client.set_terminated(self._run_id, "FAILED" if failed else "FINISHED")
 
@@ -223,13 +226,13 @@ def _make_client(uri: str | None, files: Path) -> Any:
     """Return a client for a tracking URI, or for MLflow's own setting.
 
     Args:
-        files: the run's folder if no URI is known and no database can be opened.
+        files: the run's folder, which we use if no URI is set and no database can be opened.
     """
     import mlflow
 
     if uri is None and not mlflow.is_tracking_uri_set() and not has_sqlalchemy():
-        uri = str(files)  # earlier releases do the same; later ones use a database, which needs SQLAlchemy
-    # Later releases refuse a file store, because it gets no new features. We use none of these.
+        uri = str(files)  # earlier releases also default to files; later releases use a database, which needs SQLAlchemy
+    # Later releases refuse file stores, which lack new features. We need no new features.
     with _variable("MLFLOW_ALLOW_FILE_STORE", os.environ.get("MLFLOW_ALLOW_FILE_STORE", "true")):
         return mlflow.MlflowClient(uri)
 
@@ -250,8 +253,8 @@ def _variable(name: str, value: str) -> Iterator[None]:
 class CometSink(Sink):
     """Metrics, others and assets of an experiment in Comet.
 
-    An experiment has one current step. `log_metric(step=...)` moves it for everything that is logged without a step. So we
-    enqueue the messages that `log_metric` makes, each with its step.
+    An experiment has one current step. `log_metric(step=...)` would change this step for everything that the user logs
+    without a step. So we enqueue the messages that `log_metric` makes, each with its own step.
     """
 
     name = "comet"
@@ -259,7 +262,7 @@ class CometSink(Sink):
     def __init__(self, experiment: Any = None, settings: Mapping[str, Any] | None = None) -> None:
         """
         Args:
-            experiment: the user's experiment, or None to start one.
+            experiment: the user's experiment, or None to start a new experiment.
             settings: for `comet_ml.start`.
         """
         self._experiment, self._settings = experiment, dict(settings or {})
@@ -286,7 +289,7 @@ class CometSink(Sink):
                 self._experiment._enqueue_message(message)
 
     def tell(self, texts: Mapping[str, str]) -> None:
-        """Store texts as others."""
+        """Store strings as Comet's "others"."""
         self._experiment.log_others(dict(texts))
 
     def show(self, layer_map: LayerMap) -> None:
@@ -299,13 +302,15 @@ class CometSink(Sink):
         self._experiment.log_asset(str(page), file_name=page.name)
 
     def close(self, failed: bool) -> None:
-        """End the experiment if it is ours."""
+        """End the experiment if we started it."""
         if self.owned:
             self._experiment.end()
 
 
 class CsvSink(Sink):
-    """A file next to a CSVLogger's file. The logger rewrites its own file, and must not be called from two threads."""
+    """A file next to a CSVLogger's file. We do not use the logger, because it rewrites its own file and is not
+    thread-safe.
+    """
 
     name = "CSVLogger"
 
@@ -318,7 +323,7 @@ class CsvSink(Sink):
         self._columns: list[str] = []
 
     def log(self, rows: Mapping[int, Mapping[str, float]]) -> None:
-        """Append rows. Write the file anew if a row has new columns."""
+        """Append rows. If a row has new columns, write the whole file again."""
         new: list[dict[str, Any]] = [{"step": step, **scalars} for step, scalars in rows.items()]
         columns = list(dict.fromkeys([*self._columns, *(name for row in new for name in row)]))
         if columns != self._columns:
@@ -369,7 +374,7 @@ def choose_sinks(choices: Sequence[LoggerChoice]) -> list[Sink]:
 
 
 def _named(choice: LoggerChoice) -> Sink:
-    """Join an open run, unless the user gives settings for a new one."""
+    """Join an open run, unless the user gives settings for a new run."""
     joined = choice.settings is None
     package: Any = sys.modules.get(PACKAGES[str(choice.name)]) if joined else None
     if choice.name == "wandb":
@@ -390,7 +395,7 @@ def _given(logger: Any) -> Sink:
     return sink or AnyLoggerSink(logger)
 
 
-#: makes a sink of an object, by class name with or without its package; the first match counts
+#: function that makes a sink for an object, by the object's class name with or without its package; the first match counts
 _SINKS: Mapping[str, Callable[[Any], Sink]] = {
     "wandb.Run": WandbSink,
     "mlflow.MlflowClient": lambda client: MlflowSink(client=client),
