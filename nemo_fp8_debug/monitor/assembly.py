@@ -1,4 +1,4 @@
-"""Make the parts of a monitor, and connect them."""
+"""Create the parts of a monitor, and connect them."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ from .schedule import Schedule, Triggers
 
 @dataclass(frozen=True)
 class MonitorParts:
-    """The parts that a monitor works with once all ranks have started."""
+    """The parts of a monitor, which exist once all ranks have started."""
 
-    #: the ranks that hold parts of the same tensors
+    #: the ranks that have parts of the same tensors
     shard_group: ShardGroup
     #: decides which steps are sampled
     schedule: Schedule
@@ -53,9 +53,9 @@ class MonitorParts:
 
 @dataclass(frozen=True)
 class Place:
-    """Places where a monitor writes files. All ranks have the same after they agreed."""
+    """The folders that a monitor writes to. After `agreed`, they are the same on all ranks."""
 
-    #: folder of this rank's record, or None if it keeps none
+    #: folder of this rank's record, or None if the rank writes no record
     record: str | None
     #: attempt number of the record
     attempt: int
@@ -72,7 +72,7 @@ class Place:
         return cls(str(records[0].storage) if records else None, attempt, storage)
 
     def agreed(self, ranks: Ranks) -> Place:
-        """Return the first rank's places for all ranks, because ranks may work in different folders."""
+        """Return the first rank's places on all ranks, because the ranks' working directories may differ."""
         own = None if self.storage is None else str(self.storage)
         told = ranks.start({"attempt": self.attempt, "output": own})
         other = None if told["output"] is None else Storage.of_run(told["output"])
@@ -92,8 +92,8 @@ def assemble(
     """Make the parts of a monitor.
 
     Args:
-        place: the places of this rank. Only the first rank's count.
-        waits: adds up the waits of the training thread.
+        place: the places of this rank. Only the first rank's places are used.
+        waits: total of the training thread's waiting times.
 
     Raises:
         ConfigError: tensors are to be dumped without a folder, or what-if recipes take too much memory.
@@ -108,9 +108,9 @@ def assemble(
     check_histories(config.what_if_recipes, operands)
 
     def check(control: Control) -> None:
-        """Refuse a control file that takes too much memory, or matches no layer of this model.
+        """Reject a control file if it needs too much memory, or matches no layer of this model.
 
-        On several ranks, another rank may have the layer.
+        With several ranks, a layer that is missing here may be on another rank, so it is accepted.
         """
         check_histories(replace(Config(), what_if=control.changes.get("what_if", ())).what_if_recipes, operands)
         if ranks.world == 1:
@@ -147,7 +147,7 @@ def chosen_recorders(own: Iterable[Recorder] | None, config: Config) -> Iterator
 
 
 def _not_written(tags: object, step: int) -> None:
-    """Write nothing: the scalars are requested here, and others write them."""
+    """Do nothing, because the caller only asks for the scalars and writes them itself."""
 
 
 def default_recorders(config: Config) -> Iterator[Recorder]:

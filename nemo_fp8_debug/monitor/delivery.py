@@ -1,4 +1,4 @@
-"""Deliver captured steps to the recorders: measured in the background, with the scalars of all steps."""
+"""Measure captured steps in the background, and pass the results and the scalars of all steps to the recorders."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from .pipeline import Outcome, Pipeline
 from .recorder_queue import Recording
 from .sampled_step import SampledStep
 
-#: most steps whose scalars stay on the device between samples
+#: largest number of steps whose scalars may stay on the device between samples
 STEPS_HELD = 1000
-#: seconds after which they are recorded anyway, so that a killed run loses no more
+#: seconds after which the scalars are recorded at the latest, which limits the loss if the run is killed
 SECONDS_HELD = 15.0
 
 
@@ -68,8 +68,8 @@ class Delivery:
         """Measure and record a sampled step.
 
         Args:
-            why: the reason if it was sampled out of turn.
-            opened: whether any rank may have measured it.
+            why: the reason for sampling the step, if the interval is not the reason.
+            opened: whether any rank may have measured the step.
         """
         steps, self._steps, self._flushed = self._steps, {}, time.monotonic()
         step, outcome = sampled.step, self._pipeline.submit(sampled.captured(lambda: tabulate_steps(steps)))
@@ -97,11 +97,11 @@ class Delivery:
         return sample
 
     def report(self, step: int | None, ended: bool = False) -> None:
-        """Write the status file, after everything that was submitted so far is recorded."""
+        """Write the status file as soon as all earlier submissions are recorded."""
         self._recording.submit_job(lambda: self._live_control.report(step, self._progress(), ended))
 
     def relieve(self) -> None:
-        """Record the scalars of steps if they are many, or if the last ones were recorded a while ago."""
+        """Record the waiting scalars if there are many, or if the last recording was some time ago."""
         if len(self._steps) >= STEPS_HELD or time.monotonic() - self._flushed > SECONDS_HELD:
             self.flush_steps()
 
@@ -121,12 +121,12 @@ class Delivery:
 
 
 def select_usable(scalars: Mapping[str, Any], warn: Callable[[str], None], in_record: bool = True) -> dict[str, Any]:
-    """Return the scalars of a step that can be recorded: numbers, and tensors of one element, which are not read here.
+    """Return the scalars of a step that can be recorded: numbers, and tensors of one element. Do not read the tensors yet.
 
     Args:
-        warn: called for each other scalar, with what is valid.
-        in_record: whether a run record takes them, which has no column for other names. A user's recorders get all. Then we
-            warn only about names that resemble one of `STEP_SCALARS`.
+        warn: function that is called for each invalid scalar, with a message that names what is valid.
+        in_record: whether the scalars go to a run record, which has columns for `STEP_SCALARS` only. If not, the user's
+            recorders get all names, and we warn only about names that resemble one of `STEP_SCALARS`.
     """
     found: dict[str, Any] = {}
     for name, value in scalars.items():
@@ -143,7 +143,7 @@ def select_usable(scalars: Mapping[str, Any], warn: Callable[[str], None], in_re
 
 
 def usable_losses(losses: Mapping[str, Any], warn: Callable[[str], None]) -> dict[str, Any]:
-    """Return the losses of an evaluation that can be recorded. `warn` is called for the others."""
+    """Return the losses of an evaluation that can be recorded. Call `warn` for the other losses."""
     found = {name: _number(value) for name, value in losses.items()}
     for name in losses:
         if found[name] is None:
@@ -176,28 +176,28 @@ def _described(value: Any) -> str:
 
 @dataclass
 class StepScalars:
-    """The scalars of one step on their way to the record: noted in the training thread, read in the background."""
+    """The scalars of one step. The training thread collects them, and a background thread reads their values."""
 
     #: seconds since 1970
     time: float
-    #: numbers, and tensors of one element, which stay on their device until they are read
+    #: numbers, and tensors of one element that stay on their device until they are read
     values: Mapping[str, Any]
-    #: why the step was sampled out of turn
+    #: the reason for sampling the step, if the interval is not the reason
     trigger: str | None = None
-    #: numbers that only other ranks have, such as the loss of the last pipeline stage
+    #: numbers that only other ranks have, such as the loss in the last pipeline stage
     of_others: Mapping[str, float] = field(default_factory=dict)
 
     @classmethod
     def noted(cls, scalars: Mapping[str, Any]) -> StepScalars:
-        """Copy scalars, so that later changes of their tensors do not matter."""
+        """Copy scalars, because their tensors may change later."""
         values = {name: value.detach().clone() if torch.is_tensor(value) else value for name, value in scalars.items()}
         return cls(time.time(), values)
 
     def numbers(self) -> dict[str, float]:
-        """Return the numbers. Wait for the device if they are still there."""
+        """Return the numbers. If a number is still on the device, wait for the device."""
         numbers = {**self.of_others, "time": self.time, **{name: float(value) for name, value in self.values.items()}}
         scale = numbers.get("grad_scale", 1.0)
-        if not math.isfinite(scale) or scale == 0:  # micro-batches differ, or there was an overflow
+        if not math.isfinite(scale) or scale == 0:  # the factor differs between micro-batches, or overflowed
             del numbers["grad_scale"]
         return numbers
 

@@ -1,4 +1,4 @@
-"""Describe a run: versions, devices, environment, recipe, parallel layout, model, and which part of it is sampled."""
+"""Describe a run: versions, devices, environment, recipe, parallel layout, the model, and the sampled part of the model."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _PACKAGES = (
     "numba",
 )
 
-#: Megatron options that were at fault in failed FP8 runs, and are off by default
+#: Megatron options that are off by default and have caused failures of FP8 runs
 _RISKY = (
     "cpu_offloading",
     "fine_grained_activation_offloading",
@@ -105,7 +105,7 @@ _HOST_OPTIONS = (
     "expert_model_parallel_size",
     "sequence_parallel",
 )
-#: prefix of further options about precision, whatever a release calls them
+#: prefix of further options about precision, because their names differ between releases
 _HOST_PREFIX = "fp4"
 #: prefix of environment variables about precision
 _ENVIRONMENT = "NVTE_"
@@ -189,10 +189,10 @@ def _driver() -> str | None:
 
 
 def _options(scanned: Sequence[ScannedModule], names: Sequence[str], prefix: str | None = None) -> dict[str, Any]:
-    """Return those options of the configurations that Megatron modules carry. Other frameworks have none.
+    """Return these options of Megatron modules' configurations. Modules of other frameworks have no such configuration.
 
     Args:
-        prefix: prefix of further names.
+        prefix: prefix of further options to return.
     """
     carried = [getattr(one.module, name, None) for name in ("config", "ddp_config") for one in scanned]
     known = ("tensor_model_parallel_size", "overlap_grad_reduce")
@@ -204,10 +204,12 @@ def _options(scanned: Sequence[ScannedModule], names: Sequence[str], prefix: str
 
 
 def _plain(value: Any) -> Any:
-    """Return the value itself, or a text that is the same in another run, without the address of an object."""
+    """Return a plain value unchanged, and any other value as a string without memory addresses, which differ between
+    runs.
+    """
     if isinstance(value, (int, float, str, bool, type(None))):
         return value
-    if hasattr(value, "matchers") and hasattr(value, "configs"):  # Megatron's RecipeConfig, which has no text of its own
+    if hasattr(value, "matchers") and hasattr(value, "configs"):  # Megatron's RecipeConfig, which does not define __str__
         return str({"configs": value.configs, "matchers": value.matchers})
     if callable(value):
         return f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', type(value).__qualname__)}"
@@ -215,7 +217,9 @@ def _plain(value: Any) -> Any:
 
 
 def _engine(host: Mapping[str, Any], recipe: Mapping[str, Any], gemms: Sequence[Gemm]) -> str:
-    """Return who quantizes. Megatron without Transformer Engine ignores its FP8 options and trains in high precision."""
+    """Return the library that quantizes. Without Transformer Engine, Megatron ignores FP8 options and trains in high
+    precision.
+    """
     if recipe["gemms_quantized_by_emulation"] and not recipe["gemms_switched_in_engine"]:
         return "emulation"
     present = "transformer_engine" in sys.modules
@@ -228,7 +232,7 @@ def _engine(host: Mapping[str, Any], recipe: Mapping[str, Any], gemms: Sequence[
 
 
 def _find_parameters(scanned: Sequence[ScannedModule]) -> list[nn.Parameter]:
-    """Return the parameters of each root. Shared parameters appear once."""
+    """Return the parameters of all roots. A shared parameter appears once."""
     found = {(id(one.root), id(p)): p for one in scanned for p in one.module._parameters.values() if p is not None}
     return list(found.values())
 

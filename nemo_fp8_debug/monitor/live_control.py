@@ -1,4 +1,4 @@
-"""Change a run's sampling while it goes on, by the control file and by triggers."""
+"""Change the sampling of a running job by the control file and by triggers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .schedule import Schedule, Triggers
 
 
 class LiveControl:
-    """Applies the control file and triggers to the schedule, on all ranks alike."""
+    """Applies the control file and triggers to the schedule, in the same way on all ranks."""
 
     def __init__(
         self,
@@ -36,17 +36,17 @@ class LiveControl:
     ) -> None:
         """
         Args:
-            storage: folder of the run record. None: no control file.
-            check: raises ConfigError if this run cannot follow a control file.
+            storage: folder of the run record. None: there is no control file.
+            check: function that raises ConfigError if this run cannot apply a control file.
             say: a function that prints a line.
-            waits: adds up the waits of the training thread.
+            waits: total of the training thread's waiting times.
         """
         self._schedule, self._triggers, self._ranks = schedule, triggers, ranks
         self._storage, self._check, self._say = storage if ranks.writes else None, check, say
         self._waits = waits
-        #: the control file as it was last read, and its content or error; None without a file
+        #: the control file at the last read, and its content or error; None without a file
         self._read: tuple[ControlFile, Control | Exception] | None = None
-        self._known: ControlFile | None = None  # the control file when the last sampled step began
+        self._known: ControlFile | None = None  # the control file at the start of the last sampled step
         #: whether this rank knows how the first rank samples the current step
         self.heard = True
         #: whether the first rank has ended sampling
@@ -55,12 +55,12 @@ class LiveControl:
 
     @property
     def state(self) -> dict[str, Any]:
-        """Return what became of the control file."""
+        """Return the state of the control file that the status file reports."""
         return self._status.control
 
     @property
     def ended_before(self) -> bool:
-        """Return whether an earlier attempt recorded the run as ended."""
+        """Return whether an earlier attempt recorded that the run ended."""
         return self._status.ended
 
     def read(self) -> None:
@@ -79,7 +79,7 @@ class LiveControl:
                 self._read = ControlFile(str(error), None), error
             except (IsADirectoryError, PermissionError):
                 raise
-            except Exception:  # the record cannot be reached, and warns itself
+            except Exception:  # the record cannot be reached; the record itself warns about that
                 return
 
     def _understood(self, text: str) -> Control | Exception:
@@ -91,16 +91,17 @@ class LiveControl:
         return control
 
     def start_step(self, step: int) -> None:
-        """Call before a step, on all ranks. Triggers may have the step sampled."""
+        """Call before a step, on all ranks. A trigger can cause the step to be sampled."""
         self._status.start_step(step)
         if why := self._triggers.fired():
             self._schedule.trigger(step, why)
 
     def start_sample(self, step: int, over: bool) -> None:
-        """Call before a sampled step, on all ranks. Apply the control file if it is new.
+        """Call before a sampled step, on all ranks. Apply the control file if it has changed.
 
         Args:
-            over: whether this rank knows that ranks are out of sync. The first rank then tells ranks that wait for its word.
+            over: whether this rank knows that ranks are out of sync. If so, the first rank informs ranks that wait for its
+                order.
         """
         if over and not self._ranks.writes:
             self.stopped = True
@@ -108,7 +109,7 @@ class LiveControl:
         order = None if over else self._order(step)
         try:
             word = self._ranks.share({"over": over, "control": order})
-        except Exception:  # the first rank is late or at another step; its word arrives by the end of the step, or never
+        except Exception:  # the first rank is late or at another step; its order may still come in this step
             if self._ranks.world == 1:
                 raise
             self.heard = self.stopped = over
@@ -117,7 +118,7 @@ class LiveControl:
         self._hear(word, step)
 
     def end_sample(self, step: int) -> bool:
-        """Call after a sampled step. Return whether all ranks have received the first rank's word, even late."""
+        """Call after a sampled step. Return whether all ranks have received the first rank's order, even if it was late."""
         if not self.heard:
             self.heard = True
             try:
@@ -132,7 +133,9 @@ class LiveControl:
             self._schedule.obey(Control.of_plain(word["control"]), step)
 
     def _order(self, step: int) -> dict[str, Any] | None:
-        """Return what all ranks must follow from `step` on. Return None if the control file is unchanged or invalid."""
+        """Return the control file's content that all ranks must apply from `step` on. Return None if it is unchanged or
+        invalid.
+        """
         file, found = self._read or (None, Control())
         if file == self._known:
             return None
@@ -177,13 +180,13 @@ class LiveControl:
         """
         if self._storage:
             self._status.step = self._status.step if step is None else step
-            with contextlib.suppress(Exception):  # a record that cannot be written warns itself
+            with contextlib.suppress(Exception):  # if the record cannot be written, it warns itself
                 self._storage.write(STATUS, self._status.text(dumped, self._waits.plain(), ended).encode())
 
 
 @dataclass(frozen=True)
 class ControlFile:
-    """A control file as it was read."""
+    """A control file at the time it was read."""
 
     text: str
     #: seconds since 1970 when the file was written, or None if the file system does not say
@@ -191,38 +194,40 @@ class ControlFile:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """Return values that distinguish the file from any other, even from the same text written again."""
+        """Return values that identify this version of the file. They change even if the same text is written again."""
         return {"checksum": zlib.crc32(self.text.encode()), "written": self.written}
 
     def is_that_of(self, control: Mapping[str, Any]) -> bool:
-        """Return whether a status is about this file. Statuses of earlier releases do not say when the file was written."""
+        """Return whether a status is about this file. In earlier releases, a status does not contain the file's modification
+        time.
+        """
         known = {"written": self.written, **{k: v for k, v in control.items() if k in ("checksum", "written")}}
         return known == self.identity
 
 
 class Status:
-    """The content of the status file. It starts from what an earlier attempt left."""
+    """The content of the status file. It starts from the status that an earlier attempt wrote."""
 
     def __init__(self, earlier: Mapping[str, Any]) -> None:
         """
         Args:
-            earlier: the content of the file.
+            earlier: the content of the file from the earlier attempt.
         """
         control, step, first = (earlier.get(name) for name in ("control", "step", "first_step"))
-        #: what became of the control file
+        #: state of the control file that the status file reports
         self.control: dict[str, Any] = control if isinstance(control, dict) else {}
         #: the last sampled step
         self.step: int | None = step if isinstance(step, int) else None
-        #: the first step of the run, which resumed attempts keep
+        #: the first step of the run, which does not change when the run is resumed
         self.first_step: int = first if isinstance(first, int) else 1
-        #: whether the record says that its run is over
+        #: whether the record says that its run has ended
         self.ended: bool = "ended" in earlier
         self._has_begun = False
         self._left_over: dict[str, Any] = self.control if "ignored" in self.control else {}
 
     @classmethod
     def read(cls, storage: Storage | None) -> Status:
-        """Read the status of a record. Return an empty one if the file cannot be used, because a run can do without."""
+        """Read the status of a record. Return an empty status if the file cannot be used, because a run does not need it."""
         content: Any = {}
         with contextlib.suppress(Exception):
             if storage:
@@ -231,17 +236,17 @@ class Status:
         return cls(content if isinstance(content, dict) else {})
 
     def start_step(self, step: int) -> None:
-        """Begin a step. The first step shows whether an earlier attempt is resumed, or the run starts over."""
+        """Begin a step. The number of the first step shows whether the run resumes an earlier attempt or starts over."""
         if not self._has_begun and step <= self.first_step:
             self._left_over, self.control, self.first_step = self.control, {}, step
         self._has_begun = True
 
     def is_left_over(self, file: ControlFile) -> bool:
-        """Return whether an earlier run followed this control file and it was not written again since."""
+        """Return whether an earlier run already applied this control file, and the file was not written again since."""
         return "checksum" in self._left_over and file.is_that_of(self._left_over)
 
     def what_is_left_of(self, control: Control, file: ControlFile, step: int) -> Control:
-        """Return the control file without steps that a resumed run has already sampled for it."""
+        """Return the control file for a resumed run, without the part of `steps` that was sampled before."""
         last = self.control.get("last_step")
         if control.steps is None or not isinstance(last, int) or not file.is_that_of(self.control):
             return control

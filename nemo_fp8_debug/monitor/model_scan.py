@@ -1,4 +1,4 @@
-"""Scan a model for GEMMs: which are known and measured, and which warnings the others need."""
+"""Scan a model for GEMMs: choose the GEMMs to measure, and warn about unsupported GEMMs."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ from .fingerprint import fingerprint
 
 @dataclass(frozen=True)
 class FoundModules:
-    """Modules that a feature observes, apart from GEMMs."""
+    """Modules other than GEMMs that a feature observes."""
 
-    #: the modules, in the feature's own terms
+    #: the modules, in the feature's own data structure
     modules: Sequence[Any] = ()
     #: kind of the module of each observed tensor
     kinds: Mapping[Key, str] = field(default_factory=dict)
@@ -38,7 +38,7 @@ class FoundModules:
 
 @dataclass(frozen=True)
 class ModelScan:
-    """Result of scanning a model."""
+    """The result of scanning a model."""
 
     #: the model, or its chunks
     roots: Sequence[nn.Module]
@@ -48,19 +48,19 @@ class ModelScan:
     compiled: Sequence[Gemm]
     #: GEMMs of `known` that are measured
     gemms: Sequence[Gemm]
-    #: attentions of Transformer Engine, which may run in FP8
+    #: attention modules of Transformer Engine, which may run in FP8
     attentions: Sequence[Gemm]
     #: modules that features found, by feature
     features: Mapping[str, FoundModules]
     scales: Scales
-    #: master weights of weights that are stored in codes
+    #: master weights of the weights that are stored as FP8 codes
     masters: Masters
     #: the run's settings
     fingerprint: Mapping[str, Any]
 
     @property
     def kinds(self) -> dict[str, str]:
-        """Return the kind of each GEMM, attention and tensor by name. Kinds of attentions have a prefix."""
+        """Return the kind of each GEMM, attention and tensor by name. Kinds of attention modules have a prefix."""
         gemms = {g.name: g.kind for g in self.known} | {g.name: f"{ATTENTION}{g.kind}" for g in self.attentions}
         tensors = (item for found in self.features.values() for item in found.kinds.items())
         return gemms | {name_tensor_part(key): kind for key, kind in tensors}
@@ -71,10 +71,10 @@ class ModelScan:
 
 
 def scan_gemms(model: Any, config: Config, ranks: int, errors: ErrorGuard) -> ModelScan:
-    """Find the GEMMs of a model, and warn about those that are left out.
+    """Find the GEMMs of a model, and warn about GEMMs that are left out.
 
     Args:
-        model: a module, or a sequence of them.
+        model: a module, or a sequence of modules.
         ranks: number of ranks of the run.
 
     Raises:
@@ -92,7 +92,7 @@ def scan_gemms(model: Any, config: Config, ranks: int, errors: ErrorGuard) -> Mo
         gemms = select_gemms(found, config.layers)
         for patterns in filter(None, (config.dump, config.trigger_dump)):
             select_gemms(found, patterns)
-    else:  # a pipeline stage may have no match
+    else:  # a pipeline stage may contain no matching GEMM
         gemms = match_gemms(known, config.layers)
     _warn_of_what_is_left_out(scanned, gemms, errors)
     scales = Scales(known, config.measured_recipe, config.recipe)
@@ -108,7 +108,7 @@ def scan_gemms(model: Any, config: Config, ranks: int, errors: ErrorGuard) -> Mo
 def _coverage(scanned: Sequence[ScannedModule], gemms: Sequence[Gemm], config: Config, errors: ErrorGuard) -> dict[str, Any]:
     try:
         return build_ledger(scanned, gemms, config.roles).compact()
-    except Exception as error:  # a module with odd attributes must not cost the record
+    except Exception as error:  # a module with odd attributes must not prevent recording
         if errors.raises:
             raise
         errors.warn(f"how much of the model is observed could not be read: {type(error).__name__}: {error}")

@@ -1,4 +1,4 @@
-"""The monitor for any framework: what a training loop calls around its steps, and the order of these calls."""
+"""The monitor for any framework: the methods that a training loop calls around its steps, and the order of these calls."""
 
 from __future__ import annotations
 
@@ -33,24 +33,26 @@ _LARGEST = 10**18 - 1
 
 
 class StepOrder:
-    """Checks the calls of a loop. A mistake costs the step's sample and one warning of its kind, and never raises."""
+    """Checks the order of a loop's calls. After a mistake, we drop the step's sample and warn once for each kind. We never
+    raise.
+    """
 
     def __init__(self, warn: Callable[[str, str], None]) -> None:
         """
         Args:
-            warn: takes a message and its kind, and prints each kind once.
+            warn: function that takes a message and its kind, and prints one message of each kind.
         """
         self._warn = warn
         self._begun: int | None = None
         #: the last step that began with a valid number, or -1
         self.current = -1
-        #: whether a step has begun and was neither ended nor given up
+        #: whether a step has begun, and was neither ended nor abandoned
         self.is_open = False
         #: whether the loop has called anything
         self.used = False
         #: whether a step was sampled
         self.sampled = False
-        #: number of steps that began with a valid number and ended, and the first and the last of them
+        #: number of ended steps that began with a valid number, and the first and the last of these steps
         self.ended, self.first, self.last = 0, -1, -1
 
     def expect(self, first: int, last: int, config: Config) -> None:
@@ -86,7 +88,7 @@ class StepOrder:
         return self._begun
 
     def end(self) -> int | None:
-        """End a step. Return its number, or None if it never began or had an invalid number."""
+        """End a step. Return its number, or None if the step never began or had an invalid number."""
         step, self._begun, self.used = self._begun, None, True
         if not self.is_open:
             self._warn(
@@ -99,7 +101,7 @@ class StepOrder:
         return step
 
     def give_up(self) -> None:
-        """Note that the step broke off."""
+        """Note that the step was interrupted."""
         self.is_open, self._begun = False, None
 
     def warn_if_open(self) -> None:
@@ -116,7 +118,7 @@ class StepOrder:
 
         Args:
             turns: describes which steps are sampled.
-            over: whether sampling ended early, for a reason that was printed.
+            over: whether sampling ended early for a reason that was already printed.
         """
         if not self.used:
             message = "the monitor was told of no step: call begin_step and end_step around each training step"
@@ -129,8 +131,8 @@ class StepOrder:
             )
 
 
-_INVALID = -1  # stands for a step with an invalid number
-#: the last monitor of this process that records to each folder
+_INVALID = -1  # the number that we use for a step with an invalid number
+#: the last monitor of this process for each folder of a record
 _of_folder: weakref.WeakValueDictionary[str, Monitor] = weakref.WeakValueDictionary()
 
 
@@ -164,9 +166,9 @@ class Monitor:
     ) -> None:
         """
         Args:
-            model: the model, or a list of its chunks if a virtual pipeline splits it.
+            model: the model, or a list of its chunks under a virtual pipeline.
             output: folder of the run record and TensorBoard events, a path or any fsspec address. None requires `recorders`.
-            recorders: receive the samples instead. None: a run record, TensorBoard events and a table.
+            recorders: objects that receive the samples. None: a run record, TensorBoard events and a table.
             options: fields of `Config`, such as `interval=100`.
 
         Raises:
@@ -200,7 +202,7 @@ class Monitor:
         self._closed, self._process = False, os.getpid()
         self._summary.open()
         with self._errors.guard("while recording that the run goes on"):
-            if self._live_control.ended_before:  # this run goes on, so correct the status long before the first sample does
+            if self._live_control.ended_before:  # do not wait for the first sample, which may be late
                 self._delivery.report(None)
         _note_folder(place.record, self, self._errors.warn)
         self._closed_by_hand = _close_at_exit(self, self._ranks.world > 1)
@@ -217,7 +219,7 @@ class Monitor:
 
     @property
     def closed(self) -> bool:
-        """True if the monitor records nothing: it was closed, or belongs to the parent of a forked process."""
+        """True if the monitor records nothing, because it was closed or belongs to the parent of a forked process."""
         return self._closed or os.getpid() != self._process  # a forked process has no recording threads
 
     @property
@@ -227,7 +229,7 @@ class Monitor:
 
     @contextlib.contextmanager
     def step(self, step: int) -> Iterator[Any]:
-        """Open a training step in a `with` block. Yield a function that takes scalars like `end_step`: `report(loss=loss)`.
+        """Run a training step in a `with` block. Yield a function that takes scalars like `end_step`: `report(loss=loss)`.
 
         Args:
             step: the step's number, as for `begin_step`.
@@ -261,7 +263,7 @@ class Monitor:
         self._drop_sample()
         if self._idle:
             return
-        if self._begun not in (None, number):  # broken off here but perhaps not on other ranks, which wait for this one
+        if self._begun not in (None, number):  # interrupted here but perhaps not on other ranks, which wait for this rank
             self._tell_triggers({})
         self._begun = _INVALID if number is None else number
         if number is None:
@@ -273,7 +275,7 @@ class Monitor:
 
     @guard_entry("while looking ahead")
     def expect_steps(self, first: int, last: int) -> None:
-        """Announce the steps of the run. If none of them is sampled, a warning says so.
+        """Announce the steps of the run. Warn if none of these steps will be sampled.
 
         Args:
             first: the first step.
@@ -285,7 +287,7 @@ class Monitor:
         self._order.sampled = True
         # Set this first, in case this rank's part of the sample fails.
         self._sampled = SampledStep(step, self._watched, self._schedule)
-        # Scales that are emulated from a history depend on the previous sample.
+        # Emulated delayed scales depend on the previous sample, so wait for it.
         self._pipeline.settle()
         self._recording.deliver(wait=True)
         self._live_control.start_sample(step, self._pipeline.over)
@@ -300,7 +302,7 @@ class Monitor:
 
     @guard_entry("while giving a step up")
     def abandon_step(self) -> None:
-        """Give up a step that broke off: remove the hooks and drop the sample."""
+        """Abandon a step that was interrupted: remove the hooks and drop the sample."""
         self._order.give_up()
         self._drop_sample()
 
@@ -318,27 +320,28 @@ class Monitor:
 
     @guard_entry("while looking at a loss")
     def watch_loss(self, loss: Any, tokens: torch.Tensor | float = 1) -> None:
-        """Pass the loss of a micro-batch before scaling and backpropagation. Then dY is also recorded in its units.
+        """Pass the loss of a micro-batch before it is scaled and backpropagated. Then we also record dY in units of the
+        unscaled loss.
 
-        Call this if the model does not return the loss and no Megatron schedule computes it. Steps that are not sampled
-        ignore the call.
+        Call this if the model does not return the loss and no Megatron schedule computes the loss. In steps that are not
+        sampled, the call does nothing.
 
         Args:
             loss: a scalar tensor with gradient. Anything else is ignored.
-            tokens: the number of tokens that `loss` sums over, if the mean over them is the training loss.
+            tokens: the number of tokens if `loss` is a sum over tokens, but training uses the mean.
         """
         if self._sampled:
             self._sampled.show_loss(loss, tokens)
 
     @guard_entry("while ending a step")
     def end_step(self, *unnamed: Any, **scalars: Any) -> None:
-        """Call after the backward pass, on all ranks. Removes the hooks, measures and records.
+        """Call after the backward pass, on all ranks. Remove the hooks, measure and record.
 
         Args:
-            unnamed: not recorded, and a warning says so.
+            unnamed: values without a name. They are not recorded, and cause a warning.
             scalars: numbers or scalar tensors of the step, which are read in the background: `loss`, `grad_norm`, `lr`,
-                `loss_scale`, `skipped`, `consumed_samples`, as far as you know them. `grad_scale` is the factor of dY, if we
-                should not measure it. Others are not recorded, and a warning says so.
+                `loss_scale`, `skipped`, `consumed_samples`, as far as you know them. Pass `grad_scale`, the factor of dY, if
+                we should not measure it. Other names are not recorded, and cause a warning.
         """
         if self.closed:
             return
@@ -356,7 +359,7 @@ class Monitor:
             return
         if sampled:
             scalars = sampled.measured_multiplier() | scalars
-            # Other ranks may have measured operands that this one has not.
+            # Other ranks may have measured operands that this rank has not measured.
             opened = sampled.is_looked_at or (self._ranks.world > 1 and not self._recording.stuck)
             sampled.detach()
         self._sampled = self._begun = None
@@ -377,7 +380,7 @@ class Monitor:
 
     @guard_entry("while noting an evaluation")
     def report_validation(self, step: int | None = None, **losses: Any) -> None:
-        """Record the losses of an evaluation. The gate judges them too.
+        """Record the losses of an evaluation. `nemo-fp8-debug gate` checks these losses too.
 
         Args:
             step: the training step before the evaluation, or None for the last one.
@@ -395,7 +398,7 @@ class Monitor:
 
     @guard_entry("while closing the record")
     def close(self) -> None:
-        """End the run and record everything that is left. A second call does nothing."""
+        """End the run and record all remaining data. A second call does nothing."""
         if self.closed:
             return
         failed, self._closed = is_exception_underway(), True
@@ -415,7 +418,7 @@ class Monitor:
         all_of(self._errors.guard, steps)
 
     def _sum_up(self, failed: bool) -> None:
-        was_idle, self._idle = self._idle, True  # without recorders, for example with a plan alone, no sample was expected
+        was_idle, self._idle = self._idle, True  # without recorders (a plan alone) no sample was expected
         if not failed:
             self._order.warn_if_nothing_sampled(self._schedule.config.turns(), self._pipeline.over or was_idle)
         self._summary.close(self._pipeline.over, self._recording.stuck, self._waits)
@@ -433,7 +436,7 @@ class Monitor:
 
 
 def _note_folder(folder: str | None, monitor: Monitor, warn: Callable[[str], object]) -> None:
-    """Note which monitor records to a folder. Call `warn` if another open monitor records there."""
+    """Note which monitor records to a folder. Call `warn` if another open monitor records to the same folder."""
     if folder is None:
         return
     earlier = _of_folder.get(folder)
@@ -446,8 +449,8 @@ def _close_at_exit(monitor: Monitor, keep: bool) -> Callable[[], object]:
     """Close the monitor when the process ends, so that nothing is lost. Return a function that cancels this.
 
     Args:
-        keep: whether to hold the monitor until then. Threads of a dropped monitor could still wait for other ranks when the
-            interpreter ends, and would end the process with an error.
+        keep: whether to keep a reference to the monitor until then. Otherwise its threads might still wait for other ranks
+            when the interpreter ends, and the process would end with an error.
     """
     close = monitor.close if keep else partial(_close, weakref.ref(monitor))
     atexit.register(close)

@@ -1,4 +1,4 @@
-"""A run and a sampled step as observers receive them, and the tensors that this rank counts."""
+"""The descriptions of a run and of a sampled step that observers receive, and the tensors that this rank measures."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ class RunSetup:
     ranks: Ranks
     shard_group: ShardGroup
     scales: Scales
-    #: number of parts that ranks may split a tensor into, by kind of tensor
+    #: largest number of parts that ranks may split a tensor into, by kind of tensor
     parts: Mapping[str, int]
 
     @property
     def gemms(self) -> list[str]:
-        """Return names of the GEMMs of all ranks that reduce together."""
+        """Return the names of the GEMMs of all ranks in the shard group."""
         return [name for name, kind in self.shard_group.kinds.items() if list_roles(kind) == ROLES]
 
 
@@ -65,13 +65,13 @@ class StepObserver:
     """Observes a sampled step for one feature. The base class observes nothing."""
 
     def subscribe(self, step: OpenStep) -> None:
-        """Start observing. Called after all observers exist, and only if the step is measured."""
+        """Start observing. This is called once all observers exist, and only if the step is measured."""
 
     def close(self) -> Collection[Key]:
-        """Stop observing. Called when the step is over and no hook is left.
+        """Stop observing. This is called after the step, when all hooks are removed.
 
         Returns:
-            Expected operands that this run does not have.
+            Expected operands that do not exist in this run.
         """
         return ()
 
@@ -84,7 +84,7 @@ class OpenStep:
     """A sampled step that is about to begin."""
 
     number: int
-    #: options in force
+    #: current options
     config: Config
     watched: Watched
     #: GEMMs that hooks can see
@@ -96,16 +96,16 @@ class OpenStep:
     scanned: Sequence[ScannedModule]
     compiled: Collection[int]
     dispatcher: Dispatcher
-    #: reports an error that costs an operand
+    #: function that reports an error because of which an operand is missing
     lose: Fault
     gradients: WeightGradients
-    #: tensors that are counted
+    #: tensors that this rank measures
     operands: dict[Key, Operand] = field(default_factory=dict)
-    #: receivers of the operands of each GEMM
+    #: functions that receive the operands, by GEMM
     sinks: dict[Key, OperandSink] = field(default_factory=dict)
-    #: operands of GEMMs, by name and role; other ranks may count some of them
+    #: operands of GEMMs, by name and role; other ranks may measure some of them
     seen: dict[str, dict[str, Operand]] = field(default_factory=dict)
-    #: other receivers of operands: one for each GEMM, and one for all
+    #: other functions that receive operands: one for each GEMM, and one for all GEMMs
     products: dict[str, ProductSink] = field(default_factory=dict)
     copies: CopySink | None = None
     #: observers by feature
@@ -113,12 +113,12 @@ class OpenStep:
 
     @property
     def guard(self) -> Callable[[str], AbstractContextManager[None]]:
-        """A context that keeps an exception out of the training loop. Its argument names the guarded action."""
+        """A context that keeps exceptions out of the training loop. Its argument describes the guarded action."""
         return self.watched.errors.guard
 
 
 def counted_parts(gemms: Sequence[Gemm], config: Config, dumped: Sequence[str], group: ShardGroup, rank: int) -> set[Key]:
-    """Return operands of which this rank counts a part.
+    """Return the operands of which this rank measures a part.
 
     Args:
         dumped: patterns of layers that are dumped, in addition to the options' layers.
@@ -129,7 +129,7 @@ def counted_parts(gemms: Sequence[Gemm], config: Config, dumped: Sequence[str], 
 
 
 def compiled_parts(compiled: Sequence[Gemm], config: Config, group: ShardGroup) -> set[Key]:
-    """Return operands that are compiled here and seen on another rank. They lack this rank's part."""
+    """Return operands that are compiled on this rank but observed on another rank, so that this rank's part is missing."""
     return {
         (gemm.name, role)
         for gemm in match_gemms(compiled, config.layers)
@@ -139,7 +139,7 @@ def compiled_parts(compiled: Sequence[Gemm], config: Config, group: ShardGroup) 
 
 
 def copied_elsewhere(gemm: Gemm, role: str) -> bool | None:
-    """Return whether another rank counts the operand. None: the first rank that has it counts it."""
+    """Return whether another rank measures the operand. None: the first rank that has the operand measures it."""
     stored = gemm.backend.stored(gemm.module, gemm.part) if role == "weight" else None
     if stored is not None and getattr(stored.parameter, "main_param_sharded", False):
         return find_copied_part(gemm.module)
@@ -152,9 +152,9 @@ def is_shown(gemm: Gemm, role: str) -> bool:
 
 
 def counts_weight(shard_group: ShardGroup, rank: int, gemm: Gemm) -> Callable[[torch.Tensor], bool]:
-    """Return a function that decides whether this rank counts a tensor with the layout of a weight.
+    """Return a function of a tensor with the layout of the GEMM's weight. It returns whether this rank measures the tensor.
 
-    A rank counts its own part, or the first of several copies.
+    A rank measures its own part of a split tensor. If ranks have copies, only the first rank measures.
     """
     is_copy, weight = find_copied_part(gemm.module), find_weight(gemm)
     if getattr(weight, "main_param_sharded", False):
@@ -163,5 +163,5 @@ def counts_weight(shard_group: ShardGroup, rank: int, gemm: Gemm) -> Callable[[t
     first = shard_group.first[gemm.name] if copied is None else None
     if copied:
         return is_never_counted
-    # An engine may split states after the monitor was made.
+    # An engine may split optimizer states after the monitor was created.
     return lambda x: not is_copy if is_split_by_zero(find_weight(gemm)) else is_counted(x, rank, first)

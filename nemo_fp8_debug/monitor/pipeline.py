@@ -1,4 +1,4 @@
-"""Process a sample after its step: collect stats, add them up over ranks, and measure."""
+"""Process a sample after its step: collect statistics, add them up over ranks, and compute metrics."""
 
 from __future__ import annotations
 
@@ -33,21 +33,21 @@ Steps = Mapping[int, Mapping[str, float]]
 
 @dataclass(frozen=True)
 class Sampled:
-    """A sampled step as this rank captured it."""
+    """The data that this rank captured in a sampled step."""
 
-    #: what ranks must agree on before they add up
+    #: values that must be equal on all ranks before the statistics are added up
     plan: SamplePlan
     operands: list[Operand]
     #: observers of the step, by feature
     observers: Mapping[str, Any]
-    #: operands that this rank should see
+    #: operands that this rank should observe
     expected: Collection[Key]
     what_if: Sequence[Recipe]
     #: whether a layer of this name is measured, on any rank
     chosen: Callable[[str], bool]
-    #: numbers of this step and the steps since the last sample, as far as this rank has them
+    #: scalars of this step and of the steps since the last sample, as far as this rank has them
     steps: Callable[[], Steps]
-    #: copies collected stats to the host
+    #: function that copies collected statistics to the host
     device_to_host: DeviceToHostCopy
 
     @property
@@ -58,16 +58,18 @@ class Sampled:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of all ranks together."""
+    """The combined result of all ranks."""
 
     #: rows by table
     tables: Tables
-    #: numbers of steps that only other ranks have, such as the loss of the last pipeline stage
+    #: scalars of steps that only other ranks have, such as the loss in the last pipeline stage
     steps: Steps
 
 
 class Pipeline:
-    """Measures samples. On several ranks it works in a thread of its own, in step with the other ranks."""
+    """Computes the metrics of samples. With several ranks, this happens in a background thread, together with the other
+    ranks.
+    """
 
     def __init__(self, setup: RunSetup, errors: ErrorGuard) -> None:
         self._ranks, self._shard_group, self._errors = setup.ranks, setup.shard_group, errors
@@ -81,18 +83,18 @@ class Pipeline:
         #: outcome of the current sample, or None as soon as ranks are out of sync
         self._last: Future[Outcome | None] | None = None
         self._last_step = -1
-        #: whether ranks are out of sync, so that no rank samples any longer
+        #: whether ranks are out of sync, so that all ranks have stopped sampling
         self.over = False
         self._ending = threading.Lock()
         self._speaking: threading.Thread | None = None
         setup.ranks.listen(self.end_because)
 
     def submit(self, sampled: Sampled) -> Callable[[], Outcome | None]:
-        """Measure a sample. On several ranks this happens in the background.
+        """Compute the metrics of a sample. With several ranks, this happens in the background.
 
         Returns:
-            A function that returns the outcome and does the work or waits for it. It returns None on ranks that do not
-            write, or if ranks are out of sync.
+            A function that computes the outcome, or waits for the background thread, and returns the outcome. It returns
+            None on ranks that do not write, and if ranks are out of sync.
         """
         if self._worker is None:
             return lambda: Outcome(self._alone(sampled), {})
@@ -104,12 +106,14 @@ class Pipeline:
         return self._last.result
 
     def take_part(self, sampled: Sampled) -> None:
-        """Take part in a sample that this rank gave up, because other ranks may go on with it."""
+        """Take part in the reduction of a sample that this rank abandoned, because other ranks may continue with the
+        sample.
+        """
         if self._worker:
             self.submit(sampled)
 
     def settle(self) -> None:
-        """Wait for the previous sample, because it updates the histories of emulated scales."""
+        """Wait for the previous sample, which updates the amax histories of emulated scales."""
         if self._last is None:
             return
         with self._ranks.patience.spending(SAMPLE_OF_RANKS) as seconds:
@@ -118,11 +122,11 @@ class Pipeline:
             self.end(self._last_step, TimeoutError(f"not all ranks took part in its sample within {seconds:.0f} s"))
 
     def end(self, step: int, error: Exception) -> None:
-        """Stop sampling on all ranks, because they are out of sync. One rank warns. This waits for no rank."""
+        """Stop sampling on all ranks, because they are out of sync. One rank warns. Do not wait for other ranks."""
         self.end_because(step, str(error).splitlines()[0] if str(error) else type(error).__name__)
 
     def end_because(self, step: int, why: str) -> None:
-        """Do the same as `end`, for a reason in words."""
+        """Stop sampling like `end`, with the given reason."""
         with self._ending:
             if self.over:
                 return
@@ -137,7 +141,7 @@ class Pipeline:
             warn(f"ranks are out of sync since step {step}; the run goes on, and is no longer monitored: {why}")
 
     def close(self) -> None:
-        """End the run, and wait for samples that are under way."""
+        """End the run, and wait for unfinished samples."""
         with self._errors.guard("while ranks part"):
             self.settle()
             if self._speaking:
@@ -162,7 +166,7 @@ class Pipeline:
         return {name: done[name] for name in TABLES if done.get(name)}
 
     def _collect(self, sampled: Sampled) -> dict[str, Any]:
-        """Return what this rank found, by observation."""
+        """Return this rank's statistics by observation."""
         sampled.device_to_host.wait()
         return {one.name: one.collect(sampled.observers.get(one.name), sampled.operands) for one in self.observations}
 
@@ -175,11 +179,11 @@ class Pipeline:
         kinds = self._shard_group.kinds
         what_if, chosen = self._what_if(sampled.what_if), {name for name in kinds if sampled.chosen(name)}
         made = SampledTables(sampled.step, whole, kinds, chosen, what_if)
-        seen = [one for one in self.observations if one.name in whole]  # empty if collecting failed
+        seen = [one for one in self.observations if one.name in whole]  # empty if collecting has failed
         return {name: columns for one in seen for name, columns in one.rows(made).items()}
 
     def _what_if(self, recipes: Sequence[Recipe]) -> list[EmulatedScales]:
-        """Keep the histories of what-if recipes that stay, and begin those of new ones."""
+        """Keep the amax histories of unchanged what-if recipes, and start histories for new recipes."""
         known = self._others
         self._others = {r.name: known.get(r.name) or EmulatedScales(r, self._keys) for r in recipes}
         return list(self._others.values())
@@ -213,7 +217,7 @@ class Pipeline:
             )
 
     def _together(self, sampled: Sampled) -> Outcome | None:
-        with contextlib.suppress(Exception):  # the run may have ended the store with its process group
+        with contextlib.suppress(Exception):  # the run may have destroyed the store with its process group
             self.over = self.over or self._ranks.is_set("over")
         if self.over:
             return None
@@ -229,7 +233,7 @@ class Pipeline:
             return None
 
     def _in_shard_group(self, sampled: Sampled) -> Tables | None:
-        """Return rows of whole tensors, on the first rank of the group."""
+        """Return the rows of whole tensors on the first rank of the group."""
         plan, found = sampled.plan, dict[str, Any]()
         with self._errors.guard("while collecting a sample"):
             found = self._collect(sampled)
@@ -237,10 +241,10 @@ class Pipeline:
             whole: dict[str, Any] | None = self._reduction.alone(found)
         else:
             pack = functools.partial(self._reduction.pack, plan, expected=sampled.expected)
-            packed = pack({})  # this rank must take part, even with nothing
+            packed = pack({})  # this rank must take part, even without data
             with self._errors.guard("while packing a sample"):
                 packed = pack(found)
-            # Histograms of whole tensors replace them.
+            # Histograms of whole tensors replace the parts' histograms.
             sampled.operands.clear()
             found.clear()
             whole = self._reduction.reduce(plan, packed)
@@ -283,12 +287,14 @@ def _pass_on(outcome: Future[Outcome | None], worked: Future[Outcome | None]) ->
 
 
 def _resolve(outcome: Future[Outcome | None], value: Outcome | None) -> None:
-    with contextlib.suppress(InvalidStateError):  # the other way to end a sample came first
+    with contextlib.suppress(InvalidStateError):  # another thread has already ended the sample
         outcome.set_result(value)
 
 
 def find_shard_group(ranks: Ranks, kinds: Mapping[str, str], errors: ErrorGuard) -> tuple[ShardGroup, bool]:
-    """Return the ranks that hold parts of the same tensors, and whether sampling is over because they cannot connect."""
+    """Return the ranks that have parts of the same tensors, and whether sampling has ended because the ranks cannot
+    connect.
+    """
     try:
         return ShardGroup.discover(ranks, kinds), False
     except Exception as error:

@@ -1,4 +1,4 @@
-"""Run measuring and recording outside the training thread: in order, one sample at a time."""
+"""Measure and record outside the training thread, in order and one sample at a time."""
 
 from __future__ import annotations
 
@@ -19,30 +19,30 @@ from ..record.loggers.recorder import LoggerRecorder
 PATIENCE = 1.0
 #: seconds after which we assume that a write hangs, for example because a network file system is gone; training goes on
 STUCK = 30.0
-#: most jobs that wait behind a write that hangs
+#: largest number of jobs that may wait while a write hangs
 WAITING = 1000
 
 Steps = Mapping[int, Mapping[str, Any]]
-#: hands something to a recorder
+#: function that passes data to a recorder
 Record = Callable[[Recorder], None]
 ErrorGuard = Callable[[str], AbstractContextManager[None]]
 _T = TypeVar("_T")
 
 
 class Recording:
-    """Hands samples to recorders, in a thread of its own, or in the caller's thread if a recorder requires it."""
+    """Passes samples to recorders in a background thread, or in the caller's thread if a recorder requires that."""
 
     def __init__(
         self, recorders: Iterable[Recorder], fingerprint: Mapping[str, Any], errors: ErrorGuard, waits: Waits
     ) -> None:
         """
         Args:
-            recorders: opened one by one, so that an earlier one can refuse before a later one makes files.
-            errors: a context that keeps errors from the run. Its argument names the guarded action.
-            waits: adds up the waits of the training thread.
+            recorders: recorders, opened in order. If one raises an error, later recorders make no files.
+            errors: a context that keeps errors out of the training loop. Its argument describes the guarded action.
+            waits: total of the training thread's waiting times.
 
         Raises:
-            ConfigError: a recorder cannot write to its place.
+            ConfigError: a recorder cannot write to its folder.
         """
         self._errors, self._waits = errors, waits
         self.recorders: list[Recorder] = []
@@ -61,7 +61,7 @@ class Recording:
     def submit(self, measure: Callable[[], Sample | None]) -> None:
         """Measure and record a sample in the background, if there is one.
 
-        Waits for the previous sample, which bounds the memory.
+        Wait for the previous sample first, which limits memory.
         """
         self.deliver(wait=True)
         self._submitted += 1
@@ -80,7 +80,7 @@ class Recording:
         self._enqueue(lambda: self._record("while recording an evaluation", losses, hand))
 
     def submit_job(self, job: Callable[[], None]) -> None:
-        """Run another job in the background, after everything that was submitted before."""
+        """Run another job in the background, after all jobs that were submitted before."""
 
         def guarded() -> None:
             with self._errors("in the background"):
@@ -89,11 +89,11 @@ class Recording:
         self._enqueue(guarded)
 
     def deliver(self, wait: bool) -> None:
-        """Hand ready samples to recorders of the caller's thread. If `wait` is set, wait for the current sample.
+        """Pass finished samples to recorders that run in the caller's thread. If `wait` is set, wait for the current sample.
 
-        A wait ends after `STUCK` seconds. `stuck` then stays true until that job is done.
+        The wait ends after `STUCK` seconds. Then `stuck` is true until the job is done.
         """
-        only_first = self._submitted == 1  # the first sample may compile, which no interval avoids
+        only_first = self._submitted == 1  # the first sample may compile kernels, so a longer interval would not help
         started = time.monotonic()
         while self._pending and (self._pending[0].done() or (wait and self._wait_for(self._pending[0], started))):
             self.stuck = False
@@ -106,7 +106,7 @@ class Recording:
             warn(f"training waited {waited:.1f} s for an earlier sample to be recorded; a longer interval avoids it")
 
     def close(self) -> None:
-        """Wait until everything is recorded, and end."""
+        """Wait until everything is recorded, and end the thread."""
         self._closing = True
         self._enqueue(lambda: self._here(lambda recorder: recorder.close()))
         self.deliver(wait=True)
@@ -128,9 +128,9 @@ class Recording:
         """Return whether `future` is done in time.
 
         Args:
-            started: when the wait began, by the monotonic clock. At the end of a run each job has its own.
+            started: start of the wait by the monotonic clock. At the end of a run, each job has its own start.
         """
-        if self.stuck and not self._closing:  # a hang that is over costs nothing
+        if self.stuck and not self._closing:  # do not wait again for a write that already hangs
             return False
         limit = STUCK if self._closing else max(0.0, started + STUCK - time.monotonic())
         with self._waits.waiting(RECORDING):
@@ -147,7 +147,7 @@ class Recording:
         return None
 
     def _here(self, record: Record) -> Record:
-        """Call the recorders of this thread. Return what is left to do in the caller's thread."""
+        """Call the recorders that run in this thread. Return the calls that remain for the caller's thread."""
         self._each(False, record)
         return record
 

@@ -1,4 +1,4 @@
-"""Print a line when a run starts, with the place of its record, and a line when it ends, with the record's content."""
+"""Print two lines for a run: at the start, the folder of its record, and at the end, the record's content."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from ..record.writer import RunRecord
 
 
 class Summary:
-    """Prints a run's first and last line in the same place as the tables. `table_rows=0` turns both off."""
+    """Prints the first and the last line of a run to the same output as the tables. `table_rows=0` turns off both lines."""
 
     def __init__(
         self, config: Config, recorders: Sequence[Recorder], gemms: int, coverage: Mapping[str, Any] | None = None
     ) -> None:
         """
         Args:
-            recorders: recorders of this rank. Without a run record among them, nothing is printed.
+            recorders: recorders of this rank. If none of them is a run record, nothing is printed.
             gemms: number of sampled GEMMs.
             coverage: the fingerprint's section about coverage.
         """
@@ -33,7 +33,7 @@ class Summary:
         self._record = next((r for r in recorders if isinstance(r, RunRecord)), None) if config.table_rows else None
         events = (r.folder for r in recorders if isinstance(r, TensorBoardRecorder) and r.folder)
         self._events = next(events, None)
-        #: sampled steps that ended
+        #: number of sampled steps that ended
         self.due = 0
 
     def open(self) -> None:
@@ -53,9 +53,9 @@ class Summary:
         """Print the last line.
 
         Args:
-            over: whether sampling ended before the run, because ranks were out of sync.
+            over: whether sampling ended before the run because ranks were out of sync.
             stuck: whether a write hangs.
-            waits: waits of the training thread.
+            waits: waiting times of the training thread.
         """
         if not (record := self._record):
             return
@@ -73,11 +73,11 @@ class Summary:
         self._show(f"{what}. {view}" if record.samples else f"{what}.")
 
     def _logdir(self) -> str:
-        """Return the folder above the record if it holds the events, so that TensorBoard finds both."""
+        """Return the parent folder of the record if it contains the events, so that TensorBoard finds both."""
         assert self._record
         place = str(self._record.storage)
         return shlex.quote(self._events if self._events and PurePath(place).is_relative_to(self._events) else place)
 
     def _show(self, text: str) -> None:
-        with contextlib.suppress(Exception):  # standard output may be closed, which does not concern the run
+        with contextlib.suppress(Exception):  # standard output may be closed, which must not affect the run
             print_safely(f"nemo_fp8_debug: {text}")

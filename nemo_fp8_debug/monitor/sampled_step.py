@@ -1,4 +1,4 @@
-"""Capture one sampled step: which operands, by which hooks, and what was lost."""
+"""Capture the operands of one sampled step with hooks, and report lost operands."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ class SampledStep:
     def __init__(self, step: int, watched: Watched, schedule: Schedule) -> None:
         """
         Args:
-            schedule: its options are in force, once all ranks agree on them.
+            schedule: its options apply once all ranks have agreed on them.
         """
         self.step = step
         self._watched = watched
         self._schedule = schedule
-        #: operands that this rank should see
+        #: operands that this rank should observe
         self._expected: set[Key] = set()
         self._operands: dict[Key, Operand] = {}
         self._observers: dict[str, StepObserver] = {}
@@ -67,9 +67,9 @@ class SampledStep:
         return self._schedule.dumped(self.step) if self._watched.dump else []
 
     def open(self, heard: bool) -> None:
-        """Choose operands, and measure them if the first rank has said so."""
+        """Choose operands. Measure them if this rank has received the first rank's order."""
         own, guard = self._watched.shard_group, self._watched.errors.guard
-        # If anything fails from here on, this rank's part is reported as missing.
+        # After this line, any failure is reported as a missing part of this rank.
         self._expected = counted_parts(self._known, self._config, self._dumped, own, self._watched.rank)
         scanned = scan_modules(self._watched.model.roots)
         compiled = self._leave_out_compiled(scanned)
@@ -93,7 +93,9 @@ class SampledStep:
             self._subscribe(step)
 
     def _leave_out_compiled(self, scanned: Sequence[ScannedModule]) -> Collection[int]:
-        """Leave out layers compiled after the monitor was attached. Return the ids of all modules inside torch.compile."""
+        """Leave out layers that were compiled after the monitor was attached. Return the ids of all modules inside
+        torch.compile.
+        """
         ids = find_compiled_by_now(scanned)
         if self._config.eager:
             return ids
@@ -123,7 +125,7 @@ class SampledStep:
             self._multiplier.show(loss, tokens)
 
     def measured_multiplier(self) -> dict[str, Any]:
-        """Return the measured factor of dY as a scalar of the step, if it is known."""
+        """Return the measured factor of dY as a scalar of the step, if the factor is known."""
         with self._watched.errors.guard(_MULTIPLIER):
             if self._multiplier is not None and (found := self._multiplier.value()) is not None:
                 return {"grad_scale": found}
@@ -138,13 +140,13 @@ class SampledStep:
         self._multiplier, self.is_looked_at = None, False
         with self._watched.errors.guard("while looking for compiled layers"):
             self._leave_out_compiled(scan_modules(self._watched.model.roots))
-        if self._watched.world == 1:  # on several ranks, another rank may see them
+        if self._watched.world == 1:  # with several ranks, another rank may observe them
             self._expected -= {(gemm.name, role) for gemm in self._compiled for role in self._config.roles}
         lost, self._lost = self._lost, {}
         _warn_of_lost(self._watched.errors, self.step, lost)
 
     def _lose(self, layer: str, role: str, error: Exception, lost: bool) -> None:
-        """Note a failed hook, which costs an operand or its cast."""
+        """Note a failed hook, because of which an operand or its cast is missing."""
         errors = self._watched.errors
         if isinstance(error, UnknownCast):
             _warn_of_unknown_cast(errors, layer, role, error)
@@ -163,14 +165,14 @@ class SampledStep:
             self._lost.setdefault(f"{type(error).__name__}: {error}", []).append((layer, role))
 
     def forget(self) -> None:
-        """Release everything, because the step broke off or was handed over."""
+        """Release all data, because the step was interrupted or passed on."""
         self._operands, self._observers = {}, {}
 
     def captured(self, steps: Callable[[], Steps]) -> Sampled:
         """Return the captured step.
 
         Args:
-            steps: reads the scalars of this and earlier steps.
+            steps: function that reads the scalars of this and earlier steps.
         """
         sampled, dumped = compile_patterns(self._config.layers), compile_patterns(self._dumped)
         operands, observers, what_if = list(self._operands.values()), dict(self._observers), self._config.what_if_recipes
@@ -186,7 +188,7 @@ def _warn_of_lost(errors: ErrorGuard, step: int, lost: Mapping[str, Sequence[Key
     """Warn about operands whose hooks failed.
 
     Args:
-        lost: operands, by reason.
+        lost: lost operands by reason.
     """
     for why, keys in lost.items():
         named = ", ".join(f"{SHOWN_AS[role]} of {layer}" for layer, role in keys[:_NAMED])
@@ -198,7 +200,7 @@ def _warn_of_lost(errors: ErrorGuard, step: int, lost: Mapping[str, Sequence[Key
 
 
 def _warn_of_late_compiling(errors: ErrorGuard, names: Sequence[str]) -> None:
-    """Warn about layers that torch.compile was called on after the monitor was attached."""
+    """Warn about layers that were compiled by torch.compile after the monitor was attached."""
     errors.warn(
         f"torch.compile was called after the monitor was attached: {len(names)} layers (first {names[0]}) "
         "run inside it, where a hook would change the graph, and are left out; to have them measured, run with "

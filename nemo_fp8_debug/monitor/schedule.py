@@ -1,4 +1,4 @@
-"""Decide which steps are sampled and dumped, and why, by interval, control file and triggers. All ranks decide alike."""
+"""Decide which steps are sampled and dumped: by interval, control file and triggers. All ranks make the same decision."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from ..options.config import Config
 from ..options.control_file import Control
 from ..options.trigger_rules import EarlyWarning, LossSpike, NonFinite, Rule
 
-#: losses that a spike is compared with, and the fewest that are needed
+#: number of earlier losses that a spike is compared with, and the smallest number that is enough
 _WINDOW, _FEWEST = 128, 16
-#: a spike lies this many robust standard deviations above the median
+#: a spike is this many robust standard deviations above the median
 _SIGMAS = 6.0
-#: least standard deviation as a fraction of the median, so that rounding of a flat loss is no spike
+#: least standard deviation as a fraction of the median, so that rounding of a flat loss is not reported as a spike
 _LEAST_DEVIATION = 0.01
 
 
@@ -39,11 +39,11 @@ class Window:
 
 
 class Schedule:
-    """Starts from the configuration. Control files and triggers change it."""
+    """The sampling schedule. It starts from the configuration, and control files and triggers change it."""
 
     def __init__(self, config: Config) -> None:
         self._configured = config
-        #: options in force
+        #: current options
         self.config = config
         self._windows: list[Window] = []
 
@@ -52,7 +52,7 @@ class Schedule:
         return self.config.samples(step) or any(w.first <= step <= w.last for w in self._windows)
 
     def why(self, step: int) -> str | None:
-        """Return why `step` is sampled, if not by the interval alone."""
+        """Return why `step` is sampled, or None if the interval is the only reason."""
         return "; ".join(w.why for w in self._windows if w.first <= step <= w.last) or None
 
     def dumped(self, step: int) -> list[str]:
@@ -61,13 +61,13 @@ class Schedule:
         return regular + [p for w in self._windows if w.first <= step <= w.last for p in w.dump]
 
     def trigger(self, step: int, why: str) -> None:
-        """Sample `step` and the steps after it, because of `why`."""
+        """Sample `step` and some steps after it, for the reason `why`."""
         self._windows = [w for w in self._windows if w.last >= step]
         last = step + self._configured.trigger_steps - 1
         self._windows.append(Window(step, last, why, self._configured.trigger_dump))
 
     def obey(self, control: Control, step: int) -> Window | None:
-        """Follow a control file from `step` on. Return the window that it samples, if it names a number of steps."""
+        """Apply a control file from `step` on. If the file has `steps`, return the window of these steps."""
         changes = dict(control.changes)
         self._windows = [w for w in self._windows if w.last >= step and not w.why.startswith("control")]
         if control.steps is None:
@@ -80,9 +80,9 @@ class Schedule:
 
 
 class Triggers:
-    """Watches losses and samples, and decides on all ranks alike when to sample the next steps.
+    """Watches losses and samples, and decides when to sample the next steps. All ranks make the same decision.
 
-    A rule fires when its condition begins, and can fire again after the condition has ended.
+    A rule fires when its condition becomes true, and can fire again after the condition has become false.
     """
 
     def __init__(self, rules: Sequence[Rule], ranks: Ranks) -> None:
@@ -91,13 +91,13 @@ class Triggers:
         self._holds = [False] * len(rules)
         self._samples = 0
         self._before: Sample | None = None
-        #: what each rule found in samples and other ranks do not know yet, as (rule, reason); filled in the background
+        #: matches in samples that this rank has not sent to other ranks yet, as (rule, reason); added in the background
         self._found: deque[tuple[int, str]] = deque()
         self._pending: deque[tuple[int, torch.Tensor]] = deque()
         self._words: dict[int, str] = {}
 
     def see_sample(self, sample: Sample) -> None:
-        """Check a sample against the rules, in the background, on the rank that measures."""
+        """Check a sample against the rules, in the background, on the rank that computes the metrics."""
         self._samples += 1
         before, self._before = self._before, sample if self._samples > MADE_UP else None
         for i, rule in enumerate(self._rules):
@@ -109,7 +109,7 @@ class Triggers:
             self._holds[i] = found is not None
 
     def see_step(self, step: int, loss: Any, grad_norm: Any = None) -> None:
-        """Check the loss and the gradient norm of a step. Send these and the results of samples to all ranks.
+        """Check the loss and the gradient norm of a step. Exchange these and the results of samples with all ranks.
 
         All ranks call this at every step.
         """
@@ -119,7 +119,7 @@ class Triggers:
         self._words |= words
         value = _scalar(loss).to(self._ranks.device) if self._ranks.world > 1 else _scalar(loss)
         finite = value.isfinite()
-        # Pipeline stages without a loss report nothing, or 0.
+        # Pipeline stages without a loss report no loss, or 0.
         known = finite & (value != 0) if loss is not None else torch.zeros_like(finite)
         flags = [torch.tensor(float(i in words), device=value.device) for i in range(len(self._rules))]
         bad = ~finite if loss is not None else torch.zeros_like(finite)
@@ -127,9 +127,9 @@ class Triggers:
         self._pending.append((step, self._ranks.total([torch.where(finite, value, 0.0), known, bad, bad_norm, *flags])))
 
     def fired(self) -> str | None:
-        """Return why the next step must be sampled, or None. All ranks return the same.
+        """Return why the next step must be sampled, or None. The result is the same on all ranks.
 
-        Results of a device are read one step later, when nobody waits for them.
+        Results on a device are read one step later, when reading them does not wait.
         """
         reasons = []
         while self._pending and (self._pending[0][1].device.type == "cpu" or len(self._pending) > 1):
@@ -143,7 +143,7 @@ class Triggers:
     def _of_step(self, step: int, loss: float | None, lost: str) -> list[str]:
         """
         Args:
-            lost: which values of the step are NaN or infinite, or an empty text.
+            lost: names of the step's values that are NaN or infinite, or an empty string.
         """
         reasons = []
         for i, rule in enumerate(self._rules):
@@ -168,7 +168,7 @@ class Triggers:
 
 
 def _scalar(loss: Any) -> torch.Tensor:
-    """Return a loss or a gradient norm as a new float64 scalar tensor, or 0 if there is none."""
+    """Return a loss or a gradient norm as a new float64 scalar tensor, or 0 if the value is missing."""
     if torch.is_tensor(loss) and loss.numel() == 1:
         return loss.detach().reshape(()).double().clone()
     return torch.tensor(float(loss) if isinstance(loss, (int, float)) else 0.0, dtype=torch.float64)
