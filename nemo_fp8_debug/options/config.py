@@ -16,7 +16,7 @@ from ..numerics.recipe import Recipe, parse_recipe
 from .loggers import LoggerChoice, parse_loggers
 from .trigger_rules import parse_rule
 
-#: options that are whole numbers, and their least values
+#: options that are whole numbers, and the least valid value of each
 _NUMBERS = {
     "interval": 1,
     "first_step": -(1 << 62),
@@ -30,9 +30,9 @@ _NUMBERS = {
     "verify_rows": 0,
     "histogram_interval": 1,
 }
-#: most what-if recipes
+#: largest number of what-if recipes
 MOST_WHAT_IF = 16
-#: options that must be the same on all ranks, because they decide what ranks do together
+#: options that must be the same on all ranks, because they affect what ranks do together
 SAME_ON_ALL_RANKS = (
     *("interval", "first_step", "last_step", "triggers", "trigger_steps"),
     *("output_rows", "verify_rows", "replicas", "states", "gradients", "activations"),
@@ -43,71 +43,73 @@ SAME_ON_ALL_RANKS = (
 @check_arguments()
 @dataclass(frozen=True)
 class Config:
-    """The options of `Monitor` and all callbacks: what to sample, when, and where to write it. Checked when made.
+    """The options of `Monitor` and all callbacks: what to sample, when, and where to write the samples. Values are checked
+    on construction.
 
     Args:
-        interval: steps between two sampled steps. A step is sampled if its number is divisible by this. An int, at least 1.
-            Default: `100`.
+        interval: steps between two sampled steps. A step is sampled if its number is divisible by `interval`. An int, at
+            least 1. Default: `100`.
         first_step: the first step that may be sampled. An int. Default: `0`.
         last_step: the last step that may be sampled, itself included. An int, not less than `first_step`, or None for no
             limit. Default: `None`.
-        layers: GEMMs to measure. A list of patterns for their global names, each a glob (`decoder.layers.3.*`, `linear_fc2`)
-            or `re:` and a regular expression. None: all GEMMs. Default: `None`.
+        layers: GEMMs to measure. A list of patterns for their global names. A pattern is a glob (`decoder.layers.3.*`,
+            `linear_fc2`), or `re:` and a regular expression. None: all GEMMs. Default: `None`.
         roles: operands to measure. A list of `input` (X), `weight` (W) and `grad_output` (dY). Default: `("input", "weight",
             "grad_output")`.
-        recipe: the FP8 recipe to measure under. "auto": the run's own recipe. Otherwise a name, perhaps with options
+        recipe: the FP8 recipe of the measured errors. "auto": the run's own recipe. Otherwise a name, perhaps with options
             (`current-e4m3`, `delayed(margin=1)`, `mxfp8`), or a dict (`{"name": "delayed", "margin": 1}`). Default:
             `"auto"`.
-        what_if: what-if recipes. Each sample is measured under these too, although the run does not use them. A list, at
-            most 16, each a name or a dict as in `recipe`. Default: `()`.
+        what_if: what-if recipes. We also measure each sample under these recipes, although the run does not use them. A list
+            of at most 16 names or dicts as in `recipe`. Default: `()`.
         dump: layers whose tensors are dumped at each sampled step. A list of patterns as in `layers`. Default: `()`.
         dump_max_bytes: limit for all dumps of a rank, including dumps of earlier starts of the run. An int, at least 0.
             Default: `10 << 30` (10 GiB).
-        dump_min_free_bytes: bytes that stay free on the disk. An int, at least 0. Default: `20 << 30` (20 GiB).
-        triggers: conditions that have the next steps sampled. A list of `loss_spike`, `nonfinite`, `early_warning`, and
-            limits of metrics (`underflow_pct/input > 20`). Default: `()`.
+        dump_min_free_bytes: bytes to leave free on the disk. An int, at least 0. Default: `20 << 30` (20 GiB).
+        triggers: conditions that cause the next steps to be sampled. A list of `loss_spike`, `nonfinite`, `early_warning`,
+            and limits of metrics (`underflow_pct/input > 20`). Default: `()`.
         trigger_steps: steps that are sampled after a trigger. An int, at least 1. Default: `5`.
         trigger_dump: layers whose tensors are dumped at those steps. A list of patterns as in `layers`. Default: `()`.
-        output: folder of the run record, a path or any fsspec address. None, for callbacks and adapters only: `fp8_debug`
-            next to the run's TensorBoard events, or in its output folder. Default: `None`.
-        on_error: what an error of the monitor does. "warn": it costs a sample and one warning. "raise": it stops the run,
-            for tests. Default: `"warn"`.
-        max_tags: most scalar tags of single tensors in TensorBoard. If more are needed, only the worst tensors of each role
-            get one. An int, at least 0. Default: `5000`.
-        table_rows: rows of the table that is printed at each sampled step, worst first. An int, at least 0. 0 prints
+        output: folder of the run record, a path or any fsspec address. None is for callbacks and adapters only, and means
+            `fp8_debug` next to the run's TensorBoard events or in its output folder. Default: `None`.
+        on_error: effect of an error of the monitor. "warn": a sample is lost, and we warn once. "raise": the run stops, for
+            tests. Default: `"warn"`.
+        max_tags: largest number of scalar tags for single tensors in TensorBoard. If there are more tensors, only the worst
+            of each role get tags. An int, at least 0. Default: `5000`.
+        table_rows: rows of the table that is printed at each sampled step, worst first. An int, at least 0. 0: print
             nothing. Default: `5`.
-        output_rows: number of rows, and of columns, of each GEMM's outputs whose error is measured. An int, at least 0. 0
-            measures none. Default: `0`.
-        verify_rows: number of rows, and of columns, of what each GEMM returns (Y, dX, dW) that are compared with the exact
-            product of its operands. An int, at least 0. 0 verifies nothing. If `output_rows` is set too, the greater number
-            serves both. Default: `0`.
-        replicas: whether to compare, bit by bit, the copies that ranks hold of W, of its gradient and, under tensor
-            parallelism, of X. A sampled step reads these tensors once more. Default: `False`.
+        output_rows: number of rows and of columns of each GEMM's outputs in which we measure the error. An int, at least 0.
+            0: measure no outputs. Default: `0`.
+        verify_rows: number of rows and of columns of each GEMM's results (Y, dX, dW) to compare with the exact product of
+            the operands. An int, at least 0. 0: verify nothing. If `output_rows` is set too, the larger number applies to
+            both. Default: `0`.
+        replicas: whether to compare the ranks' copies of a tensor bit by bit: of W, of its gradient and, under tensor
+            parallelism, of X. A sampled step reads these tensors one additional time. Default: `False`.
         states: optimizer tensors to measure, for the weights of all GEMMs. A list of `weight_gradient`, `first_moment`,
             `second_moment`, `master_weight` and `update`. Default: `()`.
-        gradients: whether to record the norm of each weight's gradient, and how many of its values are zero or not finite. A
-            sampled step reads each gradient once more. Default: `True`.
-        activations: what to measure between GEMMs. A list of `norm` (inputs and outputs, which before a pre-norm are the
-            residual stream), `router` (logits of a mixture of experts) and `attention` (logits of some rows). Default: `()`.
-        copies: whether to measure the copies that dgrad and wgrad multiply too, if a block recipe makes them differ. A
-            sampled step reads such operands once more, and holds one of them transposed. Default: `False`.
+        gradients: whether to record the norm of each weight's gradient, and the numbers of its values that are zero or not
+            finite. A sampled step reads each gradient one additional time. Default: `True`.
+        activations: tensors between GEMMs to measure. A list of `norm` (inputs and outputs of norms; the input of a pre-norm
+            is the residual stream), `router` (logits of a mixture of experts) and `attention` (logits of some rows).
+            Default: `()`.
+        copies: whether to measure the separate copies that dgrad and wgrad use under some block recipes. A sampled step
+            reads these operands one additional time, and keeps one transposed operand in memory at a time. Default: `False`.
         block_scales: whether to record the distribution of block scales, for operands that are cast in blocks. A sampled
-            step reads such operands twice more. Default: `False`.
-        histogram_interval: steps between two recorded histograms of a tensor, among sampled steps. An int, at least 1.
-            Samples out of turn or with NaN or infinity always keep their histograms, and each sample keeps its metrics.
-            Default: `1`.
-        eager: whether to measure layers inside torch.compile. Sampled steps then run in eager mode, so their results may
-            differ from the compiled graphs' in the last bits. Default: `False`.
+            step reads these operands two additional times. Default: `False`.
+        histogram_interval: least number of steps between two recorded histograms of a tensor. An int, at least 1. Histograms
+            are always recorded in samples with NaN or infinity, and in samples that the interval did not cause. Metrics are
+            recorded in every sample. Default: `1`.
+        eager: whether to measure layers inside torch.compile. Sampled steps then run in eager mode, so the last bits of
+            their results may differ from the results of compiled graphs. Default: `False`.
         loggers: experiment trackers that also get a summary, in addition to the loggers of a Lightning trainer. A list of
-            `wandb`, `mlflow` and `comet`, of mappings with settings of a run to start (`{"wandb": {"project": "fp8"}}`), or
-            of your own runs and loggers. Default: `()`.
-        log_every_tensor: whether loggers get the metrics of single tensors too, up to `max_tags` scalars. Otherwise they get
-            a summary of at most 60. Default: `False`.
-        report_baseline: record of a baseline run. At the end, loggers get the HTML page that compares the run with it. A
-            path, or None for no page. Default: `None`.
+            `wandb`, `mlflow` and `comet`, of mappings with settings to start a run (`{"wandb": {"project": "fp8"}}`), or of
+            your own runs and loggers. Default: `()`.
+        log_every_tensor: whether loggers also get the metrics of single tensors, up to `max_tags` scalars. Otherwise loggers
+            get a summary of at most 60 scalars. Default: `False`.
+        report_baseline: record of a baseline run. At the end, loggers get an HTML page that compares the run with the
+            baseline. A path, or None for no page. Default: `None`.
 
     Raises:
-        ConfigError: a value cannot be used. The message says which and why.
+        ConfigError: a value is invalid. The message names the value and the reason.
 
     Example:
         >>> config = Config(interval=100, first_step=1000, layers=["layers.*.fc2"])
@@ -180,7 +182,7 @@ class Config:
 
     @cached_property
     def what_if_recipes(self) -> tuple[Recipe, ...]:
-        """The recipes of `what_if`, parsed once for everyone."""
+        """The parsed recipes of `what_if`."""
         return tuple(map(parse_recipe, self.what_if))
 
     @cached_property
@@ -194,7 +196,7 @@ class Config:
         return parse_loggers(self.loggers)
 
     def samples(self, step: int) -> bool:
-        """Return whether `step` is sampled by its number. This depends on nothing else, so all ranks agree.
+        """Return whether `step` is sampled. The result depends only on the step's number, so it is the same on all ranks.
 
         Args:
             step: number of a training step.
@@ -203,11 +205,11 @@ class Config:
         return in_window and step % self.interval == 0
 
     def samples_any(self, first: int, last: int) -> bool:
-        """Return whether any of some steps is sampled.
+        """Return whether any step from `first` to `last` is sampled.
 
         Args:
-            first: the first of these steps.
-            last: the last of these steps, itself included.
+            first: the first step.
+            last: the last step, itself included.
 
         Example:
             >>> Config(interval=100).samples_any(101, 199)

@@ -1,4 +1,4 @@
-"""The control file, which changes what a running job samples and dumps.
+"""The control file, which changes the sampling and dumps of a running job.
 
     RUN/control.yaml
 
@@ -9,9 +9,9 @@
         dump: [mlp.linear_fc2]
         steps: 5
 
-Every key may be left out, and then keeps its value from the start of the run. `steps` samples every one of that many steps
-from the next sampled step on, and dumps in those only. The writing rank reads the file before a sampled step. An invalid
-file changes nothing.
+Every key is optional. A missing key keeps its value from the start of the run. If `steps` is N, we sample each of the next N
+steps, beginning with the next step that is due, and dump only in these steps. The rank that writes the record reads the file
+before a sampled step. An invalid file changes nothing.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from ..errors import ConfigError
 from .config import Config
 
 NAME = "control.yaml"
-#: fields of Config that the file may change
+#: options that the file may change, fields of Config
 FIELDS = ("interval", "layers", "roles", "what_if", "dump")
-#: most bytes of the file
+#: largest size of the file in bytes
 LONGEST = 1 << 16
-#: most levels of nested lists, values, and characters of one value
+#: largest depth of nested lists, largest number of values, and largest number of characters in a value
 _DEEPEST, _MOST, _LONGEST_VALUE = 8, 4096, 1000
 _SEXAGESIMAL = re.compile(r"[-+]?[0-9][0-9_]*(:[0-5]?[0-9])+(\.[0-9_]*)?")
 
@@ -45,10 +45,10 @@ class Control:
 
     @classmethod
     def parse(cls, text: str) -> Control:
-        """Parse the text of a control file. An empty one changes nothing.
+        """Parse the text of a control file. An empty file changes nothing.
 
         Raises:
-            ConfigError: names what is invalid.
+            ConfigError: the file is invalid. The message names the invalid key or value.
         """
         content = _load(text)
         if content is None:
@@ -62,14 +62,14 @@ class Control:
             raise ConfigError(f"steps in {NAME} is {steps!r}; it must be a whole number of steps, at least 1")
         lists = [content[key] for key in ("layers", "dump") if isinstance(content.get(key), list)]
         if any(str(pattern).startswith("re:") for patterns in lists for pattern in patterns):
-            raise ConfigError(f"{NAME} takes globs only, because a regular expression may never end")
+            raise ConfigError(f"{NAME} takes globs only, because a regular expression can take forever to match")
         control = cls.of_plain({"changes": content, "steps": steps})
         replace(Config(), **control.changes)
         return control
 
     @property
     def plain(self) -> dict[str, Any]:
-        """Return values that JSON can hold, for `of_plain`."""
+        """Return the content as plain values for JSON. `of_plain` reads them."""
         return {
             "changes": {key: list(v) if isinstance(v, tuple) else v for key, v in self.changes.items()},
             "steps": self.steps,
@@ -77,7 +77,7 @@ class Control:
 
     @classmethod
     def of_plain(cls, content: Mapping[str, Any]) -> Control:
-        """Return the content that another rank has parsed and checked."""
+        """Make the content from plain values that another rank has parsed and checked."""
         return cls({key: tuple(v) if isinstance(v, list) else v for key, v in content["changes"].items()}, content["steps"])
 
     def in_words(self) -> str:
@@ -104,15 +104,15 @@ def _load(text: str) -> Any:
 
 
 def _check(text: str) -> None:
-    """Refuse text that would cost a parser much time or memory, before parsing it.
+    """Before parsing, reject text that would take a parser much time or memory.
 
     Raises:
-        ConfigError: names the reason.
+        ConfigError: the text is rejected. The message gives the reason.
     """
     depth = 0
     for number, event in enumerate(yaml.parse(text, yaml.SafeLoader)):
         depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-        if isinstance(event, yaml.AliasEvent):  # with aliases, a short text can stand for more than memory holds
+        if isinstance(event, yaml.AliasEvent):  # with aliases, a short text can expand to more than fits in memory
             raise ConfigError(f"{NAME} uses aliases (*name), which are not supported; quote patterns that begin with *")
         if depth > _DEEPEST:
             raise ConfigError(f"{NAME} has lists in lists, more than {_DEEPEST} deep")

@@ -13,7 +13,7 @@ from ..errors import ConfigError
 
 #: package of each logger, by name
 PACKAGES = {"wandb": "wandb", "mlflow": "mlflow", "comet": "comet_ml"}
-#: databases that MLflow reaches through SQLAlchemy, which mlflow-skinny does not install
+#: URI schemes of databases for which MLflow needs SQLAlchemy; mlflow-skinny does not install SQLAlchemy
 _DATABASES = ("sqlite", "postgresql", "mysql", "mssql")
 
 
@@ -22,8 +22,8 @@ class LoggerChoice:
     """One item of the option `loggers`.
 
     Attributes:
-        name: the logger's name, or None if it follows from `given`.
-        settings: settings of the run to start, or None to join an open run.
+        name: the logger's name, or None if `given` is set.
+        settings: settings for a new run, or None to join an open run.
         given: a run or logger that the user made.
     """
 
@@ -32,7 +32,8 @@ class LoggerChoice:
     given: Any = field(default=None, repr=False)
 
     def check_installed(self) -> None:
-        """Check that the logger's package is installed, without importing it. For MLflow, also check what its URI needs.
+        """Check that the logger's package is installed, without importing it. For MLflow, also check the packages that its
+        URI needs.
 
         Raises:
             ConfigError: a package is missing. The message says how to install it.
@@ -62,7 +63,7 @@ def parse_loggers(value: Any) -> tuple[LoggerChoice, ...]:
     """Parse the option.
 
     Raises:
-        ConfigError: the value is not a list, or an item is not a known name, a mapping of one, or a logger.
+        ConfigError: the value is not a list, or an item is not a known name, a mapping from a known name, or a logger.
 
     Example:
         >>> [str(choice) for choice in parse_loggers(["wandb", {"mlflow": {"experiment_name": "fp8"}}])]

@@ -30,7 +30,7 @@ class Threshold:
     def passed_by(self, sample: Sample) -> str | None:
         """Describe the first tensor of the sample beyond the limit.
 
-        Each expert counts as a tensor. The aggregate of a layer's experts does not.
+        Each expert counts as a tensor. The aggregate of a layer's experts does not count.
         """
         columns = sample.columns
         rows = zip(columns["layer"], columns["role"], columns[self.metric], strict=True)
@@ -70,20 +70,21 @@ class LossSpike:
 
 @dataclass(frozen=True)
 class EarlyWarning:
-    """An operand beyond what any healthy one does, in two samples in a row, or far beyond in one.
+    """An operand beyond the limits of healthy operands in two consecutive samples, or far beyond them in one sample.
 
-    `Triggers` checks it, because it has the previous sample.
+    `Triggers` checks this rule, because it keeps the previous sample.
     """
 
     def passed_by(self, sample: Sample) -> str | None:
-        """Return None: one sample does not show it."""
+        """Return None: the rule needs more than one sample."""
         return None
 
     def warned_by(self, sample: Sample, before: Sample | None) -> str | None:
-        """Describe the operand that is farthest beyond its limits. Each expert counts as a tensor, their aggregate does not.
+        """Describe the operand that is farthest beyond its limits. Each expert counts as a tensor. Their aggregate does not
+        count.
 
         Args:
-            before: the previous sample, or None if there is none that counts.
+            before: the previous sample, or None if no previous sample counts.
         """
         strength, key = farthest_beyond(sample, before)
         if strength <= 1 or key is None:
@@ -96,15 +97,15 @@ class EarlyWarning:
 
 
 def farthest_beyond(sample: Sample, before: Sample | None) -> tuple[float, tuple[str, str] | None]:
-    """Return the score of the early warning: the multiple of its limit that an operand reaches in two samples.
+    """Return the score of the early warning: an operand's multiple of its limit that both samples reach.
 
-    A third of the multiple in one sample counts too.
+    A third of the multiple in a single sample also counts as a score.
 
     Args:
-        before: the previous sample, or None if there is none that counts.
+        before: the previous sample, or None if no previous sample counts.
 
     Returns:
-        The score, which is a warning above 1, and the operand's layer and role. None if no operand has limits.
+        The score, which is a warning if above 1, and the operand's layer and role. None if no operand has limits.
     """
     earlier, strongest, found = _times(before), 0.0, None
     for key, (times, *_) in _times(sample).items():
@@ -115,7 +116,7 @@ def farthest_beyond(sample: Sample, before: Sample | None) -> tuple[float, tuple
 
 
 def _times(sample: Sample | None) -> dict[tuple[str, str], tuple[float, str, float]]:
-    """Return, by layer and role, how many times its limit the worst metric is, with the metric's name and value."""
+    """Return for each layer and role the worst metric: its multiple of the limit, its name and its value."""
     if sample is None:
         return {}
     columns, found = sample.columns, dict[tuple[str, str], tuple[float, str, float]]()
@@ -126,19 +127,19 @@ def _times(sample: Sample | None) -> dict[tuple[str, str], tuple[float, str, flo
     return found
 
 
-#: correct values of results that are not products
+#: descriptions of the correct value, for results that are not products
 _OUGHT = {"reduction": "the sum of what ranks and micro-batches computed"}
 
 
 @dataclass(frozen=True)
 class WrongProduct:
-    """A GEMM that returns something other than the product of its operands, or a wrong sum of gradients.
+    """A GEMM that does not return the product of its operands, or a wrong sum of gradients.
 
     This rule needs `verify_rows`.
     """
 
     def passed_by(self, sample: Sample) -> str | None:
-        """Describe the result that is farthest off."""
+        """Describe the result with the largest error."""
         columns = sample.table("verification")
         wrong = [i for i, outcome in enumerate(columns.get("outcome", ())) if outcome == "beyond"]
         if not wrong:
@@ -152,7 +153,7 @@ class WrongProduct:
 
 
 Rule = Threshold | NonFinite | LossSpike | EarlyWarning | WrongProduct
-#: rules without parameters
+#: rules without parameters, by name
 _NAMED: Mapping[str, Callable[[], Rule]] = {
     "loss_spike": LossSpike,
     "nonfinite": NonFinite,
@@ -164,7 +165,7 @@ _NAMED: Mapping[str, Callable[[], Rule]] = {
 def parse_rule(text: Any) -> Rule:
     """Parse a rule: `loss_spike`, `nonfinite`, `early_warning`, `wrong_product`, or a metric with a limit.
 
-    Limits look like `underflow_pct > 20` or `sqnr_db/input < 15`.
+    Examples of limits: `underflow_pct > 20` and `sqnr_db/input < 15`.
 
     Raises:
         ConfigError: the text is not a rule.

@@ -126,7 +126,7 @@ REFUSED = {
     "layers: ['9']": "no GEMM layer matches ['9']; the model has '0', '1'",
     "dump: [nope]": "no GEMM layer matches ['nope']",
     "layers: 1": "layers is 1; it takes a list of strings",
-    "layers: ['re:(a+)+$']": "takes globs only, because a regular expression may never end",
+    "layers: ['re:(a+)+$']": "takes globs only, because a regular expression can take forever to match",
     "roles: [X]": "unknown roles ['X']",
     "what_if: [fp7]": "unknown recipe 'fp7'",
     "what_if: current": "what_if is 'current'; it takes a list of recipes",
