@@ -1,1 +1,1 @@
-"""Changes of single layers' recipes, and the environment variables that pass them to a run. Internal."""
+"""Changes to the recipes of single layers, and the environment variables that pass these changes to a run. Internal."""

@@ -1,4 +1,6 @@
-"""Plans: changes of how a run quantizes. `recommend` makes them, interventions apply them, and files hold them as JSON."""
+"""Plans of changes to a run's quantization. `recommend` makes plans, interventions apply plans, and files store plans as
+JSON.
+"""
 
 from __future__ import annotations
 
@@ -21,19 +23,20 @@ VERSION = 1
 
 @dataclass(frozen=True)
 class Change(NamesRecipe):
-    """A different cast of some operands.
+    """A change to the cast of some operands.
 
     Args:
         layer: global name of a GEMM, or a pattern as in `Config.layers`.
         recipe: name of the recipe that casts the operands, perhaps with options (`current-e5m2`, `delayed(margin=1)`).
-            `bf16` leaves them as they are.
+            `bf16` leaves the operands unquantized.
         roles: operands to change, a list of `input`, `weight` and `grad_output`. A GEMM runs in FP8 only if both of its
-            operands do.
-        multiply_in_bf16: whether to multiply quantized values in BF16, which separates FP8 rounding from FP8 kernels.
-        why: the evidence, for readers.
+            operands are cast to FP8.
+        multiply_in_bf16: whether to multiply quantized values in BF16. This shows whether FP8 rounding or an FP8 kernel is
+            the cause.
+        why: the evidence for the change, as a text for readers.
 
     Raises:
-        ConfigError: a value cannot be used. The message says which.
+        ConfigError: a value is invalid. The message names the value.
 
     Example:
         >>> Change("layers.3.fc2", "current", roles=["grad_output"]).recipe
@@ -42,13 +45,13 @@ class Change(NamesRecipe):
 
     #: global name of a GEMM, or a pattern as in `Config.layers`
     layer: str
-    #: a recipe as in `parse_recipe`; `bf16` leaves the operands as they are
+    #: a recipe as in `parse_recipe`; `bf16` leaves the operands unquantized
     recipe: str
-    #: operands to change; a GEMM runs in FP8 only if both of its operands do
+    #: operands to change; a GEMM runs in FP8 only if both of its operands are cast to FP8
     roles: Sequence[str] = ROLES
-    #: whether to multiply quantized values in BF16, which separates FP8 rounding from FP8 kernels
+    #: whether to multiply quantized values in BF16, which shows whether FP8 rounding or an FP8 kernel is the cause
     multiply_in_bf16: bool = False
-    #: the evidence, for readers
+    #: the evidence for the change, as a text for readers
     why: str = ""
 
     def __post_init__(self) -> None:
@@ -67,7 +70,7 @@ class Change(NamesRecipe):
 
 @dataclass(frozen=True)
 class Plan:
-    """Changes of how a run quantizes. If several name an operand, the last one counts.
+    """Changes to a run's quantization. If several changes name an operand, the last change counts.
 
     Args:
         changes: a list of `Change`, in order.
@@ -93,7 +96,7 @@ class Plan:
         return None
 
     def recipe_of(self, layer: str, role: str, otherwise: Recipe) -> Recipe:
-        """Return the recipe of an operand. Internal: recipes are not public.
+        """Return the recipe of an operand. This method is internal, because recipes are not public.
 
         Args:
             layer: global name of a GEMM.
@@ -104,7 +107,7 @@ class Plan:
         return change.parsed if change else otherwise
 
     def text(self) -> str:
-        """Return the plan as JSON, as its file holds it."""
+        """Return the plan as JSON, as in its file."""
         content = {"version": VERSION, "changes": [asdict(change) for change in self.changes]}
         return json.dumps(content, indent=2) + "\n"
 
@@ -115,7 +118,7 @@ class Plan:
             path: a file that does not exist yet.
 
         Raises:
-            ConfigError: the file exists, or cannot be written.
+            ConfigError: the file exists already, or cannot be written.
 
         Example:
             >>> Plan([Change("layers.0.fc1", "bf16")]).save("plan.json")
@@ -138,7 +141,7 @@ class Plan:
             path: a file written by `save` or `nemo-fp8-debug recommend --output`.
 
         Raises:
-            ConfigError: the file cannot be read, or is not a plan. The message says why.
+            ConfigError: the file cannot be read, or is not a plan. The message gives the reason.
         """
         try:
             content = json.loads(Path(path).read_text())
@@ -179,7 +182,7 @@ def is_rescue() -> bool:
 
 
 def read_plan_in_force(own: AnyPlan | None = None) -> Plan | None:
-    """Return the plan of `rescue`, or else `own`.
+    """Return the plan of `rescue`. If `rescue` did not start the process, return `own`.
 
     Raises:
         ConfigError: the plan cannot be read.
@@ -187,17 +190,17 @@ def read_plan_in_force(own: AnyPlan | None = None) -> Plan | None:
     if is_rescue():
         plan = Plan.load(os.environ[PLAN])
         if taken := os.environ.get(TAKEN):
-            with contextlib.suppress(OSError):  # perhaps this is another host
+            with contextlib.suppress(OSError):  # the path may not exist on this host
                 Path(taken).touch()
         return plan
     return read_plan(own)
 
 
 def read_plan(plan: AnyPlan | None) -> Plan | None:
-    """Return a plan that may be given as a file.
+    """Return a plan, given as a `Plan` or as the path of its file.
 
     Raises:
-        ConfigError: the plan cannot be read, or is neither a plan nor a path.
+        ConfigError: the plan cannot be read, or `plan` is neither a plan nor a path.
     """
     if plan is not None and not isinstance(plan, (Plan, str, os.PathLike)):
         raise ConfigError(f"plan is {show_value(plan)}; it takes the path of a plan, or a Plan")
