@@ -1,4 +1,4 @@
-"""Let the ranks of a run agree, and add up their parts of tensors. Internal."""
+"""Let the ranks of a run agree on values, and add up their statistics of tensors. Internal."""
 
 from .rank_store import Ranks
 from .reduction import Reduction

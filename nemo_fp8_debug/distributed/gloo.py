@@ -1,8 +1,9 @@
 """Gloo groups of some ranks, separate from the process groups of torch.distributed.
 
-torch may name its groups by how many of them a rank has. A group of ours on some ranks only would shift these names, and
-separate the run's own groups. Ranks with different numbers of groups, such as pipeline stages, could not meet in ours. Our
-groups also survive if the run destroys its own.
+torch may name a new group by the number of groups that the rank has made. If we made a torch group on some ranks only, these
+numbers would differ between ranks, and the run's own groups could not connect. Ranks that have made different numbers of
+groups, such as pipeline stages, could not connect in our group either. A gloo group has neither problem. It also survives if
+the run destroys its process groups.
 """
 
 from __future__ import annotations
@@ -21,19 +22,19 @@ from .networks import list_interfaces
 
 
 class Group:
-    """A group between host memories. A call raises if it exceeds the timeout or a rank is gone.
+    """A group that exchanges data in host memory. A call raises an error if it exceeds the timeout or a rank is gone.
 
-    Ranks connect only with ranks that they exchange data with, if torch can do so. Collectives go round a ring. So each rank
-    has two neighbors, and never runs out of file descriptors, which would also hit the run.
+    If torch supports it, a rank connects only with ranks that it exchanges data with. Collectives pass data around a ring,
+    so each rank connects with two neighbors. So we never use up the process's file descriptors, which the run needs too.
     """
 
     def __init__(self, store: Any, rank: int, ranks: Sequence[int], seconds: float) -> None:
-        """Prepare to meet the other ranks. All `ranks` call this.
+        """Prepare the connection with the other ranks. All `ranks` call this.
 
         Args:
-            store: a store that only these ranks use, for this group only.
+            store: a store that only these ranks use, and only for this group.
             ranks: global ranks, ascending.
-            seconds: how long one rank waits for another.
+            seconds: longest time that one rank waits for another.
 
         Raises:
             RuntimeError: gloo cannot be used here, or other ranks do not arrive.
@@ -53,7 +54,7 @@ class Group:
         """Compute the sum of each element over all ranks, in place.
 
         Args:
-            seconds: longest wait, or None for the group's own.
+            seconds: longest wait, or None for the group's default.
         """
         self._reduce(x, dist.ReduceOp.SUM, seconds)
 
@@ -65,8 +66,8 @@ class Group:
     def _do(self, begin: Callable[[], Any], seconds: float | None = None) -> None:
         """Run a collective and wait for it in Python.
 
-        A thread that returns from C++ while the interpreter ends would end the process with an error. Gloo's own timeout,
-        which says more, does not apply while it looks for a rank in the store.
+        If a thread returns from C++ while the interpreter ends, the process ends with an error. Gloo's own timeout has a
+        better message, but does not apply while gloo looks up a rank in the store.
         """
         began, limit = time.monotonic(), self._seconds + 1.0 if seconds is None else seconds
         self._pending = True
@@ -95,33 +96,33 @@ class Group:
         """Leave the group.
 
         Args:
-            in_sync: whether all ranks leave it. Otherwise we leave gloo alone: ending it would wait for running calls, and
-                after a failure its connection thread may never end.
+            in_sync: whether all ranks leave the group. Otherwise we do not end gloo, because that waits for running calls,
+                and after a failure its connection thread may never end.
         """
         if (self._pending or not in_sync) and self._gloo is not None:
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._gloo))  # keep it even when the interpreter ends
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._gloo))  # keep gloo alive even when the interpreter ends
         self._gloo = None
 
 
 def pause_after(waited: float) -> float:
-    """Return seconds until a rank looks again. A rank waits at most a quarter longer than necessary."""
+    """Return the seconds until a waiting rank checks again. So a rank waits at most a quarter longer than necessary."""
     return min(max(waited / 4, 1e-5), 2e-3)
 
 
 def _options(timeout: timedelta) -> tuple[Any]:
-    """Return options that make a process group connect on demand, or its timeout alone for older versions of torch."""
+    """Return options with which a process group connects on demand. For older versions of torch, return the timeout only."""
     try:
         options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._devices = _devices()
         options._threads = 2 * len(options._devices)
         options._timeout = timeout
-    except (AttributeError, TypeError):  # this torch then reads the names of interfaces itself
+    except (AttributeError, TypeError):  # this version of torch chooses the interfaces itself
         return (timeout,)
     return (options,)
 
 
 def _devices() -> list[Any]:
-    """Return the network interfaces that torch would choose, because it chooses only if a timeout is the only option."""
+    """Return the network interfaces that torch would choose. If we pass options, torch does not choose."""
     gloo: Any = dist.ProcessGroupGloo
     if named := list_interfaces():
         return [gloo.create_device(interface=name, lazy_init=True) for name in named]

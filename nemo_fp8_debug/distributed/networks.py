@@ -1,4 +1,6 @@
-"""The address by which other hosts reach this one: chosen by gloo, and by the route to the run's store."""
+"""The addresses of this host for other hosts: the address that gloo chooses, and the address on the route to the run's
+store.
+"""
 
 from __future__ import annotations
 
@@ -15,17 +17,17 @@ from typing import Any
 class Network:
     """A rank's network addresses, as plain values that ranks exchange."""
 
-    #: the same for all processes that share a loopback interface
+    #: id that is equal for all processes that share a loopback interface
     loopback_of: str
     host: str
-    #: the address that gloo derives from the host's name, or None if an interface is named
+    #: the address that gloo derives from the host's name, or None if an interface is configured
     gloo: str | None
     #: the local address on the route to the store's host, or to any host; may be loopback on the store's host
     route: str
 
     @classmethod
     def here(cls, store: tuple[str, int] | None) -> Network:
-        """Return the network of this process.
+        """Return the network addresses of this process.
 
         Args:
             store: address of the run's store, or None if it is a file.
@@ -39,13 +41,13 @@ class Network:
 
 
 def list_interfaces() -> list[str]:
-    """Return the interfaces in `GLOO_SOCKET_IFNAME`, read like torch does. If there are none, the host's name decides."""
+    """Return the interfaces in `GLOO_SOCKET_IFNAME`, parsed like in torch. If there are none, gloo uses the host's name."""
     named = os.environ.get("GLOO_SOCKET_IFNAME", "")
     return [name for name in named.split(",") if name] if len(named) > 1 else []
 
 
 def address_of_name() -> str:
-    """Return the first address of the host's name that can be bound to, else loopback. Gloo does the same."""
+    """Return the first address of the host's name to which a socket can be bound, else loopback. Gloo does the same."""
     try:
         found = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)
     except OSError:
@@ -61,7 +63,7 @@ def address_of_name() -> str:
 
 
 def explain_unreachable(networks: Sequence[Network]) -> str | None:
-    """Return what to set so that ranks on several hosts can connect, or None if they can as far as we know."""
+    """Return a sentence with the setting that lets ranks on several hosts connect, or None if we see no problem."""
     if len({network.loopback_of for network in networks}) == 1:
         return None
     for rank, network in enumerate(networks):
@@ -75,12 +77,14 @@ def explain_unreachable(networks: Sequence[Network]) -> str | None:
 
 
 def is_loopback(address: str) -> bool:
-    """Return whether an address leads to the host itself."""
+    """Return whether an address is a loopback address of the host."""
     return ipaddress.ip_address(address.split("%")[0]).is_loopback
 
 
 def _loopback() -> str:
-    """Return an id of the loopback interface. Containers of a host share the boot id, so it needs the namespace too."""
+    """Return an id of the loopback interface. It includes the network namespace, because containers of a host share the boot
+    id.
+    """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot}/{Path('/proc/self/ns/net').stat().st_ino}"
@@ -89,7 +93,7 @@ def _loopback() -> str:
 
 
 def _route(store: tuple[str, int] | None) -> str | None:
-    """Return the source address of packets to the store's host. Nothing is sent."""
+    """Return the source address of packets to the store's host. No packet is sent."""
     if store is None:
         return None
     try:

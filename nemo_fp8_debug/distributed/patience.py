@@ -8,42 +8,47 @@ from collections.abc import Iterator
 
 from ..core.waits import Waits
 
-#: seconds that training waits in all for ranks or hosts that do not answer
+#: total seconds that training may wait for ranks or hosts that do not answer
 LONGEST = 60.0
-#: fraction reserved for short questions after a long wait: whether all ranks have ended, and which one warns
+#: fraction of these seconds that is reserved for short questions after a long wait: have all ranks ended, and which rank
+#: warns
 RESERVE = 1 / 4
 
 
 def compute_grace() -> float:
-    """Return seconds for a store to report a wait in vain. If it stays silent, the store is gone and no rank is late."""
+    """Return the seconds in which a store must report a timeout. If it does not, the store itself is gone, and no rank is
+    late.
+    """
     return RESERVE * LONGEST / 2
 
 
 def compute_short_wait() -> float:
-    """Return seconds for an answer in the background. The reserve at the end of a run has room for two."""
+    """Return the seconds to wait for an answer in the background. The reserve at the end of a run is enough for two
+    answers.
+    """
     return RESERVE * LONGEST / 3
 
 
 class Patience:
-    """The seconds that training may still wait. They are full again once every rank has taken part."""
+    """The budget of seconds that training may still wait. It is refilled once every rank has taken part."""
 
     def __init__(self, waits: Waits) -> None:
         """
         Args:
-            waits: adds up the waits.
+            waits: total of the waiting times.
         """
         self._waits, self._left = waits, LONGEST
 
     def renew(self) -> None:
-        """Refill the budget, because all ranks are there."""
+        """Refill the budget, because all ranks have answered."""
         self._left = LONGEST
 
     @contextlib.contextmanager
     def spending(self, what: str, reserve: bool = False) -> Iterator[float]:
-        """Wait in the training thread. Yield how many seconds the wait may take.
+        """Measure a wait of the training thread in a `with` block. Yield the seconds that the wait may take.
 
         Args:
-            what: the purpose, one of the names in `core.waits`.
+            what: the purpose of the wait, one of the names in `core.waits`.
             reserve: whether this is a short question, which may use the reserve.
         """
         began = time.monotonic()

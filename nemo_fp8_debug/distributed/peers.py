@@ -1,7 +1,7 @@
 """Choose the rank that warns if ranks are out of sync: the lowest one that is alive.
 
-This works without the store, whose host may be gone. Each rank has a UDP port. A rank that misses others sends them a
-message, and waits a moment. A lower rank that is alive answers, and will warn for all.
+This works without the store, because the store's host may be gone. Each rank has a UDP port. If other ranks do not answer in
+a sample, a rank sends them a message and waits a moment. If a lower rank is alive, it answers, and warns for all ranks.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from typing import Any
 from . import patience
 from .networks import Network, is_loopback
 
-#: messages to each lower rank, because a packet may be lost
+#: number of messages to each lower rank, because packets may be lost
 TIMES = 4
-#: number of ranks that are asked: the lowest ones, and the lowest ones of as many hosts
+#: number of ranks to ask: so many of the lowest ranks, and the lowest rank on each of so many hosts
 LOWEST = 8
 
 
 class Peers:
-    """The ports of this rank and of ranks that may warn before it."""
+    """The ports of this rank and of the ranks that take precedence for warnings."""
 
     def __init__(self, rank: int, network: Network) -> None:
         """
@@ -44,7 +44,7 @@ class Peers:
 
     @staticmethod
     def chosen(networks: Sequence[Network]) -> list[int]:
-        """Return the ranks that others ask."""
+        """Return the ranks that other ranks ask."""
         first = {network.loopback_of: rank for rank, network in reversed(list(enumerate(networks)))}
         return sorted({*range(min(LOWEST, len(networks))), *sorted(first.values())[:LOWEST]})
 
@@ -54,7 +54,7 @@ class Peers:
         Args:
             token: identifies messages of this run.
             peers: network and port of each rank that is asked.
-            store_host: address of the store's host. A rank on that host may know itself only by a loopback address.
+            store_host: address of the store's host. Needed because a rank on that host may know only its loopback address.
         """
         self._token = token
         for rank, (network, port) in peers.items():
@@ -65,16 +65,16 @@ class Peers:
                 self._addresses[rank] = there, port
 
     def listen(self, told: Callable[[int, str], None]) -> None:
-        """Start to answer.
+        """Start to answer messages.
 
         Args:
-            told: a method, called with a step and a reason when another rank finds that ranks are out of sync.
+            told: a method that is called with a step and a reason when another rank detects that ranks are out of sync.
         """
-        weak = weakref.WeakMethod(told)  # do not keep its owner alive: it calls `close`, or was dropped without doing so
+        weak = weakref.WeakMethod(told)  # do not keep the method's owner alive, because it may be dropped without `close`
         threading.Thread(target=self._answer, args=(weak,), name="nemo_fp8_debug peers", daemon=True).start()
 
     def warns_first(self, step: int, why: str) -> bool:
-        """Tell other ranks, and wait for an answer of a lower rank. Return whether this rank must warn."""
+        """Inform other ranks, and wait for an answer from a lower rank. Return whether this rank must warn."""
         for _ in range(TIMES):
             self._send("out of sync", self._addresses, step=step, why=why)
             with self._changed:
@@ -83,7 +83,7 @@ class Peers:
         return True
 
     def has_warned(self) -> None:
-        """Note that a warning was printed, so that ranks that wake up later stay silent."""
+        """Note that a warning was printed, so that ranks that ask later do not warn."""
         self._said = True
         self._send("said", self._addresses)
 

@@ -1,4 +1,4 @@
-"""Exchange values between ranks through the store of torch.distributed, without making a GPU wait."""
+"""Exchange values between ranks through the store of torch.distributed, so that no GPU waits."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ from .peers import Peers
 from .run_store import RunStore
 
 T = TypeVar("T")
-#: seconds that a rank waits for monitors to start on other ranks
+#: longest time in seconds that a rank waits until monitors have started on all ranks
 START = 120.0
 
 _instances = itertools.count()
 
 
 class Ranks:
-    """The ranks of a run that have a monitor. The first of them writes the record."""
+    """The ranks of a run that have a monitor. The first of these ranks writes the record."""
 
     def __init__(self, waits: Waits | None = None) -> None:
         """
         Args:
-            waits: adds up the waits of the training thread.
+            waits: total of the training thread's waiting times.
         """
         there = dist.is_available() and dist.is_initialized()
         self.rank = dist.get_rank() if there else 0
@@ -74,11 +74,11 @@ class Ranks:
             raise ConfigError(f"ranks differ in their {name}: rank {self.rank} has {value}, another one {other}")
 
     def start(self, word: dict[str, Any] | None, fault: Exception | None = None) -> dict[str, Any]:
-        """Wait until every rank's monitor has started or failed. Return the first rank's word.
+        """Wait until every rank's monitor has started or failed. Return the first rank's `word`.
 
         Args:
             word: a plain value from the first rank.
-            fault: the error that keeps this rank from starting.
+            fault: the error because of which this rank cannot start, or None.
 
         Raises:
             ConfigError: another rank failed with a ConfigError.
@@ -92,7 +92,9 @@ class Ranks:
         return word or {}
 
     def go_alone(self, error: Exception) -> None:
-        """Continue without other ranks, because they cannot be reached before training. Only the first rank is monitored."""
+        """Continue without other ranks, because this rank cannot reach them before training. Only the first rank is
+        monitored.
+        """
         self.world = 1
         warn(f"ranks cannot reach each other, so only the first rank is monitored: {error}")
 
@@ -105,7 +107,7 @@ class Ranks:
             self.set_if_absent("together", True)
         if fault is not None:
             return {}
-        # Decide once: a rank that comes later must not wait for ranks that went on alone.
+        # Decide once for all ranks, so that a late rank does not wait for ranks that continue alone.
         all_there = self._ask(lambda store: self._waits_for(store, "together", START), START + patience.compute_grace())
         if not all_there and self.set_if_absent("together", False):
             warn(f"not all ranks have started a monitor within {START:.0f} s, so only the first rank is monitored")
@@ -138,16 +140,16 @@ class Ranks:
         return json.loads(found)
 
     def read_of_all(self, name: str) -> list[Any]:
-        """Return what each rank published under `NAME/RANK` before all had started."""
+        """Return the value that each rank published under `NAME/RANK` before `start` returned."""
         keys = [self._key(f"{name}/{rank}") for rank in range(self.world)]
         return [json.loads(value) for value in self._ask(lambda store: store.multi_get(keys))]
 
     def group(self, name: str, members: Sequence[int], seconds: float, limit: float | None = None) -> Group:
-        """Make a gloo group of some ranks, including this one. All of them call this.
+        """Make a gloo group of some ranks, including this rank. All of these ranks call this.
 
         Args:
-            seconds: how long one rank waits for another.
-            limit: seconds for making the group.
+            seconds: longest time that one rank waits for another.
+            limit: longest time for making the group, in seconds.
 
         Raises:
             RuntimeError: gloo cannot be used here, or other ranks do not arrive.
@@ -159,7 +161,9 @@ class Ranks:
         return self._ask(made, limit)
 
     def set_if_absent(self, name: str, value: Any, seconds: float | None = None) -> bool:
-        """Publish a plain value unless another rank has. Return whether this rank did."""
+        """Publish a plain value, unless another rank has published the name. Return whether this rank has published its
+        value.
+        """
 
         def said(store: Any) -> bool:
             if store.add(self._key(f"{name}/by"), 1) > 1:
@@ -170,7 +174,7 @@ class Ranks:
         return self._ask(said, seconds)
 
     def is_set(self, name: str) -> bool:
-        """Return whether any rank has published this name."""
+        """Return whether any rank has published a value under this name."""
         return self.world > 1 and self._ask(lambda store: bool(store.check([self._key(name)])))
 
     def share(self, value: Any) -> Any:
@@ -180,7 +184,7 @@ class Ranks:
             value: a plain value on the first rank.
 
         Raises:
-            TimeoutError: the first rank does not send it in time.
+            TimeoutError: the first rank does not send the value in time.
         """
         if self.world == 1:
             return value
@@ -196,14 +200,15 @@ class Ranks:
 
     def _tell(self, store: Any, word: str) -> None:
         store.set(self._key(self._word), word)
-        # Training has synchronized the ranks since the sample before the last one, so its word is no longer needed.
+        # All ranks have read the value of the sample before the last, because training has synchronized them since. So
+        # delete it.
         store.delete_key(self._key(f"word-{self._words - 2}"))
 
     def shared_late(self) -> Any:
-        """Return a value of the first rank that was late.
+        """Return a value that the first rank sent too late for `share`.
 
         Raises:
-            TimeoutError: it still has not arrived.
+            TimeoutError: the value still has not arrived.
         """
 
         def published(store: Any) -> str | None:
@@ -216,7 +221,7 @@ class Ranks:
         return json.loads(found)
 
     def silence(self) -> str | None:
-        """Return a text if the store does not answer, or None if it does as far as we know."""
+        """Return a message if the store does not answer, or None if we see no problem."""
         return self._run_store.silence()
 
     @property
@@ -233,13 +238,13 @@ class Ranks:
 
     @property
     def device(self) -> torch.device:
-        """The device on which ranks can add up tensors."""
+        """The device on which the ranks' process group can add up tensors."""
         if self.world > 1 and "nccl" in dist.get_backend():
             return torch.device("cuda", torch.cuda.current_device())
         return torch.device("cpu")
 
     def introduce(self) -> None:
-        """Publish this rank's address, before all ranks have started."""
+        """Publish this rank's address. Call this before `start`."""
         network, port = Network.here(self._run_store.address()), None
         with contextlib.suppress(OSError):
             self._peers = Peers(self.rank, network)
@@ -250,7 +255,7 @@ class Ranks:
         """Read the addresses of other ranks. All ranks call this after `introduce`.
 
         Raises:
-            RuntimeError: gloo cannot connect their hosts. The message says what to set.
+            RuntimeError: gloo cannot connect the ranks' hosts. The message names the setting to change.
         """
         if self.writes:
             found = self.read_of_all("network")
@@ -267,22 +272,23 @@ class Ranks:
             raise RuntimeError(met["fault"])
 
     def listen(self, told: Callable[[int, str], None]) -> None:
-        """Call `told` when another rank finds that ranks are out of sync.
+        """Call `told` when another rank detects that ranks are out of sync.
 
         Args:
-            told: a method, called in the background with a step and a reason.
+            told: a method that is called in the background with a step and a reason.
         """
         if self._peers:
             self._peers.listen(told)
 
     def warns_first(self, step: int, why: str) -> bool:
-        """Tell all ranks that they are out of sync since a step. Return whether this rank must warn.
+        """Inform all ranks that they are out of sync since a step. Return whether this rank must warn.
 
-        The lowest rank that is alive warns. If ranks cannot be reached directly, the store decides who was first. If the
-        store does not answer either, this rank is cut off and warns itself. This takes some seconds, in the background.
+        The lowest rank that is alive warns. If ranks cannot be reached directly, the first rank that marks this in the store
+        warns. If the store does not answer either, this rank is cut off and warns itself. This takes some seconds in the
+        background.
         """
         first = self._peers is None or self._peers.warns_first(step, why)
-        with contextlib.suppress(Exception):  # the run may have ended the store with its process group
+        with contextlib.suppress(Exception):  # the run may have destroyed the store with its process group
             first = first and self.set_if_absent("over", step, seconds=patience.compute_short_wait())
         if first and self._peers:
             self._peers.has_warned()
@@ -319,7 +325,7 @@ class Totals:
     def __init__(self, waits: Patience) -> None:
         """
         Args:
-            waits: limits waits of the training thread.
+            waits: limits the waiting times of the training thread.
         """
         self._patience = waits
         self._everyone: Group | None = None
@@ -328,19 +334,20 @@ class Totals:
     def of(self, values: Sequence[torch.Tensor], world: int, connect: Callable[[float], Group]) -> torch.Tensor:
         """Return sums over all ranks, float64, on the run's device. All ranks call this at the same steps.
 
-        On a GPU, the result may still be under way.
+        On a GPU, the result may not be computed yet.
 
         Args:
             values: scalar tensors.
             world: number of ranks that take part.
-            connect: makes a group of them within so many seconds.
+            connect: function that makes a gloo group of these ranks. Its argument is the limit in seconds.
 
         Raises:
             TimeoutError: a rank does not take part in time.
         """
         sums = torch.stack([value.double() for value in values])
         if world > 1 and sums.device.type != "cpu":
-            # Use the run's own group. All ranks take part in each call, or it would meet the run's next collective.
+            # Use the run's own group. All ranks must call this, because a missing call would be matched with the run's next
+            # collective.
             dist.all_reduce(sums)
         elif world > 1 and not self._apart:
             try:

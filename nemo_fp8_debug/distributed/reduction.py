@@ -1,10 +1,11 @@
-"""The one reduction of a sampled step: from what each rank of a shard group observed to what all of them have together.
+"""The reduction of a sampled step: combine the statistics of all ranks of a shard group.
 
-It takes two collectives, however much is observed. The first, a maximum, finds extremes and the occupied binades of each
-histogram. The second adds up those binades and all sums in float64, which holds every count below 2^53. So integers are
-exact in any order of the ranks.
+The reduction always takes two collectives, independent of the amount of data. The first computes a maximum, which yields
+extremes and the occupied binades of each histogram. The second adds up the counts of these binades, and all other sums, in
+float64. float64 represents integers below 2^53 exactly, so counts are exact in any order of the ranks.
 
-Both go through gloo between host memories. No GPU waits for them, and a rank that is gone costs a timeout, not the run.
+Both collectives use gloo in host memory. So no GPU waits, and if a rank is gone, the collective times out and the run
+continues.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ from ..core.plain_arrays import decode_arrays, encode_arrays
 from .rank_store import Ranks
 from .shard_group import ShardGroup
 
-#: separates the names of an observation and an array
+#: separator between the names of an observation and an array
 _MARK = "/"
 
 
 class Mismatch(RuntimeError):
-    """Ranks are out of sync: they are at different steps, or observe different things."""
+    """Ranks are out of sync: they are at different steps, or observe different tensors."""
 
 
 class Reduction:
@@ -39,21 +40,22 @@ class Reduction:
         self._ranks, self._shard_group, self._observations = ranks, shard_group, list(observations)
 
     def pack(self, plan: SamplePlan, found: Mapping[str, Any], expected: Collection[Key]) -> bytes:
-        """Pack what this rank found as plain bytes, without references to it.
+        """Pack this rank's results as plain bytes, without references to tensors.
 
         Args:
             found: results by observation.
-            expected: operands that this rank should have.
+            expected: operands that this rank should have observed.
         """
         packed = {one.name: one.pack(plan, found.get(one.name), expected) for one in self._observations}
         return encode_arrays({f"{name}{_MARK}{key}": x for name, arrays in packed.items() for key, x in arrays.items()})
 
     def alone(self, found: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the results of each observation if no other rank has parts of it."""
+        """Return the results by observation without a reduction, if no other rank has parts of the tensors."""
         return {one.name: one.alone(found[one.name]) for one in self._observations if one.name in found}
 
     def reduce(self, plan: SamplePlan, packed: bytes) -> dict[str, Any] | None:
-        """Return the results of all ranks together, by observation, on the first rank of the group. Others get None.
+        """On the first rank of the group, return the combined results of all ranks by observation. On other ranks, return
+        None.
 
         Raises:
             Mismatch: another rank is at another step.

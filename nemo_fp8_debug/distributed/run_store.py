@@ -1,7 +1,7 @@
-"""Ask the store of torch.distributed without waiting longer than agreed.
+"""Query the store of torch.distributed with a time limit.
 
-Most calls of a TCPStore have no timeout. They wait forever if its host is frozen or cut off, and keep the lock of their
-connection. So each question has its own thread, and its own connection if torch can make one.
+Most calls of a TCPStore have no timeout. If the store's host is frozen or cut off, a call waits forever and keeps the lock
+of its connection. So each query has its own thread, and its own connection if torch can make another connection.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ..core.threads import Worker
 
 T = TypeVar("T")
 _TCPStore: Any = getattr(dist, "TCPStore", None)
-#: file descriptors that the store's host needs in addition to two connections for each rank
+#: number of file descriptors that the store's host needs in addition to two connections for each rank
 DESCRIPTORS = 256
 
 
@@ -30,7 +30,7 @@ class RunStore:
     """Asks the default store of torch.distributed while its process group exists."""
 
     def __init__(self) -> None:
-        # If we kept the run's store alive, it would keep its port and connections from the run's next store.
+        # Do not keep the run's store alive, because the run's next store could not use its port and connections.
         there = dist.is_available() and dist.is_initialized()
         self._met = weakref.ref(dist.group.WORLD) if there else lambda: None
         self._worker: Worker | None = None
@@ -60,7 +60,7 @@ class RunStore:
         return answer.result()
 
     def silence(self) -> str | None:
-        """Return a text if the store still has not answered an earlier question, or None."""
+        """Return a message if the store still has not answered an earlier question, otherwise None."""
         if self._unanswered is None or self._unanswered.done():
             return None
         return f"the store that the ranks met at{_address()} does not answer"
@@ -68,7 +68,7 @@ class RunStore:
     def close(self) -> None:
         """Stop asking, and end a call that waits for an answer.
 
-        A thread that returns from it while the interpreter ends would end the process with an error.
+        If a thread returned from the call while the interpreter ends, the process would end with an error.
         """
         if self._socket and self.silence():
             with contextlib.suppress(OSError):
@@ -109,7 +109,7 @@ def _inner(store: Any) -> Any:
 
 
 def _can_be_cloned(store: Any) -> bool:
-    """Return whether one more connection from each rank leaves the store's host enough file descriptors."""
+    """Return whether the store's host has enough file descriptors for one more connection from each rank."""
     room = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     fits = room == resource.RLIM_INFINITY or 2 * dist.get_world_size() + DESCRIPTORS <= room
     return fits and hasattr(store, "clone") and isinstance(_inner(store), _TCPStore)
@@ -119,5 +119,5 @@ def _address() -> str:
     try:
         inner = _inner(dist.distributed_c10d._get_default_store())
         return f" ({inner.host}:{inner.port})" if isinstance(inner, _TCPStore) else ""
-    except Exception:  # the run has ended its process group meanwhile
+    except Exception:  # the run has destroyed its process group meanwhile
         return ""

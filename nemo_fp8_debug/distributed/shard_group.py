@@ -1,7 +1,7 @@
-"""Find ranks that hold parts of the same tensors, by the names of their GEMMs. Usually this is a pipeline stage.
+"""Find the ranks that have parts of the same tensors, by the names of their GEMMs. These ranks are usually a pipeline stage.
 
-The framework is not asked: ranks that share a name belong together, whatever split the model. Experts may be on some ranks
-of a shard group only.
+This does not depend on the framework: ranks that share a GEMM's name belong together, for any kind of parallelism. Experts
+may be on some ranks of a shard group only.
 """
 
 from __future__ import annotations
@@ -17,30 +17,30 @@ from . import patience
 from .gloo import Group
 from .rank_store import Ranks
 
-#: separates a module's name and a role; no module has it in its name, because parts of names are not empty and have no dots
+#: separator between a module's name and a role; no module's name contains it, because the parts of a name are never empty
 _MARK = ".."
 
 
 @dataclass(frozen=True)
 class ShardGroup:
-    """The ranks that reduce together, and what they hold."""
+    """The ranks that reduce together, and their GEMMs and tensors."""
 
-    #: global ranks, ascending; the first one measures for all
+    #: global ranks, ascending; the first rank computes the metrics for all
     ranks: Sequence[int]
-    #: kind of each GEMM and attention of these ranks, by name, sorted
+    #: kind of each GEMM and attention module of these ranks, by name, sorted
     kinds: Mapping[str, str]
-    #: the first rank that has each GEMM
+    #: first rank that has a GEMM, by the GEMM's name
     first: Mapping[str, int]
-    #: other tensors that are observed, and the kind of each one's module
+    #: kind of the module of every other observed tensor, by tensor
     tensors: Mapping[Key, str] = field(default_factory=dict)
-    #: None if no other rank takes part
+    #: gloo group of these ranks, or None if there is only one rank
     group: Group | None = None
-    #: the first ranks of all shard groups, and the rank that writes
+    #: the first ranks of all shard groups, and the rank that writes the record
     leaders: Sequence[int] = (0,)
     leaders_group: Group | None = None
 
     def keys(self, roles: Collection[str] | None = None) -> list[Key]:
-        """Return all operands of these ranks, or those of some roles."""
+        """Return the operands of these ranks, of all roles or of some roles."""
         every = [(name, role) for name, kind in self.kinds.items() for role in list_roles(kind)]
         return [key for key in every if roles is None or key[1] in roles]
 
@@ -76,7 +76,7 @@ class ShardGroup:
         told = ranks.read(f"shard-group-of/{digest_of(kinds)}")
         leaders = ranks.read("leaders")
         mine = ranks.read(f"shard-group/{told}") if told is not None else None
-        if mine is None:  # no GEMM on this rank
+        if mine is None:  # this rank has no GEMM
             mine = {"ranks": [ranks.rank], "kinds": {}, "first": {}}
         gemms, tensors = _parted(mine["kinds"])
         return cls(
@@ -91,19 +91,19 @@ class ShardGroup:
 
 
 def name_tensor_part(key: Key) -> str:
-    """Return a tensor's name among the names that ranks exchange."""
+    """Return the name under which ranks exchange a tensor's part."""
     return _MARK.join(key)
 
 
 def _parted(kinds: Mapping[str, str]) -> tuple[dict[str, str], dict[Key, str]]:
-    """Split into GEMMs and attentions, and other tensors."""
+    """Split the names into GEMMs with attention modules, and other tensors."""
     gemms = {name: kind for name, kind in kinds.items() if _MARK not in name}
     apart = {tuple(name.split(_MARK, 1)): kind for name, kind in kinds.items() if _MARK in name}
     return gemms, {(layer, role): kind for (layer, role), kind in apart.items()}
 
 
 def digest_of(kinds: Mapping[str, str]) -> str:
-    """Return a short name for a set of GEMMs. Ranks with the same set publish it once."""
+    """Return a short name for a set of GEMMs. If several ranks have the same set, they publish it once."""
     return hashlib.sha256(json.dumps(sorted(kinds.items())).encode()).hexdigest()[:16]
 
 
@@ -130,7 +130,7 @@ def _publish(ranks: Ranks) -> None:
 
 
 def _shard_groups(kinds: Mapping[str, Iterable[str]]) -> list[list[str]]:
-    """Return groups of digests whose names overlap, directly or through others."""
+    """Return groups of digests. Two digests are in a group if their sets share a name, directly or through other sets."""
     group_of: dict[str, set[str]] = {}
     holder: dict[str, str] = {}
     for digest, names in kinds.items():
