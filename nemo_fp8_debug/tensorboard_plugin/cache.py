@@ -1,4 +1,4 @@
-"""Caches of recent results, in memory within a budget, and in the user's cache folder."""
+"""Caches of recent results: in memory up to a budget, and in the user's cache folder."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ V = TypeVar("V")
 
 
 class Cache(Generic[V]):
-    """A thread-safe cache of values by key, which drops the least recently used values first.
+    """A thread-safe cache of values by key. If it is full, it drops the least recently used values.
 
     If several threads miss a key at once, one makes the value and the others wait for it.
     """
@@ -25,7 +25,7 @@ class Cache(Generic[V]):
     def __init__(self, budget: int, size: Callable[[V], int] = lambda value: 1) -> None:
         """
         Args:
-            budget: largest sum of `size` over the kept values. By default, their number.
+            budget: largest sum of `size` over all cached values. By default, the largest number of values.
             size: function that returns the size of a value, for example its bytes.
         """
         self._budget, self._size = budget, size
@@ -39,7 +39,7 @@ class Cache(Generic[V]):
         """Return the value of `key`. Make the value if it is not in the cache.
 
         Args:
-            make: function that makes the value, and must not get `key` itself.
+            make: function that makes the value. It must not call `get` with the same key.
         """
         while True:
             with self._lock:
@@ -50,7 +50,7 @@ class Cache(Generic[V]):
                 if awaited is None:
                     self._made[key] = threading.Event()
                     break
-            awaited.wait()  # if the value was too large for the cache, or making it failed, this thread makes it again
+            awaited.wait()  # if the value was too large to cache, or could not be made, this thread makes it again
         try:
             value = make()
             self._hold(key, value)
@@ -67,7 +67,7 @@ class Cache(Generic[V]):
                 self._taken -= self._size(self._held.popitem(last=False)[1])
 
 
-#: largest number of results to keep, some kilobytes each. The least recently used one goes first
+#: largest number of results to keep, some kilobytes each. If there are more, the least recently used is deleted
 _MOST = 2000
 
 
@@ -78,7 +78,9 @@ def find_cache_folder() -> Path:
 
 
 class VerdictCache:
-    """Results on disk, by what they depend on. If the folder is not readable or writable, nothing is cached."""
+    """A cache of results on disk. The keys contain all inputs. If the folder is not readable or writable, nothing is
+    cached.
+    """
 
     def __init__(self, folder: Path) -> None:
         """
@@ -88,7 +90,7 @@ class VerdictCache:
         self._folder = folder
 
     def get(self, key: Mapping[str, Any]) -> Any:
-        """Return the result of `key`, or None if there is none or its file is damaged."""
+        """Return the result of `key`, or None if there is no result or its file is damaged."""
         path = self._path(key)
         try:
             found = json.loads(path.read_bytes())

@@ -1,4 +1,4 @@
-"""The routes of the FP8 tab, which parse and check parameters, and encode answers."""
+"""The routes of the FP8 tab: they parse and check parameters, and encode answers."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ from .web import (
 )
 
 NAME = "fp8"
-#: seconds that the list of tabs waits for the first record
+#: longest time in seconds that the list of tabs waits for the first record
 _ACTIVE = 0.3
-#: number of runs whose losses (a few thousand points each) and lists of dumped files are cached
+#: number of runs for which losses (a few thousand points each) and lists of dumped files are cached
 _LOSSES = 16
 #: bytes of cached maps over all steps
 _PICTURES = 64 << 20
@@ -68,11 +68,11 @@ class FP8Plugin(base_plugin.TBPlugin):  # type: ignore[misc]
         """
         names = list_own_names(getattr(context.flags, "host", None))
         self._open(parse_flags(context.flags), names, getattr(context, "data_provider", None))
-        self._logdir.look()  # now, because TensorBoard starts before the browser opens
+        self._logdir.look()  # begin now, because TensorBoard starts before the browser opens
 
     @classmethod
     def open_folders(cls, roots: Sequence[Root], renames: Sequence[str] = ()) -> FP8Plugin:
-        """Open the tab without TensorBoard, on records below folders. Its server must check the host name of requests.
+        """Open the tab without TensorBoard, for records below some folders. The server must check the host name of requests.
 
         Args:
             renames: rules for the layer names of runs that have a baseline, as in `compare`.
@@ -176,7 +176,7 @@ class FP8Plugin(base_plugin.TBPlugin):  # type: ignore[misc]
         return base_plugin.FrontendMetadata(es_module_path="/index.js", tab_name="FP8")
 
     def data_plugin_names(self) -> tuple[str, ...]:
-        """Return no name, because the tab reads records, not summaries."""
+        """Return no names, because the tab reads records and no summaries."""
         return ()
 
     def _runs(self) -> Any:

@@ -1,4 +1,4 @@
-"""The list of runs, and the table of all runs, which needs to read each record."""
+"""The list of runs, and the table of all runs, for which each record must be read."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ _PATIENCE = 1.0
 
 
 def list_runs(parts: PartMatrices, logdir: Logdir) -> list[dict[str, Any]]:
-    """Return all runs by name. If time runs out, describe the rest from the names of their files."""
+    """Return all runs by name. If time runs out, describe the remaining runs from the names of their files."""
     until = time.monotonic() + _PATIENCE
     names = sorted(logdir.find_records().records)
     return [_describe(parts, name, logdir, in_haste=time.monotonic() > until) for name in names]
 
 
-#: words in the names of runs that suggest their parts
+#: words in the name of a run that suggest the run's part
 _PLAYS = {
     "baseline": re.compile(r"(^|[\W_])(good|baseline)([\W_]|$)", re.IGNORECASE),
     "reference": re.compile(r"(^|[\W_])(reference|bf16)([\W_]|$)", re.IGNORECASE),
@@ -64,7 +64,7 @@ def _describe(parts: PartMatrices, name: str, logdir: Logdir, in_haste: bool) ->
     """Return an entry of the list of runs, also for unreadable records.
 
     Args:
-        in_haste: read only the names of parts, unless the record was read before. Then samples are not counted.
+        in_haste: read only the names of parts, and do not count samples, unless the record was read before.
     """
     nothing = {"first": None, "last": None, "samples": 0, "updated": None, "version": ""}
     try:
@@ -87,7 +87,7 @@ def _describe(parts: PartMatrices, name: str, logdir: Logdir, in_haste: bool) ->
 
 def _updated(run: Storage, index: RecordIndex) -> float | None:
     """Return the time at which the newest part was written."""
-    # If it is missing, it was merged just now.
+    # If the part is missing, it was merged just now.
     return None if index.newest is None else _written(run, f"metrics/{index.newest.name}", time.time())
 
 
@@ -111,7 +111,7 @@ def _state(run: Storage, index: RecordIndex, updated: float | None) -> str:
 
 
 def _has_ended(run: Storage, sampled: int) -> bool:
-    """Return True if the run reported its end after its last resume.
+    """Return True if the run reported its end after it was last resumed.
 
     Args:
         sampled: the latest attempt that has samples.
@@ -120,7 +120,7 @@ def _has_ended(run: Storage, sampled: int) -> bool:
         ended = read_status(run).get("ended")
     except RecordError:
         return False
-    if not isinstance(ended, float):  # still running, damaged, or from an earlier version
+    if not isinstance(ended, float):  # the run goes on, or the file is damaged or from an earlier version
         return False
     attempt = max(attempt for name in run.names() if (attempt := parse_attempt(name)) is not None)
     begun = None if attempt == sampled else _written(run, f"attempt-{attempt}.json")
@@ -128,7 +128,7 @@ def _has_ended(run: Storage, sampled: int) -> bool:
 
 
 def order_by_color(names: Iterable[str], provider: Any) -> list[str]:
-    """Return names in the order of their colors in TensorBoard, and then names unknown to TensorBoard.
+    """Return names in the order of their colors in TensorBoard, followed by names that TensorBoard does not know.
 
     TensorBoard sorts runs by their first event, and runs without events by name. A record belongs to the run of its name,
     or to the first run below it.
@@ -144,7 +144,7 @@ def _places(provider: Any) -> dict[str, int]:
     try:
         known = [] if provider is None else provider.list_runs(RequestContext(), experiment_id="")
         told = [(math.inf if run.start_time is None else run.start_time, run.run_name) for run in known]
-    except Exception:  # colors are not worth a failure if TensorBoard's data server is busy or gone
+    except Exception:  # TensorBoard's data server may be busy or gone, and colors matter little
         return {}
     return {name: place for place, (_, name) in enumerate(sorted(told))}
 
@@ -155,7 +155,7 @@ def _place(name: str, places: dict[str, int]) -> float:
     return places.get(name, min(found, default=math.inf))
 
 
-#: largest number of parts of `steps` to search for a loss, the newest first
+#: largest number of parts of `steps` to search for a loss; we search the newest first
 _PARTS_READ = 4
 
 
@@ -163,8 +163,8 @@ def _read_progress(parts: PartMatrices, run: Storage) -> dict[str, Any]:
     """Read the progress and the recipe of a run.
 
     Returns:
-        recipe: the recipe of its metrics, or None if not recorded. is_quantized: False if nothing is quantized. loss: the
-        last loss, or None if not finite. loss_step: its step. Both are None without losses.
+        recipe: the recipe of the metrics, or None if not recorded. is_quantized: False if nothing is quantized. loss: the
+        last loss, or None if not finite. loss_step: the step of this loss. Without losses, loss and loss_step are None.
     """
     index = parts.index(run)
     with capture_warnings():
@@ -195,7 +195,7 @@ _BY = "step"
 
 
 class Headlines:
-    """A cache of headlines, by the state of the records, the package's version, and the options."""
+    """A cache of headlines. The key is the state of the records, the package's version, and the options."""
 
     def __init__(self, jobs: JobQueue, parts: PartMatrices, logdir: Logdir) -> None:
         """
@@ -218,7 +218,7 @@ class Headlines:
         places = dict(zip(("run", "baseline", "reference"), (record["place"] for record in records), strict=True))
         version = " ".join(record["version"] for record in records)
         answer = self._jobs.ask({"kind": "headline", **places, "by": _BY, "version": version}, version)
-        # Damage may be a temporary outage, so such a headline is not cached.
+        # A temporary outage can look like damage, so do not cache this headline.
         if answer["state"] == "done" and not any(record["damaged"] for record in records):
             self._kept.put(identity, answer["result"])
         return answer
@@ -239,12 +239,12 @@ _KEPT = 8192
 
 
 class RunsTable:
-    """Rows of the table by run. An unchanged record is read only once."""
+    """The rows of the table, by run. An unchanged record is read only once."""
 
     def __init__(self, parts: PartMatrices, logdir: Logdir, headlines: Headlines) -> None:
         """
         Args:
-            headlines: cache of headlines, which rows include if known.
+            headlines: cache of headlines. A row includes the run's headline if it is cached.
         """
         self._parts, self._logdir, self._headlines = parts, logdir, headlines
         self._known: Cache[dict[str, Any]] = Cache(_KEPT)
@@ -252,11 +252,13 @@ class RunsTable:
         self._told: dict[tuple[str, str | None], tuple[float, Any]] = {}
 
     def list_rows(self, baseline: str | None) -> dict[str, Any]:
-        """Return all rows. Read new rows first, then those read longest ago. If time runs out, the rest stay as they were.
+        """Return all rows. Read new rows first, then the rows that were read longest ago. If time runs out, do not update
+        the others.
 
         Returns:
-            rows: for each name the result of `_read_progress`, `version` of the record, and `headline` (None if unknown),
-            or `why` the record is unreadable. is_complete: False if some rows are missing; then ask again.
+            rows: for each name the result of `_read_progress`, `version` (the record's state), and `headline` (None if
+            unknown). If the record is unreadable, `why` (the reason). is_complete: False if some rows are missing, so that
+            the caller should ask again.
         """
         until, names = time.monotonic() + _PATIENCE, sorted(self._logdir.find_records().records)
         if len(self._told) + len(names) > _KEPT:

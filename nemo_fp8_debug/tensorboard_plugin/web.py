@@ -1,4 +1,4 @@
-"""HTTP requests and answers: parameters, refusals, JSON, the script of the page, and addresses."""
+"""HTTP requests and answers: parameters, errors, JSON, the page's script, and addresses."""
 
 from __future__ import annotations
 
@@ -26,29 +26,29 @@ from .cache import Cache
 
 
 class Refused(Exception):
-    """A refused request. The message says what is wrong, with which parameter, and what to do."""
+    """The error for a refused request. The message names the problem, the parameter, and what to do."""
 
     status = 400
 
 
 class BadParameter(Refused):
-    """A request with a missing, unknown, repeated or invalid parameter."""
+    """The error for a missing, unknown, repeated or invalid parameter."""
 
 
 class Foreign(Refused):
-    """A request from another site."""
+    """The error for a request from another site."""
 
     status = 403
 
 
 class NotThere(Refused):
-    """A request for a run, tensor or step that does not exist."""
+    """The error for a run, tensor or step that does not exist."""
 
     status = 404
 
 
 class NotReadable(Refused):
-    """A request for a record that exists but is unreadable."""
+    """The error for a record that exists but is unreadable."""
 
     status = 409
 
@@ -67,7 +67,7 @@ def encode_json(answer: Any) -> str:
     return json.dumps(answer, allow_nan=False, separators=(",", ":"))
 
 
-#: largest number of characters of a name, and number of them that an error repeats
+#: largest number of characters in a name, and largest number of a name's characters in an error
 _LONGEST, _SHOWN = 2000, 80
 _WHOLE = re.compile(r"[0-9]{1,18}")
 #: largest number of metrics in one request
@@ -78,10 +78,10 @@ _MOST_COLUMNS = 2000
 
 @dataclass(frozen=True)
 class Parameter:
-    """How a parameter is read from its text."""
+    """The reader of a parameter's text, and the parameter's default."""
 
     read: Callable[[str, str], Any]
-    #: default of an optional parameter; required without one
+    #: default of the parameter; without a default, the parameter is required
     default: Any = ...
 
 
@@ -151,7 +151,7 @@ def read_some_of(choices: Iterable[str]) -> Callable[[str, str], list[str]]:
     def read(name: str, value: str) -> list[str]:
         words = value.split(",", _MOST_METRICS)
         if len(words) > _MOST_METRICS or len(set(words)) < len(words):
-            raise BadParameter(f"Parameter {name} lists more than {_MOST_METRICS} names or one twice; leave some out.")
+            raise BadParameter(f"Parameter {name} lists more than {_MOST_METRICS} names or a name twice; leave some out.")
         return [one(name, word) for word in words]
 
     return read
@@ -185,14 +185,15 @@ def link(address: str = "http://localhost:6006", **state: object) -> str:
     return "&".join([f"{address.rstrip('/')}/#fp8", *kept])
 
 
-#: environment variable with further host names that the tab answers to, separated by commas; "*": any
+#: environment variable with further host names that the tab accepts, separated by commas; "*" accepts any name
 HOSTS = "NEMO_FP8_DEBUG_HOSTS"
 
 
 def list_own_names(bound: str | None) -> frozenset[str]:
-    """Return the host names that the tab answers to, in addition to localhost and addresses in digits.
+    """Return the host names that the tab accepts in requests, in addition to localhost and numeric addresses.
 
-    These are the bound name, the machine's, and those in `HOSTS`. An empty name marks that `HOSTS` is set.
+    These are the name that the server is bound to, the machine's name, and the names in `HOSTS`. An empty name in the list
+    marks that `HOSTS` is set.
     """
     given = {name.strip().lower() for name in os.environ.get(HOSTS, "").split(",")} - {""}
     own = {name.lower() for name in (bound, socket.gethostname()) if name}
@@ -200,13 +201,13 @@ def list_own_names(bound: str | None) -> frozenset[str]:
 
 
 def check_host(headers: Headers, names: Collection[str]) -> None:
-    """Refuse a request for a foreign host name, because another site can make its own name resolve to this machine.
+    """Refuse a request for a foreign host name, because another site can let its own name resolve to this machine.
 
     Args:
         names: the result of `list_own_names`.
 
     Raises:
-        Foreign: the name is not the tab's.
+        Foreign: the tab does not accept the name.
     """
     host = headers.get("Host", "")
     if "*" not in names and not any(is_local(host, name) for name in {"localhost", *names} - {""}):
@@ -226,8 +227,8 @@ def _hostname(host: str) -> str | None:
 def check_origin(headers: Headers, names: Collection[str] = ()) -> None:
     """Refuse a request from another site's page.
 
-    A proxy passes the page's host in X-Forwarded-Host, if not in Host. Anybody can write that header, so it counts only if
-    `HOSTS` is set and the header holds one of `names`.
+    A proxy passes the page's host in X-Forwarded-Host, if not in Host. Any client can set that header, so we use the header
+    only if `HOSTS` is set and the header contains one of `names`.
 
     Args:
         names: the result of `list_own_names`.
@@ -237,10 +238,10 @@ def check_origin(headers: Headers, names: Collection[str] = ()) -> None:
     """
     site = headers.get("Sec-Fetch-Site", "").strip().lower()
     origin = headers.get("Origin")
-    # A script or image of a page on another port comes without an Origin.
+    # A request for a script or image from a page on another port has no Origin header.
     if site == "cross-site" or (site == "same-site" and origin is None):
         raise Foreign("The request comes from a page of another site; open the page's own address instead.")
-    # If the browser itself reports the same origin, it does not matter what proxies made of the host.
+    # If the browser reports the same origin, accept the request, even if proxies have changed the host.
     if origin is None or site in ("same-origin", "none"):
         return
     told = headers.get("X-Forwarded-Host", "").split(",") if "" in names else []
@@ -250,9 +251,9 @@ def check_origin(headers: Headers, names: Collection[str] = ()) -> None:
 
 
 def is_local(host: str, bound: str) -> bool:
-    """Return True if a Host header names this server as localhost, by an address in digits, or by its bound name.
+    """Return True if a Host header names this server by localhost, a numeric address, or the name that it is bound to.
 
-    A page of another site whose name resolves to this machine sends the other site's name.
+    If another site's name resolves to this machine, its pages send the other site's name in the header.
 
     Example:
         >>> is_local("127.0.0.1:6006", "localhost"), is_local("example.com:6006", "localhost")
@@ -289,7 +290,7 @@ _AS_MODULE = b"export const render = () => fp8Debug(null, import.meta.url);\n"
 
 
 class PageScript:
-    """The page's script, which browsers cache until it changes."""
+    """The page's script. Browsers cache the script until it changes."""
 
     def __init__(self, is_module: bool = False) -> None:
         """
@@ -314,7 +315,7 @@ class PageScript:
 
 
 def build_wsgi(answer: Callable[[Request], Response], names: Collection[str] | None = None) -> Callable[..., Any]:
-    """Return a WSGI application around a function that answers requests. A refused request gets a sentence.
+    """Return a WSGI application around a function that answers requests. The answer to a refused request is a sentence.
 
     Args:
         names: the result of `list_own_names`; None: the server checks the host name itself.

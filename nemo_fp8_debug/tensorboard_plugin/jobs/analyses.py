@@ -1,4 +1,4 @@
-"""The analyses of jobs: the verdict on a run, its headline, and a recipe tried on all tensors of a step."""
+"""The analyses that jobs run: the verdict on a run, its headline, and a trial of a recipe on all tensors of a step."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def judge_run(
     renames: Sequence[str] = (),
     tell: Tell = tell_nobody,
 ) -> dict[str, Any]:
-    """Compare, diagnose and recommend, as the commands of these names do.
+    """Compare, diagnose and recommend, like the commands of these names.
 
     Args:
         renames: rules for the run's layer names, as in `compare`.
@@ -116,7 +116,7 @@ def _diagnosed(
 
 
 def _compared(found: Diagnosis, comparison: Comparison) -> dict[str, Any]:
-    """Return a comparison as plain values, its tensors in the order of harm."""
+    """Return a comparison as plain values, with its tensors in the order of harm."""
     told = to_json(comparison)
     return told | {"tensors": order_by_harm(told["tensors"], found)}
 
@@ -138,7 +138,7 @@ def _recommend(found: Diagnosis) -> tuple[Recommendation | None, list[str]]:
 
 
 def _list_snippets(found: Recommendation) -> list[dict[str, Any]]:
-    """Return the files with the changes, the plan first: name, about, text and coarser."""
+    """Return the files with the changes, the plan first. Each has name, about, text and coarser."""
     from ...analysis.recommendation.snippets import PLAN, make_snippets
 
     made = [asdict(snippet) for snippet in make_snippets(found)]
@@ -148,18 +148,18 @@ def _list_snippets(found: Recommendation) -> list[dict[str, Any]]:
     return [plan | {"coarser": ()}, *made]
 
 
-#: largest number of metric rows in a record to replay
+#: largest number of metric rows of a record that may be replayed here
 _MOST_REPLAYED = 8_000_000
 
 
 def try_recipe(run: str, step: int, recipe: str) -> dict[str, Any]:
-    """Return metrics of all tensors at a sampled step under another recipe, from histograms.
+    """Compute the metrics of all tensors at a sampled step under another recipe, from histograms.
 
     `rounded` marks approximate metrics of float32 tensors.
 
     Raises:
         ConfigError: the recipe is invalid, or needs more than histograms.
-        RecordError: there are no histograms of that step, or too many rows.
+        RecordError: there are no histograms of that step, or the record has too many rows.
     """
     from ...analysis.replay.replay import replay
 

@@ -1,4 +1,4 @@
-"""Run jobs that are too large for TensorBoard's own process, in one child process at a time, which frees its memory.
+"""Run jobs that are too large for TensorBoard's own process, in one child process at a time. Its memory is freed at its end.
 
 The child reads one request from stdin, and ends when stdin closes. It writes lines of JSON to stdout: partial results, and
 last the answer.
@@ -66,11 +66,11 @@ def measure_memory(pid: int) -> int:
     return 0
 
 
-#: seconds without requests after which a job is stopped, and seconds for which a failure or an outdated result is kept
+#: seconds without requests after which a job is stopped, and seconds for which we keep a failure or an outdated result
 _ABANDONED, _STALE = 60.0, 30.0
-#: seconds without requests after which a waiting job makes room for others, and longest time of a job in seconds
+#: seconds without requests after which a waiting job may be dropped, and longest time of a job in seconds
 _UNASKED, _LONGEST = 5.0, 1800.0
-#: largest number of finished jobs to keep, and of waiting jobs
+#: largest number of finished jobs to keep, and largest number of waiting jobs
 _KEPT, _WAITING = 8, 16
 #: seconds between two checks of the child
 _LOOK = 0.1
@@ -78,7 +78,7 @@ _TOO_LARGE = (
     "The job was stopped because it used more than {} GiB of memory. Run `nemo-fp8-debug` on the records, or start "
     f"TensorBoard with the environment variable {MEMORY} set to more."
 )
-# The child uses this process's module path, without the folder in which it starts.
+# The child uses this process's sys.path, without the folder in which the child starts.
 _PROGRAM = "import sys; sys.path[:] = {}; from nemo_fp8_debug.tensorboard_plugin.jobs.job_queue import main; main()"
 
 
@@ -102,7 +102,7 @@ class _Job:
 
 
 class JobQueue:
-    """A queue of jobs by request, of which one runs at a time."""
+    """A queue of jobs by request. One job runs at a time."""
 
     def __init__(self) -> None:
         self._jobs: dict[str, _Job] = {}
@@ -116,8 +116,8 @@ class JobQueue:
         """Return the state of a job. Add the job if it is new.
 
         Args:
-            what: the request, as `main` reads it.
-            version: version of all records that the job reads.
+            what: the request, in the form that `main` reads.
+            version: state of all records that the job reads.
 
         Returns:
             `state`: `working` (with `seconds` and `partial`), `done` (with `result`) or `failed` (with `error`).
@@ -186,7 +186,7 @@ class JobQueue:
             return self._running
 
     def _done(self, job: _Job) -> dict[str, Any]:
-        """Run a job in a child. Stop it without requests, or if it takes too long or too much memory."""
+        """Run a job in a child. Stop the job if it gets no requests, or takes too long or too much memory."""
         began, most = time.monotonic(), read_memory_limit()
         environment = os.environ | {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
         child = subprocess.Popen(
@@ -224,7 +224,7 @@ class JobQueue:
 
 
 def _listen(out: IO[bytes], job: _Job) -> Any:
-    """Keep a child's partial results, and return its answer, the last line, or None."""
+    """Store a child's partial results. Return its last line, which is the answer, or None."""
     said = None
     for line in out:
         with contextlib.suppress(ValueError, TypeError, KeyError):
@@ -257,7 +257,7 @@ def _kill(child: subprocess.Popen[bytes]) -> None:
         child.wait(5)
 
 
-#: niceness of the child, so that TensorBoard and other processes come first
+#: niceness of the child, so that TensorBoard and other processes take precedence
 _NICE = 5
 
 
@@ -278,13 +278,13 @@ def main() -> None:
 
 
 def answer_request(request: dict[str, Any], tell: _Tell = lambda partial: None) -> dict[str, Any]:
-    """Return the answer to a request, as the browser gets it.
+    """Return the answer to a request, in the form for the browser.
 
     Args:
         tell: function that receives partial results.
     """
     try:
-        # Starting more processes would take longer than the work, and a job may use only one.
+        # Use one process, because starting more would take longer than the work, and a job may use only one.
         with joblib.parallel_config("sequential"):
             return {"state": "done", "result": make_jsonable(_compute(request.pop("kind"), request, tell))}
     except (ConfigError, RecordError) as error:
@@ -297,20 +297,20 @@ def answer_request(request: dict[str, Any], tell: _Tell = lambda partial: None) 
 
 
 def _compute(kind: str, request: dict[str, Any], tell: _Tell) -> Any:
-    """Compute a job of a kind."""
+    """Compute the result of a request."""
     # Imported only now, because the import takes as long as some jobs.
     from .analyses import judge_headline, judge_run, try_recipe
 
     if kind == "verdict":
         return judge_run(**request, tell=tell)
     if kind == "headline":
-        del request["version"]  # only separates jobs of different states of a record
+        del request["version"]  # the version only tells jobs on different states of a record apart
         return judge_headline(**request)
     return try_recipe(**request)
 
 
 def _end_with_the_parent() -> None:
-    while os.read(0, 1):  # not sys.stdin, which could not be closed at exit during a read
+    while os.read(0, 1):  # sys.stdin could not be closed at exit during a read
         pass
     with contextlib.suppress(OSError):
         os.killpg(0, signal.SIGKILL)  # also ends the processes that this one started

@@ -1,4 +1,4 @@
-"""Call the tab's routes from Python, and collect the answers that a page needs."""
+"""Call the tab's routes from Python, and collect the answers for a page."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from ..web import Refused, encode_json
 _LOOK = 0.2
 
 
-#: metric to show for tensors without a finding
+#: metric that is shown for tensors without a finding
 USUAL_METRIC = "relative_error"
 
 
 @dataclass(frozen=True)
 class ShownTensor:
-    """A tensor to show, with its onset and metric."""
+    """A tensor to show, with its onset and the metric to show."""
 
     layer: str
     role: str
@@ -41,7 +41,7 @@ class ShownTensor:
 
 
 def choose_tensors(result: Mapping[str, Any], most: int) -> list[ShownTensor]:
-    """Return the first tensors of a verdict's story, which ranks them by harm."""
+    """Return the first tensors of a verdict's story, in which tensors are ranked by harm."""
     rows = [{"metric": None, **row} for row in result["story"]["tensors"][:most]]
     metrics = [row["metric"] if row["metric"] in metadata.NUMBERS else USUAL_METRIC for row in rows]
     return [ShownTensor(row["layer"], row["role"], row["since"], metric) for row, metric in zip(rows, metrics, strict=True)]
@@ -64,7 +64,7 @@ class RouteClient:
         return [name for name, route in self._routes.items() if set(route.parameters) == set(parameters)]
 
     def ask(self, route: str, **parameters: object) -> Any:
-        """Return the answer of a route, bytes or values for JSON. Leave out parameters that are None.
+        """Return the answer of a route as bytes or as values for JSON. Parameters that are None are left out.
 
         Raises:
             Refused: there is no such run, tensor or step.
@@ -80,7 +80,7 @@ class RouteClient:
             return None
 
     def rename_tensor(self, run: str, baseline: str | None, tensor: ShownTensor) -> ShownTensor:
-        """Return a tensor of a verdict with the layer's name in the run's record instead of the baseline's."""
+        """Return a tensor of a verdict. Replace the layer's name in the baseline by its name in the run's record."""
         if baseline in (None, run):
             return tensor
         names = self.ask("names", run=run, baseline=baseline)["names"]
@@ -98,7 +98,7 @@ _PLAIN = "!'()*~-_."
 
 
 def name_answer(route: str, **parameters: object) -> str:
-    """Return the name of an answer, as `nameOf` of the page's `sources/standing.js` makes it.
+    """Return the name of an answer. `nameOf` of the page's `sources/standing.js` returns the same name.
 
     Example:
         >>> name_answer("frames", run="a b", metric="mse", table=None)
@@ -109,7 +109,7 @@ def name_answer(route: str, **parameters: object) -> str:
 
 
 class PackedAnswers:
-    """Answers by name, each as gzip in base64."""
+    """Answers by name. Each is compressed by gzip and encoded in base64."""
 
     def __init__(self) -> None:
         self._texts: dict[str, str] = {}
@@ -146,25 +146,25 @@ def encode_script(value: Any) -> str:
 POINTS = 1000
 #: largest number of metrics in one request
 _AT_ONCE = 16
-#: columns of a course by default and at least, and largest number of values in a course
+#: default and least number of columns of a heatmap over all steps, and largest number of its values
 _COLUMNS, _LEAST_COLUMNS, _COURSE = 800, 20, 60_000
 
 
 class PageContents:
-    """The answers for a page, added by subject."""
+    """The answers for a page. Each method adds the answers about one subject."""
 
     def __init__(self, client: RouteClient) -> None:
         self.client, self.held = client, PackedAnswers()
         self._headlines: dict[str, Any] = {}
 
     def add_runs(self, told: Sequence[str]) -> None:
-        """Add the list of runs, with growing runs marked as still, and the notes about the page."""
+        """Add the list of runs and the notes about the page. A run that is growing is marked as not growing."""
         answer = self.client.ask("runs")
         still = [run | {"state": "still" if run["state"] == "growing" else run["state"]} for run in answer["runs"]]
         self.held.put(name_answer("runs"), answer | {"runs": still, "told": list(told)})
 
     def add_run(self, run: str, table: str, steps: Sequence[int]) -> None:
-        """Add the description of a run, with only the sampled steps that are in the page."""
+        """Add the description of a run, limited to the sampled steps in the page."""
         answer = self.client.ask("run", run=run, table=table)
         self.held.put(name_answer("run", run=run, table=table), answer | {"steps": list(steps)})
 
@@ -175,7 +175,7 @@ class PageContents:
                 self.held.put(name_answer(route, **about), thin_columns(answer, POINTS))
 
     def add_names(self, run: str, baseline: str) -> None:
-        """Add a baseline's names of a run's layers, if any differ."""
+        """Add the names in a baseline of a run's layers, if any name differs."""
         answer = self.client.ask("names", run=run, baseline=baseline)
         if answer["names"]:
             self.held.put(name_answer("names", run=run, baseline=baseline), answer)
@@ -187,14 +187,18 @@ class PageContents:
         return self.held.put(name_answer("frames", **about), join_frames(answers)) if answers else 0
 
     def add_course(self, run: str, metric: str, table: str, tensors: int) -> int:
-        """Add a metric of all tensors over all steps, in fewer columns for many tensors. Return the characters."""
+        """Add a metric of all tensors over all steps, in fewer columns if there are many tensors. Return the number of
+        characters.
+        """
         about = {"run": run, "metric": metric, "table": table}
         columns = max(_LEAST_COLUMNS, min(_COLUMNS, _COURSE // max(1, tensors)))
         answer = self.client.ask("course", **about, columns=columns)
         return self.held.put(name_answer("course", **about), answer)
 
     def add_timeline(self, run: str, layer: str, role: str) -> int:
-        """Add all metrics of a tensor and its ranks. Return the number of steps, 0 if the run has no such tensor."""
+        """Add all metrics of a tensor and its ranks. Return the number of steps, or 0 if the run does not have the
+        tensor.
+        """
         metrics = [*list_metrics(metadata.find_table(role)), "ranks", "ranks_missing"]
         asked = [",".join(metrics[i : i + _AT_ONCE]) for i in range(0, len(metrics), _AT_ONCE)]
         answers = [self.client.try_to_ask("timeline", run=run, layer=layer, role=role, metrics=names) for names in asked]
@@ -247,5 +251,7 @@ def list_steps(client: RouteClient, run: str, table: str) -> list[int]:
 
 
 def choose_nearest(steps: Sequence[int], step: int | None) -> list[int]:
-    """Return a list with the sampled step nearest to a step, or with the last one; empty without samples."""
+    """Return a list with the sampled step nearest to a step, or the last sampled step. Return an empty list without
+    samples.
+    """
     return [min(steps, key=lambda one: abs(one - step)) if step is not None else steps[-1]] if steps else []

@@ -1,4 +1,4 @@
-"""Write a report that compares runs with a baseline, as one file that opens in any browser."""
+"""Write a report that compares runs with a baseline, in one file that opens in any browser."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Figure:
 
 
 def choose_figures(result: Mapping[str, Any], tensors: list[ShownTensor], unit: str) -> list[Figure]:
-    """Return the figures: the verdict, then all tensors at the onset, then the tensors that matter."""
+    """Return the figures: the verdict, then all tensors at the onset, then single tensors in order of harm."""
     divergence = result["diagnosis"]["divergence_step"]
 
     def step(of: ShownTensor | None) -> int | None:
@@ -74,7 +74,7 @@ _MISSING = "This is not in the report. To see everything, run `nemo-fp8-debug vi
 
 @dataclass(frozen=True)
 class ReportSubject:
-    """The subject of a report, by addresses of records."""
+    """The subject of a report: the addresses of its records."""
 
     baseline: str
     runs: Sequence[str]
@@ -84,7 +84,7 @@ class ReportSubject:
 
 
 def check_report(path: str | os.PathLike[str]) -> None:
-    """Refuse a report that is not writable, before the work is done.
+    """Check that a report can be written, before the work is done.
 
     Raises:
         ConfigError: the file exists, or its folder does not.
@@ -171,7 +171,7 @@ class _Report:
             "timeline": self._timeline,
             "distribution": self._distribution,
         }[figure.view]
-        sizes = [fill(figure, part) for part in parts]  # of all parts
+        sizes = [fill(figure, part) for part in parts]  # fill all parts
         if held.size > _MOST:
             held.keep(before)
             self.told.append(f"“{figure.title}” does not fit in this report: `nemo-fp8-debug view` shows it.")
@@ -203,7 +203,7 @@ class _Report:
         return self._contents.add_histograms(run, **self._tensor(figure, run), steps=steps)
 
     def _tensor(self, figure: Figure, run: str) -> dict[str, str]:
-        """Return the layer and role of a figure's tensor, by its name in a run's record."""
+        """Return the layer and role of a figure's tensor, with the layer's name in a run's record."""
         assert figure.tensor is not None
         tensor = self._contents.client.rename_tensor(run, self._baseline, figure.tensor)
         return {"layer": tensor.layer, "role": tensor.role}

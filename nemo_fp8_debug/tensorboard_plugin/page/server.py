@@ -32,7 +32,7 @@ from .contents import (
     list_steps,
 )
 
-#: security policy of a page in one file, which loads nothing from elsewhere
+#: content security policy of a page in one file, which loads nothing from elsewhere
 _ALONE = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
 _WITHOUT = "This page needs JavaScript: switch JavaScript on to see it."
 
@@ -49,13 +49,13 @@ def render_page(title: str, scripts: str, policy: str = "") -> str:
 
 def render_alone(title: str, data: dict[str, Any]) -> str:
     """Return a page in one file."""
-    # In strings and comments of a script, the escapes mean the same, and HTML parsers ignore them.
+    # In strings and comments of a script, the escapes mean the same as the characters, but HTML parsers ignore the escapes.
     code = SCRIPT.read_text(encoding="utf-8").replace("</script", "<\\/script").replace("<!--", "<\\!--")
     return render_page(title, f"<script>{render_data(data)}</script>\n<script>{code}</script>", _ALONE)
 
 
 def render_data(data: dict[str, Any]) -> str:
-    """Return the script that gives a page its data."""
+    """Return the script that contains the data of a page."""
     return f"globalThis.fp8DebugPage = {encode_script(data)};"
 
 
@@ -128,11 +128,11 @@ def _foreign(request: Request) -> Response:
 
 #: largest number of sampled steps of a run
 _STEPS = 128
-#: largest number of characters of all maps, of all distributions, and of an answer inside the page itself
+#: largest number of characters: of all maps, of all distributions, and of an answer that is part of the page's file
 _MAPS, _DISTRIBUTIONS, _INLINE = 24_000_000, 16_000_000, 1000
-#: largest numbers of a run's steps with distributions, of a verdict's tensors with timelines, of rows in a list, of verdicts
+#: largest numbers: steps of a run with distributions, tensors of a verdict with timelines, rows in a list, verdicts
 _HISTOGRAMS, _TENSORS, _ROWS, _VERDICTS = 6, 12, 1000, 20
-#: packed bytes of one value in a map
+#: estimated bytes of one packed value in a map
 _PACKED = 4.5
 _MISSING = (
     "This page has no server and does not contain the answer. Its top lists what it contains. To see everything, run "
@@ -180,7 +180,7 @@ def _written(place: Path, held: PackedAnswers) -> tuple[int, int]:
 
 
 class _Export:
-    """The answers to the requests of all views, as far as there is room."""
+    """The answers to the requests of all views, until the page is full."""
 
     def __init__(self, client: RouteClient) -> None:
         self.contents, self._client = PageContents(client), client
@@ -192,7 +192,7 @@ class _Export:
         self._matter: dict[str, list[ShownTensor]] = {}
 
     def fill(self) -> None:
-        """Collect all answers, the verdicts first, because their tensors come first if room is short."""
+        """Collect all answers. Begin with the verdicts, because their tensors take precedence if the page gets full."""
         self._verdicts()
         tables = [(run, table) for run in self._runs for table in self._client.ask("run", run=run)["tables"]]
         columns = sum(self._width(run, table) for run, table in tables)
@@ -230,7 +230,7 @@ class _Export:
             self._told.append(f"Verdicts are those of the first {_VERDICTS} of {len(others)} runs.")
 
     def _note(self, run: str, baseline: str | None, tensors: Iterable[ShownTensor]) -> None:
-        """Note the tensors of a verdict, by their names in the record of a run."""
+        """Note the tensors of a verdict, with their names in the record of a run."""
         matter = self._matter.setdefault(run, [])
         found = [self._client.rename_tensor(run, baseline, tensor) for tensor in tensors]
         matter += [tensor for tensor in found if tensor not in matter]
@@ -260,7 +260,7 @@ class _Export:
             self._told.append(f"{run}: {len(steps)} of {len(every):,} sampled steps are in this page.")
 
     def _tensors(self) -> None:
-        """Add timelines of the tensors that matter, and as many distributions as there is room for."""
+        """Add timelines of the tensors in verdicts, and as many distributions as fit."""
         taken, there, all_of_them = 0, 0, 0
         for run in self._runs:
             matter = [(tensor.layer, tensor.role) for tensor in self._matter.get(run, [])]

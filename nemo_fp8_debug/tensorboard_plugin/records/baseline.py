@@ -1,4 +1,6 @@
-"""Compare a run with a baseline: match layer names, compute bands of tensors, and find when the loss departs."""
+"""Compare a run with a baseline: match layer names, compute bands of tensors, and find the step at which the loss
+departs.
+"""
 
 from __future__ import annotations
 
@@ -42,12 +44,12 @@ from .part_matrices import NONFINITE, Array, Layers, PartMatrices, RecordIndex
 from .tensor_history import refuse_tensor
 from .thinning import thin_series
 
-#: number of pairs of records whose names are cached
+#: number of pairs of records for which names are cached
 _PAIRS = 64
 
 
 class LayerNames:
-    """Cached names of layers by pairs of records."""
+    """Cached matches of layer names for pairs of records."""
 
     def __init__(self, parts: PartMatrices, renames: Sequence[str] = ()) -> None:
         """
@@ -58,8 +60,8 @@ class LayerNames:
         self._pairs: Cache[dict[str, Any]] = Cache(_PAIRS)
 
     def match(self, run: Storage, baseline: Storage) -> dict[str, Any]:
-        """Return `names`, the baseline's names of layers that differ, and `how` they were matched."""
-        # Names are matched only if the runs share none, which the newest parts usually show.
+        """Return `names` (the baseline's names of layers with different names) and `how` (how the names were matched)."""
+        # Names are matched only if the runs have no name in common. Usually the newest parts show that.
         if not self._renames and not self._of_newest(run).keys().isdisjoint(self._of_newest(baseline)):
             return {"names": {}, "how": ""}
         versions = [self._parts.index(record).version for record in (run, baseline)]
@@ -69,7 +71,7 @@ class LayerNames:
         first, second = (list(self._of_all(record)) for record in (baseline, run))
         try:
             found = match_layers(first, second, self._renames, lambda: (_sizes(baseline), _sizes(run)))
-        except ConfigError:  # the rules are for another run's layers
+        except ConfigError:  # the rules are for the layers of another run
             found = {}, ""
         return dict(zip(("names", "how"), found, strict=True))
 
@@ -94,11 +96,11 @@ def _sizes(record: Storage) -> Sizes:
 _POINTS = 1000
 #: number of cached bands, each for the 6 metrics of a tensor
 _KEPT = 64
-#: bytes of cached columns for bands: all of a small record, and little of a large one
+#: bytes of cached columns for bands, enough for all columns of a small record
 _HELD = 64 << 20
-#: number of runs whose losses and quantized steps are cached
+#: number of runs for which losses and quantized steps are cached
 _RUNS = 16
-#: columns for bands, and columns to read for them
+#: columns for bands, and the columns to read to compute them
 _COLUMNS = ("n", "nan", "inf", "mse", *({evidence.metric for evidence in EVIDENCE} - {NONFINITE}))
 _READ = ("step", "scale_source", *_COLUMNS)
 
@@ -114,7 +116,7 @@ class TensorBands:
         self._runs: Cache[Run] = Cache(_RUNS)
 
     def judge_tensor(self, run: Storage, baseline: Storage, layer: str, role: str) -> dict[str, Any]:
-        """Return when a tensor left a baseline's band, and the bands of its metrics.
+        """Return the step at which a tensor left a baseline's band, and the bands of its metrics.
 
         Args:
             layer: the run's name of the layer.
@@ -122,12 +124,13 @@ class TensorBands:
         Returns:
             `since`: the first step out of the band of any metric, as in `compare`, or null. `metric`: that metric.
             `chance`: whether chance alone explains this onset among so many tensors, so that `compare` may leave it out.
-            `why`: why the tensor is not judged, or null. `metrics`: by name `step`, `low`, `expected`, `high` (a number or
-            null each), `least` (the least rise that counts, or ratio if `is_ratio`), `since`, `value` and `usual` (at that
-            step), `beyond` (samples outside the band), and `counted` (those that count).
+            `why`: the reason why the tensor is not judged, or null. `metrics`: for each metric, the lists `step`, `low`,
+            `expected` and `high` (numbers or null), `least` (the least rise that counts, or the least ratio if `is_ratio`),
+            `since`, `value` and `usual` (at step `since`), `beyond` (number of samples outside the band), and `counted`
+            (number of these samples that count).
 
         Raises:
-            NotThere: either record has no such tensor.
+            NotThere: one of the records does not have the tensor.
         """
         if find_table(role) != self._parts.table:
             return _not_judged("Only operands of GEMMs have bands, and this tensor is not one of them.")
@@ -136,12 +139,12 @@ class TensorBands:
         return self._bands.get(key, lambda: self._judged(run, baseline, (layer, role)))
 
     def find_divergence(self, run: Storage, baseline: Storage | None) -> dict[str, Any]:
-        """Return the step from which a run's loss stays above the baseline's, or above its own minimum, or null."""
+        """Return the step from which a run's loss stays above the baseline's loss or above its own minimum, or null."""
         other = None if baseline is None else self._run(baseline).loss
         return {"since": LossOutcome.of(self._run(run).loss, other).since}
 
     def _run(self, record: Storage) -> Run:
-        """Return the run of a record without its metrics."""
+        """Return the run of a record without reading its metrics."""
 
         def read() -> Run:
             with capture_warnings():
@@ -171,7 +174,7 @@ class TensorBands:
         return _told(found, select_counted(found.onsets, others, beside))
 
     def _grid(self, run: Storage, key: tuple[str, str], only_quantized: bool = False) -> Grid:
-        """Return the grid of a tensor over all samples that `compare` uses."""
+        """Return the grid of a tensor over the samples that `compare` uses."""
 
         def read(index: RecordIndex) -> Grid:
             rows, steps = self._rows(run, index, key), index.steps
@@ -183,7 +186,7 @@ class TensorBands:
         return self._parts.read_settled(run, read)
 
     def _rows(self, run: Storage, index: RecordIndex, key: tuple[str, str]) -> pl.DataFrame:
-        """Return the rows of a tensor, without keeping those of others in memory."""
+        """Return the rows of a tensor. Do not keep rows of other tensors in memory."""
 
         def of_part(part: Part) -> pa.Table | None:
             if (layout := self._parts.find_layout(run, part)) is None:
@@ -227,7 +230,7 @@ class TensorBands:
         return np.array(sorted(steps), np.int64) if is_engine else None
 
     def _only_source(self, run: Storage, part: Part) -> str | None:
-        """Return the scale source of all rows of a part, if its footer shows a single one."""
+        """Return the scale source of a part's rows, if the part's footer shows that all rows have the same source."""
         known = self._parts.outline(run, part).texts.get("scale_source", ())
         return known[0] if len(known) == 1 else None
 
@@ -264,7 +267,7 @@ def _drawn(steps: Array, band: MetricBand) -> dict[str, Any]:
 
 
 def _out(onset: dict[str, Any] | None) -> dict[str, Any]:
-    """Return the onset of a metric, and its actual and usual value there."""
+    """Return the onset of a metric, and the metric's actual and usual value at the onset."""
     if onset is None:
         return {"since": None, "value": None, "usual": None}
     told: dict[str, Any] = make_jsonable({"since": onset["onset"], "value": onset["value"], "usual": onset["expected"]})

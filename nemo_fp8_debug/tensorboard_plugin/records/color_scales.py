@@ -1,4 +1,4 @@
-"""Compute the color scales of a map: the distribution of a metric's values, and the least changes that count."""
+"""Compute the color scales of a map from the distribution of a metric's values and the least changes that count."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from .part_matrices import (
     read_numbers,
 )
 
-#: number of bits to drop from float32 to get BF16, and further bits to drop for the few bars of a picture
+#: number of bits to drop from float32 to get BF16, and number of further bits to drop for the few bars of a histogram
 _DROPPED, _COARSER = 16, 4
 _MOST = float(np.finfo(np.float32).max) / 2
 
@@ -49,7 +49,7 @@ class Extent:
 
     @classmethod
     def of(cls, values: Array) -> Extent:
-        """Return the extent of the finite values."""
+        """Return the range and the counts of the finite values."""
         found = values[np.isfinite(values)]
         low, high = float(found.min(initial=np.inf)), float(found.max(initial=-np.inf))
         positive = float(found[found > 0].min(initial=np.inf))
@@ -65,7 +65,7 @@ class Extent:
         return int(self.values.nbytes + self.counts.nbytes)
 
     def quantile(self, percent: float) -> float | None:
-        """Return a percentile with a relative error of at most 0.4%, or None without values."""
+        """Return a quantile with a relative error of at most 0.4%, or None without values."""
         if not len(self.values):
             return None
         upto = np.cumsum(self.counts)
@@ -74,7 +74,7 @@ class Extent:
 
 
 def merge_extents(extents: Sequence[Extent]) -> Extent:
-    """Return the extent of all values of several extents."""
+    """Merge several ranges into one that covers all their values, and add up the counts."""
     if not extents:
         return Extent.of(np.empty(0))
     values, place = np.unique(np.concatenate([e.values for e in extents]), return_inverse=True)
@@ -84,7 +84,7 @@ def merge_extents(extents: Sequence[Extent]) -> Extent:
 
 
 def coarsen_extent(extent: Extent) -> tuple[Array, Array]:
-    """Return values with 4 significant bits, ascending, and their counts."""
+    """Return the values rounded to 4 significant bits, ascending, and their counts."""
     bits = extent.values.astype(np.float32).view(np.uint32) >> (_DROPPED + _COARSER)
     codes, place = np.unique(bits, return_inverse=True)
     counts = np.bincount(place, extent.counts, len(codes)).astype(np.int64)
@@ -92,7 +92,7 @@ def coarsen_extent(extent: Extent) -> tuple[Array, Array]:
 
 
 def _floats(codes: Array) -> Array:
-    """Return the values of upper halves of float32 bits, with 0 for -0."""
+    """Convert upper halves of float32 bits to values, with 0 for -0."""
     found: Array = (codes.astype(np.uint32) << _DROPPED).view(np.float32).astype(np.float64) + 0.0
     return found
 
@@ -106,24 +106,24 @@ def _ascending(values: Array, counts: Array) -> tuple[Array, Array]:
 PERCENTILES = (1.0, 50.0, 99.0)
 
 
-#: bytes of cached extents
+#: bytes of cached ranges with counts
 _EXTENTS = 32 << 20
 
 
 class Extents:
-    """Cached extents of metrics, by part."""
+    """Cached ranges and counts of metrics, by part."""
 
     def __init__(self, parts: PartMatrices) -> None:
         self._parts = parts
         self._known: Cache[Extent] = Cache(_EXTENTS, lambda extent: extent.nbytes)
 
     def describe(self, run: Storage, metric: str) -> dict[str, Any]:
-        """Describe a metric over all readable sampled steps.
+        """Describe the values of a metric over all readable sampled steps.
 
         Returns:
-            low, high and positive (the smallest value above 0) of finite values; warm_up (the last step of the first tenth
-            of the samples, None with one sample); after the warm-up, percentiles (1, 50 and 99), and values and counts
-            (values rounded to 4 significant bits, ascending).
+            low, high and positive (the smallest value above 0) of all finite values, and warm_up (the last step of the first
+            tenth of the samples, None if there is one sample). For the samples after the warm-up: percentiles (1, 50 and
+            99), values (rounded to 4 significant bits, ascending), and counts.
         """
 
         def read(index: RecordIndex) -> dict[str, Any]:
@@ -148,7 +148,7 @@ class Extents:
         return self._parts.read_settled(run, read)
 
     def _of_parts(self, run: Storage, index: RecordIndex, metric: str, wanted: Callable[[int], bool]) -> list[Extent]:
-        """Return the extent of each part, over its wanted steps."""
+        """Return the range and counts of each part over its wanted steps."""
         found = []
         for part, steps in index.held.items():
             if kept := [step for step in steps if wanted(step)]:
@@ -171,7 +171,7 @@ class Extents:
         return self._known.get((str(run), part.path, name, tuple(steps)), make)
 
 
-#: least changes that count for metrics without evidence in `compare`; 0.585 bits are a rise of an error by half
+#: least changes that count for metrics that `compare` does not use; 0.585 bits are a rise of an error by half
 _HALF_AGAIN = 0.585
 _LEAST = {"sqnr_db": 10 * np.log10(1.5), "cosine": 0.01, "dynamic_range_log2": 3.0, "sink_pct": 1.0, "dropped_pct": 1.0}
 #: largest number of values in memory (half a GiB), and number of tensors in one batch of medians
@@ -179,11 +179,12 @@ _CELLS, _BLOCK = 1 << 27, 128
 
 
 def pack_spread(parts: PartMatrices, run: Storage, metric: str) -> bytes:
-    """Return by how much a metric must rise or fall to count, compared with this run.
+    """Return how much a metric must rise or fall to count, for each tensor of this run.
 
     Returns:
-        A header (log2: whether changes are of the logarithm; floor: smaller values are rounding; least: the smallest rise
-        that counts in any run; layer, role, kind, depth), and the rises and falls, float32 [2, tensors].
+        A header, and the least rises and falls, float32 [2, tensors]. The header has log2 (whether changes are in log2
+        units), floor (smaller values count as this value), least (the smallest rise that counts in any run), layer, role,
+        kind and depth.
     """
 
     def read(index: RecordIndex) -> bytes:
@@ -208,7 +209,7 @@ def pack_spread(parts: PartMatrices, run: Storage, metric: str) -> bytes:
 
 
 def _least(values: Array, rise: Evidence, fall: Evidence | None, some: slice) -> Array:
-    """Return the least rise and fall of some tensors, [2, tensors]."""
+    """Return the least rise and the least fall that count for some tensors, [2, tensors]."""
     block = np.ascontiguousarray(values[:, some].T)
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
         medians = running_median(block)
@@ -216,7 +217,7 @@ def _least(values: Array, rise: Evidence, fall: Evidence | None, some: slice) ->
 
 
 def _evidence_of(metric: str) -> tuple[Evidence, Evidence | None]:
-    """Return the evidence for rises, and for falls, or None if falls count like rises."""
+    """Return the evidence for rises, and the evidence for falls (None if falls count like rises)."""
     known = [evidence for evidence in EVIDENCE if evidence.metric == metric]
     if known:
         return next(e for e in known if e.sign > 0), next((e for e in known if e.sign < 0), None)
@@ -233,9 +234,9 @@ def _values(
     metric: str,
     tensors: Sequence[tuple[str, str]],
 ) -> Array:
-    """Return a metric of some tensors at all sampled steps, as float32 [S, T], like the answer."""
+    """Return a metric of some tensors at all sampled steps, float32 [S, T]."""
     place = {key: i for i, key in enumerate(tensors)}
-    # For each set of tensors in parts: the indices of wanted tensors there and here.
+    # For each set of tensors in parts: the indices of wanted tensors in the set and in `tensors`.
     of_sets = {}
     for some in {layout.tensors for layout in layouts.values()}:
         there = [(i, place[key]) for i, key in enumerate(some) if key in place]

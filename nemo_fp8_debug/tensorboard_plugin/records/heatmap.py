@@ -1,4 +1,6 @@
-"""Read a metric of all tensors at single steps, or over all steps in the few columns of a picture."""
+"""Read a metric of all tensors, at single steps or over all steps. For all steps, group them into the columns of a
+picture.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +21,9 @@ from .part_matrices import Array, PartMatrices, RecordIndex, Tensors
 
 #: largest number of sampled steps in one answer
 MOST_STEPS = 128
-#: first part of the sampled steps, which counts as warm-up
+#: share of the sampled steps at the start of a run that counts as warm-up
 WARM_UP = 0.1
-#: number of sets of tensors whose descriptions are cached
+#: number of sets of tensors for which descriptions are cached
 _PLACED = 32
 
 
@@ -83,15 +85,15 @@ def pack_table(header: dict[str, Any], values: Any) -> bytes:
     return len(text).to_bytes(4, "little") + text + bytes(values.tobytes())
 
 
-#: usual number of values in an answer, least columns that still show a course, and largest number of values
+#: usual number of values in an answer, least number of columns, and largest number of values
 ENOUGH_VALUES, ENOUGH_COLUMNS, MOST_VALUES = 1_200_000, 200, 4_000_000
 
 
 def pack_heatmap(parts: PartMatrices, run: Storage, metric: str, first: int | None, last: int | None, columns: int) -> bytes:
     """Return a metric of all tensors over the sampled steps in [first, last].
 
-    Steps are grouped into stretches of `width` steps, beginning at `from`. Each stretch with samples gives a column with the
-    worst value of each tensor.
+    Group the steps into intervals of `width` steps, beginning at `from`. For each interval that has samples, return a column
+    with the worst value of each tensor.
 
     Args:
         first: first step; None: the first sampled step.
@@ -119,7 +121,7 @@ def pack_heatmap(parts: PartMatrices, run: Storage, metric: str, first: int | No
         places = {some: np.array([place[key] for key in some]) for some in {layout.tensors for layout in layouts.values()}}
 
         def of_part(part: Part) -> tuple[Array, Array]:
-            """Return the indices of a part's stretches, and the worst values in each."""
+            """Return the indices of the columns that a part contributes to, and the part's worst values in each."""
             mine = np.array(index.held[part])
             mine = mine[(mine >= begin) & (mine <= end)]
             at, starts = np.unique(np.searchsorted(stretches, (mine - begin) // width), return_index=True)
@@ -146,7 +148,7 @@ def pack_heatmap(parts: PartMatrices, run: Storage, metric: str, first: int | No
 
 
 def find_warm_up_end(index: RecordIndex) -> int | None:
-    """Return the last step of a run's warm-up, or None with fewer than two samples."""
+    """Return the last step of a run's warm-up, or None if there are fewer than two samples."""
     return int(index.steps[int(np.ceil(WARM_UP * len(index.steps))) - 1]) if len(index.steps) > 1 else None
 
 
@@ -158,7 +160,7 @@ def _width(steps: int, columns: int, tensors: int) -> int:
 
 
 def _worst_of(metric: str, values: Array, starts: Array) -> Array:
-    """Return the worst of the rows from each start to the next, [S, T] -> [len(starts), T]."""
+    """Return the worst values of the rows from each start to the next start, [S, T] -> [len(starts), T]."""
     if len(starts) == len(values):
         return values
     worse = metadata.find_worse_sign(metric)
@@ -185,5 +187,5 @@ def _worse(metric: str, a: Array, b: Array) -> Array:
 
 
 def _farther(a: Array, b: Array) -> Array:
-    """Return the value farther from 0 of each pair."""
+    """Return the value of each pair that is farther from 0."""
     return np.where(np.isnan(b) | (np.abs(a) > np.abs(b)), a, b)

@@ -17,11 +17,11 @@ from ...record.schema import parse_attempt
 from ...record.storage import TABLES, Storage, find_link_out, is_link_out, join_path
 from ..web import NotThere, quote_text
 
-#: folder in which a callback puts its record, which names of runs leave out
+#: name of the folder in which a callback puts its record; names of runs leave out this folder
 _USUAL = "fp8_debug"
-#: least seconds between two searches, and least multiple of the last search's duration
+#: least time between two searches: in seconds, and as a multiple of the last search's duration
 _PAUSE, _REST = 3.0, 10.0
-#: seconds that requests wait for the first search, from its beginning
+#: longest time in seconds that requests wait for the first search, counted from its beginning
 _FIRST = 2.0
 _URL = re.compile(r"[a-zA-Z][0-9a-zA-Z.+-]*://")
 _SEVERAL = "name the place itself: `nemo-fp8-debug view PLACE`, or TensorBoard's --logdir_spec name:target"
@@ -54,7 +54,7 @@ class FoundRecords:
     """The result of a search of all roots."""
 
     records: dict[str, Storage] = field(default_factory=dict)
-    #: why folders are not read, by name
+    #: reasons why folders are not read, by folder name
     refused: dict[str, str] = field(default_factory=dict)
 
 
@@ -118,7 +118,7 @@ class Logdir:
     def _look(self) -> None:
         began, found = time.monotonic(), FoundRecords()
         if not self._done.is_set():
-            self._found = found  # requests can already read it while the first search fills it
+            self._found = found  # requests can read the results while the first search adds them
         try:
             for root in self.roots:
                 for name, storage in _records(root, found.refused):
@@ -137,7 +137,7 @@ class Logdir:
 
 
 def _records(root: Root, refused: dict[str, str]) -> Iterator[tuple[str, Storage]]:
-    """Yield names and places of the records of a root. Add folders that are not read to `refused`."""
+    """Yield names and folders of the records of a root. Add folders that are not read to `refused`."""
     try:
         storage = Storage(os.path.realpath(root.address) if "://" not in root.address else root.address)
     except ConfigError as error:
@@ -162,7 +162,7 @@ def _walk(storage: Storage, root: Root, refused: dict[str, str]) -> Iterator[str
     for folder in waiting:
         try:
             entries = list(storage.entries(folder))
-        except Exception as error:  # drivers of remote file systems raise errors of their own
+        except Exception as error:  # drivers of remote file systems raise their own errors
             if not isinstance(error, FileNotFoundError):  # deleted meanwhile
                 refused[_readable(_name(root, folder))] = f"The folder cannot be read ({_said(error)}); fix its permissions."
             continue
@@ -190,7 +190,7 @@ def _walk(storage: Storage, root: Root, refused: dict[str, str]) -> Iterator[str
 
 
 def _was_swapped(storage: Storage) -> bool:
-    """Return True if a link has replaced a folder on the way to a record that was found without links."""
+    """Return True if a folder of a record's path was replaced by a link after the search."""
     path = storage.path("") or "/"
     return storage.is_local and os.path.realpath(path) != path
 
@@ -204,14 +204,16 @@ def _said(error: Exception) -> str:
 
 
 def name_roots(addresses: Sequence[str]) -> list[Root]:
-    """Return roots for addresses. A single folder that contains several runs adds nothing to their names."""
+    """Return roots for addresses. If the only address is a folder with several runs, their names do not include the
+    folder.
+    """
     if len(addresses) == 1 and not _is_record(addresses[0]):
         return [Root("", addresses[0])]
     return [Root(name, address) for name, address in zip(name_runs(addresses), addresses, strict=True)]
 
 
 def name_runs(addresses: Sequence[str]) -> list[str]:
-    """Return the shortest distinct ends of addresses. Number repeated ones.
+    """Return the shortest path suffix that tells each run apart. Number addresses that are repeated.
 
     Example:
         >>> name_runs(["runs/a/bad/fp8_debug", "runs/b/bad", "runs/baseline"])

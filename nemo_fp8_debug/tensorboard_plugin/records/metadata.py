@@ -15,7 +15,7 @@ from .part_matrices import NONFINITE, Layout, Tensors
 ROLES = dict(SHOWN_AS)
 #: tables of tensors, and the tables of their histograms
 TABLES = {table.name: table.histograms for table in schema.TABLES.values() if table.roles}
-#: metrics that requests may name: all numbers of a row, without those that identify the row
+#: metrics that requests may name: all numeric columns, without columns that identify the row
 NUMBERS = (
     *dict.fromkeys(
         name
@@ -55,7 +55,7 @@ def describe_metrics() -> list[dict[str, Any]]:
 
 
 def find_worse_sign(metric: str) -> int | None:
-    """Return 1 if higher values are worse, -1 if lower ones are, None if values farther from 0 are.
+    """Return 1 if higher values are worse, -1 if lower values are worse, and None if values farther from 0 are worse.
 
     Example:
         >>> find_worse_sign("underflow_pct"), find_worse_sign("cosine"), find_worse_sign("scale_ratio_log2")
@@ -65,7 +65,7 @@ def find_worse_sign(metric: str) -> int | None:
 
 
 def find_table(role: str) -> str:
-    """Return the table that has tensors of a role.
+    """Return the table that contains tensors of a role.
 
     Example:
         >>> find_table("input"), find_table("first_moment")
@@ -80,16 +80,16 @@ def _about(name: str, like: str, more: str = "") -> dict[str, Any]:
 
 
 _WORSE = {about["name"]: None if about["scale"] == "diverging" else about["worse"] for about in describe_metrics()}
-#: layers built before their siblings but run after them: Megatron's output projection of attention
+#: layers that a model defines before their siblings but runs after them: Megatron's output projection of attention
 _LAST = {"linear_proj"}
-#: layers that run after a sibling, if there is one: `w2` of a gated MLP multiplies the results of `w1` and `w3`
+#: layers that run after certain siblings, if these exist: `w2` of a gated MLP reads the results of `w1` and `w3`
 _BEHIND = {"w2": "w3"}
-#: number of records whose order is cached
+#: number of records for which the order is cached
 _KEPT = 32
 
 
 def order_tensors(tensors: Iterable[tuple[str, str]]) -> Tensors:
-    """Sort (layer, role) of tensors by layers in order of execution, and keep the order within a layer."""
+    """Sort the (layer, role) of tensors by the layers' order of execution. Keep the order within a layer."""
     found = list(tensors)
     order = {layer: i for i, layer in enumerate(order_layers([layer for layer, _ in found]))}
     return Tensors(sorted(found, key=lambda key: order[key[0]]))
@@ -106,7 +106,7 @@ def _of_any(different: tuple[Tensors, ...]) -> Tensors:
 
 
 def order_layers(layers: Sequence[str]) -> list[str]:
-    """Return each layer once, in the order in which a forward pass runs them.
+    """Return each layer once, in the order of the forward pass.
 
     Example:
         >>> order_layers(["0.attention.linear_proj", "0.attention.linear_qkv", "0.mlp.linear_fc1"])

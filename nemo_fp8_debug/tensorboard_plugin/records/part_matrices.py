@@ -1,6 +1,6 @@
-"""Read parts of a record as matrices, steps x tensors, one metric at a time, with bounded caches.
+"""Read parts of a record as matrices of steps by tensors, one metric at a time. Caches are bounded.
 
-A part never changes and its name contains a checksum, so a cache entry under its name is always valid.
+A part never changes, and its name contains a checksum. So a cache entry with the part's name as key is always valid.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from ..cache import Cache
 from ..web import NotReadable
 
 Array = npt.NDArray[Any]
-#: different layers in order, as keys
+#: keys are the distinct layers, in order
 Layers = dict[str, None]
-#: source of the scales of rows of what-if recipes
+#: `scale_source` of rows of what-if recipes
 WHAT_IF = "what-if"
-#: number of values that are not finite, the sum of two columns
+#: metric that is the sum of two columns: the number of values that are not finite
 NONFINITE = "nonfinite"
 
 
@@ -63,18 +63,18 @@ class Tensors(tuple[tuple[str, str], ...]):
 
 @dataclass(frozen=True)
 class Layout:
-    """The places of a part's rows."""
+    """The arrangement of a part's rows by step and tensor."""
 
     #: sampled steps, int64 [S], ascending
     steps: Array
     #: T tensors, in the order of the part
     tensors: Tensors
-    #: row of each tensor at each step, int32 [S, T], -1 without a row; None: rows are complete and ordered by step
+    #: row index of each tensor at each step, int32 [S, T], -1 without a row; None: all rows exist, ordered by step
     rows: Array | None
 
     @property
     def is_wide(self) -> bool:
-        """Return True if reading one tensor is faster than reading all."""
+        """Return True if reading one tensor is faster than reading all tensors."""
         return len(self.tensors) > GROUP
 
     def row(self, step: int, key: tuple[str, str]) -> int | None:
@@ -94,7 +94,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class CodedTexts:
-    """A column of text as codes into `known`, uint16 [S, T], 0 without a text."""
+    """A text column as indices into `known`, uint16 [S, T], 0 for null."""
 
     codes: Array
     known: list[str | None]
@@ -103,13 +103,13 @@ class CodedTexts:
 def read_numbers(column: pa.ChunkedArray | pa.Array) -> Array:
     """Return a column of numbers as a read-only array, NaN for null.
 
-    Use polars, because `to_numpy` of pyarrow imports pandas if installed, which would delay the first answer.
+    Use polars. `to_numpy` of pyarrow would import pandas, if installed, and delay the first answer.
     """
     return pl.Series(column).to_numpy()
 
 
 def encode_texts(column: pa.ChunkedArray) -> tuple[Array, list[str]]:
-    """Return codes of a text column, int32, -1 for null, and the texts that they stand for."""
+    """Return the codes of a text column (int32, -1 for null), and the string of each code."""
     whole = column.combine_chunks() if column.num_chunks != 1 else column.chunk(0)
     if isinstance(whole, pa.ChunkedArray):
         whole = whole.unify_dictionaries().combine_chunks() if whole.num_chunks else pa.array([], pa.string())
@@ -128,7 +128,7 @@ def compute_values(rows: pa.Table, table: str, metric: str) -> Array:
     values = [np.asarray(read_numbers(rows[name]), np.float64) for name in list_columns(table, metric)]
     if not values:
         return np.full(len(rows), np.nan)
-    # One of two counts may be unknown, because msProbe counts only NaN.
+    # One of the two counts may be unknown, because msProbe counts only NaN.
     return np.where(np.isnan(values).all(axis=0), np.nan, np.nansum(values, axis=0))
 
 
@@ -142,7 +142,7 @@ def lay_out_rows(outline: Outline, names: Mapping[str, Tensors], tried: Array | 
     """Return the layout of a part with rows in any order.
 
     Args:
-        names: layer and role of the rows of stretches, by digest.
+        names: for each digest, layer and role of the rows of its steps.
         tried: rows to leave out, bool [rows], or None.
     """
     place: dict[tuple[str, str], int] = {}
@@ -162,11 +162,11 @@ def lay_out_rows(outline: Outline, names: Mapping[str, Tensors], tried: Array | 
 T = TypeVar("T")
 #: bytes of cached metrics, and of cached layouts
 _HELD, _LAYOUTS = 384 << 20, 64 << 20
-#: number of cached names
+#: number of cached lists of names
 _TENSORS = 1 << 22
 #: seconds before the list of a record's parts is read again
 _LISTED = 1.0
-#: number of records whose lists of parts are cached, and of parts whose outlines are
+#: number of records for which lists of parts are cached, and number of parts for which outlines are cached
 _RECORDS, _PARTS = 256, 1 << 15
 #: largest number of attempts to read a record while its parts are merged
 _ATTEMPTS = 3
@@ -174,7 +174,7 @@ _ATTEMPTS = 3
 
 @dataclass(frozen=True)
 class RecordIndex(TableIndex):
-    """The sampled steps of a record, and the part that has each step."""
+    """The sampled steps of a record, and the part of each step."""
 
     version: str = ""
     #: parts by table
@@ -192,12 +192,12 @@ class _KnownIndex:
 
 
 class PartMatrices:
-    """A cached reader of the `metrics` table of records, or of another table of the same form."""
+    """A reader of the `metrics` table of records, or of a table with the same key columns. Results are cached."""
 
     def __init__(self, table: str = "metrics") -> None:
         """
         Args:
-            table: table whose rows are identified by step, layer and role. Rows of what-if recipes are left out.
+            table: a table in which step, layer and role identify a row. Rows of what-if recipes are left out.
         """
         self.table = table
         self._indexes: Cache[_KnownIndex] = Cache(_RECORDS)
@@ -226,7 +226,7 @@ class PartMatrices:
         try:
             with capture_warnings() as heard:
                 listed, version = _listed(run)
-                # Damage may have been a temporary outage, so damaged parts are read again.
+                # A temporary outage can look like damage, so read damaged parts again.
                 if known is not None and known.version == version and not known.damaged:
                     return known
                 found = TableIndex.read(run, self.table, partial(self._outline, run), listed[self.table])
@@ -241,7 +241,7 @@ class PartMatrices:
             self.index(run)
 
     def glance(self, run: Storage) -> RecordIndex:
-        """Return a known index, or one from the names of parts, with only their first and last steps."""
+        """Return a known index, or an index made from the names of parts, which has only their first and last steps."""
         held = self._indexes.get(str(run), _KnownIndex).index
         if held is not None:
             return held
@@ -273,12 +273,12 @@ class PartMatrices:
                 if len(tensors.places) == count:
                     return Layout(steps, tensors, None)
             layout = lay_out_rows(outline, self._names(run, part, outline), tried)
-            return replace(layout, tensors=self._tensors.get(layout.tensors, lambda: layout.tensors))  # one for all parts
+            return replace(layout, tensors=self._tensors.get(layout.tensors, lambda: layout.tensors))  # shared by all parts
 
         return self._layouts.get((str(run), part.path), make)
 
     def _names(self, run: Storage, part: Part, outline: Outline) -> dict[str, Tensors]:
-        """Return layer and role of the rows of stretches, by digest."""
+        """Return for each digest the layer and role of the rows of its steps."""
         with report_damage(part):
             tables = read_new_names(run, self.table, part, outline)
         return {
@@ -306,10 +306,10 @@ class PartMatrices:
             return read_rows(run, self.table, part, names, places)
 
     def read_unless_damaged(self, run: Storage, part: Part, what: str, read: Callable[[], T]) -> T | None:
-        """Return the result of `read` for a part, or None if the part is damaged. `list_damaged` reports the damage.
+        """Return the result of `read` for a part, or None if the part is damaged. `list_damaged` returns the damage.
 
         Args:
-            what: name of the data to read, because a part may be damaged only partly.
+            what: name of the data to read, because only some data of a part may be damaged.
         """
         key = str(run), part.path, what
         try:
@@ -330,11 +330,11 @@ class PartMatrices:
         return np.full((len(layout.steps), len(layout.tensors)), np.nan) if found is None else found
 
     def list_damaged(self, run: Storage) -> dict[str, str]:
-        """Return the damage of partly damaged parts, by their names."""
+        """Return the damage of partly damaged parts by part name."""
         return {part: why for (of, part, _), why in list(self._harmed.items()) if of == str(run)}
 
     def texts(self, run: Storage, part: Part, name: str) -> CodedTexts:
-        """Return a column of text in the layout of the part."""
+        """Return a text column in the layout of the part."""
 
         def make() -> CodedTexts:
             codes, known = encode_texts(self.columns(run, part, name)[name])
@@ -343,7 +343,7 @@ class PartMatrices:
         return self._texts.get((str(run), part.path, name), make)
 
     def read_settled(self, run: Storage, read: Callable[[RecordIndex], T]) -> T:
-        """Return the result of `read` for a record. Read again if parts were merged meanwhile.
+        """Return the result of `read` for a record. If parts were merged meanwhile, read again.
 
         Raises:
             NotReadable: the record is unreadable, or changes too fast.
@@ -358,7 +358,7 @@ class PartMatrices:
 
 @contextlib.contextmanager
 def report_damage(part: Part) -> Iterator[None]:
-    """Turn the error about a damaged part into an answer.
+    """Convert an error about a damaged part into a refusal.
 
     Raises:
         NotReadable: the part is damaged.

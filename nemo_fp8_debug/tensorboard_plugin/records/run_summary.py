@@ -27,7 +27,7 @@ WHAT_IF_METRICS = ("relative_error", "underflow_pct", "overflow_pct", "mse")
 
 
 def describe_run(parts: PartMatrices, run: Storage) -> dict[str, Any]:
-    """Return the sampled steps of a record, the tensors of its newest part, and notes about it."""
+    """Return the sampled steps of a record, the tensors of its newest part, and notes about the record."""
 
     def read(index: RecordIndex) -> dict[str, Any]:
         return {
@@ -42,12 +42,12 @@ def describe_run(parts: PartMatrices, run: Storage) -> dict[str, Any]:
 
 
 def read_other_recipes(parts: PartMatrices, run: Storage, step: int) -> dict[str, Any]:
-    """Return metrics of all tensors under recipes in use and others, at the nearest sampled step."""
+    """Return the metrics of all tensors at the nearest sampled step, under the recipes in use and under other recipes."""
 
     def read(index: RecordIndex) -> dict[str, Any]:
         at = find_nearest_step(run, index, step)
         names = ["layer", "role", "recipe", *WHAT_IF_METRICS]
-        where = {"step": at, "attempt": index.owner[at].attempt}  # otherwise each table would use its own latest attempt
+        where = {"step": at, "attempt": index.owner[at].attempt}  # else each table would use its own latest attempt
         with capture_warnings():  # the notes of the run report damage
             tables = {table: read_table(run, table, names, where) for table in ("metrics", "what_if")}
             tables["replayed"] = read_table(run, "replayed", [*names, "rounded"], where)
@@ -69,7 +69,7 @@ def tabulate_rows(rows: pl.DataFrame) -> dict[str, Any]:
 
 
 def list_notes(parts: PartMatrices, run: Storage, index: RecordIndex) -> list[str]:
-    """Return sentences about damage and other peculiarities of a record."""
+    """Return sentences about damage and other problems of a record."""
     with capture_warnings() as heard:
         fingerprint = read_fingerprint(run)
     told = [f"{message}." for message in (*heard, *index.heard)]
@@ -89,7 +89,7 @@ def list_notes(parts: PartMatrices, run: Storage, index: RecordIndex) -> list[st
 
 
 def find_quantization(parts: PartMatrices, run: Storage, index: RecordIndex, fingerprint: Mapping[str, Any]) -> str | None:
-    """Return `classify_sources` of the newest readable part, or None if there is none."""
+    """Return `classify_sources` of the newest readable part, or None if no part is readable."""
     for part in index.newest_first:
         if sources := parts.read_unless_damaged(run, part, "scale_source", partial(parts.texts, run, part, "scale_source")):
             return classify_sources({sources.known[code] for code in np.unique(sources.codes)} - {None}, fingerprint)
@@ -97,18 +97,19 @@ def find_quantization(parts: PartMatrices, run: Storage, index: RecordIndex, fin
 
 
 SERIES = ("loss", "grad_norm", "lr")
-#: largest number of points, and of marks of each kind
+#: largest number of points, and largest number of marks of each kind
 _POINTS, _MARKS = 4000, 1000
 #: a spike is this many standard deviations above the running median
 _SIGMAS = 5.0
-#: a spike is also above the smallest of this many previous losses
+#: a spike is also above the minimum of this many previous losses
 _BEFORE = 3
 
 
 def read_losses(run: Storage) -> dict[str, Any]:
-    """Return loss, gradient norm and learning rate by step, thinned, with triggers, skipped steps and spikes.
+    """Return loss, gradient norm and learning rate by step, thinned out, with triggers, skipped steps and spikes.
 
-    A value is null if it was not recorded, or if it is NaN or infinite. `not_finite` has the steps of the latter, by name.
+    A value is null if it was not recorded, or if it is NaN or infinite. `not_finite` has the steps of NaN and infinity, by
+    name.
     """
     with capture_warnings():
         table = read_table(run, "steps", ["step", *SERIES, "skipped", "trigger"]).unique("step", keep="last").sort("step")
@@ -131,14 +132,16 @@ def read_losses(run: Storage) -> dict[str, Any]:
 
 
 def _spikes(table: pl.DataFrame) -> list[int]:
-    """Return the steps at which the loss jumps up or is not finite, the highest ones if there are many."""
+    """Return the steps at which the loss jumps up or is not finite. If there are many, return those with the highest
+    losses.
+    """
     curve = LossCurve.of(table)
     if not len(curve.steps):
         return []
     before = pl.Series(curve.losses).fill_nan(None).shift(1).rolling_min(_BEFORE, min_samples=1).to_numpy().copy()
     before[0] = np.inf
     with np.errstate(invalid="ignore"):
-        # All values of a fast-falling loss, as at the start, are above the running median.
+        # If a loss falls fast, as at the start, its values are above the running median.
         above = np.nan_to_num(curve.losses - np.fmax(curve.smooth, before), nan=0.0, posinf=np.inf)
     high = np.flatnonzero(above > _SIGMAS * curve.scatter)
     highest = high[np.argsort(-above[high], kind="stable")[:_MARKS]]

@@ -24,12 +24,12 @@ from .part_matrices import Layout, PartMatrices, RecordIndex, compute_values, li
 
 #: text columns of a row of `metrics`
 TEXTS = ("recipe", "format", "scale_source")
-#: column, pattern of a stretch of rows, and row in it. Rows with equal keys have the same text
+#: column, digest of the values of a step's rows, and index of the row; rows with equal keys have the same string
 Key = tuple[str, str, int]
 
 
 def read_timeline(parts: PartMatrices, run: Storage, layer: str, role: str, metrics: list[str]) -> dict[str, Any]:
-    """Return metrics of one tensor at all steps that have it.
+    """Return the metrics of a tensor at all steps at which it was sampled.
 
     Raises:
         NotThere: the record has no such tensor.
@@ -74,16 +74,16 @@ def _of_part(
 
 
 class TextsSoFar:
-    """Texts of a tensor, each read only once. Footers show which samples have the same text.
+    """Strings of a tensor, each read only once. Footers show which samples have the same string.
 
-    Parts are read in any order, so keys stand for texts until all parts are read.
+    Parts are read in any order, so keys represent strings until all parts are read.
     """
 
     def __init__(self) -> None:
         self._known: dict[Key, str | None] = {}
 
     def told(self, outline: Outline, places: Sequence[int]) -> dict[str, list[str | Key]]:
-        """Return the texts of some rows of a part by column, for columns that need no reading."""
+        """Return the strings, or their keys, of some rows of a part by column, for columns that need not be read."""
         told: dict[str, list[str | Key]] = {}
         for name in TEXTS:
             if type(text := outline.same.get(name)) is str:
@@ -93,7 +93,9 @@ class TextsSoFar:
         return told
 
     def kept(self, outline: Outline, places: Sequence[int], rows: pa.Table, names: Sequence[str]) -> dict[str, list[Any]]:
-        """Keep texts that were read, and return them by column. Another part may have the texts of a damaged column."""
+        """Store strings that were read, and return them by column. For a damaged column, return keys, because another part
+        may have the same strings.
+        """
         found: dict[str, list[Any]] = {}
         for name in names:
             keys, texts = self._keys(outline, name, places), rows[name].to_pylist()
@@ -103,11 +105,11 @@ class TextsSoFar:
         return found
 
     def resolved(self, texts: Sequence[str | Key | None]) -> list[str | None]:
-        """Return the texts that keys stand for, or None if they are unreadable."""
+        """Return the strings of some keys, or None for unreadable strings."""
         return [self._known.get(text) if isinstance(text, tuple) else text for text in texts]
 
     def _keys(self, outline: Outline, name: str, places: Sequence[int]) -> list[Key]:
-        """Return the key of each row, or no keys if the footer has no patterns."""
+        """Return the key of each row, or no keys if the footer has no digests."""
         patterns = outline.patterns.get(name)
         return [(name, patterns[stretch], row) for stretch, row in map(outline.find, places)] if patterns else []
 
@@ -115,7 +117,7 @@ class TextsSoFar:
 def _of_rows(
     parts: PartMatrices, run: Storage, part: Part, places: Sequence[int], metrics: list[str], so_far: TextsSoFar
 ) -> dict[str, list[Any]]:
-    """Return metrics and texts, read from only the rows of the tensor."""
+    """Return metrics and strings. Read only the tensor's rows."""
     names = dict.fromkeys(column for name in metrics for column in list_columns(parts.table, name))
     outline = parts.outline(run, part)
     texts = so_far.told(outline, places)
@@ -144,7 +146,7 @@ def _of_matrices(
     key: tuple[str, str],
     metrics: list[str],
 ) -> dict[str, list[Any]]:
-    """Return metrics and texts, from cached matrices of all tensors."""
+    """Return metrics and strings from the cached matrices of all tensors."""
     at, tensor = np.searchsorted(layout.steps, steps), layout.tensors.places[key]
     found = {name: list_numbers(parts.find_metric(run, part, layout, name)[at, tensor]) for name in metrics}
     for name in TEXTS:
@@ -155,12 +157,12 @@ def _of_matrices(
 
 #: columns of a histogram in an answer
 _OF_HISTOGRAM = ("recipe", "format", "dtype", "rounded", "scale", "bins", "counts")
-#: number of rows to decode at a time, for metrics and histograms
+#: number of rows to decode at a time, for metrics and for histograms
 _METRICS_AT_ONCE, _HISTOGRAMS_AT_ONCE = 1 << 13, 32
 
 
 def refuse_tensor(run: Storage, layer: str, role: str) -> NotThere:
-    """Return the refusal of a request for a tensor that a record does not have."""
+    """Return the error for a request for a tensor that is not in the record."""
     return NotThere(f"The record at {run} has no metrics of {role} of {quote_text(layer)}; choose a tensor of its map.")
 
 
@@ -176,10 +178,10 @@ def find_nearest_step(run: Storage, index: RecordIndex, step: int) -> int:
 
 
 def read_histograms(parts: PartMatrices, run: Storage, layer: str, role: str, step: int) -> dict[str, Any]:
-    """Return a tensor's histograms at the nearest sampled step, one row for each scale, and the recorded metrics.
+    """Return a tensor's histograms at the nearest sampled step (one row for each scale), and the recorded metrics.
 
     Raises:
-        NotThere: the record has no such tensor there, or no histogram of the tensor.
+        NotThere: the record has no such tensor at that step, or no histogram of the tensor.
     """
 
     def read(index: RecordIndex) -> dict[str, Any]:
@@ -233,13 +235,13 @@ def find_dumps(run: Storage) -> Files:
 
 
 def list_dumps(files: Files, layer: str, role: str) -> dict[str, Any]:
-    """Return the latest files of a tensor, and their number.
+    """Return the latest files of a tensor, and the number of all its files.
 
     Args:
-        files: files of a record. Layers with the same name in file names are not distinguished.
+        files: files of a record. Layers that have the same name in file names are not told apart.
 
     Returns:
-        `count`, and `files`: `step`, `rank` and `name` (below the folder of the record) of each, ascending.
+        `count`, and `files` with the `step`, `rank` and `name` (below the record's folder) of each file, ascending.
     """
     mine = [file for file in files if f".{make_tensor_name(layer, role)}." in file[3].rpartition("/")[2]]
     return {

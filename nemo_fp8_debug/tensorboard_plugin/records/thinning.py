@@ -16,12 +16,13 @@ from .heatmap import pack_table
 def thin_series(
     series: Sequence[npt.NDArray[np.float64]], points: int, known: Sequence[npt.NDArray[np.bool_]] = ()
 ) -> npt.NDArray[np.int64]:
-    """Return the indices to keep, ascending: the minimum, maximum and first non-finite value of each equal stretch.
+    """Return the indices to keep, ascending: the minimum, maximum and first non-finite value in each of several equal
+    intervals.
 
     Args:
         series: series of equal length N.
         points: largest number of indices to keep.
-        known: whether each place has a value, finite or not, bool [N] for each series; all by default.
+        known: whether each index has a value, finite or not, bool [N] for each series. By default, all have.
     """
     n = len(series[0])
     if n <= points:
@@ -46,7 +47,7 @@ def _extremes(values: npt.NDArray[np.float64], places: npt.NDArray[np.int64]) ->
 
 
 def spread_steps(steps: Sequence[int], most: int, always: Iterable[int | None] = ()) -> list[int]:
-    """Return at most `most` of ascending steps, evenly spread, with the ends and those nearest to `always`.
+    """Return at most `most` of some ascending steps, evenly spread. Always keep the ends and the steps nearest to `always`.
 
     Example:
         >>> spread_steps(range(0, 100, 10), 3, [42])
@@ -64,7 +65,7 @@ def spread_steps(steps: Sequence[int], most: int, always: Iterable[int | None] =
 
 
 def thin_columns(answer: Any, most: int) -> Any:
-    """Return an answer with at most `most` steps, which include the extremes of each column.
+    """Return an answer with at most `most` steps. Keep the extremes of each column.
 
     Columns are lists next to a list `step`, in the answer or in its nested values.
 
@@ -99,7 +100,7 @@ def _as_floats(values: list[Any]) -> Any:
 
 
 def shorten_verdict(result: dict[str, Any], most: int) -> tuple[dict[str, Any], list[str]]:
-    """Return a verdict with at most `most` rows in each list of its comparison, and notes about shortened lists."""
+    """Return a verdict with at most `most` rows in each list of its comparison, and with notes about shortened lists."""
     found = result.get("comparison")
     if not found:
         return result, []
@@ -109,7 +110,7 @@ def shorten_verdict(result: dict[str, Any], most: int) -> tuple[dict[str, Any], 
 
 
 def join_frames(answers: Sequence[bytes]) -> bytes:
-    """Join answers of `frames` at ascending steps, with all tensors of any of them."""
+    """Join answers of `frames` at ascending steps. The result has every tensor that any answer has."""
     if len(answers) == 1:
         return answers[0]
     headers, tables = zip(*map(_taken_apart, answers), strict=True)
