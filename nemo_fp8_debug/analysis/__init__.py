@@ -1,1 +1,1 @@
-"""Analyses of run records. No module here touches a model. Internal."""
+"""Analyses of run records. These modules never use a model. Internal."""

@@ -1,1 +1,1 @@
-"""Bands learned from many healthy runs, to judge a run that has no baseline. Internal."""
+"""Bands learned from many healthy runs, for checking a run that has no baseline. Internal."""

@@ -1,4 +1,6 @@
-"""Bands of healthy runs: the usual range of each kind of operand, learned from many runs and kept in a file."""
+"""Bands of healthy runs: the usual range of metrics for each kind of operand. They are learned from many runs and stored in
+a file.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,7 @@ from ..runs.run import Run
 from ..runs.settings import usual_casts
 from ..runs.source import Bools
 
-#: names of GEMMs by purpose. Names that both attention and MLP use are resolved by the enclosing module
+#: names of GEMMs by purpose. For names that occur in both attention and MLP, the enclosing module decides
 _NAMES = {
     "attention in": r"(linear_)?(qkv|q|k|v|query|key|value|query_key_value)(_proj)?|c_attn|in_proj|wqkv|w[qkv]",
     "attention out": r"(linear_)?(o|out)_proj|linear_proj|wo",
@@ -68,15 +70,15 @@ def purpose_of(layer: str) -> str | None:
 
 VERSION = 1
 SHIPPED = Path(__file__).with_name("healthy.parquet")
-#: least number of runs that a band is learned from
+#: least number of runs from which a band is learned
 FEWEST = 6
-#: a band applies to weights up to this many times smaller or larger than those it was learned from
+#: a band applies to a weight at most this many times smaller or larger than the weights in the learned runs
 _SIZES = 4
-#: first samples, whose scales are still initial values
+#: number of first samples, in which scales may still be initial values
 _FIRST = 2
-#: least percent of values that must underflow or overflow for an outlier to count
+#: an outlier counts only if at least this percentage of values underflows or overflows
 _COSTS = 0.5
-#: an operand is beyond its band by more than this many times the least rise
+#: an operand is beyond its band if it exceeds the band by more than this many times the least rise
 _BEYOND = 1.5
 _METADATA = b"nemo_fp8_debug.bands"
 #: largest size of a file of bands, in bytes
@@ -90,10 +92,10 @@ _SCHEMA: Mapping[str, Any] = {
     **dict.fromkeys(("median", "lasting"), pl.Float64),
     **dict.fromkeys(("smallest", "largest", "runs"), pl.Int64),
 }
-#: columns that summarize one run
+#: columns of the summary of one run
 _COURSE = {name: _SCHEMA[name] for name in (*_BY, "median", "lasting")} | {"n": pl.Int64}
 
-#: metrics that have a band, one entry for each direction
+#: metrics that have a band, with one entry for each direction
 JUDGED = tuple(evidence for evidence in EVIDENCE if evidence.metric != "nonfinite")
 
 
@@ -101,8 +103,9 @@ JUDGED = tuple(evidence for evidence in EVIDENCE if evidence.metric != "nonfinit
 class Bands:
     """Bands of healthy runs."""
 
-    #: one row for each kind of operand and metric: median, lasting (largest value that lasted for three samples), runs,
-    #: smallest and largest (number of values of W). Median and lasting are scaled so that more is worse
+    #: one row for each kind of operand and metric. The columns are median, lasting (largest value that lasted for three
+    #: samples), runs (number of runs), smallest and largest (number of values of W). Median and lasting are scaled so that
+    #: higher is worse
     table: pl.DataFrame
     #: model classes of the runs
     families: Sequence[str]
@@ -111,7 +114,7 @@ class Bands:
 
     @classmethod
     def learn(cls, runs: Iterable[Run]) -> Bands:
-        """Learn bands from runs that went well.
+        """Learn bands from healthy runs.
 
         Raises:
             RecordError: `runs` is empty.
@@ -127,10 +130,10 @@ class Bands:
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> Bands:
-        """Read a file that `write` wrote.
+        """Read bands from a file that `write` wrote.
 
         Raises:
-            RecordError: the file is missing or holds no bands.
+            RecordError: the file is missing or contains no bands.
         """
         try:
             if os.path.getsize(path) > _MOST_BYTES:
@@ -143,7 +146,7 @@ class Bands:
             return cls(_in_file(frame), list(map(str, told["families"])), int(told["runs"]))
         except FileNotFoundError:
             raise RecordError(f"there is no file {os.fspath(path)}") from None
-        except Exception as error:  # a foreign file may raise anything in the reader
+        except Exception as error:  # on a foreign file, the reader may raise any error
             raise RecordError(f"{os.fspath(path)} holds no bands of healthy runs: {error}") from None
 
     def write(self, path: str | os.PathLike[str]) -> None:
@@ -153,14 +156,14 @@ class Bands:
         pq.write_table(table.replace_schema_metadata({_METADATA: json.dumps(told).encode()}), path, compression="zstd")
 
     def of(self, tensors: pl.DataFrame, evidence: Evidence, phase: str) -> tuple[Floats, Floats]:
-        """Return median and lasting of the bands of `tensors`, in their order.
+        """Return the columns median and lasting of each tensor's band, in the order of `tensors`.
 
-        A tensor gets NaN if its band was learned from too few runs or from weights of another size.
+        Values are NaN if the band was learned from too few runs, or from weights of another size.
         """
         rows = self.table.filter(pl.col("runs") >= FEWEST, metric=evidence.metric, sign=evidence.sign, phase=phase)
         joined = tensors.join(rows, on=["purpose", "role", "recipe", "part"], how="left", maintain_order="left")
         fits = pl.col("n").is_between(pl.col("smallest") / _SIZES, pl.col("largest") * _SIZES)
-        # Files of earlier releases also hold values below `good`.
+        # Files of earlier releases also contain values below `good`.
         known = (pl.when(fits).then(pl.col(name).clip(lower_bound=evidence.good)) for name in ("median", "lasting"))
         median, most = joined.select(known).fill_null(np.nan).to_numpy().T
         return median, most
@@ -177,13 +180,13 @@ def shipped() -> Bands | None:
 
 
 def choose_bands(run: Run, given: str | os.PathLike[str] | Bands | None) -> Bands | None:
-    """Return the bands to judge a run by, or None if the shipped bands do not cover this class of model.
+    """Return the bands for checking a run, or None if the shipped bands do not cover this class of model.
 
     Args:
-        given: bands from the user, used for any model; None: the shipped bands.
+        given: bands from the user, which apply to any model. None: the shipped bands.
 
     Raises:
-        RecordError: the given file is missing or holds no bands.
+        RecordError: the given file is missing or contains no bands.
     """
     if given is not None:
         return given if isinstance(given, Bands) else Bands.read(given)
@@ -192,23 +195,24 @@ def choose_bands(run: Run, given: str | os.PathLike[str] | Bands | None) -> Band
 
 
 def family_of(run: Run) -> str:
-    """Return the class of a run's model, or an empty string if the record does not name it."""
+    """Return the class of a run's model, or an empty string if it is not in the record."""
     model = run.fingerprint.get("model")
     return str(model.get("class", "")) if isinstance(model, Mapping) else ""
 
 
 @dataclass(frozen=True)
 class _Operands:
-    """Some operands of a run whose GEMM has a known purpose, without the first samples."""
+    """Some operands of GEMMs with a known purpose in a run, without the first samples."""
 
     grid: Grid
     #: layer, role, purpose, recipe, part, n (number of values of W), in the order of the grid
     tensors: pl.DataFrame
-    #: samples by phase, bool [S]: `warm-up` until the learning rate reaches its maximum, then `later`
+    #: which samples belong to each phase, bool [S]. The phase is `warm-up` until the learning rate reaches its maximum, then
+    #: `later`
     phases: Mapping[str, Bools]
 
     def courses(self) -> Iterator[tuple[Evidence, str, Bools, Floats]]:
-        """Yield each metric and phase with its samples and values [T, S], scaled so that more is worse."""
+        """Yield each metric and phase with its samples and values [T, S], scaled so that higher is worse."""
         for evidence in JUDGED:
             values = evidence.scaled(self.grid.metric(evidence.metric))
             for phase, samples in self.phases.items():
@@ -252,7 +256,7 @@ def _find_warmed_up(run: Run) -> float:
 
 
 def _find_lasting(values: Floats) -> Floats:
-    """Return the minimum of each sample and the next two, [T, S]; -inf if one of them is missing."""
+    """Return the minimum of each sample and the next two samples, [T, S]; -inf if one of the three is missing."""
     padded = np.pad(np.nan_to_num(values, nan=-np.inf), ((0, 0), (0, IN_A_ROW - 1)), constant_values=-np.inf)
     least: Floats = np.lib.stride_tricks.sliding_window_view(padded, IN_A_ROW, axis=1).min(-1)
     return least
@@ -286,15 +290,15 @@ def _courses(operands: _Operands) -> list[pl.DataFrame]:
 
 @dataclass(frozen=True)
 class JudgedRun:
-    """A run judged by bands."""
+    """The result of checking a run by bands."""
 
-    #: operands beyond their band: layer, role, onset (step), excess (in units of the least rise), earliest first
+    #: operands beyond their band, earliest onset first: layer, role, onset (step), excess (in units of the least rise)
     beyond: pl.DataFrame
     #: layer and role of operands that have a band
     covered: pl.DataFrame
     #: number of all operands
     operands: int
-    #: number of runs that the bands were learned from
+    #: number of runs from which the bands were learned
     runs: int
 
     @property
@@ -304,7 +308,7 @@ class JudgedRun:
 
 
 def describe_bands(judged: JudgedRun | None) -> str:
-    """Describe in a sentence what replaced the baseline of a run."""
+    """Describe in a sentence how a run without a baseline was checked."""
     if judged is None:
         known = "no bands of healthy runs were learned from models of its class"
     elif not len(judged.covered):
@@ -321,10 +325,11 @@ def describe_bands(judged: JudgedRun | None) -> str:
 
 
 def judge_by_bands(run: Run, bands: Bands) -> JudgedRun:
-    """Judge a run's operands by bands.
+    """Check a run's operands by bands.
 
-    An operand is beyond its band if its value stays, for three samples, above the largest lasting value of healthy runs.
-    It must exceed it by 1.5 times this value's own rise above their median. Fixed limits judge shorter spikes.
+    The largest lasting value is the largest value that lasted for three samples in healthy runs. An operand is beyond its
+    band if its value exceeds the largest lasting value for three samples. The excess must be at least 1.5 times the distance
+    from the healthy median to this value. Fixed limits detect shorter spikes.
     """
     judged = pl.concat(_over_operands(run, partial(_judge, bands)))
     key = ["layer", "role"]
@@ -334,14 +339,14 @@ def judge_by_bands(run: Run, bands: Bands) -> JudgedRun:
 
 
 def _judge(bands: Bands, operands: _Operands) -> pl.DataFrame:
-    """Return the operands with onset, excess (0 within the bands) and covered (whether a band exists)."""
+    """Return the operands with columns onset, excess (0 within the band) and covered (whether a band exists)."""
     grid, tensors = operands.grid, operands.tensors
     lost = np.fmax(grid.metric("underflow_pct"), grid.metric("overflow_pct"))
     covered = np.zeros(len(tensors), dtype=bool)
     onset, excess = np.full(len(tensors), np.iinfo(np.int64).max), np.zeros(len(tensors))
     least = np.where(tensors["role"].to_numpy() == "grad_output", OF_GRADIENTS, 1.0)
     for evidence, phase, samples, values in operands.courses():
-        if evidence.metric == "outlier_log2":  # an outlier without underflow or overflow does no harm
+        if evidence.metric == "outlier_log2":  # an outlier is harmless without underflow or overflow
             values = np.where(lost[:, samples] > _COSTS, values, np.nan)
         median, most = bands.of(tensors, evidence, phase)
         covered |= ~np.isnan(most) & (phase == "later")

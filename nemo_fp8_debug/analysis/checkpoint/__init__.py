@@ -1,1 +1,3 @@
-"""Errors of a checkpoint's weights in FP8 and BF16, without a model and without code from the checkpoint. Internal."""
+"""Measure the errors of a checkpoint's weights in FP8 and BF16, without a model and without running the checkpoint's code.
+Internal.
+"""

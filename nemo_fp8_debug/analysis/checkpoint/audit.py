@@ -1,6 +1,6 @@
 """Audit the weights of a checkpoint: measure their errors, and describe them in sentences.
 
-The errors are those of FP8 under current scaling, of FP8 under the stored scale, and of BF16.
+There are three errors for each weight: of FP8 under current scaling, of FP8 under the stored scale, and of BF16.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from ..formatting import make_jsonable
 from .contents import Contents, open_checkpoint
 from .weights import FP8_DTYPES, StoredScale, Weight, find_weights, weight_scale
 
-#: state of an FP8 weight without a scale in the checkpoint. Its codes are taken as values
+#: state of an FP8 weight without a scale in the checkpoint; we use its codes as values
 NO_SCALE = "no scale"
 
 
@@ -44,13 +44,13 @@ class Audit:
     fp8_format: FloatFormat
     #: one row for each weight, worst first
     rows: list[dict[str, Any]]
-    #: number of tensors that are no GEMM weights, by kind
+    #: number of tensors that are not weights of GEMMs, by kind
     left_out: Counter[str]
     #: sentences about unreadable parts
     faults: list[str]
 
     def to_json(self) -> dict[str, Any]:
-        """Return the audit as plain values, with null for unavailable ones."""
+        """Return the audit as plain values, with null for values that are unavailable."""
         return {
             "path": self.path,
             "format": self.format,
@@ -87,7 +87,7 @@ class Audit:
         return f"With NaN or infinity: {', '.join(bad[:3])}{' ...' if len(bad) > 3 else ''}." if bad else ""
 
     def _in_fp8(self) -> str:
-        """Return the errors of serving in FP8 a model trained in higher precision."""
+        """Return a sentence with the errors of weights that were trained in higher precision and are served in FP8."""
         errors = _errors(self.rows, "fp8_current")
         already = " (those stored in FP8: once more, to one scale a tensor)" if self._stored_in_fp8() else ""
         return f"Served in FP8 ({self.fp8_format.name}) under current scaling the weights change{already} by {errors}."
@@ -96,7 +96,7 @@ class Audit:
         return [row for row in self.rows if row["dtype"].startswith("float8")]
 
     def _stored(self) -> str:
-        """Return how well stored scales fit, and what serving in BF16 would change."""
+        """Return sentences about the fit of stored scales, and about the changes of weights when served in BF16."""
         with_scale = [row for row in self.rows if row["fp8_stored"] and "scale" in row["fp8_stored"]]
         if not with_scale:
             return (
@@ -125,7 +125,7 @@ def lacks_scale(row: Mapping[str, Any]) -> bool:
 
 
 def _errors(rows: Sequence[Mapping[str, Any]], cast: str) -> str:
-    """Return the median and worst relative error of a cast over all weights that do not lack their scale."""
+    """Return the median and the worst relative error of a cast over all weights except FP8 weights without a scale."""
     errors = {row["layer"]: row[cast]["relative_error"] for row in rows if not lacks_scale(row)}
     known = {layer: error for layer, error in errors.items() if error is not None}
     if not known:
@@ -137,10 +137,11 @@ def _errors(rows: Sequence[Mapping[str, Any]], cast: str) -> str:
     )
 
 
-#: metrics of a weight, and metrics of a weight under one scale and format
+#: metrics of a weight itself, and metrics of a weight under one scale and format
 _OF_WEIGHT = ("amax", "amin", "dynamic_range_log2", "outlier_log2", "kurtosis")
 _OF_CAST = ("relative_error", "mse", "sqnr_db", "cosine", "underflow_pct", "overflow_pct")
-#: a stored scale this many powers of two below the current one is stale, because it wastes that much of E4M3's 17.8
+#: a stored scale is stale if it is this many powers of two below the current scale, and so wastes this part of E4M3's range
+#: of 17.8
 FAR_BELOW = -3.0
 #: largest number of weights whose histograms are in memory at once, 256 KiB each
 _BATCH = 64
@@ -148,7 +149,7 @@ _CURRENT = CurrentScaling()
 _BOTH = torch.zeros(2, dtype=torch.int64)
 #: number of float32 values processed at once, so that their float64 temporaries stay in the cache
 _PIECE = 1 << 16
-#: number of values of a weight to read at once, in multiples of `_ROWS` rows, which no scale of a 128 x 128 block straddles
+#: number of values of a weight to read at once, in multiples of `_ROWS` rows, so that no 128 x 128 block is split
 _BLOCK, _ROWS = 1 << 20, 128
 
 #: scales (float32 [B]) and formats of B weights
@@ -164,13 +165,14 @@ def audit(
 
     Args:
         path: a Megatron distributed, NeMo 2 or DCP checkpoint (folders), safetensors, or a file of torch.save or Lightning.
-        recipe: the recipe to serve in, a name or a dict as in `Config.recipe`. Only its weight format and its options of
-            current scaling matter.
-        matches: function of a weight's name that returns True to measure the weight. By default all are measured.
+        recipe: the recipe for serving, a name or a dict as in `Config.recipe`. We use only its weight format and its options
+            of current scaling.
+        matches: function that takes a weight's name and returns True to measure the weight. By default, all weights are
+            measured.
 
     Returns:
-        The audit. `.rows` has a dict for each weight, worst first, `.verdict()` returns sentences, and `.to_json()` plain
-        values.
+        The audit. `.rows` has a dict for each weight, worst first. `.verdict()` returns sentences, and `.to_json()` returns
+        plain values.
 
     Raises:
         RecordError: there is no checkpoint, or no part of it is readable. The message names the file.
@@ -194,7 +196,7 @@ def audit(
     if not chosen:
         raise ConfigError(f"no weight matches; the checkpoint has {quote_names(sorted(weight.name for weight in weights))}")
 
-    #: names of lost weights, by the message about the unreadable part
+    #: names of weights in unreadable parts, by the message about the part
     faults = defaultdict[str, list[str]](list)
     rows: list[dict[str, Any]] = []
     seen: list[_Seen] = []
@@ -219,12 +221,12 @@ def audit(
 
 @dataclass(frozen=True)
 class _Seen:
-    """The result of reading a weight: its histogram if it has 16 bits, otherwise its moments and sums."""
+    """The result of reading a weight: its histogram if its dtype has 16 bits, otherwise its moments and sums."""
 
     weight: Weight
     histogram: Histogram
     stored: StoredScale | None
-    #: why there is no stored scale to compare with, if the checkpoint has other data in its place
+    #: reason why the weight has no stored scale to compare with, if the checkpoint has other data instead of a scale
     note: str | None
     moments: Moments | None = None
     sums: tuple[QuantizationSums, ...] = ()
@@ -250,7 +252,7 @@ def _see(weight: Weight, contents: Contents, recipe: Recipe, path: Path, faults:
     return _Seen(weight, histogram, stored, note, moments, sums if stored else (sums[0], sums[0], sums[1]))
 
 
-# Sums are added up at once, because many small results among large temporaries would fragment the heap.
+# Add up the sums immediately, because many small results between large temporaries would fragment the heap.
 def _moments(block: torch.Tensor, total: Moments | None) -> Moments:
     for piece in block.reshape(-1).split(_PIECE):
         found = metrics.moments_of_float32(piece)
@@ -271,7 +273,7 @@ def _sums(weight: Weight, scale: torch.Tensor | None, path: Path, casts: Sequenc
 
 
 def _blocks(weight: Weight, scale: torch.Tensor | None, path: Path) -> Iterator[torch.Tensor]:
-    """Yield a weight's values block by block, 16-bit dtypes as they are and others as float32."""
+    """Yield a weight's values block by block: 16-bit dtypes unchanged, and other dtypes as float32."""
     for part in weight.parts:
         stored = part.find()
         if stored.dtype != weight.dtype or stored.dim() != 2:
@@ -285,7 +287,8 @@ def _blocks(weight: Weight, scale: torch.Tensor | None, path: Path) -> Iterator[
 
 
 def _companion(weight: Weight) -> torch.Tensor | None:
-    """Return the factor of an FP8 weight, float32: one value, one for each row [rows, 1] or each 128 x 128 block.
+    """Return the factor of an FP8 weight, float32: one value for the weight, for each row [rows, 1], or for each 128 x 128
+    block.
 
     Raises:
         RecordError: the factor has another shape.
@@ -316,7 +319,7 @@ def _scale_of(scale: torch.Tensor, weight: Weight, first: int, block: torch.Tens
 def _stored_scale(
     weight: Weight, scale: torch.Tensor | None, contents: Contents, path: Path, faults: Mapping[str, list[str]]
 ) -> tuple[StoredScale | None, str | None]:
-    """Return the scale that the checkpoint holds for a weight, or why there is none to compare with."""
+    """Return the checkpoint's scale of a weight, or the reason why there is no scale to compare with."""
     if scale is not None:
         if scale.dim():
             return None, "one a row" if scale.shape[0] == weight.shape[0] else "one a block"
@@ -334,7 +337,9 @@ def _stored_scale(
 
 
 def _casts(amax: torch.Tensor, stored: Sequence[StoredScale | None], recipe: Recipe) -> tuple[_Cast, _Cast, _Cast]:
-    """Return three casts of B weights: FP8 under current and stored scales (1 if none is stored), and BF16."""
+    """Return three casts of B weights: FP8 under current scales, FP8 under stored scales (1 if no scale is stored), and
+    BF16.
+    """
     fmt = recipe.format_of("weight")
     rule = recipe.scaling if isinstance(recipe.scaling, CurrentScaling) else _CURRENT
     scales = torch.tensor([s.scale if s and _usable(s) else 1.0 for s in stored], dtype=torch.float32)
@@ -392,7 +397,7 @@ def _stored_row(seen: _Seen, table: Mapping[str, Sequence[Any]], i: int) -> dict
 
 
 def _state(stored: StoredScale, row: Mapping[str, Any]) -> str:
-    """Return in words whether a stored scale still fits its weight."""
+    """Describe whether a stored scale still fits its weight."""
     if stored.unset:
         return "never set"
     if (row["overflow_pct"] or 0) > 0:

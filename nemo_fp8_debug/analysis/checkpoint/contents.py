@@ -1,4 +1,4 @@
-"""List the contents of a checkpoint in any format: names, shapes, and tensors that are read only when needed."""
+"""List the contents of a checkpoint in any format: names, shapes, and tensors. Tensors are read only when needed."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from .pickles import Placeholder, has_values, load_pickle, load_torch
 _EXTRA = "_extra_state"
 #: largest depth of nested mappings, and largest number of entries
 _DEEPEST, _MOST = 64, 1_000_000
-#: largest number of elements of a tensor that repeats the values of its storage
+#: largest number of elements of a tensor that has more elements than its storage
 _MOST_EXPANDED = 1 << 28
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A part of a tensor that lies in one place."""
+    """A part of a tensor that is stored in one place."""
 
-    #: index in the whole tensor at which the part begins
+    #: index of the part's first element in the whole tensor
     offsets: tuple[int, ...]
     shape: tuple[int, ...]
-    #: returns the values, or raises RecordError
+    #: function that returns the values, or raises RecordError
     open: Callable[[], torch.Tensor]
 
 
@@ -44,19 +44,19 @@ class CheckpointEntry:
 
 @dataclass
 class Contents:
-    """The tensors and extra states of a checkpoint, by the checkpoint's names."""
+    """The tensors and extra states of a checkpoint, by their names in the checkpoint."""
 
     format: str
     tensors: dict[str, CheckpointEntry] = field(default_factory=dict)
-    #: functions that return the extra state of a module: a tensor, a stand-in for io.BytesIO, or None
+    #: for each module, a function that returns its extra state: a tensor, a placeholder for io.BytesIO, or None
     extra_states: dict[str, Callable[[], Any]] = field(default_factory=dict)
-    #: names that an index lists but no file holds, and tensors without values
+    #: names of tensors that are in an index but in no file, or that have no values
     lost: set[str] = field(default_factory=set)
     #: sentences about unreadable parts
     faults: list[str] = field(default_factory=list)
 
     def add(self, name: str, value: Any, path: Path) -> None:
-        """Add a tensor, or the extra state of a module. Ignore anything else."""
+        """Add a tensor or the extra state of a module. Ignore any other value."""
         if name.rpartition(".")[2].startswith(_EXTRA):
             self.extra_states[name] = lambda: value
         elif isinstance(value, torch.Tensor) and not has_values(value):
@@ -145,7 +145,7 @@ def _json(path: Path) -> dict[str, Any]:
 
 
 def _indexed(index: Path) -> Contents:
-    """Open the files that an index of Hugging Face names."""
+    """Open the files that are listed in an index file of Hugging Face."""
     weight_map = _json(index).get("weight_map")
     if not isinstance(weight_map, dict):
         raise RecordError(f"{index} is damaged: no weight_map")
@@ -160,7 +160,7 @@ def _indexed(index: Path) -> Contents:
 
 
 def _safetensors(files: list[Path]) -> Contents:
-    """Open files, which stay memory-mapped."""
+    """Open files, and keep them memory-mapped."""
     contents = Contents("safetensors")
     for file in files:
         try:
@@ -195,7 +195,7 @@ def _torch_file(path: Path) -> Contents:
 
 
 def _flatten(path: Path, content: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the entries of nested mappings, within limits: a small file may hold a mapping that contains itself."""
+    """Yield the entries of nested mappings, within limits, because a mapping in a small file may contain itself."""
     left, seen = [("", content, 0)], 0
     while left:
         name, value, depth = left.pop()
@@ -258,7 +258,7 @@ def _piece(folder: Path, name: str, chunk: Placeholder, places: Mapping[Any, Pla
 def _object(folder: Path, info: Placeholder | None) -> Callable[[], Any]:
     def open_() -> Any:
         found = _load(folder, info, "an extra state")
-        return found[0] if isinstance(found, list) and len(found) == 1 else found  # Megatron saves lists of one
+        return found[0] if isinstance(found, list) and len(found) == 1 else found  # Megatron saves lists with one element
 
     return open_
 

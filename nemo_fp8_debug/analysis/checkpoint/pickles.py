@@ -1,7 +1,7 @@
-"""Read the pickles of a checkpoint without running them: torch's files, and the metadata of distributed checkpoints.
+"""Read the pickles of a checkpoint (torch's files, and the metadata of distributed checkpoints) without running their code.
 
-A pickle runs any callables that it names. `torch.load` with `weights_only` reads tensors and runs no callables. A stand-in
-replaces each class of a checkpoint, and keeps its arguments without doing anything. Any other name is refused.
+Unpickling runs any callable that a pickle names. `torch.load` with `weights_only` reads tensors without running callables.
+We replace each class of a checkpoint by a placeholder, which only stores its arguments. We refuse any other name.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from packaging.version import Version
 
 from ...errors import RecordError
 
-#: before this release, a file could make torch.load with weights_only run code (CVE-2025-32434)
+#: before this release of torch, a file could make torch.load with weights_only run code (CVE-2025-32434)
 _SAFE_TORCH = "2.6"
-#: stand-ins replace classes of these packages, and the names below
+#: placeholders replace classes of these packages, and the names below
 _STAND_IN_PACKAGES = (
     "torch.distributed.",
     "megatron.core.",
@@ -36,20 +36,20 @@ _STAND_IN_PACKAGES = (
 _STAND_IN_NAMES = (
     "_io.BytesIO",
     "argparse.Namespace",
-    "builtins.getattr",  # how some Pythons pickle a member of an enum
+    "builtins.getattr",  # some versions of Python pickle members of an enum with this
     "torch.device",
     "torch.serialization._get_layout",
 )
 
 
 class Placeholder:
-    """An object of a class that is not loaded. It keeps only its arguments and state."""
+    """A placeholder for an object of a class that is not loaded. It stores only the object's arguments and state."""
 
     args: tuple[Any, ...]
     state: Any
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Placeholder:
-        """Remember the arguments."""
+        """Store the arguments."""
         made = super().__new__(cls)
         made.args, made.state = args, None
         return made
@@ -65,12 +65,12 @@ class Placeholder:
         """Ignore an item that unpickling appends to a subclass of list."""
 
     def get(self, name: str) -> Any:
-        """Return an attribute of the object, or None if it has none of that name."""
+        """Return an attribute of the object, or None if the object has no attribute of that name."""
         return self.state.get(name) if isinstance(self.state, dict) else None
 
 
 def _stand_in(name: str) -> type[Placeholder] | None:
-    """Return a stand-in for a dotted name, or None to refuse the name."""
+    """Return a placeholder class for a dotted name, or None to refuse the name."""
     if name in _STAND_IN_NAMES or name.startswith(_STAND_IN_PACKAGES):
         return type(name.rpartition(".")[2], (Placeholder,), {})
     return None
@@ -80,10 +80,10 @@ def _stand_in(name: str) -> type[Placeholder] | None:
 
 
 def load_torch(path: Path, offset: int = 0, length: int | None = None) -> Any:
-    """Load a torch.save file, whose tensors stay mapped, or a part of a file, which is read as a whole.
+    """Load a torch.save file and keep its tensors memory-mapped, or load a part of a file into memory.
 
     Raises:
-        RecordError: the file is unreadable, damaged or no torch file, or names code that unpickling would run.
+        RecordError: the file is unreadable, damaged or not a torch file, or names code that unpickling would run.
     """
     try:
         if length is None:
@@ -104,7 +104,7 @@ def load_torch(path: Path, offset: int = 0, length: int | None = None) -> Any:
 
 
 def has_values(tensor: torch.Tensor) -> bool:
-    """Return True if a tensor stores each value. Sparse, nested and meta tensors do not."""
+    """Return True if a tensor stores each value, unlike sparse, nested and meta tensors."""
     return tensor.layout == torch.strided and not tensor.is_nested and tensor.device.type == "cpu"
 
 
@@ -139,7 +139,7 @@ def _load_archive(file: IO[bytes], mapped: Path | None, source: str) -> Any:
         raise RecordError(
             f"{source} is not a torch file, or damaged ({error}); load and save again a file from before torch 1.6"
         ) from None
-    except Exception as error:  # a damaged file makes torch raise anything, MemoryError and RecursionError included
+    except Exception as error:  # on a damaged file, torch may raise any error, including MemoryError and RecursionError
         raise _not_read(source, error) from None
 
 
@@ -155,7 +155,9 @@ def _load_storage(data: bytes, source: str) -> Any:
 
 @contextlib.contextmanager
 def _without_safe_globals() -> Iterator[None]:
-    """Suspend the globals that other code in this process, such as Megatron, allows torch.load to run."""
+    """Disable the callables that other code in this process, such as Megatron, has added to torch.load's list of safe
+    globals.
+    """
     allowed = torch.serialization.get_safe_globals()
     torch.serialization.clear_safe_globals()
     try:
@@ -195,7 +197,7 @@ def load_pickle(data: bytes, source: str) -> Any:
         return _Unpickler(io.BytesIO(data), source).load()
     except RecordError:
         raise
-    except Exception as error:  # a damaged pickle can raise anything, MemoryError and RecursionError included
+    except Exception as error:  # a damaged pickle can raise any error, including MemoryError and RecursionError
         raise RecordError(f"{source} is damaged: {error or type(error).__name__}") from None
 
 

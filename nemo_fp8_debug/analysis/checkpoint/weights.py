@@ -17,7 +17,7 @@ from ...numerics.formats import E4M3, E5M2, FloatFormat
 from .contents import CheckpointEntry, Contents
 from .pickles import Placeholder, has_values, load_pickle, load_torch_bytes
 
-#: names in which Megatron leaves out the number of a layer or expert, because it stacks them along a leading axis
+#: names without the number of a layer or expert, because Megatron stacks layers or experts along a leading axis
 _STACKED_LAYERS = re.compile(r"((?:^|\.)layers\.)(?!\d)")
 _STACKED_EXPERTS = re.compile(r"(.*(?:^|\.)experts\.)(?!\d|local_experts\.)")
 
@@ -25,15 +25,15 @@ _STACKED_EXPERTS = re.compile(r"(.*(?:^|\.)experts\.)(?!\d|local_experts\.)")
 #: and stacked experts of Hugging Face's models
 _LEAVES = re.compile(r"weight\d*|fc[12]_weight|gate_up_proj|gate_proj|up_proj|down_proj")
 _EMBEDDINGS = re.compile(r"embed|(^|\.)(wte|wpe)\.")
-_OUTPUT_LAYERS = re.compile(r"(^|\.)embed_out\.")  # GPT-NeoX's name for what others call lm_head
+_OUTPUT_LAYERS = re.compile(r"(^|\.)embed_out\.")  # GPT-NeoX's name for the layer that other models call lm_head
 _ROUTERS = re.compile(r"(^|\.)(router|gate)\.[^.]*$")
 _OPTIMIZER = re.compile(r"optim")
-#: Megatron uses the same name for the state of an expert in a grouped layer and of an expert that is a separate layer
+#: Megatron uses this name for the state of an expert both in a grouped layer and in a separate layer
 _EXPERT = re.compile(r"(^|\.)experts\.\d+\.")
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn, torch.float8_e5m2)
 FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
-#: suffixes of the factor of an FP8 weight: DeepSeek's (called an inverse), and compressed-tensors'
+#: suffixes of the factor of an FP8 weight in checkpoints of DeepSeek (there called an inverse) and compressed-tensors
 _SCALES = ("_scale_inv", "_scale")
 
 
@@ -46,7 +46,7 @@ class WeightPart:
     index: tuple[int, ...]
 
     def find(self) -> torch.Tensor:
-        """Return the values, which may still lie in a mapped file."""
+        """Return the values. They may still be in a memory-mapped file."""
         return self.open()[self.index]
 
 
@@ -66,12 +66,12 @@ class Weight:
     extra_state: str | None
     #: tensor to multiply an FP8 weight by
     scale: WeightPart | None = None
-    #: whether the weight may be one of several in its module
+    #: whether the module may have several weights
     expert: bool = False
 
 
 def find_weights(contents: Contents) -> tuple[list[Weight], Counter[str]]:
-    """Return the GEMM weights of a checkpoint in order, and the number of tensors that are left out, by kind."""
+    """Return the GEMM weights of a checkpoint in order, and the number of other tensors by kind."""
     states = {module_of_state(key): key for key in contents.extra_states}
     scales = {name + suffix for name in contents.tensors for suffix in _SCALES}
     weights: list[Weight] = []
@@ -92,7 +92,7 @@ def find_weights(contents: Contents) -> tuple[list[Weight], Counter[str]]:
 
 
 def _no_gemm(path: str, dimensions: int, dtype: torch.dtype) -> str | None:
-    """Return why a tensor is not the weight of a GEMM, or None if it is one."""
+    """Return the reason if a tensor is not the weight of a GEMM, otherwise None."""
     if _OPTIMIZER.match(path):
         return "of the optimizer"
     if not _OUTPUT_LAYERS.search(path) and _EMBEDDINGS.search(path):
@@ -105,7 +105,7 @@ def _no_gemm(path: str, dimensions: int, dtype: torch.dtype) -> str | None:
 
 
 def _stacked_axes(path: str, entry: CheckpointEntry) -> list[re.Pattern[str]]:
-    """Return what the leading axes of a tensor count: layers, experts, both or neither."""
+    """Return the meaning of a tensor's leading axes: layers, experts, both, or no leading axes."""
     axes = [_STACKED_LAYERS] if _STACKED_LAYERS.search(path) else []
     if _STACKED_EXPERTS.search(path) and len(entry.shape) - len(axes) == 3:
         axes.append(_STACKED_EXPERTS)
@@ -119,7 +119,7 @@ def _numbered(path: str, axes: list[re.Pattern[str]], index: tuple[int, ...]) ->
 
 
 def module_of_state(key: str) -> str:
-    """Return the module of an extra state: `decoder.layers.mlp.linear_fc1._extra_state/shard_3_4` is of layer 3 of 4.
+    """Return the module of an extra state: `decoder.layers.mlp.linear_fc1._extra_state/shard_3_4` belongs to layer 3 of 4.
 
     Megatron builds such keys in `ShardedObject.unique_key` of megatron/core/dist_checkpointing/mapping.py.
     """
@@ -135,7 +135,7 @@ def module_of_state(key: str) -> str:
 def _unstack(
     path: str, axes: list[re.Pattern[str]], entry: CheckpointEntry, states: Mapping[str, str], scale: CheckpointEntry | None
 ) -> Iterator[Weight]:
-    """Yield the matrices that a tensor stacks, each with its own pieces."""
+    """Yield the matrices that are stacked in a tensor, each with its own pieces."""
     parts: dict[tuple[int, ...], list[WeightPart]] = {}
     for piece in entry.pieces:
         for index in product(*(range(n) for n in piece.shape[: len(axes)])):
@@ -162,14 +162,14 @@ def _scale_of(name: str, tensors: Mapping[str, CheckpointEntry]) -> CheckpointEn
 
 
 def _scale_at(scale: CheckpointEntry, index: tuple[int, ...]) -> WeightPart:
-    """Return the scale of one of the stacked weights, or the common scale if there is only one."""
+    """Return the scale of one of the stacked weights, or their common scale if there is only one scale."""
     stacked = len(scale.shape) > len(index) and all(i < n for i, n in zip(index, scale.shape, strict=False))
     return WeightPart(scale.pieces[0].open, index if index and stacked else ())
 
 
 # --- the scales that Transformer Engine stores, as a module's `_extra_state` ----------------------------------------------
 
-#: index of a weight's scale among a module's forward scales, and their number: X, W and Y of each GEMM in turn
+#: index of a weight's scale in a module's forward scales, and the number of these scales: X, W and Y of each GEMM in turn
 #: (FP8FwdTensors of transformer_engine/pytorch/constants.py; fc1 and fc2 are the two GEMMs of LayerNormMLP)
 _SLOTS = {"weight": (1, 3), "fc1_weight": (1, 6), "fc2_weight": (4, 6)}
 
@@ -180,21 +180,22 @@ class StoredScale:
 
     scale: float
     format: FloatFormat
-    #: whether the scale is still the initial 1, and the history has no amax
+    #: whether the scale still has its initial value 1 and the history has no amax
     unset: bool
 
 
 def weight_scale(state: Any, parameter: str, source: str) -> StoredScale | None:
-    """Return the scale of a module's weight, or None if the module stores none (no FP8, or a recipe without them).
+    """Return the scale of a module's weight, or None if the module stores no scales (no FP8, or a recipe without stored
+    scales).
 
     Args:
-        state: the extra state in the checkpoint: uint8 bytes of a pickle (Transformer Engine 2), a stand-in for io.BytesIO
-            with a torch file (1.x), or None.
+        state: the extra state in the checkpoint: uint8 bytes of a pickle (Transformer Engine 2), a placeholder for
+            io.BytesIO with a torch file (1.x), or None.
         parameter: last part of the weight's name.
         source: name of the checkpoint and the module, for errors.
 
     Raises:
-        RecordError: the state needs to run code, is damaged, or has no known place for this weight.
+        RecordError: the state needs to run code, is damaged, or has an unknown order of weights.
     """
     found = _decoded(state, source)
     if found is None:
@@ -217,7 +218,7 @@ def weight_scale(state: Any, parameter: str, source: str) -> StoredScale | None:
             " (in grouped layers it depends on the version of Transformer Engine)"
         )
     fmt = E5M2 if isinstance(limit, float | int) and limit == E5M2.max else E4M3
-    # An empty history alone is no sign, because the update that sets the scale also empties a history of length 1.
+    # Do not test the history alone, because setting the scale also empties a history of length 1.
     unset = float(scale[slot]) == 1 and bool((history[:, slot] == 0).all())
     return StoredScale(float(scale[slot]), fmt, unset)
 

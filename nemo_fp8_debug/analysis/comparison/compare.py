@@ -1,4 +1,4 @@
-"""Compare two runs: their losses, and the tensors whose errors drifted apart."""
+"""Compare two runs: their losses, and the errors of their tensors."""
 
 from __future__ import annotations
 
@@ -39,37 +39,39 @@ _WEIGHED = ("relative_error", "underflow_pct", "overflow_pct", "mse")
 
 @dataclass(frozen=True)
 class Comparison:
-    """The differences between a run and a baseline."""
+    """The result of comparing a run with a baseline."""
 
     baseline: Run
     #: the run, with the baseline's names for its layers
     run: Run
     reference: Run | None
-    #: one row for each tensor, farthest drifted first: the columns of `measure_drifts`, first onset and lead. The experts
-    #: of a layer are one tensor
+    #: one row for each tensor, largest drift first: the columns of `measure_drifts`, and the first onset and its lead. The
+    #: experts of a layer count as one tensor
     tensors: pl.DataFrame
     #: the same columns for single experts
     experts: pl.DataFrame
     #: tensors out of the baseline's band, earliest first: the columns of `find_onsets`, and lead (steps from this onset to
-    #: the loss's; negative after it, null if the loss does not rise). The experts of a layer are one tensor
+    #: the step at which the loss rises: negative if the loss rose first, null if the loss does not rise). The experts of a
+    #: layer count as one tensor
     out_of_band: pl.DataFrame
-    #: the same columns for single experts, in layers whose experts as a whole are out of band
+    #: the same columns for single experts, in layers that are out of band in the aggregate of their experts
     experts_out_of_band: pl.DataFrame
-    #: sentences about the comparison's limits: how names were matched, what was left out, what is unknown
+    #: sentences about the limits of the comparison: how names were matched, which tensors were left out, what is unknown
     notes: Sequence[str] = ()
-    #: largest gap of the loss to the baseline's that is no harm, percent
+    #: largest gap to the baseline's loss that does not count as harm, in percent
     max_gap: float = MAX_GAP
-    #: the loss to compare with, if not the baseline's: another baseline's, or the mean of several
+    #: the loss to compare with, if it is not the loss of `baseline`: the loss of another baseline, or the mean of several
+    #: baselines
     beside: Beside | None = None
 
     @property
     def divergence_step(self) -> int | None:
-        """Return the step from which the run's loss stays above the baseline's, or None if no such rise is visible."""
+        """Return the step from which the run's loss stays above the baseline's loss, or None if no such rise is visible."""
         return self.loss.since
 
     @cached_property
     def loss(self) -> LossOutcome:
-        """Return the run's loss, judged against the baseline's."""
+        """Return the result of comparing the run's loss with the baseline's loss."""
         sizes = read_weight_sizes(self.run.metrics)
         same_model = None not in sizes.values() and sizes == read_weight_sizes(self.baseline.metrics)
         beside = Beside(self.baseline.loss) if self.beside is None else self.beside
@@ -79,9 +81,9 @@ class Comparison:
 
     @cached_property
     def sampled_alike(self) -> bool:
-        """Return True if both runs sampled all tensors, the same ones, at the same steps.
+        """Return True if both runs sampled the same tensors, and each tensor at the same steps.
 
-        Then medians over paired samples equal medians of each run.
+        If so, medians over paired samples are equal to the medians of each run.
         """
         run, baseline = self.run.metrics, self.baseline.metrics
         same = run.tensors.equals(baseline.tensors) or set(run.tensors.rows()) == set(baseline.tensors.rows())
@@ -102,7 +104,7 @@ class Comparison:
         return {module.NAME: module.compare_runs(self.baseline, self.run) for module in modules}
 
     def what_if(self) -> pl.DataFrame:
-        """Return the run's tensors under recipes that were tried or replayed.
+        """Return metrics of the run's tensors under recipes that were tried in the run or replayed.
 
         Each tensor has one row for each recipe, with medians over the later half of the samples.
         """
@@ -124,29 +126,30 @@ def compare(
     max_gap: float = MAX_GAP,
     others: Sequence[str | os.PathLike[str] | Run] = (),
 ) -> Comparison:
-    """Compare the record of a run with that of a baseline.
+    """Compare the record of a run with the record of a baseline.
 
     Args:
         run: the record of the run to explain, or a folder above it, as a path or any fsspec address.
-        baseline: the record of a run that went well.
-        reference: the record of a run that differs from `run` in one thing, such as BF16 instead of FP8.
+        baseline: the record of a good run.
+        reference: the record of a run that differs from `run` in one setting, such as BF16 instead of FP8.
         by: how to match the runs: by `step`, or by consumed `samples` if their batch sizes differ.
-        renames: rules `REGEX=REPLACEMENT`, as in `re.sub`, applied in turn to turn the run's layer names into the
-            baseline's. Without rules, and if the runs share no name, layers are matched by the end of their names, or by
-            order, size and kind.
-        max_gap: largest gap of the mean loss over the last part to the baseline's that is no harm, percent.
-        others: further good runs of the baseline's model with other seeds. The loss is compared with the mean of all, the
-            tensors only with the baseline's.
+        renames: rules `REGEX=REPLACEMENT`, as in `re.sub`. They are applied in turn to convert the run's layer names to the
+            baseline's names. If there are no rules and the runs have no name in common, layers are matched by the end of
+            their names, or by order, size and kind.
+        max_gap: largest gap to the baseline's mean loss over the last part of the run that does not count as harm, in
+            percent.
+        others: further good runs of the baseline's model with other seeds. We compare the loss with the mean of all
+            baselines, but the tensors only with `baseline`.
 
     Returns:
-        A comparison. `.divergence_step` is the step from which the loss stays above the baseline's, or None. `.tensors`
-        has each tensor's drift, worst first, and `.out_of_band` when each left the baseline's band, as polars frames.
-        `.differences()` lists the settings that differ.
+        A comparison. `.divergence_step` is the step from which the loss stays above the baseline's loss, or None. `.tensors`
+        and `.out_of_band` are polars frames with the drift of each tensor, worst first, and with the step at which a tensor
+        left the baseline's band. `.differences()` lists the settings that differ.
 
     Raises:
-        RecordError: a record is missing or unreadable, or the runs share no sampled step and tensor, or are of different
-            models.
-        ConfigError: `by` or `renames` is invalid, or one of `others` is of another model than the baseline.
+        RecordError: a record is missing or unreadable, the runs have no sampled step and tensor in common, or the models
+            differ.
+        ConfigError: `by` or `renames` is invalid, or the model of one of `others` differs from the baseline's model.
 
     Example:
         >>> found = compare("runs/bad", "runs/baseline", "runs/reference")
@@ -181,7 +184,7 @@ def compare(
 
 
 def _beside(baseline: Run, run: Run, others: Sequence[Run]) -> Beside:
-    """Return the loss that the run's is compared with."""
+    """Return the loss with which the run's loss is compared."""
     for other in others:
         if has_other_depth(*_layers_of(baseline, other)) or _differ_in_size(baseline, other):
             raise ConfigError(f"{other.path} and {baseline.path} are of different models: give baselines of one model")
@@ -189,14 +192,14 @@ def _beside(baseline: Run, run: Run, others: Sequence[Run]) -> Beside:
 
 
 def _differ_in_size(baseline: Run, other: Run) -> bool:
-    """Return True if most weights of known size differ in size. A padded output layer alone makes no other model."""
+    """Return True if most weights of known size differ in size. If only the output layer differs, it may be padded."""
     sizes = [read_weight_sizes(each.metrics) for each in (baseline, other)]
     known = [(n, sizes[1][name]) for name, n in sizes[0].items() if n is not None and sizes[1].get(name) is not None]
     return 2 * sum(mine != theirs for mine, theirs in known) > len(known)
 
 
 def _out_of_band(baseline: Run, run: Run) -> pl.DataFrame:
-    """Return the engine-quantized tensors that count as out of the baseline's band."""
+    """Return the tensors quantized by an engine that count as out of the baseline's band."""
     expected, judged = baseline.metrics, select_quantized(run.metrics)
     found, layers = find_onsets(expected, judged), _layers_of(baseline, run)
     if not has_other_depth(*layers):
@@ -220,7 +223,7 @@ def _with_lead(out_of_band: pl.DataFrame, divergence_step: int | None) -> pl.Dat
 
 
 def _mistaken(baseline: Run, run: Run) -> list[str]:
-    """Return a note if the runs seem to be the same record, or swapped."""
+    """Return a note if both runs are the same record, or if run and baseline seem to be swapped."""
     if baseline.path == run.path:
         return ["Both runs are the same record."]
     since = find_rise_above(baseline.loss, run.loss)
@@ -230,7 +233,7 @@ def _mistaken(baseline: Run, run: Run) -> list[str]:
 
 
 def _depths(baseline: Run, run: Run) -> list[str]:
-    """Return a note if the models have different depths, which no layer name shows."""
+    """Return a note if the models have different depths, because layer names do not show that."""
     layers = _layers_of(baseline, run)
     if not has_other_depth(*layers):
         return []
@@ -242,7 +245,7 @@ def _depths(baseline: Run, run: Run) -> list[str]:
 
 
 def _coverage(baseline: Run, run: Run) -> list[str]:
-    """Return a note if the runs overlap in too few samples, or if the baseline ends first."""
+    """Return a note if the runs have too few samples in the same steps, or if the baseline ends before the run."""
     steps = [each.metrics.steps for each in (baseline, run)]
     both = steps[1][(steps[1] >= steps[0][0]) & (steps[1] <= steps[0][-1])]
     told = []
@@ -257,13 +260,13 @@ def _coverage(baseline: Run, run: Run) -> list[str]:
 
 
 def select_quantized(metrics: Metrics) -> Metrics:
-    """Keep operands that an engine quantizes, because others do no harm. Keep all if no engine quantizes any."""
-    # Aggregated experts are also MIXED if no engine quantizes any of them.
+    """Keep operands that an engine quantizes, because others do no harm. If no engine quantizes any operand, keep all."""
+    # The scale source of aggregated experts is MIXED even if no engine quantizes any of the experts.
     return metrics.only("scale_source", (ENGINE, MIXED)) if ENGINE in metrics.unique("scale_source") else metrics
 
 
 def split_experts(rows: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame]:
-    """Split off the rows of experts whose aggregate is among the rows, and return both parts."""
+    """Split off the rows of single experts if the rows also contain their aggregate. Return both parts."""
     names = rows["layer"].cast(pl.String).unique(maintain_order=True)
     ones = pl.DataFrame({"layer": names, "aggregate": pl.Series(list(map(name_aggregate, names)), dtype=pl.String)})
     keys = rows.select(pl.col("layer", "role").cast(pl.String))

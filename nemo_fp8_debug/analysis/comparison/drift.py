@@ -1,4 +1,4 @@
-"""Measure how far the errors of each tensor drifted from one run to another."""
+"""Measure how much the errors of each tensor differ between two runs (its drift)."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from ..runs.grid import Floats, Grid, Paired, median
 from ..runs.metrics import select_common
 from ..runs.run import Run
 
-#: models with more layers are grouped in thirds
+#: layers of models with more layers than this are grouped in thirds
 _EACH = 8
-# 18 digits fit into the int64 column.
+# Numbers of 18 digits fit into the int64 column.
 _NUMBER = re.compile(r"(?:^|\.)(\d{1,18})(?=\.|$)")
 
 
@@ -30,13 +30,15 @@ def read_kind(layer: str) -> str:
 
 
 def read_depth(layer: str) -> int | None:
-    """Return the index of the model's layer that holds a GEMM, or None for GEMMs outside, such as the output layer."""
+    """Return the index of the layer that contains a GEMM, or None for GEMMs outside of numbered layers, such as the output
+    layer.
+    """
     found = split_at_depth(layer)
     return found[1] if found else None
 
 
 def split_at_depth(layer: str) -> tuple[str, int, str] | None:
-    """Split a name at its layer index into prefix, index and suffix, or return None if the name has no index.
+    """Split a name at its layer index into prefix, index and suffix. Return None if the name has no index.
 
     Example:
         >>> split_at_depth("decoder.layers.3.mlp.linear_fc2")
@@ -47,7 +49,7 @@ def split_at_depth(layer: str) -> tuple[str, int, str] | None:
 
 
 def locate_tensors(tensors: pl.DataFrame) -> pl.DataFrame:
-    """Add columns kind, depth (null outside of layers) and part (the part of the model, in words)."""
+    """Add columns kind, depth (null outside of numbered layers) and part (the part of the model, in words)."""
     names = tensors["layer"].unique()
     depths = [read_depth(name) for name in names]
     places = pl.DataFrame(
@@ -74,8 +76,8 @@ def group_tensors(tensors: pl.DataFrame) -> pl.DataFrame:
         tensors: layer, tensor, onset, drift_log2.
 
     Returns:
-        One row for each group: by (kind, depth or role), group, tensors (their number), out_of_band (how many of them),
-        onset (the earliest), drift_log2 (median).
+        One row for each group, with columns by (kind, depth or role), group, tensors (number of tensors), out_of_band
+        (number of tensors out of band), onset (the earliest) and drift_log2 (the median).
     """
     rows, tables = locate_tensors(tensors), []
     for by, column in (("kind", "kind"), ("depth", "part"), ("role", "tensor")):
@@ -93,7 +95,8 @@ def group_tensors(tensors: pl.DataFrame) -> pl.DataFrame:
 
 
 def describe_concentration(tensors: pl.DataFrame) -> list[str]:
-    """Describe in a sentence what only the tensors out of band have in common. Return no sentence if there is nothing.
+    """Describe in a sentence a property that only the tensors out of band have in common. Return no sentence if there is
+    none.
 
     Args:
         tensors: as in `group_tensors`.
@@ -120,33 +123,34 @@ def _where(out_of_band: pl.DataFrame, rows: pl.DataFrame) -> str:
 
 
 def _shared(column: str, out_of_band: pl.DataFrame, rows: pl.DataFrame) -> bool:
-    """Return True if all tensors out of band have the same value, and some others have another."""
+    """Return True if all tensors out of band have the same value, and some other tensors have a different value."""
     return out_of_band[column].n_unique() == 1 < rows[column].n_unique() and out_of_band[column].null_count() == 0
 
 
-#: metrics whose ratios count, with the noise level that is added to numerator and denominator
+#: metrics that are compared as ratios, with the noise level that is added to numerator and denominator
 _FLOORS = {"underflow_pct": 0.01, "overflow_pct": 0.01, "relative_error": 0.0}
-#: root mean square of a tensor, from its errors; null if it is zero or unknown
+#: root mean square of a tensor's values, computed from its errors; null if it is zero or unknown
 ROOT_MEAN_SQUARE = pl.when((pl.col("mse") > 0) & (pl.col("relative_error") > 0)).then(
     pl.col("mse").sqrt() / pl.col("relative_error")
 )
-#: last part of the paired samples that the ranking uses
+#: share of the paired samples, at the end of the runs, that the ranking uses
 TAIL = 0.5
-#: metrics of both runs that the ranking shows
+#: metrics that the ranking shows for both runs
 SHOWN = ("mse", "underflow_pct", "overflow_pct", "relative_error", "cosine", "amax", "scale_ratio_log2", "outlier_log2")
 #: metrics that are read together
 _TOGETHER = (("mse", "unscaled_mse"), SHOWN[1:3], SHOWN[3:5], SHOWN[5:7], SHOWN[7:])
 
 
 def measure_drifts(baseline: Run, run: Run) -> pl.DataFrame:
-    """Measure how far each tensor drifted, over the later half of the paired samples of both runs.
+    """Measure each tensor's drift over the later half of the paired samples of both runs.
 
-    `drift_log2` is the largest of three medians of log2(run / baseline): of underflow, of overflow (both floored at 0.01%),
-    and of relative error. None of them depends on the size of the values. The log2 of the MSE ratio caps it: if the MSE
-    fell, as in a gradient that vanishes because another tensor broke the run, the drift is a consequence.
+    `drift_log2` is the largest of three medians of log2(run / baseline): for underflow, for overflow (both floored at
+    0.01%), and for relative error. These metrics do not depend on the size of the values. The log2 ratio of the MSE caps the
+    drift. If the MSE fell, the drift is a consequence: for example, a gradient vanishes because another tensor broke the
+    run.
 
     Raises:
-        RecordError: the runs share no tensor or no step.
+        RecordError: the runs have no tensor or no step in common.
     """
     both = select_common(baseline.metrics, run.metrics)
     tail = Paired.of(*(each.steps for each in both)).last(TAIL)
@@ -167,10 +171,11 @@ def measure_drifts(baseline: Run, run: Run) -> pl.DataFrame:
 
 
 def _later(baseline: Grid, run: Grid) -> pl.DataFrame:
-    """Compute the columns of the later samples, metric by metric, because memory holds only a few of all tensors.
+    """Compute the columns for the later samples, metric by metric, because only a few metrics of all tensors fit into
+    memory.
 
     Args:
-        baseline, run: paired samples, equally many.
+        baseline, run: paired samples, in equal numbers.
     """
     columns = compute_by_tensor([_sampled, *(partial(_medians, metric) for metric in SHOWN)], baseline, run)
     drift = np.fmax(np.fmax(columns["underflow_log2"], columns["overflow_log2"]), columns["relative_error_log2"])
@@ -183,7 +188,7 @@ def _later(baseline: Grid, run: Grid) -> pl.DataFrame:
 
 
 def _lost(baseline: Grid, run: Grid) -> pl.DataFrame:
-    """Return columns nonfinite_since and nonfinite_order."""
+    """Return the columns nonfinite_since and nonfinite_order."""
     return pl.DataFrame(compute_by_tensor([_nonfinite_since], baseline, run))
 
 
@@ -209,13 +214,13 @@ def _medians(metric: str, baseline: Grid, run: Grid) -> dict[str, Floats]:
     if metric in _FLOORS:
         medians[f"{metric.removesuffix('_pct')}_log2"] = median(_ratio_log2(*both, _FLOORS[metric]))
     elif metric == "mse":
-        true = _ratio_log2(*of_both("unscaled_mse"))  # does not depend on the loss scales
+        true = _ratio_log2(*of_both("unscaled_mse"))  # independent of the loss scales
         medians["mse_log2"] = median(np.where(np.isnan(true), _ratio_log2(*both), true))
     return medians
 
 
 def _ratio_log2(baseline: Floats, run: Floats, floor: float = 0.0) -> Floats:
-    """Return the log2 of the ratio, NaN if either side is zero."""
+    """Return the log2 of the ratio, or NaN if numerator or denominator is zero."""
     with np.errstate(divide="ignore", invalid="ignore"):
         ratio = np.log2((run + floor) / (baseline + floor))
         result: Floats = np.where((baseline + floor > 0) & (run + floor > 0), ratio, np.nan)
@@ -223,7 +228,9 @@ def _ratio_log2(baseline: Floats, run: Floats, floor: float = 0.0) -> Floats:
 
 
 def _nonfinite_since(baseline: Grid, run: Grid) -> dict[str, Floats]:
-    """Return the step from which only the run's tensor held NaN or infinity, and its place in execution order there."""
+    """Return the first step at which the run's tensor has NaN or infinity and the baseline's has not, and its place in
+    execution order.
+    """
     pairs = Paired.of(baseline.steps, run.steps)
     usual, found = (grid.metric("nonfinite")[:, at] for grid, at in ((baseline, pairs.baseline), (run, pairs.run)))
     bad_only = (found > 0) & (usual == 0)

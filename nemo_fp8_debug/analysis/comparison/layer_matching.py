@@ -1,4 +1,4 @@
-"""Match the layers of two runs if frameworks, versions or depths differ."""
+"""Match the layers of two runs that differ in framework, version or depth."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _KEY = ["layer", "role"]
 
 
 def count_depths(layers: Iterable[str]) -> int:
-    """Count the layers of the model whose GEMMs have these names; 0 if the names have no indices."""
+    """Count the layers of a model from the names of its GEMMs. Return 0 if the names have no indices."""
     return len({read_depth(name) for name in layers} - {None})
 
 
@@ -30,7 +30,7 @@ def has_other_depth(baseline: Iterable[str], run: Iterable[str]) -> bool:
 
 
 def match_from_output(baseline: Iterable[str], run: Iterable[str]) -> dict[str, str]:
-    """Map the run's layers to those of the baseline at the same distance from the output, if the names differ.
+    """Map each layer of the run to the baseline's layer at the same distance from the output, if their names differ.
 
     Example:
         >>> match_from_output(["layers.0.fc1", "layers.1.fc1"], ["layers.0.fc1", "layers.1.fc1", "layers.2.fc1"])
@@ -51,7 +51,7 @@ def match_from_output(baseline: Iterable[str], run: Iterable[str]) -> dict[str, 
 
 
 def _last_of(layers: Iterable[str]) -> dict[str, int]:
-    """Return the highest index of each stack of layers, by the prefix of its names."""
+    """Return the highest index in each stack of layers, by the prefix of the layers' names."""
     last: dict[str, int] = {}
     for name in layers:
         if (parts := split_at_depth(name)) is not None:
@@ -62,14 +62,16 @@ def _last_of(layers: Iterable[str]) -> dict[str, int]:
 def select_counted(
     out_of_band: pl.DataFrame, names: Mapping[str, str], beside: Callable[[pl.DataFrame], pl.DataFrame]
 ) -> pl.DataFrame:
-    """Select the rows that count if the baseline has another depth, with higher limits than for equal models.
+    """Select the rows that count if the baseline has another depth. The limits are higher than for equal models.
 
-    Gradients flow back from the output. So they must also leave the band of the layer at the same distance from it.
+    Gradients flow back from the output. So a gradient must also leave the band of the layer at the same distance from the
+    output.
 
     Args:
         out_of_band: the result of `find_onsets`.
         names: the result of `match_from_output`.
-        beside: finds the given tensors (layer, role; the run's names) that are out of those layers' bands.
+        beside: function that returns which of the given tensors (layer and role, with the run's names) are out of the bands
+            of these layers.
     """
     strong = _strong(out_of_band)
     asked = strong.filter(_IS_GRADIENT, pl.col("layer").cast(pl.String).is_in(list(names))).select(_KEY).unique()
@@ -94,15 +96,16 @@ Sizes = Mapping[str, int | None]
 
 
 def match_by_name(baseline: Run, run: Run, renames: Sequence[str] = ()) -> tuple[Run, list[str]]:
-    """Return the run with the baseline's names for its layers, and sentences that say how the names were matched.
+    """Rename the run's layers to the baseline's names. Return the run, and sentences that say how the names were matched.
 
     Args:
-        renames: rules `REGEX=REPLACEMENT`, as in `re.sub`, applied in turn to the run's names. Without rules, and if the
-            runs share no name, names with different prefixes are matched, or layers one to one by order, size and kind.
+        renames: rules `REGEX=REPLACEMENT`, as in `re.sub`, applied in turn to the run's names. If there are no rules and the
+            runs have no name in common, we match names that differ only in their prefix, or else layers one to one by order,
+            size and kind.
 
     Raises:
-        ConfigError: a rule in `renames` is malformed, or gives two layers one name.
-        RecordError: the layers' sizes differ, so the runs are of different models.
+        ConfigError: a rule in `renames` is malformed, or gives two layers the same name.
+        RecordError: the layers' sizes differ, so the models are different.
     """
     sizes = [read_weight_sizes(run.metrics) for run in (baseline, run)]
     names, told = match_layers(list(sizes[0]), list(sizes[1]), renames, lambda: (sizes[0], sizes[1]))
@@ -115,13 +118,15 @@ def match_by_name(baseline: Run, run: Run, renames: Sequence[str] = ()) -> tuple
 def match_layers(
     baseline: Sequence[str], run: Sequence[str], renames: Sequence[str], sizes: Callable[[], tuple[Sizes, Sizes]]
 ) -> tuple[Names, str]:
-    """Map layers of the run to the baseline's names if they differ, and say in a sentence how they were matched.
+    """Map layers of the run to the baseline's names if the names differ. Also return sentences that say how they were
+    matched.
 
     Args:
         baseline: layers of the baseline, in the order of the record.
         run: layers of the run, in the order of the record.
         renames: as in `match_by_name`.
-        sizes: returns the number of values of W in both runs, by layer; called only if the names alone do not match.
+        sizes: function that returns the number of values of W in both runs, by layer. It is called only if names alone do
+            not match.
 
     Raises:
         ConfigError: as in `match_by_name`.
@@ -170,7 +175,7 @@ def _first(names: Sequence[str]) -> str:
 
 
 def _by_prefix(baseline: Sequence[str], run: Sequence[str]) -> tuple[Names, str]:
-    """Match names by their ends, if replacing one prefix by another matches all layers of the smaller run."""
+    """Match names that differ only in a prefix. All layers of the smaller run must match after one prefix is replaced."""
     for left in _prefixes(baseline[0]):
         for right in _prefixes(run[0]):
             ours = {name[len(left) :]: name for name in baseline if name.startswith(left)}
@@ -186,7 +191,9 @@ def _prefixes(name: str) -> list[str]:
 
 
 def _one_to_one(baseline: Sizes, run: Sizes) -> tuple[Names, str]:
-    """Match all layers in order, if their numbers of weights are equal and each kind matches one kind."""
+    """Match all layers in order, if matched layers have weights of equal size, and each kind always matches the same
+    kind.
+    """
     pairs = list(zip(run, baseline, strict=False))
     kinds = {(read_kind(b), read_kind(g)) for b, g in pairs}
     one_to_one = len(kinds) == len({k for k, _ in kinds}) == len({k for _, k in kinds})
@@ -202,7 +209,7 @@ def _one_to_one(baseline: Sizes, run: Sizes) -> tuple[Names, str]:
 
 
 def _without_others_sizes(run: Run, sizes: Sizes, run_sizes: Sizes, baseline_path: str, how: list[str]) -> Run:
-    """Return the run without layers whose W differs in size, such as a padded output layer. Add a note to `how`."""
+    """Return the run without layers that differ in the size of W, such as a padded output layer. Add a note to `how`."""
     known = {name for name, n in run_sizes.items() if n is not None and sizes.get(name) is not None}
     others = sorted(name for name in known if sizes[name] != run_sizes[name])
     if not others:

@@ -1,8 +1,8 @@
-"""Find when a tensor of a run left the band of a baseline, and by which metric.
+"""Find the step at which a tensor of a run left the band of a baseline, and the metric by which it left.
 
-The band of a metric is its running median in the baseline, plus or minus its usual moves from sample to sample. A tensor is
-out of band from the first of several consecutive samples beyond the band. The metrics do not depend on the size of the
-values, and are scaled so that equal steps are equally serious.
+The band of a metric is its running median in the baseline, plus or minus its usual changes from sample to sample. A tensor
+is out of band from the first of several consecutive samples beyond the band. The metrics do not depend on the size of the
+values, and are scaled so that equal differences are equally serious.
 """
 
 from __future__ import annotations
@@ -27,37 +27,38 @@ from ..runs.source import Bools
 
 @dataclass(frozen=True)
 class Evidence:
-    """A metric by which a tensor can be out of the band."""
+    """A metric by which a tensor can be out of band."""
 
     metric: str
-    #: the least rise that counts, even if the baseline is steadier; in log2 units if `log2`
+    #: the least rise that counts, even if the baseline varies by less; in log2 units if `log2`
     least: float
-    #: whether the metric measures precision loss. Then a rise counts only if the MSE also rises, or above `anyway`
+    #: whether the metric measures precision loss. If so, a rise counts only if the MSE also rises, or if the rise exceeds
+    #: `anyway`
     of_error: bool = False
-    #: multiple of the least rise that counts even if the MSE does not rise
+    #: multiple of the least rise from which a rise counts even if the MSE does not rise
     anyway: float = np.inf
     #: whether the scale is logarithmic, so that equal ratios are equally serious
     log2: bool = False
-    #: on a log2 scale, smaller values are rounding and count as this
+    #: on a log2 scale, smaller values result from rounding and count as this value
     floor: float = 0.01
-    #: scaled values below this count as this, because they are equally good
+    #: scaled values below this value count as this value, because they are equally good
     good: float = -np.inf
-    #: 1: a rise counts; -1: a fall
+    #: 1 if a rise counts, -1 if a fall counts
     sign: int = 1
-    #: multiple of the least rise that makes a transient of fewer than three consecutive samples
+    #: multiple of the least rise from which even fewer than three consecutive samples count, as a transient
     transient: float = 6.0
-    #: least number of affected values of a tensor, if `least` is a percentage of them
+    #: if `least` is a percentage of a tensor's values: the least number of values that it must affect
     least_values: int = 0
-    #: least rise as a part of the usual value. FP4 loses so much that its noise is percentage points
+    #: least rise as a fraction of the usual value, because the large losses of FP4 vary by percentage points
     least_part: float = 0.0
 
     def least_of(self, usual: Floats) -> Floats:
-        """Return the least rise above the usual value (scaled) that counts."""
+        """Return the least rise above the (scaled) usual value that counts."""
         least: Floats = np.fmax(self.least, self.least_part * usual)
         return least
 
     def scaled(self, x: Floats) -> Floats:
-        """Convert values to the scale on which equal steps are equally serious."""
+        """Convert values to the scale on which equal differences are equally serious."""
         return np.maximum(self.sign * (np.log2(np.maximum(x, self.floor)) if self.log2 else x), self.good)
 
     def unscaled(self, x: Floats) -> Floats:
@@ -65,12 +66,13 @@ class Evidence:
         return np.exp2(self.sign * x) if self.log2 else self.sign * x
 
 
-#: multiples of the least rise that count against operands of another model; more for gradients, which differ between tasks
+#: multiples of the least rise that count if the baseline is of another model; higher for gradients, which differ between
+#: tasks
 OF_OTHER_MODELS, OF_GRADIENTS = 2.0, 4.0
-#: ordered so that each entry may explain the next: a stale scale clips, and clipping is an error
+#: ordered so that each entry may cause the next: a stale scale clips values, and clipping causes errors
 EVIDENCE = (
     Evidence("nonfinite", 0.5),
-    Evidence("scale_ratio_log2", 1.0, good=0.0),  # below 0, no value is clipped
+    Evidence("scale_ratio_log2", 1.0, good=0.0),  # at values below 0, nothing is clipped
     Evidence("scale_ratio_log2", 6.0, sign=-1, transient=2.0),
     Evidence("overflow_pct", 0.05, of_error=True, least_values=LEAST_VALUES, least_part=0.5),
     Evidence("underflow_pct", 1.0, of_error=True, least_part=0.5),
@@ -79,15 +81,15 @@ EVIDENCE = (
 )
 
 
-#: largest share of false discoveries among the tensors reported as out of band
+#: largest expected share of false discoveries in the tensors that are reported as out of band
 RATE = 0.01
-#: chance that a tensor of a healthy run is out of band, and the fall of its logarithm per unit of excess. Both are upper
-#: bounds of pairs of the benchmark's clean runs (`scripts/validation/fault_injection/false_discoveries.py`)
+#: probability that a tensor of a healthy run is out of band, and the decrease of its logarithm per unit of excess. Both are
+#: upper bounds over pairs of clean runs in the benchmark (`scripts/validation/fault_injection/false_discoveries.py`)
 CHANCE, FALLS = 4e-4, 6.0
 
 
 def select_discoveries(rows: pl.DataFrame, tensors: int) -> pl.DataFrame:
-    """Keep the rows of tensors that are out of band by more than chance allows (Benjamini and Hochberg, JRSS B 57, 1995).
+    """Keep the rows of tensors that are out of band by more than chance explains (Benjamini and Hochberg, JRSS B 57, 1995).
 
     NaN and infinity always count.
 
@@ -112,34 +114,35 @@ def select_discoveries(rows: pl.DataFrame, tensors: int) -> pl.DataFrame:
 
 
 def highest_chance(chances: npt.NDArray[np.float64], of: int) -> float:
-    """Return the highest chance that is still a discovery, or -1 if there is no discovery.
+    """Return the largest probability that still counts as a discovery, or -1 if there is no discovery.
 
     `scipy.stats.false_discovery_control` would do the same, but importing `scipy.stats` takes half a second.
 
     Args:
-        chances: all chances below 1.
-        of: number of all tests, including those with chance 1.
+        chances: all probabilities below 1.
+        of: number of all tests, including tests with probability 1.
     """
     ascending = np.sort(chances)
     found = np.flatnonzero(ascending <= RATE * np.arange(1, len(ascending) + 1) / of)
     return float(ascending[found[-1]]) if len(found) else -1.0
 
 
-#: one tensor that is out of band; columns as in `_SCHEMA`
+#: row of one tensor that is out of band, with columns as in `_SCHEMA`
 Row = tuple[str | int | float, ...]
 #: a rise of this many standard deviations of the baseline counts
 SPREADS = 6.0
-#: first samples, whose scales are still initial values
+#: number of first samples, in which scales may still be initial values
 FIRST = 2
-#: this many consecutive samples count
+#: number of consecutive samples beyond the band that count
 IN_A_ROW = 3
-#: log2 of the least rise of the MSE: by half
+#: log2 of the least rise of the MSE, which is a rise by half
 _MORE_LOST = 0.585
-#: metrics that are read together: a share of overflow needs the number of values, and the others are evaluated in this order
+#: metrics that are read together: a share of overflow needs the number of values, and other metrics are evaluated in this
+#: order
 _TOGETHER = (("mse", "nonfinite"), ("overflow_pct", "n"), ("scale_ratio_log2",), ("underflow_pct", "relative_error"))
 #: samples on either side in a running median of the baseline
 _HALF = 4
-#: number of values in one batch of medians, small enough for the cache
+#: number of values in one batch of medians, small enough to fit into the cache
 _AT_ONCE = 1 << 14
 _EXCHANGES = (
     *((1, 2), (4, 5), (7, 8), (0, 1), (3, 4), (6, 7), (1, 2), (4, 5), (7, 8), (0, 3)),
@@ -148,16 +151,16 @@ _EXCHANGES = (
 
 
 def find_onsets(baseline: Metrics, run: Metrics) -> pl.DataFrame:
-    """Find when each tensor that both runs have left the baseline's band.
+    """For each tensor in both runs, find the step at which it left the baseline's band.
 
-    The runs need not share steps, but only steps that both runs cover are compared.
+    The runs may have sampled different steps. Only the range of steps that both runs cover is compared.
 
     Returns:
-        One row for each metric of a tensor that is out of band, earliest first, then strongest: layer, role, tensor (the
-        role's usual name), metric, onset (step), samples (consecutive ones out of band; a transient has fewer than 3),
-        excess (in units of the least rise, median over the samples that made the onset), value and expected (the run's value
-        and the baseline's running median at the onset). At most 1% of the tensors are false discoveries (see
-        `select_discoveries`).
+        One row for each metric by which a tensor is out of band, earliest first, then strongest. The columns are layer,
+        role, tensor (the role's usual name), metric, onset (step), samples (number of consecutive samples out of band; a
+        transient has fewer than 3), excess (in units of the least rise, median over the first of these samples), value and
+        expected (the run's value and the baseline's running median at the onset). At most 1% of the tensors are false
+        discoveries (see `select_discoveries`).
     """
     both = select_common(baseline, run)
     found = map_over_blocks(_rows, *both, together=_TOGETHER)
@@ -165,14 +168,14 @@ def find_onsets(baseline: Metrics, run: Metrics) -> pl.DataFrame:
 
 
 def list_onsets(baseline: Grid, run: Grid) -> pl.DataFrame:
-    """Find the same for two grids of the same tensors, without removing false discoveries."""
+    """Return the rows of `find_onsets` for two grids of the same tensors, without removing false discoveries."""
     return _in_order([_rows(baseline, run)])
 
 
 def _rows(baseline: Grid, run: Grid) -> list[list[Row]]:
-    """Return the rows of the tensors that are out of band, for each evidence.
+    """Return the rows of the tensors that are out of band, for each metric.
 
-    Memory holds only one or two metrics of all tensors, so metrics are evaluated in turn, some tensors at a time.
+    Only one or two metrics of all tensors fit into memory, so evaluate one metric after another, for some tensors at a time.
     """
 
     def pair(some: slice, loses_more: Bools | None = None) -> Pair:
@@ -218,17 +221,17 @@ _SCHEMA: Mapping[str, type[pl.DataType]] = {
 
 
 class Pair:
-    """Two runs over the same tensors, and the steps of the run that the baseline covers."""
+    """The samples of two runs for the same tensors, limited to the steps of the run that the baseline covers."""
 
     def __init__(self, baseline: Grid, run: Grid, loses_more: Bools | None = None) -> None:
         """
         Args:
-            loses_more: the property of this name, if already known.
+            loses_more: value of the property with this name, if already known.
         """
         #: layer, role
         self.tensors = baseline.tensors
         self._baseline = baseline
-        # Both hold large arrays; `_values` holds one metric at a time.
+        # These caches contain large arrays; `_values` contains one metric at a time.
         self._values: dict[str, Floats] = {}
         self._medians: dict[str, Floats] = {}
         covered = min(baseline.steps, default=0), max(baseline.steps, default=-1)
@@ -244,7 +247,7 @@ class Pair:
 
     @property
     def loses_more(self) -> Bools:
-        """Return whether the MSE is higher than the baseline's, or unknown, [T, S].
+        """Return whether the MSE is higher than in the baseline, or unknown, [T, S].
 
         A gradient that vanishes after the first faulty tensor has a lower MSE.
         """
@@ -256,7 +259,7 @@ class Pair:
         return self._loses_more
 
     def of(self, metric: str) -> tuple[Floats, Floats]:
-        """Return the median of the baseline at the run's steps, and the run's values, [T, S] each."""
+        """Return the baseline's running median at the run's steps, and the run's values, [T, S] each."""
         medians, steps, found = self.medians(metric), self._baseline.steps, self.of_run(metric)
         if np.array_equal(steps, self.steps) and not np.isnan(medians).any():
             return medians, found
@@ -271,21 +274,21 @@ class Pair:
         return self._run.metric(metric)
 
     def of_baseline(self, metric: str) -> Floats:
-        """Return the values of the baseline, at its own steps."""
+        """Return the values of the baseline at the baseline's steps."""
         if metric not in self._values:
             self._values = {metric: self._baseline.metric(metric)}
         return self._values[metric]
 
     def medians(self, metric: str) -> Floats:
-        """Return the running medians of the baseline, at its own steps."""
+        """Return the running medians of the baseline at the baseline's steps."""
         if metric not in self._medians:
             self._medians = {metric: running_median(self.of_baseline(metric))}
         return self._medians[metric]
 
     def highest(self, evidence: Evidence) -> Floats:
-        """Return the largest value of the baseline, scaled, at the samples around each of the run's steps, [T, S].
+        """Return the largest scaled value of the baseline in the samples around each of the run's steps, [T, S].
 
-        The baseline's first samples have initial scales, so the first sample after them replaces them.
+        In the baseline's first samples, scales have initial values, so use the first sample after them instead.
         """
         values, steps = evidence.scaled(self.of_baseline(evidence.metric)), self._baseline.steps
         if not len(steps):
@@ -298,28 +301,30 @@ class Pair:
 
     @cached_property
     def sizes(self) -> Floats:
-        """Return the number of values of each tensor, [T, S], infinite if unknown. An expert's vary between samples."""
+        """Return the number of values of each tensor, [T, S], infinite if unknown. For experts, it varies between
+        samples.
+        """
         n = self._run.metric("n")
         with np.errstate(invalid="ignore"):
             return np.where(n > 0, n, np.inf)
 
 
 def compute_limits(evidence: Evidence, pair: Pair) -> Floats:
-    """Return the value beyond which a tensor is out of band, [T, S]: above it, or below it if a fall counts."""
+    """Return the limit of the band, [T, S]. A tensor is out of band above the limit, or below the limit if a fall counts."""
     expected, _ = pair.of(evidence.metric)
     return evidence.unscaled(_usual(evidence, expected, pair) + least_rise_of(evidence, pair))
 
 
 def compute_least_rise(evidence: Evidence, values: Floats, medians: Floats) -> Floats:
-    """Return the least rise that counts, [T]: a fixed minimum, or more if the baseline itself moves by more.
+    """Return the least rise that counts, [T]: a fixed minimum, or more if the baseline itself varies by more.
 
     Args:
         values: values of the metric in the baseline, [T, S].
-        medians: their running medians, [T, S].
+        medians: running medians of `values`, [T, S].
     """
     usual = evidence.scaled(medians)
     moves = np.abs(evidence.scaled(values) - usual)
-    spread = np.nan_to_num(1.4826 * lower_median(moves))  # a standard deviation
+    spread = np.nan_to_num(1.4826 * lower_median(moves))  # an estimate of the standard deviation
     farthest = np.nan_to_num(np.fmax.reduce(moves[:, FIRST:], axis=1, initial=0.0))
     counts = evidence.least_of(lower_median(usual)) if evidence.least_part else evidence.least
     least: Floats = np.fmax(counts, np.fmax(SPREADS * spread, farthest))
@@ -327,19 +332,19 @@ def compute_least_rise(evidence: Evidence, values: Floats, medians: Floats) -> F
 
 
 def least_of_values(evidence: Evidence, sizes: Floats) -> Floats:
-    """Return the least rise, in percent, that affects enough values of tensors of these sizes."""
+    """Return the least rise in percent that affects enough values, for tensors of these sizes."""
     least: Floats = 100 * evidence.least_values / sizes
     return least
 
 
 def least_rise_of(evidence: Evidence, pair: Pair) -> Floats:
-    """Return the least rise that counts, [T, S], or [T, 1] if it is the same for all samples."""
+    """Return the least rise that counts, [T, S], or [T, 1] if it is equal for all samples."""
     least = compute_least_rise(evidence, pair.of_baseline(evidence.metric), pair.medians(evidence.metric))[:, None]
     return np.maximum(least, least_of_values(evidence, pair.sizes)) if evidence.least_values else least
 
 
 def _usual(evidence: Evidence, expected: Floats, pair: Pair) -> Floats:
-    """Return the usual values, [T, S]. They include the baseline's transients around each step, which its median misses."""
+    """Return the usual values, [T, S]. They include the baseline's transients around each step, which medians ignore."""
     usual: Floats = np.fmax(evidence.scaled(expected), pair.highest(evidence))
     return usual
 
@@ -347,7 +352,7 @@ def _usual(evidence: Evidence, expected: Floats, pair: Pair) -> Floats:
 def measure_excess(evidence: Evidence, pair: Pair) -> tuple[Floats, Floats, Floats]:
     """Return the baseline's median, the run's values, and the excess in units of the least rise, [T, S] each.
 
-    The excess is -inf if it does not count.
+    The excess is -inf in samples that do not count.
     """
     expected, found = pair.of(evidence.metric)
     with np.errstate(invalid="ignore"):  # both may be infinite
@@ -380,21 +385,22 @@ def _out(evidence: Evidence, pair: Pair) -> Iterator[Row]:
 
 
 def _may_be_out(evidence: Evidence, pair: Pair) -> Ints:
-    """Return the indices of the tensors that may be out of band.
+    """Return the indices of the tensors that may be out of band, to skip the others.
 
-    In some sample, their value rises by at least `least` above the baseline's largest around it. Most tensors do not.
+    In some sample, the value of such a tensor is at least `least` above the baseline's largest value around this step.
     """
     found = evidence.scaled(pair.of_run(evidence.metric))
     with np.errstate(invalid="ignore"):
         within = found - pair.highest(evidence) <= evidence.least
     rises = ~within & ~np.isnan(found)
-    # Three consecutive samples, or a transient after the first two, are needed: the first two alone never suffice.
+    # An onset needs three consecutive samples, or a transient after the first two samples. So the first two alone never
+    # count.
     behind = 0 if evidence.metric == "nonfinite" else FIRST
     return np.flatnonzero(rises[:, behind:].any(axis=1))
 
 
 def _transient(excess: Floats, times: float) -> int | None:
-    """Return the first sample that is far out of band, apart from the first two, which have initial scales."""
+    """Return the first sample that is far out of band. Ignore the first two samples, in which scales have initial values."""
     far = excess > times
     far[:FIRST] = False
     return int(np.argmax(far)) if far.any() else None
@@ -417,7 +423,7 @@ def _medians_of_windows(values: Floats, width: int) -> Floats:
     if width != 9:
         return lower_median(windows)
     medians = _median_of_9([windows[..., i] for i in range(width)])
-    holes = np.isnan(medians)  # the exchanges pass on NaN from anywhere in a window
+    holes = np.isnan(medians)  # the exchanges spread a NaN in a window to the result
     if holes.any():
         medians[holes] = lower_median(windows[holes])
     return medians
@@ -435,7 +441,7 @@ def _median_of_9(values: list[Floats]) -> Floats:
 
 
 def _first_of_several(out: npt.NDArray[np.bool_], needed: int) -> int | None:
-    """Return the index at which the first `needed` consecutive samples begin, or None."""
+    """Return the first index at which `needed` consecutive samples begin, or None."""
     if len(out) < needed:
         return None
     runs = np.lib.stride_tricks.sliding_window_view(out, needed).all(-1)

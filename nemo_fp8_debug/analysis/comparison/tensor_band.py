@@ -1,4 +1,4 @@
-"""Compute the band of one tensor step by step, as `onset` uses it, for charts."""
+"""Compute the band of one tensor at each step for charts, with the same rules as `onset`."""
 
 from __future__ import annotations
 
@@ -15,30 +15,30 @@ from .onset import EVIDENCE, Evidence, Pair, compute_limits, least_rise_of, list
 class MetricBand:
     """The band of one metric at S samples of the run; NaN if the baseline has no value."""
 
-    #: values below are out of band, [S]; NaN if a fall does not count
+    #: lower limit: values below are out of band, [S]; NaN if a fall does not count
     low: Floats
     #: running median of the baseline, [S]
     expected: Floats
-    #: values above are out of band, [S]
+    #: upper limit: values above are out of band, [S]
     high: Floats
     #: least rise that counts: a difference, or a factor if `is_ratio`
     least: float
     is_ratio: bool
-    #: number of samples outside the band, and number of those that count (errors count only if the MSE also rises)
+    #: number of samples outside the band, and number of these samples that count (errors count only if the MSE also rises)
     beyond: int
     counted: int
 
 
 @dataclass(frozen=True)
 class TensorBand:
-    """The bands of a tensor's metrics, and the metrics that left them."""
+    """The bands of a tensor's metrics, and the metrics that left their band."""
 
-    #: sampled steps of the run within the baseline's steps, int64 [S]
+    #: sampled steps of the run that the baseline covers, int64 [S]
     steps: Ints
     metrics: dict[str, MetricBand]
-    #: this tensor's rows of `list_onsets`, one for each metric that is out of band
+    #: rows of `list_onsets` for this tensor, one for each metric that is out of band
     onsets: pl.DataFrame
-    #: whether the onsets are more than chance explains among all tensors
+    #: whether chance alone does not explain these onsets, given the number of tensors
     is_sure: bool
 
 
@@ -48,7 +48,7 @@ def compute_tensor_band(baseline: Grid, run: Grid, tensors: int) -> TensorBand:
     Args:
         baseline: one tensor over all samples of its run.
         run: the same tensor in the run.
-        tensors: number of tensors that both runs have, because a few of many are out of band by chance.
+        tensors: number of tensors in both runs. It matters because with many tensors, a few are out of band by chance.
 
     Example:
         >>> from nemo_fp8_debug.analysis.runs.metrics import Metrics
@@ -65,7 +65,7 @@ def compute_tensor_band(baseline: Grid, run: Grid, tensors: int) -> TensorBand:
 
 
 def _band(evidence: list[Evidence], pair: Pair) -> MetricBand:
-    """Return the band of a metric with an upper limit, and a lower limit if falls count too."""
+    """Return the band of a metric, with an upper limit, and with a lower limit if falls count too."""
     expected, found = (values[0] for values in pair.of(evidence[0].metric))
     ends = {e.sign: compute_limits(e, pair)[0] for e in evidence}
     none = np.full_like(expected, np.nan)
