@@ -1,6 +1,6 @@
 """Train with Accelerate and accumulated gradients: `accelerate launch recipes/accelerate_loop.py`, or `python`.
 
-With `--float8 rowwise`, or another torchao recipe, its linear layers multiply in FP8. A CPU emulates that.
+With `--float8 rowwise`, or another torchao recipe, the model's linear layers multiply in FP8. On a CPU, FP8 is emulated.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ from nemo_fp8_debug import Monitor
 
 
 def accelerator_with(float8: str | None) -> Accelerator:
-    """Return an Accelerator, with its torchao backend if a recipe is given. It keeps the first and last linear layers."""
+    """Return an Accelerator, with its torchao backend if a recipe is given. The first and the last linear layer are not
+    converted.
+    """
     if float8 is None:
         return Accelerator(gradient_accumulation_steps=2, cpu=True)
     from accelerate.utils import AORecipeKwargs
@@ -38,7 +40,7 @@ def train(output: str, steps: int, interval: int, float8: str | None = None) -> 
     data = DataLoader(TextWindows(4 * 2 * steps * accelerator.num_processes, 64), batch_size=4)
     gpt, optimizer, data = accelerator.prepare(gpt, optimizer, data)
 
-    # After prepare, and on every rank. Layer names leave out the wrappers.
+    # Create the monitor after `prepare`, on every rank. The names of wrappers are left out of layer names.
     with closing(Monitor(gpt, output, interval=interval)) as monitor:
         step, losses = 0, []
         for batch in data:

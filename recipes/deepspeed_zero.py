@@ -1,6 +1,6 @@
 """Train with ZeRO on any number of processes: `torchrun --nproc-per-node 2 recipes/deepspeed_zero.py`, or `deepspeed`.
 
-Without a GPU it runs over gloo in BF16. Set DS_ACCELERATOR=cpu for that.
+Without a GPU, set DS_ACCELERATOR=cpu. The script then uses gloo and BF16.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def train(output: str, steps: int, interval: int, stage: int) -> None:
     text = TextWindows(MICRO_BATCH * MICRO_BATCHES * steps * torch.distributed.get_world_size(), SEQUENCE)
     data = DataLoader(text, batch_size=MICRO_BATCH, sampler=DistributedSampler(text, shuffle=False))
 
-    # On every rank. Making it before deepspeed.initialize, from `gpt` or from `engine.module`, gives the same.
+    # Create the monitor on every rank. You can also create it before deepspeed.initialize, or from `gpt` or `engine.module`.
     with closing(Monitor(engine, output, interval=interval)) as monitor:
         losses: list[torch.Tensor] = []
         for batch in data:
@@ -56,7 +56,7 @@ def train(output: str, steps: int, interval: int, stage: int) -> None:
             monitor.watch_loss(loss)  # measures DeepSpeed's factor of the gradients, whatever loss scale it reports
             engine.backward(loss)
             last, loss_scale = engine.is_gradient_accumulation_boundary(), getattr(optimizer, "loss_scale", None)
-            engine.step()  # this moves the loss scale
+            engine.step()  # this may change the loss scale
             if last:
                 monitor.end_step(
                     loss=torch.stack(losses).mean(),

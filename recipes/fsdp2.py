@@ -27,7 +27,7 @@ def train(output: str, steps: int, interval: int, device: torch.device) -> None:
     windows = TextWindows(4 * ACCUMULATED * steps * dist.get_world_size(), 64)
     data = iter(DataLoader(windows, batch_size=4, sampler=DistributedSampler(windows, shuffle=False)))
 
-    # On every rank. The first one writes. The accumulated batches of a step are one sample.
+    # Create the monitor on every rank. The first rank writes. The accumulated batches of a step are one sample.
     with closing(Monitor(gpt, output, interval=interval)) as monitor:
         for step in range(steps):
             with monitor.step(step) as report:

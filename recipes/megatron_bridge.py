@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node=1 recipes/megatron_bridge.py
 
-Bridge needs Transformer Engine, which needs a GPU. scripts/validation/compat/te_bridge.sh runs the same on a CPU, over
+Bridge needs Transformer Engine, which needs a GPU. scripts/validation/compat/te_bridge.sh runs this recipe on a CPU, with
 emulated kernels.
 """
 
@@ -28,7 +28,7 @@ def configured(output: str, steps: int) -> Any:
     config.logger.tensorboard_dir = output
     config.checkpoint.save = None
     config.mixed_precision = get_mixed_precision_config("bf16_with_fp8_delayed_scaling_mixed")
-    # Bridge's FP8 presets store weights in FP8. Then a plan could not change how they are cast.
+    # Bridge's FP8 presets store weights in FP8. A plan cannot change the cast of such weights, so switch this off.
     config.mixed_precision.fp8_param_gather = False
     return config
 

@@ -1,6 +1,6 @@
 """Train a small GPT in a loop over Megatron-core, like Megatron-LM's run_simple_mcore_train_loop.py.
 
-`python recipes/megatron_lm_loop.py`, on one process. Without a GPU, stand-ins for CUDA let Megatron train on the CPU.
+Run `python recipes/megatron_lm_loop.py` in one process. Without a GPU, replacements for CUDA let Megatron train on the CPU.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Let Megatron-core and NeMo, which assume CUDA, train on a CPU. For demos and tests only.
+"""Let Megatron-core and NeMo, which assume CUDA, train on a CPU. Use this for demos and tests only.
 
-While its context is open, it replaces torch's CUDA device functions. It changes no file of a framework. Enter it after all
-imports.
+The context manager replaces torch's CUDA device functions until it exits. It changes no file of a framework. Enter it after
+all imports.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def _is_cuda(device: Any) -> bool:
 
 
 def _on_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the same function on the CPU instead of CUDA, and without pinned memory."""
+    """Wrap a function so that it uses the CPU instead of CUDA, and no pinned memory."""
 
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -54,7 +54,7 @@ def _on_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _split_by_numbers(all_to_all: Callable[..., Any]) -> Callable[..., Any]:
-    """Convert the split sizes of experts' tokens to numbers. On a GPU, Megatron has converted them already."""
+    """Convert the numbers of tokens for each expert to Python numbers. On a GPU, Megatron has already converted them."""
 
     @functools.wraps(all_to_all)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -65,7 +65,7 @@ def _split_by_numbers(all_to_all: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _type_name(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-    """Return the CUDA name of a tensor's type, which Megatron's optimizers compare with."""
+    """Return the CUDA name of a tensor's type, because Megatron's optimizers compare types by this name."""
     found = torch._C.TensorBase.type(tensor, *args, **kwargs)
     return found.replace("torch.", "torch.cuda.") if isinstance(found, str) else found
 
@@ -104,7 +104,7 @@ def megatron_on_cpu() -> Iterator[None]:
         **{(torch, name): _on_cpu(getattr(torch, name)) for name in FACTORIES.split()},
     }
     if moe := sys.modules.get("megatron.core.transformer.moe.moe_utils"):
-        stands_in.setdefault((moe, "te_general_gemm"), None)  # looked up, but never imported without Transformer Engine
+        stands_in.setdefault((moe, "te_general_gemm"), None)  # used, but not imported without Transformer Engine
     if nemo_io := sys.modules.get("nemo.lightning.io.pl"):
         stands_in[nemo_io, "_fix_tensors_device"] = lambda checkpoint: checkpoint
     with contextlib.ExitStack() as stack:
@@ -115,7 +115,7 @@ def megatron_on_cpu() -> Iterator[None]:
 
 
 def _do_without_cuda_rng(megatron_random: Any, stack: contextlib.ExitStack) -> None:
-    """Avoid CUDA's random state. Megatron's inference tracker does so from 0.13 on, but cannot be made in 0.11."""
+    """Avoid CUDA's random state, like Megatron's inference tracker from 0.13 on. In 0.11 this tracker cannot be created."""
     initialize = megatron_random.initialize_rng_tracker
     if "force_reset" in inspect.signature(initialize).parameters:
         initialize(inference_rng_tracker=True, force_reset=True)

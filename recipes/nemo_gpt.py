@@ -1,7 +1,7 @@
 """A small GPT trained by real NeMo in FP8: `python recipes/nemo_gpt.py baseline`, or another name of `VARIANTS`.
 
-All runs have the same weights at the start and the same batches. On a CPU the operands of each GEMM are quantized as the
-recipe says and multiplied in BF16. With `--engine te` the same recipe runs on GPUs with Transformer Engine.
+All runs have the same weights at the start and the same batches. On a CPU, the operands of each GEMM are quantized under the
+recipe and multiplied in BF16. With `--engine te`, the same recipe runs on GPUs with Transformer Engine.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-# Set this before importing Megatron, whose small fusions take longer to compile than this run. On a CPU they cannot compile,
-# because torch.compile refuses the stand-ins for CUDA. For a long run on a GPU set it to 0.
+# Set this before importing Megatron, because compiling its small fusions takes longer than this run. On a CPU they cannot be
+# compiled, because torch.compile rejects the replacements for CUDA. For a long run on a GPU, set this to 0.
 os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 
 import lightning.pytorch as pl
@@ -32,15 +32,15 @@ from nemo_fp8_debug import FP8DebugCallback, FP8EmulationCallback, FP8PlanCallba
 DELAYED = {"name": "delayed", "fp8_format": "hybrid", "amax_history_len": 16, "amax_compute_algo": "max"}
 
 
-#: the operand whose scale goes stale, and the outlier that its amax history keeps, as a multiple of its amax
+#: the operand with the stale scale, and the outlier in its amax history, as a multiple of its amax
 STALE, OUTLIER = ("decoder.layers.0.mlp.linear_fc2", "input"), 2.0**14
 
 
 @dataclass(frozen=True)
 class Variant:
-    #: the learning rate doubles every 20 steps from the first third of the run on
+    #: from a third of the run on, the learning rate doubles every 20 steps
     rising: bool = False
-    #: from the middle of the run on, a bug in the engine keeps the scale of `STALE` where it is
+    #: from the middle of the run on, a bug in the engine stops updates of the scale of `STALE`
     stale: bool = False
     fp8: bool = True
 
@@ -50,12 +50,14 @@ VARIANTS = {
     "learning_rate": Variant(rising=True),
     "reference": Variant(rising=True, fp8=False),
     "stale_scale": Variant(stale=True),
-    "rescued": Variant(stale=True),  # to resume from a checkpoint of `stale_scale` with a plan: the bug is still there
+    "rescued": Variant(stale=True),  # to resume from a checkpoint of `stale_scale` with a plan; it has the same bug
 }
 
 
 class LearningRate(nl.LRSchedulerModule):
-    """Warms up over 20 steps, then falls to a tenth; or also doubles every 20 steps from a given step on."""
+    """A learning rate that warms up over 20 steps and then falls to a tenth. It can also double every 20 steps from a given
+    step on.
+    """
 
     def __init__(self, steps: int, rises_from: int | None) -> None:
         super().__init__()
@@ -71,9 +73,9 @@ class LearningRate(nl.LRSchedulerModule):
 
 
 class StaleScale(pl.Callback):
-    """A bug of an FP8 engine: an outlier enters the amax history of one operand and never leaves it.
+    """A bug in an FP8 engine: an outlier enters the amax history of one operand and stays there forever.
 
-    From that step on, the scale of the operand no longer follows its values.
+    From that step on, the operand's scale no longer follows its values.
     """
 
     def __init__(self, emulation: FP8EmulationCallback, step: int) -> None:
@@ -84,7 +86,7 @@ class StaleScale(pl.Callback):
         if trainer.global_step < self.step:
             return
         for state in self.emulation.state_dict()["states"]:
-            if STALE in state["columns"]:  # not under a plan that scales this operand otherwise
+            if STALE in state["columns"]:  # not if a plan changes the scaling of this operand
                 scale = state["scale"][state["columns"].index(STALE)]
                 self.scale = scale / OUTLIER if self.scale is None else self.scale
                 scale.copy_(self.scale)
@@ -123,7 +125,7 @@ class Save(pl.Callback):
         self.folder, self.interval = folder, interval
 
     def on_train_batch_start(self, trainer: pl.Trainer, *rest: Any) -> None:
-        # Between steps: Lightning 2.4 resumes one step too early from a checkpoint that is saved when a batch ends.
+        # Save between steps. If a checkpoint is saved when a batch ends, Lightning 2.4 resumes one step too early.
         if trainer.global_step and trainer.global_step % self.interval == 0:
             trainer.save_checkpoint(self.folder / f"step_{trainer.global_step}")
 

@@ -54,7 +54,7 @@ def train(output: str, steps: int, interval: int) -> None:
     optimizer = torch.optim.AdamW(gpt.parameters(), lr=2e-3)
     data = DataLoader(TextWindows(4 * steps, 64), batch_size=4)
 
-    # Close it even if the loop fails, so that everything seen until then is recorded.
+    # Close the monitor even if the loop fails, so that all data until then is recorded.
     with closing(Monitor(gpt, output, interval=interval)) as monitor:
         for step, batch in enumerate(data):
             with monitor.step(step) as report:

@@ -1,4 +1,4 @@
-"""Real English text that every Python installation has (the topics of its `help()`), as bytes."""
+"""Real English text that is part of every Python installation (the topics of `help()`), as bytes."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ BYTES = 8192
 
 
 class TextWindows(Dataset):
-    """Windows of the text in a fixed pseudo-random order, as Megatron takes them."""
+    """A data set of windows of the text, in a fixed pseudo-random order and in Megatron's format."""
 
     def __init__(self, windows: int, sequence: int) -> None:
         text = "\n".join(pydoc_data.topics.topics[topic] for topic in sorted(pydoc_data.topics.topics))
-        # Without ruled lines: the loss of a window of a table is several times that of its neighbors.
+        # Leave out ruled lines, because the loss of a window with a table is several times the loss of its neighbors.
         text = re.sub(r"([^\w])\1{2,}", r"\1\1", text)[:BYTES]
         self.bytes = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).long()
         self.windows, self.sequence = windows, sequence
-        # In Megatron's convention, True masks.
+        # In Megatron's convention, True means masked.
         self.mask = torch.ones(1, sequence, sequence).triu(1) > 0
 
     def __len__(self) -> int:

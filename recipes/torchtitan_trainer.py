@@ -1,4 +1,5 @@
-"""Train with torchtitan's trainer and a monitor. Every option is torchtitan's own, and the record is in its dump folder.
+"""Train with torchtitan's trainer and a monitor. All options are torchtitan's own, and the record is in torchtitan's dump
+folder.
 
 torchrun --nproc-per-node 8 recipes/torchtitan_trainer.py --module llama3
     --config llama3_debugmodel_float8 --training.disable_cuda_graphs
@@ -20,12 +21,12 @@ INTERVAL = 100
 
 
 class MonitoredTrainer(Trainer):
-    """Samples on every rank. A step is an optimizer step, with all of its accumulated batches."""
+    """A trainer that samples on every rank. A step is an optimizer step, with all of its accumulated batches."""
 
     def __init__(self, config: Trainer.Config, interval: int = INTERVAL, **options: Any) -> None:
         """
         Args:
-            config: torchtitan's configuration. CUDA graphs must be off, because replaying one runs no hook.
+            config: torchtitan's configuration. CUDA graphs must be off, because the replay of a CUDA graph runs no hooks.
             interval: sampling interval in steps.
             options: further options of Monitor.
         """

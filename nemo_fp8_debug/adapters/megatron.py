@@ -1,10 +1,10 @@
 """Turn events of Megatron-Bridge, and calls of a Megatron-LM script's `forward_step`, into calls of a Monitor.
 
-Bridge logs a step's losses under the number of complete steps, which is one more than at the step's start.
+Bridge logs a step's losses under the number of completed steps, this step included.
 
 Megatron-LM's `pretrain()` does not signal when a step begins or ends. It calls the script's function for every micro-batch,
-and keeps the number of complete steps in `args.curr_iteration`. A step begins with the first call under a new number, and
-ends when the next step or an evaluation begins.
+and stores the number of completed steps in `args.curr_iteration`. A step begins with the first call after this number has
+changed, and ends when the next step or an evaluation begins.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class FP8DebugBridgeCallback(Callback):  # type: ignore[misc]
 
     Raises:
         ConfigError: on construction or before the first step, if a value cannot be used, no GEMM matches, or the output
-            folder cannot be written. Nothing after the first step stops the run.
+            folder cannot be written. After the first step, no error of the callback stops the run.
 
     Example:
         >>> from nemo_fp8_debug import FP8DebugBridgeCallback
@@ -58,18 +58,18 @@ class FP8DebugBridgeCallback(Callback):  # type: ignore[misc]
         with self._run.errors.guard("while looking for the output folder"):
             config = context.state.cfg
             folder = config.logger.tensorboard_dir or config.checkpoint.save
-        with contextlib.suppress(Exception):  # only needed for an early warning
+        with contextlib.suppress(Exception):  # only the early warning needs this
             steps = context.state.train_state.step + 1, int(context.state.cfg.train.train_iters)
         self._run.start(context.model, folder, steps)
 
     def on_train_step_start(self, context: CallbackContext) -> None:
-        """Open a sample if one is due."""
+        """Begin a sample if one is due."""
         with self._run.errors.guard("while looking for the learning rate"):
             self._lr = context.optimizer.param_groups[0]["lr"]
         self._run.begin_step(context.state.train_state.step + 1)
 
     def on_train_step_end(self, context: CallbackContext) -> None:
-        """Close the sample. In a pipeline, only the last stage has the loss."""
+        """End the sample. In a pipeline, only the last stage has the loss."""
         loss = next(iter((context.loss_dict or {}).values()), None)
         self._run.end_step(loss=loss, grad_norm=context.grad_norm, skipped=context.skipped_iter, lr=self._lr)
 
@@ -79,24 +79,24 @@ class FP8DebugBridgeCallback(Callback):  # type: ignore[misc]
             self._run.report_validation(context.state.train_state.step, context.total_loss_dict or {})
 
     def on_train_end(self, context: CallbackContext) -> None:
-        """Record everything that is left."""
+        """Record all remaining data."""
         self._run.close()
 
 
 @check_arguments(options_of=Config)
 class FP8DebugForwardStep:
-    """Wraps a script's `forward_step` to watch it. Arguments are the fields of `Config`.
+    """Wraps a script's `forward_step` function, and measures operands in its calls. Arguments are the fields of `Config`.
 
     The record goes to `fp8_debug` next to the TensorBoard events, or next to the checkpoints if there are no events. Steps
     are numbered from 1, as Megatron-LM logs them. If you do not call `close`, the last step may be missing.
 
     Args:
-        forward_step: the script's function of this name.
+        forward_step: the script's `forward_step` function.
         options: fields of `Config`, such as `interval=100`.
 
     Raises:
         ConfigError: on construction or before the first forward pass, if a value cannot be used, no GEMM matches, the output
-            folder cannot be written, or a virtual pipeline splits the model. Nothing stops the run after that.
+            folder cannot be written, or a virtual pipeline splits the model. After that, no error stops the run.
 
     Example:
         >>> def forward_step(data_iterator, model):  # the script's own
@@ -165,6 +165,6 @@ class FP8DebugForwardStep:
             self._run.end_step(loss=loss)
 
     def close(self) -> None:
-        """End training, and record everything that is left."""
+        """End training, and record all remaining data."""
         self._end_step()
         self._run.close()

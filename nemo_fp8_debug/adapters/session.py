@@ -1,4 +1,4 @@
-"""The common part of the adapters: a monitor that starts with a run, and ends with the run or the process."""
+"""The common part of all adapters: a monitor that starts with a run, and ends with the run or the process."""
 
 from __future__ import annotations
 
@@ -20,10 +20,11 @@ def start_monitor(make: Callable[[], Monitor], raises: bool) -> Monitor | None:
     """Return the result of `make`. If it fails, warn and return None.
 
     Args:
-        raises: whether an error ends the run.
+        raises: whether an error is raised, so that it ends the run.
 
     Raises:
-        ConfigError: as for `Monitor`, on all ranks or none. A rank that went on alone would wait for the others forever.
+        ConfigError: as for `Monitor`. All ranks raise, or no rank does, because a rank that continued alone would wait
+            forever.
     """
     try:
         return make()
@@ -37,7 +38,7 @@ def start_monitor(make: Callable[[], Monitor], raises: bool) -> Monitor | None:
 
 
 class HostRun:
-    """A run of a framework. Before it starts it holds plain values only, so launchers can copy and pickle it."""
+    """A run of a framework. Before the start, the object contains only plain values, so launchers can copy and pickle it."""
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         """
@@ -54,12 +55,12 @@ class HostRun:
     def start(
         self, model: nn.Module | Sequence[nn.Module], folder: str | None, steps: tuple[int, int] | None = None
     ) -> bool:
-        """Find the GEMMs and open the record before the first step. Close an earlier run that broke off.
+        """Find the GEMMs and open the record before the first step. Close an earlier run that was interrupted.
 
         Args:
             model: as for `Monitor`.
             folder: the framework's output folder. The record goes to `fp8_debug` in it, unless `output` is set.
-            steps: the first and the last step of the run, if the framework has them.
+            steps: the first and the last step of the run, if the framework provides them.
 
         Returns:
             True if the run is monitored.
@@ -74,7 +75,7 @@ class HostRun:
             return False
         if steps:
             self._monitor.expect_steps(*steps)
-        # These frameworks do not report an exception that ends the run.
+        # The frameworks do not report an exception that ends the run, so close the monitor when the process ends.
         atexit.register(self.close)
         return True
 
@@ -100,7 +101,7 @@ class HostRun:
             self._monitor.report_validation(step, **losses)
 
     def close(self) -> None:
-        """End the run, and record everything that is left."""
+        """End the run, and record all remaining data."""
         atexit.unregister(self.close)
         if self._monitor:
             self._monitor.close()

@@ -1,8 +1,8 @@
 """Turn events of Hugging Face's Trainer into calls of a Monitor.
 
-A sample opens in `on_step_begin`, with the step number under which the Trainer logs the loss, `global_step + 1`. It closes
-in `on_step_end`, or in the `on_log` right after it, which has the gradient norm. Both occur once for each optimizer step, so
-accumulated batches are one sample.
+A sample begins in `on_step_begin`. Its number is the step under which the Trainer logs the loss, `global_step + 1`. The
+sample ends in `on_step_end`, or in the `on_log` right after it, which has the gradient norm. Begin and end occur once for
+each optimizer step, so accumulated batches are one sample.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class FP8DebugTrainerCallback(TrainerCallback):
 
     Raises:
         ConfigError: on construction or before the first step, if a value cannot be used, no GEMM matches, or the output
-            folder cannot be written. Nothing after the first step stops the run.
+            folder cannot be written. After the first step, no error of the callback stops the run.
 
     Example:
         >>> from nemo_fp8_debug import FP8DebugTrainerCallback
@@ -58,7 +58,8 @@ class FP8DebugTrainerCallback(TrainerCallback):
     ) -> None:
         """Find the GEMMs and open the record."""
         self._close()
-        # Set by torch_compile=True and by `accelerate launch`. The model that callbacks receive does not show it.
+        # torch_compile=True and `accelerate launch` can set this. The model that callbacks receive does not show that it is
+        # compiled.
         if os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no").lower() != "no":
             raise ConfigError(
                 "the Trainer compiles the whole model (torch_compile, or dynamo_backend of accelerate), where a hook would "
@@ -68,7 +69,9 @@ class FP8DebugTrainerCallback(TrainerCallback):
             self._hook = model.register_forward_hook(Hook(self._see_loss, model), with_kwargs=True)
 
     def _see_loss(self, model: nn.Module, args: Any, kwargs: Mapping[str, Any], output: Any) -> None:
-        """Keep the loss of a batch. Callbacks only get averages, and the Trainer waits for the device to log them."""
+        """Store the loss of a batch. The Trainer passes only averages to callbacks, and waits for the device to compute
+        them.
+        """
         with self._run.errors.guard("while looking for the loss"):
             first = output[0] if isinstance(output, tuple) else None
             loss = output.get("loss") if isinstance(output, Mapping) else first
@@ -80,7 +83,7 @@ class FP8DebugTrainerCallback(TrainerCallback):
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, optimizer: Any = None, **rest: Any
     ) -> None:
-        """Open a sample if one is due."""
+        """Begin a sample if one is due."""
         self._end_step()
         self._losses = []
         with self._run.errors.guard("while looking for the learning rate and the loss scale"):
@@ -91,13 +94,13 @@ class FP8DebugTrainerCallback(TrainerCallback):
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, optimizer: Any = None, **rest: Any
     ) -> None:
-        """Close the sample, unless the step will be logged."""
+        """End the sample, unless the step will be logged."""
         self._scalars = {"lr": self._lr, "loss_scale": self._scale}
         if self._scale is not None:
             self._scalars["skipped"] = was_skipped(self._scale, _scaler(optimizer))
         if self._losses:
-            # The model divides by the tokens of the step, perhaps of all processes. Otherwise the Trainer divides by its
-            # batches.
+            # If the model divides the loss, it divides by the tokens of the step, perhaps of all processes. Otherwise the
+            # Trainer divides the loss by the number of batches.
             shared = self._summed and getattr(args, "average_tokens_across_devices", False)
             losses = torch.stack(self._losses) * (args.world_size if shared else 1)
             self._scalars["loss"] = losses.sum() if self._summed else losses.mean()
@@ -107,7 +110,7 @@ class FP8DebugTrainerCallback(TrainerCallback):
     def on_log(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: Any = None, **rest: Any
     ) -> None:
-        """Close the sample of the step that is logged."""
+        """End the sample of the step that is logged."""
         logged = {"grad_norm": (logs or {}).get("grad_norm")}
         if args.logging_steps == 1:  # if a model returns no loss, the Trainer logs an average
             logged["loss"] = (logs or {}).get("loss")
@@ -126,7 +129,7 @@ class FP8DebugTrainerCallback(TrainerCallback):
             self._scalars = None
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **rest: Any) -> None:
-        """Record everything that is left."""
+        """Record all remaining data."""
         self._close()
 
     def _close(self) -> None:
@@ -138,5 +141,5 @@ class FP8DebugTrainerCallback(TrainerCallback):
 
 
 def _scaler(optimizer: Any) -> Any:
-    """Return Accelerate's GradScaler if it scales losses itself."""
+    """Return Accelerate's GradScaler if Accelerate scales losses."""
     return getattr(optimizer, "scaler", None)

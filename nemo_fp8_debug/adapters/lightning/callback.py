@@ -1,11 +1,11 @@
 """Turn Lightning events into calls of a Monitor.
 
-A sample opens in `on_train_batch_start`, with the step number under which Lightning logs this batch's loss
-(`_batches_that_stepped`, which unlike `global_step` does not move before the batch ends). It closes in `on_train_batch_end`
-of the last accumulated batch, so accumulated batches are one sample.
+A sample begins in `on_train_batch_start`. Its number is the step under which Lightning logs this batch's loss:
+`_batches_that_stepped`, which unlike `global_step` does not change before the batch ends. The sample ends in
+`on_train_batch_end` of the last accumulated batch, so all accumulated batches are one sample.
 
-If a checkpoint was saved as a batch ended, Lightning 2.4 resumes its count one step too early. We add that step, so that a
-resumed run has the steps of one that went through.
+If a checkpoint is saved when a batch ends, Lightning 2.4 resumes with a count that is too low by one. We add one, so that a
+resumed run has the same step numbers as an uninterrupted run.
 """
 
 from __future__ import annotations
@@ -34,14 +34,16 @@ from ...record.writer import RunRecord
 from ..session import start_monitor
 from .interventions import FP8EmulationCallback, FP8PlanCallback, accumulates, roots
 
-#: option value for each logger class that can be written to from another thread, directly or in a file next to its own
+#: option value for each logger class to which another thread can write, directly or in a file next to the logger's file
 _KNOWN = {"WandbLogger": "wandb", "MLFlowLogger": "mlflow", "CometLogger": "comet", "CSVLogger": None}
 
 
 def with_loggers_of(trainer: pl.Trainer, asked: Sequence[Any]) -> list[Any]:
-    """Return requested loggers and the trainer's supported ones. A plain name means the trainer's logger, if it has one.
+    """Return the requested loggers and the trainer's supported loggers. A plain name means the trainer's logger of this
+    kind, if any.
 
-    TensorBoard's loggers have a recorder of their own. Others may not allow calls from two threads: a warning says so.
+    TensorBoard's loggers are left out, because TensorBoard has its own recorder. Other loggers may not allow calls from two
+    threads, so we leave them out with a warning.
     """
     own = [logger for logger in trainer.loggers if not isinstance(logger, TensorBoardLogger)]
     known = [logger for logger in own if _class_of(logger) and not any(logger is given for given in asked)]
@@ -59,9 +61,9 @@ def _class_of(logger: Logger) -> str | None:
     return next((kind.__name__ for kind in type(logger).__mro__ if kind.__name__ in _KNOWN), None)
 
 
-#: names under which modules log losses of an evaluation, such as val_loss or eval/loss
+#: pattern of names under which modules log losses of an evaluation, such as val_loss or eval/loss
 _OF_VALIDATION = re.compile(r"(reduced_)?(val|valid|validation|eval|dev|test)[_/.].*loss", re.IGNORECASE)
-#: learning rate, gradient norm and consumed samples, by the names that the framework logs
+#: our names of learning rate, gradient norm and consumed samples, by the framework's names
 _SCALARS = ("lr", "grad_norm", "consumed_samples")
 
 
@@ -77,7 +79,7 @@ class FP8DebugCallback(pl.Callback):
 
     Raises:
         ConfigError: on construction or before the first step, if a value cannot be used, no GEMM matches, or the output
-            folder cannot be written. Nothing after the first step stops the run.
+            folder cannot be written. After the first step, no error of the callback stops the run.
 
     Example:
         >>> from nemo_fp8_debug import FP8DebugCallback
@@ -89,10 +91,10 @@ class FP8DebugCallback(pl.Callback):
     def __init__(self, **options: Any) -> None:
         self._config = Config(**options)
         self._monitor: Monitor | None = None
-        #: ends what the current step began, or None between steps
+        #: function that ends the current step, or None between steps
         self._leave: Callable[[], None] | None = None
         self._scale: Any = None
-        #: steps by which Lightning's count lags behind the optimizer's after a resume
+        #: number of steps by which Lightning's count is below the optimizer's count after a resume
         self._lag = 0
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -107,7 +109,7 @@ class FP8DebugCallback(pl.Callback):
         self._stop_watching()
         self._lag = int(len(trainer.optimizers) == 1 and trainer.global_step == _logged_step(trainer) + 1)
         self._monitor = start_monitor(lambda: self._make_monitor(trainer, pl_module), self._config.on_error == "raise")
-        if self._monitor and trainer.max_steps > 0:  # an error here costs a warning, and not the monitor
+        if self._monitor and trainer.max_steps > 0:  # an error here must not disable the monitor
             self._monitor.expect_steps(_logged_step(trainer) + self._lag, trainer.max_steps - 1)
 
     def _make_monitor(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> Monitor:
@@ -123,14 +125,16 @@ class FP8DebugCallback(pl.Callback):
         return str(Path(next(beside, trainer.default_root_dir)) / ("fp8_debug" + (f"_{own + 1}" if own else "")))
 
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int) -> None:
-        """Open a sample if one is due."""
+        """Begin a sample if one is due."""
         if self._monitor and self._leave is None:
             self._monitor.begin_step(_logged_step(trainer) + self._lag)
             self._scale = read_scale(_scaler(trainer))
             self._leave = self._watch(trainer) if self._monitor.sampling else _nothing
 
     def _watch(self, trainer: pl.Trainer) -> Callable[[], None]:
-        """Watch the losses of the step's batches. No event has them before Lightning divides and scales them."""
+        """Watch the losses of the step's batches. No Lightning event provides the losses before they are divided and
+        scaled.
+        """
         assert self._monitor
         return watch_calls(trainer.strategy, "training_step", _training_step, self._monitor.watch_loss)
 
@@ -142,7 +146,7 @@ class FP8DebugCallback(pl.Callback):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Close the sample, unless the next batch accumulates onto this one."""
+        """End the sample, unless the next batch adds its gradients to this one."""
         if self._monitor and not accumulates(trainer):
             logged = trainer.callback_metrics if self._monitor.sampling else {}
             scalars: dict[str, Any] = {name: logged[name] for name in _SCALARS if name in logged}
@@ -158,11 +162,11 @@ class FP8DebugCallback(pl.Callback):
             self._monitor.report_validation(None, **losses)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Record everything that is left."""
+        """Record all remaining data."""
         self._close()
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        """Record everything that is left, because the run failed."""
+        """Record all remaining data, because the run failed."""
         self._close()
 
     def _close(self) -> None:
@@ -195,7 +199,7 @@ def _loss(trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any) -> A
 
 
 def _training_step(original: Callable[..., Any], tell: Watcher, *arguments: Any, **options: Any) -> Any:
-    """Call a strategy's training step, which returns the loss or an object with it."""
+    """Call a strategy's training step, which returns the loss or an object that contains the loss."""
     output = original(*arguments, **options)
     tell(output.get("loss") if isinstance(output, Mapping) else output)
     return output
@@ -208,4 +212,4 @@ def _scaler(trainer: pl.Trainer) -> Any:
 
 
 def _nothing() -> None:
-    """Do nothing, because nothing has to end."""
+    """Do nothing."""

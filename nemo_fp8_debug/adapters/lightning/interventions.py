@@ -19,19 +19,22 @@ from ...plan.plan import NO_CHANGES, AnyPlan, read_plan, read_plan_in_force
 
 
 def roots(trainer: pl.Trainer, pl_module: pl.LightningModule) -> list[nn.Module]:
-    """Return the model, or under NeMo's MegatronStrategy the chunks of the pipeline."""
+    """Return the model. Under NeMo's MegatronStrategy, return the pipeline's chunks of the model."""
     chunks = getattr(trainer.strategy, "megatron_parallel", None)
     return list(chunks) if chunks is not None else [pl_module]
 
 
 def accumulates(trainer: pl.Trainer) -> bool:
-    """Return True if the next batch adds its gradients to this one's. Under manual optimization, each batch stands alone."""
+    """Return True if the next batch adds its gradients to the gradients of this batch. Under manual optimization, no batch
+    does.
+    """
     result: bool = trainer.fit_loop._should_accumulate()
     return result
 
 
 class _Intervention(pl.Callback):
-    """Attached during a fit. Its scales are part of checkpoints, and a second fit continues with them.
+    """An intervention that is attached during a fit. Its scales are saved in checkpoints, and a second fit continues with
+    them.
 
     Raises:
         ConfigError: on construction or before the first step.
@@ -83,7 +86,7 @@ class _Intervention(pl.Callback):
 
 @check_arguments()
 class FP8EmulationCallback(_Intervention):
-    """Trains with FP8-quantized operands in high-precision GEMMs, without editing the model.
+    """Trains with FP8-quantized operands in high-precision GEMMs, without changes to the model's code.
 
     Example:
         >>> from nemo_fp8_debug import FP8EmulationCallback
@@ -102,12 +105,12 @@ class FP8EmulationCallback(_Intervention):
         Args:
             recipe: the FP8 recipe: a name, perhaps with options (`delayed(amax_history_len=16)`, `current-e5m2`, `mxfp8`),
                 or a dict (`{"name": "delayed", "margin": 1}`).
-            layers: GEMMs to quantize, a list of patterns as in `Config.layers`. By default all GEMMs of transformer layers
-                without the output layer, as in Megatron's FP8.
+            layers: GEMMs to quantize, a list of patterns as in `Config.layers`. By default, all GEMMs of transformer layers,
+                but not the output layer, as in Megatron's FP8.
             first_layers_bf16: number of first transformer layers that stay in BF16. An int, at least 0.
             last_layers_bf16: number of last transformer layers that stay in BF16. An int, at least 0.
-            plan: operands with another cast: a `Plan` or the path of its file, or None. In a run started by `nemo-fp8-debug
-                rescue`, the plan of `rescue` replaces it.
+            plan: changes to the casts of some operands: a `Plan`, the path of its file, or None. If `nemo-fp8-debug rescue`
+                started the run, the plan of `rescue` is used instead.
 
         Raises:
             ConfigError: on construction or before the first step, if a value cannot be used, no GEMM matches, the plan names
@@ -133,9 +136,9 @@ class FP8EmulationCallback(_Intervention):
 
 @check_arguments()
 class FP8PlanCallback(_Intervention):
-    """Changes how a run quantizes by a plan: casts of Transformer Engine, or of `FP8EmulationCallback`.
+    """Applies a plan to a run: changes casts of Transformer Engine or of `FP8EmulationCallback`.
 
-    Without a plan it does nothing, unless `nemo-fp8-debug rescue` started the run.
+    Without a plan, the callback does nothing, unless `nemo-fp8-debug rescue` started the run.
 
     Example:
         >>> from nemo_fp8_debug import Change, FP8PlanCallback, Plan
@@ -145,8 +148,8 @@ class FP8PlanCallback(_Intervention):
     def __init__(self, plan: AnyPlan | None = None) -> None:
         """
         Args:
-            plan: a `Plan` or the path of its file. None: no changes. In a run started by `nemo-fp8-debug rescue`, the plan
-                of `rescue` replaces it.
+            plan: a `Plan` or the path of its file. None: no changes. If `nemo-fp8-debug rescue` started the run, the plan of
+                `rescue` is used instead.
 
         Raises:
             ConfigError: on construction or before the first step, if the plan cannot be read, names no GEMM that Transformer
