@@ -1,6 +1,6 @@
 """All thresholds of rules and of the decision: value, unit, and the reason for each.
 
-Rules read them as attributes of this module, so that an ablation can change one.
+Rules read thresholds as attributes of this module, so that an ablation can change a threshold.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ Number = TypeVar("Number", int, float)
 
 @dataclass(frozen=True)
 class RuleThreshold:
-    """A number that decides, and in one sentence of at most 15 words what it decides or why it has this value."""
+    """A threshold, with its reason in one sentence of at most 15 words: what it decides, or why it has this value."""
 
     name: str
     value: float
@@ -31,7 +31,7 @@ def _threshold(name: str, value: Number, unit: str, reason: str) -> Number:
 
 # What lasts -----------------------------------------------------------------------------------------------------------
 IN_A_ROW = _threshold("IN_A_ROW", 2, "samples", "One sample may be a bad batch.")
-#: what is seen around a step
+#: widths around a step
 LASTING = 2 * IN_A_ROW
 FEW = _threshold("FEW", 3, "samples", "A median of three survives one outlier.")
 STEPS_IN_A_ROW = _threshold("STEPS_IN_A_ROW", 5, "steps", "A dynamic loss scale skips fewer steps in a row.")

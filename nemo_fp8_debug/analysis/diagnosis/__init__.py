@@ -1,1 +1,1 @@
-"""Find which tensor of which layer went wrong, and why. Internal."""
+"""Find the tensor and the layer that went wrong first, and the cause. Internal."""

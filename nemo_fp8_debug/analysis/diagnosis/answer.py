@@ -1,6 +1,6 @@
-"""The answer of a diagnosis, and its confidence, as data. The narrator puts this data in words.
+"""The answer of a diagnosis, and its confidence, as data. The narrator describes this data in words.
 
-`confidence.json` counts, by cause and with or without a baseline, how many verdicts of the benchmark were right.
+`confidence.json` has the numbers of right verdicts in the benchmark, for each cause, with and without a baseline.
 `scripts/validation/fault_injection/fit_confidence.py` writes this file.
 """
 
@@ -36,7 +36,8 @@ _FEWEST = 20
 
 
 def measure_confidence(decision: Decision, paired: bool) -> str | None:
-    """Return `high`, `medium` or `low`, or None if nothing was found, because absence of evidence gets no confidence.
+    """Return `high`, `medium` or `low`, or None if nothing was found, because we state no confidence for an absence of
+    findings.
 
     Args:
         paired: whether there is a baseline.
@@ -60,22 +61,22 @@ def _read_counts() -> dict[str, tuple[int, int]]:
 
 @dataclass(frozen=True)
 class Answer:
-    """The findings of all rules, and the decision they lead to."""
+    """The findings of all rules, and the decision that follows from them."""
 
     facts: Facts
     records: Records
-    #: all findings, the earliest first
+    #: all findings, earliest first
     findings: Sequence[Finding]
-    #: the run's loss, judged against the baseline's, or else the reference run's, or else alone
+    #: the outcome of the run's loss, compared with the loss of the baseline, or else of the reference run, or else alone
     loss: LossOutcome
-    #: step from which the optimizer takes no step; None: it takes steps, or skips are not recorded
+    #: step from which the optimizer skips all steps; None if it does not, or if skipped steps are not recorded
     stopped_at: int | None
     decision: Decision
-    #: a sentence that says what replaces the baseline; empty with a baseline
+    #: a sentence that says how the run was checked without a baseline; empty with a baseline
     judged_by: str = ""
-    #: findings that the run and its baseline share, if nothing sets the two apart
+    #: findings that run and baseline have in common, if the comparison shows no difference
     shared: Sequence[Finding] = ()
-    #: clauses that name parts of the run without a counterpart in the baseline
+    #: clauses that name parts of the run to which nothing in the baseline corresponds
     not_compared: Sequence[str] = ()
 
     @property
@@ -95,7 +96,7 @@ class Answer:
 
     @property
     def culprit(self) -> Finding | None:
-        """Return the finding about the first faulty tensor, or None if no tensor is to blame or it is unknown."""
+        """Return the finding about the first faulty tensor, or None if no tensor is to blame or the tensor is unknown."""
         return self.decision.culprit
 
     @property
@@ -105,14 +106,16 @@ class Answer:
 
     @cached_property
     def confidence(self) -> str | None:
-        """Return `high` (at least 95% of such verdicts are right), `medium` (80%) or `low`, or None without a finding."""
+        """Return `high` (at least 95% of such verdicts are right), `medium` (at least 80%) or `low`, or None without a
+        finding.
+        """
         return measure_confidence(self.decision, self.facts.paired)
 
     @property
     def about_fp8(self) -> bool | None:
-        """Return True if the cause is how FP8 represents operands, False if it is not, None if it is unknown.
+        """Return True if FP8's representation of operands is the cause, False if it is not, None if the cause is unknown.
 
-        If a reference run is given, FP8 is the cause only if the run ends above it.
+        If a reference run is given, FP8 is the cause only if the run's loss ends above the reference run's loss.
         """
         if self.cause in NOT_FP8:
             return False
@@ -122,9 +125,10 @@ class Answer:
 
     @property
     def divergence_step(self) -> int | None:
-        """Return the step from which the loss stays too high or no step is taken, or None if no harm is known.
+        """Return the step from which the loss stays too high or the optimizer skips all steps, or None if no harm is known.
 
-        Smoothing may place the loss a little too early. If it comes shortly before its cause began, return the latter step.
+        Because of smoothing, this step may be a little too early. If it is shortly before the onset of the cause, return the
+        onset.
         """
         loss, chosen = self.loss.harmful_since, self.decision.finding
         if loss is not None and chosen is not None and chosen.since is not None and not chosen.slack:
@@ -137,22 +141,22 @@ class Answer:
     def harm(self) -> str:
         """Return the harm to the loss.
 
-        `harmful`: the loss has left the baseline's, or no step is taken. `likely`: it jumped to another level. `gap`: it
-        lies above the baseline's by less than counts as harm. `harmless so far`: there is a fault, but the loss follows
-        the baseline's. Otherwise `none` or `unknown`.
+        `harmful`: the loss has left the baseline's loss, or the optimizer skips all steps. `likely`: the loss jumped to
+        another level. `gap`: the loss is above the baseline's loss, by less than counts as harm. `harmless so far`: there is
+        a fault, but the loss follows the baseline's loss. Otherwise `none` or `unknown`.
         """
         return state_harm(self.loss, self.stopped_at, self.decision, self.facts.steps)
 
     @property
     def lead(self) -> int | None:
-        """Return the steps from the culprit's onset to the loss's, or None if either is missing."""
+        """Return the number of steps from the culprit's onset to `divergence_step`, or None if either is unknown."""
         if self.culprit is None or self.culprit.since is None or self.divergence_step is None:
             return None
         return self.divergence_step - self.culprit.since
 
     @cached_property
     def warning(self) -> tuple[int, float, str, str] | None:
-        """Return the first sample in which an operand was beyond a limit that no healthy operand passes, or None.
+        """Return the first sample in which an operand exceeded a limit that no healthy operand exceeds, or None.
 
         The tuple has the step, the multiple of the limit, the layer and the role.
         """
@@ -160,7 +164,7 @@ class Answer:
 
     @cached_property
     def details(self) -> Sequence[str]:
-        """Return clauses in which features describe the culprit further."""
+        """Return clauses with further details about the culprit from features."""
         found = self.culprit
         if found is None:
             return []
@@ -191,15 +195,15 @@ class Answer:
         return list_events(self.findings, self.loss, self.warning)
 
 
-#: kinds of causes that do not make harm likelier: recipes are changed on purpose, and NaN shows in the loss itself
+#: kinds of causes that are no evidence of harm: recipes are changed on purpose, and the loss itself shows NaN
 _NO_EVIDENCE = ("recipe", "nonfinite", "rate", "nothing")
 
 
 def state_harm(loss: LossOutcome, stopped_at: int | None, decision: Decision, sampled: Ints) -> str:
     """Return the harm that a verdict states; see `Answer.harm`.
 
-    A gap to a baseline of other batches means likely harm under three conditions: it is surely above 0 and beyond the
-    limit, a lasting fault may explain it, and it did not exist before.
+    If the baseline saw other batches, a gap means likely harm under three conditions: the gap is surely above 0 and exceeds
+    the limit, a lasting fault may explain the gap, and the gap did not exist before the fault.
 
     Args:
         sampled: sampled steps, int64 [S], ascending.
@@ -218,7 +222,7 @@ def state_harm(loss: LossOutcome, stopped_at: int | None, decision: Decision, sa
 
 
 def _came_with(loss: LossOutcome, since: int | None, sampled: Ints) -> bool:
-    """Return True if the gap to the baseline grew after a step, or if this is unknown."""
+    """Return True if the gap to the baseline grew after a step, or if that is unknown."""
     if loss.baseline is None or since is None:
         return True
     return measure_lasting_rise(loss.run, loss.baseline, since, sampled) > loss.max_gap

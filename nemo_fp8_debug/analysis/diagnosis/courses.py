@@ -20,13 +20,15 @@ class LayerCourse:
     steps: Ints
     #: values, float64 [S], without NaN
     values: Floats
-    #: usual values, float64, not empty: the baseline's, or those of the run's beginning
+    #: usual values, float64, not empty: from the baseline, or from the beginning of the run
     usual: Floats
     #: index of the first sample that can be judged
     first: int
 
     def since(self, out: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> int | None:
-        """Return the index of the first of two consecutive samples that are out, or of a last one, or None."""
+        """Return the first index at which two consecutive samples are in `out`. The last sample may be alone. Return None
+        without such an index.
+        """
         judged = out.copy()
         judged[: self.first] = False
         lasts = judged & np.append(judged[1:], True)
@@ -35,7 +37,7 @@ class LayerCourse:
         return int(np.argmax(lasts))
 
     def begin(self, out: int) -> int:
-        """Return the index from which values stay above all usual ones, up to a sample that is out."""
+        """Return the index from which the values stay above all usual values, up to the sample `out`."""
         within = np.flatnonzero(self.values[:out] <= self.usual.max())
         return max(int(within[-1]) + 1 if len(within) else 0, self.first)
 

@@ -1,7 +1,7 @@
-"""Decide which finding a run's trouble began with.
+"""Decide which finding shows the cause of a run's trouble.
 
-A finding that another one explains is a consequence. Among the others, the strongest counts, and among equally strong ones
-the earliest. `finding.EXPLAINS` lists which kind explains which.
+A finding is a consequence if another finding explains it. Of the other findings, the strongest is the cause, and of equally
+strong findings the earliest. `finding.EXPLAINS` lists the kinds that each kind explains.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ class Circumstances:
     settled: int
     #: whether there is a baseline
     paired: bool
-    #: whether there are enough samples to see an operand leave its band before the loss does
+    #: whether there are enough samples to see an operand leave its band before the loss rises
     judged: bool
-    #: whether the loss diverges, which changes values; a loss that only lies above the baseline's does not
+    #: whether the loss diverges; a divergence changes values, but a loss that is merely above the baseline's loss does not
     diverges: bool = True
-    #: False if a reference run in higher precision does the same
+    #: False if a reference run in higher precision fails in the same way
     by_precision: bool = True
-    #: largest number of steps by which smoothing places the harm too early
+    #: largest number of steps by which the step of the harm may be too early because of smoothing
     slack: int = 0
 
     def bracket(self, found: Finding) -> tuple[int, int]:
-        """Return the first step at which a finding may have begun, and the last one.
+        """Return the first and the last step at which the fault of a finding may have begun.
 
-        A fault may begin at any step since the previous sample. The first samples have initial scales, so they do not show
-        in which of them it began.
+        A fault may begin at any step since the previous sample. If it shows in the first samples, in which scales have
+        initial values, it may have begun at any of them.
         """
         if found.since is None:
             return -1, -1
@@ -55,13 +55,13 @@ class Circumstances:
 
     @property
     def latest(self) -> int | None:
-        """Return the last step at which the cause may show first, one sample after the harm, or None without harm."""
+        """Return the last step at which the cause can first be visible (one sample after the harm), or None without harm."""
         return None if self.harmed_since is None else self.harmed_since + self.interval + self.slack
 
 
 @dataclass(frozen=True)
 class Decision:
-    """The cause of a run's trouble, and the finding that shows it."""
+    """The cause of a run's trouble, and the finding that shows the cause."""
 
     #: the chosen finding; None if the cause follows from the absence of findings
     finding: Finding | None
@@ -69,12 +69,12 @@ class Decision:
     cause: str
     #: other tensors that went wrong independently, in time to add to the harm
     also: Sequence[Finding] = ()
-    #: the likeliest findings if none is certain, the likelier first
+    #: the most likely findings if no finding is certain, most likely first
     likeliest: Sequence[Finding] = ()
 
     @property
     def culprit(self) -> Finding | None:
-        """Return the finding about the first faulty tensor, or None if no tensor is to blame or it is unknown."""
+        """Return the finding about the first faulty tensor, or None if no tensor is to blame or the tensor is unknown."""
         return self.finding if self.finding is not None and self.finding.operand else None
 
 
@@ -84,7 +84,8 @@ def decide(findings: Sequence[Finding], evidence: Circumstances) -> Decision:
     first = [f for f in candidates if not any(_explains(other, f, evidence) for other in candidates if other is not f)]
     ranked = sorted(first, key=_rank)
     sure = [f for f in ranked if f.strength != "hint"]
-    # A hint also occurs in healthy runs. It counts if there is harm to explain and a baseline that does not show it.
+    # A hint also occurs in healthy runs. It counts only if there is harm to explain, and a baseline that does not show the
+    # hint.
     chosen = next(iter(sure or (ranked if evidence.paired and evidence.harmed_since is not None else [])), None)
     if chosen is not None:
         also = [f for f in candidates if f is not chosen and _is_also_wrong(f, chosen)]
@@ -95,13 +96,15 @@ def decide(findings: Sequence[Finding], evidence: Circumstances) -> Decision:
 
 
 def _rank(found: Finding) -> tuple[int, int, int, bool, float]:
-    """Return the sort key of a finding: strength, time, precedence, tensors before the whole run, then excess."""
+    """Return the sort key of a finding: strength, time, precedence, findings about tensors before findings about the run,
+    excess.
+    """
     since = -1 if found.since is None else found.since
     return -found.weight, since, _ORDER.index(found.kind), found.operand is None, -(found.excess or 0.0)
 
 
 def _may_be_cause(found: Finding, findings: Sequence[Finding], evidence: Circumstances) -> bool:
-    """Return True if a finding names a cause and came in time to do the harm."""
+    """Return True if a finding names a cause, and the fault began early enough to cause the harm."""
     unnamed = found.cause == "unknown" and (found.operand is None or found.strength == "hint")
     if found.cause == "none" or unnamed or (found.kind in OF_FP8 and not evidence.by_precision):
         return False
@@ -109,7 +112,7 @@ def _may_be_cause(found: Finding, findings: Sequence[Finding], evidence: Circums
         return True
     if found.since > evidence.latest:
         return found.or_earlier
-    # A fault in the first samples was there before any loss could cause it.
+    # A fault in the first samples existed before any divergence of the loss could cause it.
     between = found.kind == "between" and not evidence.diverges
     late = found.since >= max(evidence.harmed_since, evidence.settled)
     follows = found.may_follow_the_loss and late and not between
@@ -130,14 +133,14 @@ def _stands_out(found: Finding, findings: Sequence[Finding], latest: int) -> boo
 
 
 def _tensor(found: Finding) -> tuple[object, ...]:
-    """Return a key for the tensor of a finding, because several GEMMs may read the same X."""
+    """Return a key for the tensor of a finding. GEMMs that read the same X get the same key."""
     return found.role, found.since, found.excess, found.layer and found.layer.rpartition(".")[0]
 
 
 def _explains(other: Finding, found: Finding, evidence: Circumstances) -> bool:
     """Return True if `found` is a consequence of `other`.
 
-    If both may have begun at the same step, the order of kinds decides.
+    If both may have begun at the same step, the order of their kinds decides.
     """
     if found.kind not in EXPLAINS[other.kind] or other.weight < found.weight:
         return False
@@ -146,7 +149,9 @@ def _explains(other: Finding, found: Finding, evidence: Circumstances) -> bool:
 
 
 def _is_also_wrong(found: Finding, culprit: Finding) -> bool:
-    """Return True if another tensor also went wrong independently: by its scale, or by its values like the culprit."""
+    """Return True if another tensor also went wrong independently: because of its scale, or, like the culprit, because of
+    its values.
+    """
     if found.operand is None or found.strength == "hint" or found.operand == culprit.operand or found.kind not in OF_FP8:
         return False
     alike = (found.cause, found.since) == (culprit.cause, culprit.since)

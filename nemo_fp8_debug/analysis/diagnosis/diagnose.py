@@ -39,17 +39,19 @@ def diagnose(
     max_gap: float = MAX_GAP,
     bands: str | os.PathLike[str] | Bands | None = None,
 ) -> Diagnosis:
-    """Find out what is wrong with a run.
+    """Find the cause of a run's trouble.
 
     Args:
         run: the record of the run to explain, or a folder above it, as a path or any fsspec address.
-        baseline: the record of a run that went well, or of several of one model with different seeds. Then the loss is
-            compared with the mean of all, and the rest with the first. None: judge the run by `bands` or fixed limits.
+        baseline: the record of a good run, or of several good runs of the same model with different seeds. If there are
+            several, we compare the loss with their mean, and the rest with the first baseline. None: use `bands` or fixed
+            limits instead.
         reference: the record of a run that differs from `run` only in precision.
         by: how to match the runs: by `step`, or by consumed `samples` if their batch sizes differ.
-        bands: bands of healthy runs for a run without a baseline, or their file from `nemo-fp8-debug learn`; None: the
-            bands that come with the package.
-        max_gap: largest gap of the mean loss over the last part to the baseline's that is no harm, percent.
+        bands: bands of healthy runs, used without a baseline, or a file of bands from `nemo-fp8-debug learn`. None: the
+            bands in the package.
+        max_gap: largest gap to the baseline's mean loss over the last part of the run that does not count as harm, in
+            percent.
 
     Returns:
         The diagnosis, with `harm`, `cause`, `confidence`, `culprit`, each rule's `findings`, and `verdict()` in sentences.
@@ -78,7 +80,7 @@ def measure_facts(
     max_gap: float = MAX_GAP,
     bands: str | os.PathLike[str] | Bands | None = None,
 ) -> tuple[Facts, Records]:
-    """Return the facts that a diagnosis rests on, and the records that they are measured from.
+    """Return the facts for a diagnosis, and the records from which they are measured.
 
     The arguments are as in `diagnose`.
     """
@@ -115,7 +117,7 @@ def compare_for_diagnosis(
     by: str = "step",
     max_gap: float = MAX_GAP,
 ) -> Comparison:
-    """Return the comparison that a diagnosis rests on, without samples of steps that the optimizer skipped.
+    """Return the comparison for a diagnosis, without samples of steps that the optimizer skipped.
 
     The arguments are as in `diagnose`.
     """
@@ -132,7 +134,7 @@ def _read(path: Source, by: str) -> Run:
 
 
 def diagnose_comparison(comparison: Comparison) -> Diagnosis:
-    """Diagnose a run that has been compared; see `diagnose`."""
+    """Diagnose a run from its comparison with a baseline; see `diagnose`."""
     facts, records = _measure_compared(comparison)
     found = _diagnose_facts(facts, records)
     shared = () if found.decision.finding is not None else _find_shared(found, records)
@@ -142,7 +144,9 @@ def diagnose_comparison(comparison: Comparison) -> Diagnosis:
 
 
 def _judge_loss_alone(run: Run, reference: Run | None, max_gap: float) -> LossOutcome:
-    """Judge the loss of a run without a baseline, alone or against the reference run's, whichever shows harm."""
+    """Evaluate the loss of a run without a baseline, both alone and against the reference run. Return the result that shows
+    harm.
+    """
     own = LossOutcome(run.loss, None, max_gap)
     if reference is None:
         return own
@@ -152,17 +156,17 @@ def _judge_loss_alone(run: Run, reference: Run | None, max_gap: float) -> LossOu
 
 
 class Judgment(NamedTuple):
-    """The findings and the decision that facts lead to."""
+    """The findings and the decision that follow from facts."""
 
     findings: Sequence[Finding]
     loss: LossOutcome
-    #: step from which the optimizer takes no step, or None
+    #: step from which the optimizer skips all steps, or None
     stopped_at: int | None
     decision: Decision
 
 
 def judge_facts(facts: Facts, leave_out: Collection[str] = ()) -> Judgment:
-    """Judge a run by its facts, without its record.
+    """Apply the rules to the facts of a run, without its record.
 
     Args:
         leave_out: names of rules to skip, for an ablation.
@@ -172,7 +176,7 @@ def judge_facts(facts: Facts, leave_out: Collection[str] = ()) -> Judgment:
     harmed_since = min((step for step in (loss.harmful_since, stopped_at) if step is not None), default=None)
     interval = int(measure_interval(facts.steps))
     out = any(f.is_out_of_band and f.strength != "hint" for f in findings)
-    # If noise may explain a gap to the baseline, the loss gives no all-clear.
+    # If noise may explain a gap to the baseline, we do not state that the loss is healthy.
     in_doubt = harmed_since is None and facts.paired and loss.harm == "unknown"
     in_doubt = in_doubt and (loss.gap is None or loss.gap.percent > loss.max_gap)
     judged = _is_judged(facts, harmed_since, interval, out) and not in_doubt
@@ -191,12 +195,12 @@ def _diagnose_facts(facts: Facts, records: Records) -> Diagnosis:
 
 
 def _add_rise(facts: Facts, findings: Sequence[Finding]) -> LossOutcome:
-    """Return the loss with its rise at the step of a finding, if losses alone do not show harm."""
+    """If losses alone do not show harm, add the rise of the loss at the step of a finding."""
     loss = facts.loss
     if loss.harm not in ("unknown", "likely") or (
         loss.gap is not None and (loss.gap.paired or loss.gap.percent <= loss.max_gap)
     ):
-        return loss  # a rise that does not last to the end is no harm
+        return loss  # a rise that does not last to the end does not count as harm
     if loss.gap is not None and loss.gap.interval()[0] <= 0:
         return loss  # noise may explain the gap
     steps = sorted({f.since for f in findings if f.since is not None and f.strength != "hint"})
@@ -208,10 +212,10 @@ def _add_rise(facts: Facts, findings: Sequence[Finding]) -> LossOutcome:
 
 
 def _is_judged(facts: Facts, harmed_since: int | None, interval: int, out: bool) -> bool:
-    """Return True if there are enough samples to see an operand leave its band before the loss does.
+    """Return True if there are enough samples to see an operand leave its band before the loss rises.
 
     Args:
-        out: whether any operand leaves its band at any time. If none does, all samples count.
+        out: whether any operand leaves its band at any time. If no operand does, all samples count.
     """
     samples = judged_samples(facts)
     if facts.baseline_end >= 0 and harmed_since is not None and harmed_since > facts.baseline_end:
@@ -222,7 +226,7 @@ def _is_judged(facts: Facts, harmed_since: int | None, interval: int, out: bool)
 
 
 def _find_shared(found: Diagnosis, records: Records) -> Sequence[Finding]:
-    """Return the findings that a run and its baseline share, which a comparison cannot show."""
+    """Return the findings that run and baseline have in common, because a comparison cannot show these."""
     run, baseline = records.run, records.baseline
     assert baseline is not None
     mine = _find_alone(run, found.loss.max_gap)
@@ -244,7 +248,7 @@ def _find_alone(run: Run, max_gap: float) -> list[Finding]:
 
 
 def _list_not_compared(run: Run, baseline: Run | None) -> list[str]:
-    """Return clauses that name the parts of a run without a counterpart in the baseline."""
+    """Return clauses that name the parts of a run to which nothing in the baseline corresponds."""
     if baseline is None:
         return []
     missed = []
@@ -267,15 +271,15 @@ def recommend(
     operands: Sequence[Key] | None = None,
     budget: Budget | None = None,
 ) -> Recommendation:
-    """Return the cheapest change for each operand that loses too much.
+    """Return the cheapest change for each operand that loses too much precision.
 
     Args:
         run: the record of the run to fix, or a folder above it, as a path or any fsspec address.
-        baseline: the record of a run that went well, or of several, as in `diagnose`. With a baseline, change only
-            operands that left its band before the loss diverged. Without one, change all that exceed the budget. Change
-            no operand if something other than FP8 is to blame.
+        baseline: the record of a good run, or of several, as in `diagnose`. With a baseline, we change only operands that
+            left its band before the loss diverged. Without a baseline, we change all operands that exceed the budget. If
+            something other than FP8 is to blame, we change no operand.
         operands: operands to fix instead, a list of (layer, role). A role is `input`, `weight` or `grad_output`.
-        budget: the largest loss allowed for an operand; None: `Budget()`.
+        budget: the largest errors allowed for an operand; None: `Budget()`.
 
     Returns:
         The recommendation. Pass its `.plan` to `apply_plan` or `FP8PlanCallback`. `.findings` has each operand's errors

@@ -23,16 +23,16 @@ if TYPE_CHECKING:  # it imports torch
 
 @dataclass(frozen=True)
 class Diagnosis(Answer):
-    """The answer about a run, with its words and the advised change."""
+    """The answer about a run, with methods that describe it in words and recommend a change."""
 
-    #: False: leave out advice that needs a replay, which takes torch and seconds
+    #: False: leave out advice that needs a replay, because a replay imports torch and takes seconds
     replays: bool = True
 
     def recommend(self, budget: Budget | None = None, operands: Sequence[Key] | None = None) -> Recommendation:
-        """Return the first change on the ladder that helps, for each operand that the diagnosis flags.
+        """For each operand that the diagnosis flags, return the first change on the ladder that helps.
 
         Args:
-            budget: the largest loss allowed for an operand; None: `Budget()`.
+            budget: the largest errors allowed for an operand; None: `Budget()`.
             operands: operands to fix instead, (layer, role) each.
 
         Raises:
@@ -65,7 +65,7 @@ class Diagnosis(Answer):
 
     @cached_property
     def fix(self) -> TensorFix | None:
-        """Return the first change on the ladder that helps the blamed tensor, or None if there is none."""
+        """Return the first change on the ladder that helps the blamed tensor, or None if no change helps."""
         blamed = find_blamed(self)
         if not self.replays or blamed is None or blamed.layer is None or blamed.role is None:
             return None
@@ -76,7 +76,7 @@ class Diagnosis(Answer):
 
     @cached_property
     def advice(self) -> Sequence[str]:
-        """Return sentences with the next steps. Headline, verdict, plan and command print the first one."""
+        """Return sentences with the next steps. Headline, verdict, plan and command print only the first sentence."""
         return tell_advice(self, self.fix) if self.replays or find_blamed(self) is None else []
 
     def verdict(self) -> str:

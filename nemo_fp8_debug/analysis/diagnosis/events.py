@@ -10,7 +10,7 @@ from ..loss.outcome import LossOutcome
 from .finding import CAUSES, Finding
 from .rule import load_rules
 
-#: kinds of events, in the order in which events of one step are shown
+#: kinds of events, in the order in which events of the same step are shown
 KINDS = (
     *("lr", "recipe", "replica", "product", "scale", "values", "nonfinite", "warning"),
     *("loss", "reference", "multiplier", "grad_norm", "weights", "optimizer"),
@@ -49,12 +49,12 @@ def list_events(
 
 
 def sort_events(found: Sequence[Event]) -> list[Event]:
-    """Sort events by step, and those of one step in the order of `KINDS`."""
+    """Sort events by step, and events of the same step in the order of `KINDS`."""
     return sorted(found, key=lambda event: (event.step, KINDS.index(event.kind)))
 
 
 def _list_loss_events(loss: LossOutcome) -> Iterator[Event]:
-    """Yield the events of the loss: its departure from the baseline's, and its divergence."""
+    """Yield the events of the loss: its departure from the baseline's loss, and its divergence."""
     since, diverges = loss.harmful_since, loss.run.lost_at if loss.run.lost_at is not None else loss.run.diverged_at
     if since is not None and loss.baseline is not None:
         yield Event(since, "loss", "the loss departs from the baseline's")

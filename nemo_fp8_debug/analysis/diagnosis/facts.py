@@ -1,4 +1,4 @@
-"""Facts of a run. Each fact is measured once, from the record, and then serves all rules."""
+"""Facts of a run. Each fact is measured once from the record, and then all rules use it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Records:
 def read_unusual(
     read: Callable[[Run], pl.DataFrame], run: Run, baseline: Run | None, keys: Sequence[str] = ("layer", "role")
 ) -> pl.DataFrame:
-    """Return the rows that `read` finds in a run, without tensors that `read` also finds in the baseline.
+    """Return the rows that `read` returns for a run, without tensors for which `read` also returns rows of the baseline.
 
     Args:
         keys: columns that identify a tensor.
@@ -45,7 +45,9 @@ def read_unusual(
 
 
 class Fact(Generic[Value_co]):
-    """A named measurement. Called with the facts of a run, it returns its value and keeps it there."""
+    """A named measurement. If you call it with the facts of a run, it returns its value and stores the value in the
+    facts.
+    """
 
     def __init__(self, measure: Callable[[Records], Value_co]) -> None:
         self.name, self.measure, self.__doc__ = measure.__name__, measure, measure.__doc__
@@ -74,17 +76,17 @@ def fact(measure: Callable[[Records], Value_co]) -> Fact[Value_co]:
 
 @dataclass
 class Facts:
-    """All facts of a run that rules may read, without its record."""
+    """All facts of a run that rules may read, without the run's record."""
 
     #: unit of the steps, such as `step` or `sample`
     unit: str
     #: sampled steps of the run, int64 [S]
     steps: Ints
-    #: the run's loss, judged against the baseline's or the reference run's, or alone
+    #: the outcome of the run's loss, compared with the baseline or the reference run, or alone
     loss: LossOutcome
     #: whether a baseline is given
     paired: bool
-    #: whether the run quantizes, a constant of `core.scale_sources`
+    #: a constant of `core.scale_sources` that says whether the run quantizes
     quantization: str
     #: layer and role of the recorded operands
     tensors: pl.DataFrame
@@ -92,13 +94,13 @@ class Facts:
     baseline_end: int = -1
     #: the records; None if all needed facts are measured
     records: Records | None = None
-    #: facts of the run without its baseline, if the baseline ends before the run
+    #: facts of the run alone, without its baseline, if the baseline ends before the run
     past_baseline: Facts | None = None
     values: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
     def of(cls, records: Records, loss: LossOutcome) -> Facts:
-        """Return the facts of a run. Each fact is measured on first use."""
+        """Return the facts of a run. Each fact is measured when it is first used."""
         run, baseline = records.run, records.baseline
         facts = cls(
             run.unit,

@@ -1,4 +1,4 @@
-"""Findings of rules, the causes they name with advice, and the table of causes that explain others."""
+"""Findings of rules, the causes that they name with advice, and the table of causes that explain other causes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def advise_on_nonfinite(layer: str | None, role: str | None, what: str = "", is_
     """Return where to look for the source of NaN or infinity, and how to sample the next such step.
 
     Args:
-        what: first value with NaN or infinity, if it is no tensor of a layer.
+        what: description of the first value with NaN or infinity, if the value is not a tensor of a layer.
         is_sampled: whether operands were sampled at that step.
     """
     look = look_at_producer(layer, role) if layer and role else f"Look at what computes {what}."
@@ -52,14 +52,14 @@ class Cause:
 
     #: kind of the cause, a key of `EXPLAINS`
     kind: str
-    #: short clause that names the fault; for a tensor, of its scale or its values
+    #: short clause that names the fault; if a tensor is at fault, the clause is about its scale or its values
     means: str
     #: sentences that say where to look, or what to do if no other cast helps
     advice: str = ""
 
 
 NOT_FP8_ADVICE = "Look at learning rate, data, kernels and communication."
-#: causes by name. Their kinds decide what they explain, see `EXPLAINS`
+#: causes by name. The kind of a cause decides which other causes it explains, see `EXPLAINS`
 CAUSES: Mapping[str, Cause] = {
     "wrong_product": Cause(
         "proof",
@@ -166,7 +166,7 @@ CAUSES: Mapping[str, Cause] = {
 }
 #: kinds of consequences of any fault
 _CONSEQUENCES = frozenset({"values", "gradients", "nonfinite", "weights", "skips", "between", "multiplier", "software"})
-#: kinds of causes in order of precedence, with the kinds that each explains if it comes first
+#: kinds of causes in order of precedence, with the kinds that each kind explains if its finding is the earlier one
 EXPLAINS: Mapping[str, frozenset[str]] = {
     "proof": _CONSEQUENCES | {"scale", "dead", "size"},
     "recipe": _CONSEQUENCES | {"scale", "dead", "size"},
@@ -184,9 +184,9 @@ EXPLAINS: Mapping[str, frozenset[str]] = {
     "skips": frozenset(),
     "nothing": frozenset(),
 }
-#: kinds of faults in how FP8 represents operands. A reference run in BF16 cannot have them
+#: kinds of faults in FP8's representation of operands, which a reference run in BF16 cannot have
 OF_FP8 = ("recipe", "scale", "values")
-#: causes in the values before any cast, so that no recipe helps
+#: causes in the values before any cast, for which no recipe helps
 NO_RECIPE = ("dead", "nonfinite")
 NOT_FP8 = tuple(name for name, cause in CAUSES.items() if cause.kind not in (*OF_FP8, "nonfinite", "dead", "nothing"))
 
@@ -207,15 +207,17 @@ class Finding:
     role: str | None = None
     #: first step that shows the fault; None if unknown
     since: int | None = None
-    #: advice that replaces the cause's own
+    #: advice that replaces the cause's advice
     advice: str = ""
-    #: whether an earlier divergence of the loss explains the finding. It explains changed values, but no wrong scale
+    #: whether an earlier divergence of the loss explains the finding; a divergence explains changed values, but not a wrong
+    #: scale
     may_follow_the_loss: bool = False
     #: multiple of the threshold, for a tensor out of band
     excess: float | None = None
-    #: kind, if not the cause's: `gradients` for changed values of gradients, which many faults cause, or a wrong `size`
+    #: kind of the finding if it differs from the cause's kind: `gradients` for changed values of gradients, which many
+    #: faults cause, or a wrong `size`
     of_kind: str = ""
-    #: whether the fault began exactly at `since`, and not between `since` and the previous sample
+    #: whether the fault began exactly at `since`, and not between the previous sample and `since`
     is_exact: bool = False
     #: largest number of steps after `since` at which the fault may have begun
     slack: int = 0
@@ -241,7 +243,7 @@ class Finding:
 
     @property
     def weight(self) -> int:
-        """Return the rank of the strength, larger for stronger findings."""
+        """Return the rank of the finding's strength, larger for stronger findings."""
         return STRENGTHS.index(self.strength)
 
     def advise(self) -> str:

@@ -1,4 +1,4 @@
-"""Flag the operands that a diagnosis asks you to change, with the reason, the steps, and an earlier change of recipe."""
+"""Flag the operands to change after a diagnosis, with the reason, the steps, and an earlier change of recipe."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from .ranking import harm_ranks
 from .rules.operands import has_lost_most, suspects
 from .rules.recipe import recipe_changes
 
-#: causes that lie only in the scale, so that a scale that follows the values helps
+#: causes that affect only the scale, so that a scale that follows the values helps
 _ONLY_SCALE = ("stale_scale", "corrupted_scale", "clipping")
 _KEY = ["layer", "role"]
 
 
 def find_blamed(found: Answer) -> Finding | None:
-    """Return the finding about the tensor whose cast is to blame, or most likely to blame, or None."""
+    """Return the finding about the tensor with the cast that is to blame or most likely to blame, or None."""
     likeliest = found.decision.likeliest if found.cause == "unknown" else ()
     chosen = found.decision.finding or next(iter(likeliest), None)
     if chosen is None or chosen.operand is None or chosen.role not in ROLES:
@@ -37,9 +37,10 @@ def find_blamed(found: Answer) -> Finding | None:
 def flag_operands(found: Answer) -> dict[Key, Flag]:
     """Return the operands to change, by harm rank.
 
-    Flag the blamed operand, and those that left the baseline's band before the loss diverged, or at any time if the loss
-    follows the baseline's. A scale that surely went wrong counts at any time, because no loss causes that. So does an X
-    or W that loses most of its values to the end. Flag no operand if FP8 is not to blame.
+    Flag the blamed operand, and operands that left the baseline's band before the loss diverged. If the loss follows the
+    baseline's loss, flag operands that left the band at any time. Two findings count at any time: a scale that surely went
+    wrong, because a diverging loss does not cause that, and an X or W that loses most of its values up to the end. Flag no
+    operand if FP8 is not to blame.
     """
     flagged: dict[Key, Flag] = {}
     if found.cause in (*NOT_FP8, *NO_RECIPE):
@@ -93,7 +94,7 @@ def _stretches(found: Answer) -> dict[Key, tuple[int, int]]:
 
 
 def _add_undos(found: Answer, flagged: Mapping[Key, Flag], blamed: Finding | None) -> dict[Key, Flag]:
-    """Return the flags, each with the last recipe change of its operand until the fault."""
+    """Add to each flag the last change of its operand's recipe before the fault."""
     if blamed is not None and blamed.cause == "resumed_without_scales":
         lost = Undo(None, blamed.since, is_cause=True)
         return {key: replace(flag, undo=lost) for key, flag in flagged.items()}
@@ -108,10 +109,10 @@ def _add_undos(found: Answer, flagged: Mapping[Key, Flag], blamed: Finding | Non
 
 
 def _find_undos(run: Run, baseline: Run | None, until: Mapping[Key, int | None]) -> dict[Key, Undo]:
-    """Return the recipes that operands had before a change in the run, or else in the baseline.
+    """Return the recipes that operands had before a change in the run, or else the recipes in the baseline.
 
     Args:
-        until: step at which each operand went wrong; None if unknown.
+        until: the step at which each operand went wrong; None if unknown.
     """
     if run.quantization != QUANTIZED or not until:
         return {}

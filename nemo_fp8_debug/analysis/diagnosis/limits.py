@@ -1,4 +1,4 @@
-"""Limits that no healthy operand passes. Without a baseline, they are the only evidence against an operand."""
+"""Limits that no healthy operand exceeds. Without a baseline, they are the only evidence against an operand."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..runs.grid import Floats, Grid
 from ..runs.metrics import Metrics
 from ..runs.run import Run
 
-#: metrics that have limits, and the number of values
+#: metrics that have limits, and the metric with the number of values
 COLUMNS = ("n", *LIMITS["input"])
 
 
@@ -24,11 +24,11 @@ def find_beyond(metrics: Metrics, least: float = 1.0) -> pl.DataFrame:
 
     Args:
         metrics: metrics of the operands.
-        least: multiple of a limit that counts.
+        least: least multiple of a limit that counts.
 
     Returns:
-        layer, role, onset (step), excess (multiple of a limit), the earliest first. The first samples have initial scales,
-        so they count only if the samples after them are beyond the limit too.
+        layer, role, onset (step), excess (multiple of a limit), earliest first. In the first samples, scales have initial
+        values, so these samples count only if later samples are also beyond the limit.
 
     Example:
         >>> nothing = {"layer": ["fc1"] * 5, "role": ["weight"] * 5, "underflow_pct": [0.0] * 5, "overflow_pct": [0.0] * 5}
@@ -61,14 +61,15 @@ def _beyond(least: float, grid: Grid) -> list[tuple[str, str, int, float]]:
 
 
 def select_limited(metrics: Metrics) -> Metrics:
-    """Keep the rows of operands in FP8, which alone have limits."""
+    """Keep the rows of operands in FP8, because only these have limits."""
     return metrics.only("format", FORMATS) if "format" in metrics.columns else metrics
 
 
 def strengths(times: Floats) -> Floats:
-    """Return values above 1 if a sample and the previous one are beyond a limit, or if a sample is far beyond it, [T, S].
+    """Return a strength for each sample, [T, S]: above 1 if this and the previous sample exceed a limit, or this sample by
+    far.
 
-    The first samples have initial scales and get 0. No later sample matters.
+    The first samples have initial scales and get 0. The strength does not depend on later samples.
     """
     judged = times[:, MADE_UP:]
     before = np.concatenate([np.zeros((len(times), 1)), judged[:, :-1]], axis=1)[:, : judged.shape[1]]
@@ -94,14 +95,15 @@ def _limits(metric: str, roles: Sequence[str]) -> Floats:
 
 
 def early_warning(run: Run) -> pl.DataFrame:
-    """Return the early-warning score of each sample, and the operand that has it.
+    """Return the early-warning score of each sample, and the operand that has this score.
 
-    A score needs only its sample and the previous one, so the trigger of the same name computes it during the run. Only
-    operands in FP8 have limits and scores.
+    A score depends only on the sample and the previous sample, so the trigger `early_warning` can compute the score during
+    the run. Only operands in FP8 have limits and scores.
 
     Returns:
-        step, score, layer, role. The score is the farthest operand's multiple of its limit in both samples, or a third of
-        the multiple in this one. A score above 1 is a warning. The first samples have initial scales and no score.
+        step, score, layer, role. The score is the multiple of its limit that the worst operand reaches in both samples, or a
+        third of its multiple in this sample alone. A score above 1 is a warning. The first samples have initial scales and
+        no score.
 
     Example:
         >>> scores = early_warning(Run.read("runs/bad"))
@@ -116,12 +118,12 @@ def early_warning(run: Run) -> pl.DataFrame:
     found = [
         rows for block in map_over_blocks(partial(compute_in_parts, _farthest), judged, together=[COLUMNS]) for rows in block
     ]
-    # If operands are equally far, the first counts.
+    # If several operands have the same score, the first counts.
     return pl.concat([empty, *found]).sort("step", -pl.col("score"), maintain_order=True).unique("step", maintain_order=True)
 
 
 def _farthest(grid: Grid) -> pl.DataFrame:
-    """Return step, score, layer and role of the farthest operand in each sample."""
+    """Return step, score, layer and role of the worst operand in each sample."""
     times = strengths(times_of_limits(grid))[:, MADE_UP:]
     worst = np.argmax(times, axis=0)
     columns = {"step": grid.steps[MADE_UP:], "score": times[worst, np.arange(times.shape[1])]}

@@ -1,6 +1,6 @@
-"""The narrator, which puts a diagnosis in words for the terminal, the tab, reports, Markdown and JSON.
+"""The narrator, which describes a diagnosis in words for the terminal, the tab, reports, Markdown and JSON.
 
-No other module writes sentences of a verdict. They say, in this order: the fault, the next step, the loss, the limits.
+Only this module writes sentences of a verdict. Their order is: the fault, the next step, the loss, the limits.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from .finding import CAUSES, NOT_FP8_ADVICE, Finding
 if TYPE_CHECKING:  # it imports torch
     from ..recommendation.recommend import TensorFix
 
-#: lost share of a tensor from which its format represents it badly
+#: share of a tensor's precision or values that is lost, from which we say that its format represents it badly
 _BADLY = 0.1
 
 
 def tell_sentence(text: str) -> str:
-    """Return a clause as a sentence. The name of a tensor keeps its first letter.
+    """Make a sentence of a clause. If it begins with the name of a tensor, the first letter stays unchanged.
 
     Example:
         >>> tell_sentence("values are lost"), tell_sentence("dY of fc1 is out of band")
@@ -65,10 +65,10 @@ def show_value(metric: str, value: float | None) -> str:
 
 
 def show_move(row: Mapping[str, Any], zero_since: int | None = None) -> str:
-    """Return by which metric a tensor is out of band, with its expected and actual value.
+    """Return a clause with the metric by which a tensor is out of band, and the metric's expected and actual value.
 
     Args:
-        row: a tensor's metric, expected, since or onset, and found or value.
+        row: row of a tensor with metric, expected, since or onset, and found or value.
         zero_since: first step from which all values of the tensor are zero, or None.
     """
     onset = row.get("onset", row.get("since"))
@@ -83,7 +83,7 @@ def show_move(row: Mapping[str, Any], zero_since: int | None = None) -> str:
 
 
 def tell_steps_apart(step: int, other: int, unit: str) -> str:
-    """Return the distance of a step from another one in words.
+    """Describe the distance of a step from another step in words.
 
     Example:
         >>> tell_steps_apart(48, 49, "step"), tell_steps_apart(60, 49, "step"), tell_steps_apart(49, 49, "step")
@@ -94,7 +94,7 @@ def tell_steps_apart(step: int, other: int, unit: str) -> str:
 
 
 def tell_percent(value: float, of_range: bool = False, signed: bool = False) -> str:
-    """Format percents with three digits.
+    """Format a percentage with three digits.
 
     Example:
         >>> tell_percent(56.04), tell_percent(-0.183, signed=True)
@@ -148,7 +148,7 @@ def _tell_trouble(found: Answer, confidence: str | None = None) -> str:
     """Return the faulty tensor or the cause, and the step of its onset.
 
     Args:
-        confidence: confidence to state, if any.
+        confidence: the confidence to state, or None to state no confidence.
     """
     chosen, sure = found.decision.finding, f" ({confidence} confidence)" if confidence else ""
     if chosen is None:
@@ -164,7 +164,7 @@ def _tell_trouble(found: Answer, confidence: str | None = None) -> str:
 
 
 def _is_told_by_evidence(chosen: Finding) -> bool:
-    """Return True if the first clause of the evidence names the fault, instead of the cause's own words."""
+    """Return True if the first clause of the evidence names the fault better than the cause's own words."""
     return chosen.cause == "software" or (chosen.cause in ("nonfinite", "dead") and chosen.operand is None)
 
 
@@ -186,7 +186,7 @@ def _tell_no_cause(found: Answer, sure: str) -> str:
 
 
 def _tell_doubt(found: Answer) -> str:
-    """Return why a run without a finding gets no all-clear, in a clause."""
+    """Return a clause with the reason why we do not state that a run without a finding is healthy."""
     if found.shared:
         return "We cannot tell whether anything is wrong"
     if found.loss.lies_above:
@@ -209,7 +209,7 @@ def _name_finding(found: Finding) -> str:
 
 
 def list_unusual(found: Answer) -> list[Finding]:
-    """Return findings that the verdict does not blame: faults that did no harm, and hints that healthy runs also show."""
+    """Return findings that the verdict does not blame: harmless faults, and hints that also occur in healthy runs."""
     if found.cause != "none" or found.harm in ("harmful", "likely"):
         return []
     sure = [each for each in found.findings if each.strength != "hint" and each.cause != "none"]
@@ -235,7 +235,7 @@ def _tell_since(found: Answer, chosen: Finding) -> str:
         return "from the first sample on"
     if chosen.slack:
         return f"around {unit} {chosen.since}"
-    # The fault may have begun at any step since the previous sample, and values may have grown for a while.
+    # The fault may have begun at any step since the previous sample, and its effect may have grown over many steps.
     sampled = not chosen.is_exact and (chosen.is_out_of_band or measure_interval(found.facts.steps) > 1)
     return f"{'at or before' if sampled else 'at'} {unit} {chosen.since}"
 
@@ -258,7 +258,7 @@ def tell_next(found: Answer, advice: Sequence[str]) -> list[str]:
 
 
 def tell_missed(found: Answer) -> list[str]:
-    """Return sentences that name what we could have missed, fewer if the verdict names a cause."""
+    """Return sentences that name faults that we could have missed. There are fewer if the verdict names a cause."""
     missed = [f"We could have missed {part}." for part in found.not_compared]
     if found.decision.finding is not None:
         return missed
@@ -276,14 +276,14 @@ def tell_missed(found: Answer) -> list[str]:
 
 
 def tell_verdict_reason(found: Answer) -> str:
-    """Return the reason for the verdict in a few sentences with figures."""
+    """Return the reason for the verdict in a few sentences with numbers."""
     reference = tell_reference(found.loss, found.run.unit)
     trouble = (_tell_trouble(found), _tell_evidence(found), _tell_unusual(found))
     return " ".join(filter(None, [*trouble, reference, *tell_missed(found)]))
 
 
 def tell_advice(found: Answer, fix: TensorFix | None) -> list[str]:
-    """Return sentences with the next steps. The first is the advice, the others say where to look.
+    """Return sentences with the next steps. The first sentence is the advice, and the others say where to look.
 
     Args:
         fix: the first change on the ladder that helps the blamed tensor, or None.
@@ -304,7 +304,7 @@ def tell_advice(found: Answer, fix: TensorFix | None) -> list[str]:
 
 
 def _tell_fix(fix: TensorFix, unit: str) -> str:
-    """Return a sentence with the change that helps a tensor."""
+    """Return a sentence that names the change that helps a tensor."""
     if fix.restores:
         return f"Restore the FP8 state of {fix.name} (scales and amax histories) from the checkpoint."
     back = ""
@@ -320,7 +320,7 @@ def _tell_fix(fix: TensorFix, unit: str) -> str:
 
 
 def _tell_gain(fix: TensorFix) -> str:
-    """Return a clause with the worst metric before and after the change, or an empty string if it is unknown."""
+    """Return a clause with the worst metric before and after the change, or an empty string if the metric is unknown."""
     now, then = fix.options[0].errors, fix.chosen.errors
     if fix.metric is None or now is None or then is None or getattr(then, fix.metric) is None:
         return ""
@@ -333,7 +333,7 @@ def _tell_gain(fix: TensorFix) -> str:
 
 
 def tell_why(row: Mapping[str, Any], found: Answer, zero_since: int | None = None) -> str:
-    """Return why a tensor is blamed, or why not.
+    """Explain why a tensor is blamed or not blamed.
 
     Args:
         row: row of `rank_tensors`.
@@ -353,7 +353,7 @@ def tell_why(row: Mapping[str, Any], found: Answer, zero_since: int | None = Non
 
 
 def _tell_after(row: Mapping[str, Any], found: Answer) -> str:
-    """Return the step at which a tensor left its band, and the event before it."""
+    """Return a clause with the step at which a tensor left its band, and with the event that came before."""
     unit, onset, chosen = found.run.unit, row["onset"], found.decision.finding
     since = f"since {unit} {onset}"
     if chosen is not None and chosen.since is not None and onset >= chosen.since:
@@ -365,7 +365,7 @@ def _tell_after(row: Mapping[str, Any], found: Answer) -> str:
 
 
 def _tell_badly(row: Mapping[str, Any]) -> str:
-    """Return a sentence if the format represents a tensor badly without harm, otherwise an empty string."""
+    """Return a sentence if the format represents a tensor badly but this does no harm, otherwise an empty string."""
     lost, usually, ratio = row["lost"], row["lost_baseline"], row["mse_ratio"]
     if lost is None or usually is None or lost < _BADLY:
         return ""
@@ -411,7 +411,7 @@ def _tell_loss_shortly(found: Answer) -> str:
 
 
 def tell_loss_headline(loss: LossOutcome, unit: str) -> str:
-    """Return a headline from losses alone, before tensors are read, in at most 25 words."""
+    """Return a headline of at most 25 words from losses alone, before tensors are read."""
     if loss.run.lost_at is not None:
         return f"The loss is NaN or infinite from {unit} {loss.run.lost_at} on."
     if loss.harmful_since is not None:
@@ -430,9 +430,10 @@ def _tell_departure_step(loss: LossOutcome, unit: str, since: int | None) -> str
 
 
 def tell_departure(loss: LossOutcome) -> str:
-    """Return the verb for a harmed loss: *diverged* if it rises to the end, *departed* if only a test sets it apart.
+    """Return the verb for a harmed loss: *diverged* if the loss rises to the end, *departed* if only a test shows a
+    difference.
 
-    A loss that leaves the baseline's and still falls has departed, even if it rises to the end later.
+    If a loss leaves the baseline's loss but still falls, it has departed, even if it later rises to the end.
     """
     if loss.baseline is None:
         return "diverged" if loss.diverges else "jumped to another level"
@@ -506,7 +507,7 @@ def _tell_loss_against_baseline(loss: LossOutcome, gap: Gap, unit: str, since: i
 
 
 def tell_gap_end(gap: Gap, whose: str = "the baseline's", seeds: Seeds | None = None) -> str:
-    """Return a clause about the end of the loss, to follow *the loss* or *it*."""
+    """Return the predicate of a clause about the end of the loss. Its subject is *the loss* or *it*."""
     low, high = gap.interval()
     side = "above" if gap.percent >= 0 else "below"
     amount = tell_percent(abs(gap.percent), gap.of_range)
@@ -514,7 +515,7 @@ def tell_gap_end(gap: Gap, whose: str = "the baseline's", seeds: Seeds | None = 
     interval = f"95% interval {format_number(bounds[0])} to {format_number(bounds[1])}%"
     if low < 0 < high:
         interval = f"95% interval {format_number(-low)}% below to {format_number(high)}% above"
-    # A loss far from the baseline's does not show whether their batches match.
+    # If a loss is far from the baseline's loss, we cannot tell whether both saw the same batches.
     batches = "same batches" if gap.paired else "batches not matched"
     if seeds is not None:
         batches = f"mean of {seeds.n} runs of other batches"
@@ -536,7 +537,7 @@ def _tell_other_seeds(loss: LossOutcome, gap: Gap) -> str:
 
 
 def tell_reference(loss: LossOutcome, unit: str = "step") -> str:
-    """Describe the reference run's loss next to the run's. Return an empty string without a reference run."""
+    """Compare the reference run's loss with the run's loss in sentences. Return an empty string without a reference run."""
     if loss.reference is None:
         return ""
     other, apart = loss.reference_outcome, loss.gap_to_reference

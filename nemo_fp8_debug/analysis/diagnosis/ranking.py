@@ -19,9 +19,9 @@ from .answer import Answer
 from .finding import Finding
 
 KEY = ["layer", "role"]
-#: groups of the ranking: blamed, also wrong, out of band for any reason, and the rest
+#: groups of the ranking: blamed, also wrong, out of band for another reason, and the rest
 BLAMED, ALSO_WRONG, OUT, REST = range(4)
-#: metrics of precision loss, with the value that stands for a complete loss
+#: metrics of precision loss, with the value that means a complete loss
 _SHARES = {"relative_error": 1.0, "underflow_pct": 100.0, "overflow_pct": 100.0}
 _OUT_OF_BAND: dict[str, type[pl.DataType]] = {
     **{"layer": pl.String, "role": pl.String, "onset": pl.Int64, "metric": pl.String},
@@ -31,16 +31,16 @@ _SCHEMA = {"layer": pl.String, "role": pl.String, "group": pl.Int64, "told": pl.
 
 
 def rank_tensors(found: Answer) -> pl.DataFrame:
-    """Rank the tensors of a run, those first that the verdict rests on.
+    """Rank the tensors of a run. The tensors that the verdict is based on come first.
 
     Returns:
-        One row for each tensor, the experts of a layer as one: layer, role, group (BLAMED, ALSO_WRONG, OUT or REST), onset
-        (first step out of band, or null), metric, value and expected (at the onset), excess (multiple of the threshold),
-        drift_log2 and mse_ratio (null without a baseline), has_baseline (whether the baseline has the tensor),
-        `{metric}_run` and `{metric}_baseline` (medians over the later half of the samples), lost and lost_baseline (the
-        largest of relative error, underflow and overflow, each as a share), harm_rank and error_rank (from 1).
-        Harm rank orders blamed tensors, then those also wrong, those out of band by onset, and the rest by drift. Error
-        rank orders by lost, NaN and infinity first.
+        One row for each tensor. The experts of a layer count as one tensor. The columns are layer, role, group (BLAMED,
+        ALSO_WRONG, OUT or REST), onset (first step out of band, or null), metric, value and expected (at the onset), excess
+        (multiple of the threshold), drift_log2 and mse_ratio (null without a baseline), has_baseline (whether the baseline
+        has the tensor), `{metric}_run` and `{metric}_baseline` (medians over the later half of the samples), lost and
+        lost_baseline (the largest of relative error, underflow and overflow, each as a share), harm_rank and error_rank
+        (from 1). The order of the harm rank is: blamed tensors, tensors that are also wrong, tensors out of band by onset,
+        and the rest by drift. The error rank sorts by `lost`, and NaN and infinity come first.
 
     Example:
         >>> from nemo_fp8_debug.analysis.diagnosis.diagnose import diagnose
@@ -68,14 +68,14 @@ def harm_ranks(found: Answer) -> dict[Key, int]:
 
 
 def order_by_harm(rows: Sequence[Mapping[str, Any]], found: Answer) -> list[dict[str, Any]]:
-    """Return rows of tensors (with layer and role) in the order of harm, each with its harm_rank."""
+    """Return rows of tensors (with layer and role) in order of harm, with the column harm_rank."""
     ranks = harm_ranks(found)
     with_ranks = [{**row, "harm_rank": ranks[row["layer"], row["role"]]} for row in rows]
     return sorted(with_ranks, key=lambda row: row["harm_rank"])
 
 
 def _named(found: Answer) -> pl.DataFrame:
-    """Return layer, role, group, told (place among the findings) and found_since of tensors that findings name."""
+    """Return layer, role, group, told (index among the findings) and found_since of the tensors that findings name."""
     groups: dict[Key, tuple[int, int, int | None]] = {}
 
     def add(findings: Sequence[Finding | None], group: int) -> None:
@@ -90,7 +90,7 @@ def _named(found: Answer) -> pl.DataFrame:
 
 
 def _tensors(found: Answer, named: pl.DataFrame) -> pl.DataFrame:
-    """Return layer, role, drift_log2 and medians of all tensors, and of experts that findings name."""
+    """Return layer, role, drift_log2 and medians of all tensors, and of single experts that findings name."""
     run = _medians(found.run, "run", found.comparison)
     run = run.join(compute_medians(found.run, ["nonfinite"], most=["nonfinite"]), on=KEY, how="left", maintain_order="left")
     apart = split_experts(run)[0]
@@ -119,7 +119,9 @@ def _medians(run: Run, suffix: str, comparison: Comparison | None) -> pl.DataFra
 
 
 def compute_medians(run: Run, metrics: Sequence[str], most: Sequence[str] = ()) -> pl.DataFrame:
-    """Return layer, role and each metric's median (maximum if in `most`) over the later half of the samples."""
+    """Return layer, role and each metric's median over the later half of the samples. For metrics in `most`, return the
+    maximum.
+    """
     steps = run.metrics.steps
     later = run.metrics.over(steps[-max(1, round(len(steps) * TAIL)) :])
     if later.is_empty():

@@ -18,7 +18,7 @@ _REGISTRY: dict[str, Rule] = {}
 
 @dataclass(frozen=True)
 class Rule:
-    """A rule, which reads facts of a run, never a record, and returns findings."""
+    """A rule. It reads facts of a run, but never a record, and returns findings."""
 
     name: str
     #: causes that the rule can name, keys of `finding.CAUSES`
@@ -26,14 +26,14 @@ class Rule:
     #: facts that the rule reads
     needs: Sequence[Fact[object]]
     find: Find
-    #: kind of the rule's events, one of `events.KINDS`; empty: each finding decides
+    #: kind of the rule's events, one of `events.KINDS`; empty: each finding sets its own kind
     event: str = ""
-    #: whether findings need no baseline, so that a run and its baseline may share them
+    #: whether the rule needs no baseline, so that run and baseline may have the same finding
     needs_no_baseline: bool = False
 
     @property
     def description(self) -> str:
-        """Return the docstring of the rule's function, which has an example of a run."""
+        """Return the docstring of the rule's function, which contains an example."""
         return self.find.__doc__ or ""
 
 
@@ -43,11 +43,11 @@ def rule(
     """Register a function as the rule of this name.
 
     Args:
-        name: unique.
+        name: the unique name of the rule.
         causes: keys of `finding.CAUSES`.
         needs: facts that the function reads.
-        event: kind of the rule's events, one of `events.KINDS`; empty: each finding decides.
-        needs_no_baseline: whether findings need no baseline.
+        event: kind of the rule's events, one of `events.KINDS`; empty: each finding sets its own kind.
+        needs_no_baseline: whether the rule needs no baseline.
     """
 
     def register(find: Find) -> Find:
@@ -73,12 +73,13 @@ def load_rules() -> tuple[Rule, ...]:
 
 
 def list_needed_facts() -> dict[str, Fact[object]]:
-    """Return the facts that rules need, by name."""
+    """Return the facts that all rules need, by name."""
     return {each.name: each for rule in load_rules() for each in rule.needs}
 
 
 def find_all(facts: Facts, leave_out: Collection[str] = ()) -> Iterator[Finding]:
-    """Yield the findings of all rules. After the end of a shorter baseline, judge the run without the baseline.
+    """Yield the findings of all rules. If the baseline is shorter, apply rules without a baseline to the steps after its
+    end.
 
     Args:
         leave_out: names of rules to skip.

@@ -20,7 +20,9 @@ _MOST_LAGS, _MOST_CARRIED = 10, 0.97
 
 
 def running_median(values: Floats, half: int) -> Floats:
-    """Return the running median over `half` values on either side. At both ends, the window keeps its full width."""
+    """Return the running median over `half` values on either side. The window keeps its full width at both ends of the
+    series.
+    """
     width = min(len(values), 2 * half + 1)
     if not width:
         return values
@@ -51,13 +53,15 @@ def standard_error(values: Floats) -> tuple[float, int]:
     n, freedom = len(rest), min(len(rest) - 1, max(4, int(0.41 * len(rest) ** (2 / 3))))
     coefficients = dct(rest - rest.mean(), norm="ortho")[1 : freedom + 1]
     carried = float(weights.sum())
-    if len(weights):  # corrects the bias of the estimate (Kendall, Biometrika 41, 1954)
+    if len(weights):  # correct the bias of the estimate (Kendall, Biometrika 41, 1954)
         carried = min(carried + (1 + 3 * carried) / n, _MOST_CARRIED)
     return float(np.sqrt(np.mean(coefficients**2) / len(values))) / (1 - carried), freedom
 
 
 def _autoregression(apart: Floats) -> Floats:
-    """Return the weights of an autoregression, lag 1 first. Akaike's criterion chooses its order."""
+    """Return the weights of an autoregression, lag 1 first. Akaike's criterion determines the order of the
+    autoregression.
+    """
     most = min(int(len(apart) ** (1 / 3)), _MOST_LAGS)
     if not apart.any():
         return np.zeros(0)
@@ -91,20 +95,20 @@ def measure_persistence(noise: Floats) -> float:
     return float(np.sqrt((1 + first) / (1 - first)))
 
 
-#: standard deviations at which values are clipped, so that a steep rise is found at its first step
+#: number of standard deviations at which values are clipped, so that a steep rise is detected at its first step
 _HIGH = 6.0
-#: smallest standard deviation, as a part of the largest value, for series without noise
+#: least standard deviation as a fraction of the largest value, for series without noise
 _LEAST = 1e-6
 
 
 def find_lasting_start(high: npt.NDArray[np.bool_], apart: Floats, half: int, after: int = -1) -> int | None:
-    """Return the first index after `after` from which a series stays high to its end, or None if there is none.
+    """Return the first index after `after` from which a series stays high to its end, or None if there is no such index.
 
-    A stretch shorter than half a window does not count.
+    If the high part is shorter than half a window, it does not count.
 
     Args:
         high: whether the smoothed series is high.
-        apart: the series before smoothing, minus its usual value. It locates the start exactly, which medians shift.
+        apart: the series before smoothing, minus its usual value. It shows the exact start, which smoothing shifts.
         half: half the width of the smoothing window.
 
     Example:
@@ -135,16 +139,17 @@ def _exactly(apart: Floats, first: int, half: int) -> int:
     explained = counts * left**2 + (len(values) - counts) * right**2
     near = slice(max(first - half - start - 1, 0), first + half - start)
     at = near.start + int(np.argmax(explained[near]))
-    # A series that is high from the beginning has no lower level before.
+    # If a series is high from the beginning, there is no lower level before.
     return 0 if first == 0 and left[at] > right[at] / 2 else start + 1 + at
 
 
-#: part of the losses left out at either end of their range, so that a single spike sets neither the range nor the signs
+#: fraction of the losses to ignore at either end of their range, so that a single spike does not affect the range or the
+#: sign
 _TAIL = 0.01
 
 
 class Scale(NamedTuple):
-    """The value that counts as 100% of a rise or gap, for a loss whose own level is not usable at every step."""
+    """The value that counts as 100% of a rise or gap, for a loss that is zero or negative at some steps."""
 
     value: float
     #: True if the value is the range of the losses, False if it is their final level
@@ -152,15 +157,15 @@ class Scale(NamedTuple):
 
     @staticmethod
     def choose(scale: Scale | None, level: float) -> float:
-        """Return the value that counts as 100%: the scale, or without a scale the level."""
+        """Return the value that counts as 100%: the scale if there is one, otherwise the level."""
         return abs(level) if scale is None else scale.value
 
 
 def measure_scale(losses: Floats) -> Scale | None:
     """Return the scale of losses that cross zero or come very near it; None for all other losses.
 
-    Percents of a level near zero have any size, so such losses use one scale for all steps: their final level. If that
-    level is near zero too, or if the loss fell to a thousandth, the scale is the range of the losses.
+    Percentages of a level near zero are meaningless, so such losses use one scale for all steps: their final level. If the
+    final level is also near zero, or if the loss fell to a thousandth, the scale is the range of the losses.
 
     Example:
         >>> measure_scale(np.linspace(3, 1, 500)), measure_scale(np.linspace(-1, -3, 500))
@@ -179,7 +184,7 @@ def measure_scale(losses: Floats) -> Scale | None:
 
 @dataclass(frozen=True)
 class LossCurve:
-    """Losses by step, and their running median over a sixth of the run, which a single spike does not move."""
+    """Losses by step, and their running median over a sixth of the run, which a single spike does not change."""
 
     steps: npt.NDArray[np.int64]
     losses: Floats
@@ -198,7 +203,7 @@ class LossCurve:
 
     @cached_property
     def scale(self) -> Scale | None:
-        """Return the scale for rises above this loss, or None if its level is the scale. See `measure_scale`."""
+        """Return the scale for rises above this loss, or None if rises are relative to its level. See `measure_scale`."""
         return measure_scale(self.losses)
 
     @property
@@ -226,7 +231,7 @@ class LossCurve:
         return LossCurve(self.steps, losses, smooth, self.half)
 
     def same_as(self, other: LossCurve) -> bool:
-        """Return True if all losses are equal, as if one record is given under two names."""
+        """Return True if all losses are equal, as when the same record is given under two names."""
         return np.array_equal(self.steps, other.steps) and np.array_equal(self.losses, other.losses)
 
     @property
@@ -236,7 +241,7 @@ class LossCurve:
 
     @property
     def lowest(self) -> tuple[int, float] | None:
-        """Return step and value of the smoothed minimum, or None without finite losses."""
+        """Return the step and the value of the smoothed loss's minimum, or None without finite losses."""
         if not np.isfinite(self.smooth).any():
             return None
         i = int(np.argmin(self.smooth))
@@ -244,7 +249,7 @@ class LossCurve:
 
     @property
     def scatter(self) -> float:
-        """Return the standard deviation of the losses around the smoothed loss, from the median distance."""
+        """Return the standard deviation of the losses around the smoothed loss, estimated from the median distance."""
         finite = np.isfinite(self.losses) & np.isfinite(self.smooth)
         if not finite.any():
             return 0.0
@@ -252,7 +257,9 @@ class LossCurve:
 
     @property
     def noise(self) -> float:
-        """Return the standard deviation of the smoothed loss: a median over Gaussian noise with the same persistence."""
+        """Return the standard deviation of the smoothed loss, computed for a median over Gaussian noise with the same
+        persistence.
+        """
         with np.errstate(invalid="ignore"):
             lasting = measure_persistence(self.losses - self.smooth)
         return float(np.sqrt(np.pi / 2) * self.scatter * lasting / np.sqrt(2 * self.half + 1))
@@ -273,14 +280,16 @@ class LossCurve:
 
     @cached_property
     def scale_to_lowest(self) -> Scale | None:
-        """Return the scale for rises above the smoothed minimum, from the losses up to it; None: the minimum's value."""
+        """Return the scale for rises above the smoothed minimum, from the losses up to the minimum. None: use the minimum's
+        value.
+        """
         return measure_scale(self.losses[: int(np.argmin(self.smooth)) + self.half + 1]) if len(self.smooth) else None
 
     def _whole(self, floor: float) -> float:
         return Scale.choose(self.scale_to_lowest, floor)
 
     def _least_rise(self, floor: float) -> float:
-        # The minimum of a noisy curve lies 3 to 4 standard deviations below the curve by chance.
+        # Because of noise, the minimum of a curve is 3 to 4 standard deviations below the curve itself.
         return max(thresholds.MAX_GAP / 100 * self._whole(floor), 2 * thresholds.DEPARTS_SIGMAS * self.noise)
 
     @property
@@ -291,10 +300,11 @@ class LossCurve:
 
     @cached_property
     def stepped_up(self) -> tuple[int, float] | None:
-        """Return the step at which the loss goes up to another level, and by how many percent, or None if there is none.
+        """Return the step at which the loss goes up to another level, and the rise in percent, or None if there is no such
+        step.
 
-        Compare the median of a twelfth of the losses before a step with the lower of the next two such medians. A spike
-        comes back, and a loss that learns goes down.
+        Compare the median of a twelfth of the losses before a step with the lower of the next two such medians. After a
+        spike, the loss falls back, and in normal training, the loss decreases.
         """
         before, after = self._levels()
         if not len(before):
@@ -310,14 +320,18 @@ class LossCurve:
         return step, 100 * float(rise[at]) / whole
 
     def _levels(self) -> tuple[Floats, Floats]:
-        """Return the median of `half` losses before each place, and the lower of the next two medians, [N] each."""
+        """For each step, return the median of the `half` losses before it, and the lower of the two medians after it, [N]
+        each.
+        """
         medians = pl.Series(self.losses).rolling_median(self.half).to_numpy()[self.half - 1 :]
         later = medians[self.half :]
         return medians[: len(later)], np.minimum(later, _shifted(later, self.half))
 
     @property
     def diverged_at(self) -> int | None:
-        """Return the first step from which the smoothed loss stays above its own minimum, or None if there is none."""
+        """Return the first step from which the smoothed loss stays above its own minimum, or None if there is no such
+        step.
+        """
         if not len(self.smooth):
             return None
         lowest = int(np.argmin(self.smooth))
@@ -329,6 +343,6 @@ class LossCurve:
 
 
 def _shifted(values: Floats, by: int) -> Floats:
-    """Return the values `by` places later. At the end, repeat the last value."""
+    """Return the series shifted by `by` places, so that each value comes earlier. At the end, repeat the last value."""
     later: Floats = values[np.minimum(np.arange(len(values)) + by, len(values) - 1)]
     return later

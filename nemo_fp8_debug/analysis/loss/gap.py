@@ -1,4 +1,6 @@
-"""Compare two losses: whether both runs saw the same batches, how far apart they end, and since which step."""
+"""Compare two losses: did both runs see the same batches, how large is the gap at the end, and at which step did it
+begin.
+"""
 
 from __future__ import annotations
 
@@ -15,35 +17,40 @@ from .curve import LossCurve, Scale, find_lasting_start, measure_persistence, ru
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 
-#: part of the steps of the shorter run that both runs must share. Otherwise, means over stretches of steps are compared
+#: fraction of the shorter run's steps that both runs must share; otherwise, we compare means over intervals of steps
 _SHARED = 0.9
-#: least correlation of step-to-step moves that shows the same batches, as a value and in standard errors
+#: least correlation of step-to-step changes that shows that both runs saw the same batches: as a value, and in standard
+#: errors
 _ALIKE, _ERRORS = 0.1, 4.0
 
 
 @dataclass(frozen=True)
 class Aligned:
-    """Losses of a run and of a baseline at the same places. Non-finite losses are infinite."""
+    """Losses of a run and of a baseline at the same steps or intervals of steps (places). Losses that are not finite are
+    infinite.
+    """
 
-    #: steps, or the first step of each stretch
+    #: steps, or the first step of each interval
     steps: Ints
     run: Floats
     baseline: Floats
-    #: steps from one place to the next
+    #: number of steps from one place to the next
     spacing: int
-    #: correlation of the two losses' moves from place to place; NaN if there are too few
+    #: correlation of the two losses' changes from place to place; NaN if there are too few
     correlation: float
     #: the value that counts as 100% of a gap; None: the baseline's level
     scale: Scale | None = None
 
     @property
     def paired(self) -> bool:
-        """Return True if the two losses share noise, as in runs that see the same batches in the same order."""
+        """Return True if the noise of the two losses is correlated, as in runs that see the same batches in the same
+        order.
+        """
         least = max(_ALIKE, _ERRORS / max(len(self.steps), 1) ** 0.5)
         return bool(self.correlation > least)
 
     def last(self, part: float, after: int | None, least: int) -> Aligned:
-        """Return the last part of the places, at least `least` of them if available, or all places after a step."""
+        """Return the last part of the places, at least `least` places if available, or all places after a step."""
         if after is None:
             n = max(round(part * len(self.steps)), min(least, len(self.steps)))
             kept = slice(len(self.steps) - n, None)
@@ -53,7 +60,7 @@ class Aligned:
 
 
 def align_losses(run: LossCurve, baseline: LossCurve) -> Aligned:
-    """Align two losses at the steps they share. If they share few, take means over stretches that both cover.
+    """Align two losses at the steps that both have. If these are too few, use means over intervals of steps that both cover.
 
     Example:
         >>> import polars as pl
@@ -82,7 +89,7 @@ def _spacing(steps: Ints) -> int:
 
 
 def _means(curve: LossCurve, edges: Ints, width: int) -> Floats:
-    """Return the mean loss of each stretch of `width` steps; NaN for a stretch without losses."""
+    """Return the mean loss of each interval of `width` steps; NaN for an interval without losses."""
     at = (curve.steps - edges[0]) // width
     kept = (curve.steps >= edges[0]) & (at < len(edges))
     sums = np.bincount(at[kept], curve.losses[kept], len(edges))
@@ -93,56 +100,57 @@ def _means(curve: LossCurve, edges: Ints, width: int) -> Floats:
 
 
 def _correlation(run: Floats, baseline: Floats) -> float:
-    """Return the rank correlation of the two losses' moves from place to place.
+    """Return the rank correlation of the two losses' changes from place to place.
 
-    Subtract each move's running median first, because steep losses move alike. Ranks keep spikes from dominating.
+    First subtract the running median of the changes, because all steep losses change alike. Ranks limit the effect of
+    spikes.
     """
     finite = np.isfinite(run) & np.isfinite(baseline)
     moves = [np.diff(losses[finite]) for losses in (run, baseline)]
     if len(moves[0]) < 8:
         return float("nan")
     mine, theirs = (_ranks(each - running_median(each, 5)) for each in moves)
-    with np.errstate(invalid="ignore"):  # constant losses divide by zero
+    with np.errstate(invalid="ignore"):  # constant losses cause a division by zero
         return float(np.corrcoef(mine, theirs)[0, 1])
 
 
 def _ranks(values: Floats) -> Floats:
-    """Return the rank of each value. Equal values share their mean rank."""
+    """Return the rank of each value. Equal values get their mean rank."""
     _, which, counts = np.unique(values, return_inverse=True, return_counts=True)
     ranks: Floats = (np.cumsum(counts) - (counts - 1) / 2)[which]
     return ranks
 
 
-#: last part of the shared steps, whose mean is compared, and the least number of losses in this part
+#: last part of the shared steps, over which means are compared, and the least number of losses in this part
 PART, FEWEST = 0.2, 20
 #: with fewer losses, no gap is measured
 TOO_FEW = 10
-#: confidence of the printed interval, and the chance to see a gap of the smallest visible size
+#: confidence of the printed interval, and the probability with which a gap of the smallest visible size is detected
 CONFIDENCE, POWER = 0.95, 0.8
 CHECK_DATA = "Before you trust this loss, check for repeated data, leaked labels or a missing mask."
 
 
 @dataclass(frozen=True)
 class Gap:
-    """How far the mean loss of a run lies above a baseline's over the last part of its steps, in percent.
+    """The difference between the mean losses of a run and of a baseline over the last part of the steps, in percent.
 
-    Percents are of the baseline's level or range. They are negative if the run's loss is lower.
+    Percentages are relative to the baseline's level or range. They are negative if the run's loss is lower.
     """
 
     percent: float
     #: standard error of `percent`, and its degrees of freedom
     error: float
     freedom: int
-    #: first and last step compared, and the number of losses
+    #: first and last step that are compared, and the number of losses
     first: int
     last: int
     n: int
-    #: whether both runs saw the same batches in the same order, and the correlation that shows this
+    #: whether both runs saw the same batches in the same order, and the correlation from which we conclude this
     paired: bool
     correlation: float
-    #: places left out because a loss of either run is NaN or infinite
+    #: number of places that are left out because the loss of either run is NaN or infinite
     left_out: int = 0
-    #: whether percents are of the range of the baseline's losses, which cross zero or come very near it
+    #: whether percentages are relative to the range of the baseline's losses, because these cross zero or come very near it
     of_range: bool = False
 
     def interval(self, confidence: float = CONFIDENCE) -> tuple[float, float]:
@@ -152,34 +160,36 @@ class Gap:
 
     @property
     def visible(self) -> float:
-        """Return the smallest gap, in percent, whose interval excludes 0 with a chance of 80%."""
+        """Return the smallest gap, in percent, for which the interval excludes 0 with a probability of 80%."""
         reach = stdtrit(self.freedom, 0.5 + CONFIDENCE / 2) + stdtrit(self.freedom, POWER)
         return self.error * float(reach) if self.error else 0.0
 
     def to_json(self) -> dict[str, Any]:
-        """Return percent, low, high (of the 95% interval), visible, first, last, n, paired, left_out and of_range."""
+        """Return percent, low and high (bounds of the 95% interval), visible, first, last, n, paired, left_out and
+        of_range.
+        """
         low, high = self.interval()
         named = {name: getattr(self, name) for name in ("first", "last", "n", "paired", "left_out", "of_range")}
         return {"percent": self.percent, "low": low, "high": high, "visible": self.visible} | named
 
     @property
     def infinite(self) -> bool:
-        """Return True if the run has no finite losses left to average."""
+        """Return True if the run has no finite losses to average."""
         return not np.isfinite(self.percent)
 
 
 def measure_gap(run: LossCurve, baseline: LossCurve, part: float = PART, after: int | None = None) -> Gap | None:
-    """Measure the gap of a run's loss to a baseline's, at the steps of both.
+    """Measure the gap of a run's loss to a baseline's loss, at the steps that both have.
 
-    The standard error belongs to the mean of run - ratio * baseline (delta method) and accounts for autocorrelation. It is
-    valid for runs of the same batches, whose noise cancels, and of other batches, whose noise adds up.
+    The standard error is that of the mean of run - ratio * baseline (delta method), and accounts for autocorrelation. It is
+    valid for runs with the same batches, for which noise cancels, and for runs with other batches, for which noise adds up.
 
     Args:
         part: last part of the shared steps that is compared.
-        after: compare only steps after this one, instead of `part`.
+        after: compare only steps after this step, instead of `part`.
 
     Returns:
-        None if the two share fewer than 10 losses, or if the baseline's losses are all zero.
+        None if both have fewer than 10 losses in common, or if all losses of the baseline are zero.
 
     Example:
         >>> import numpy as np, polars as pl
@@ -208,10 +218,10 @@ def measure_aligned_gap(aligned: Aligned, part: float = PART, after: int | None 
 
 
 def relative(run: Floats, baseline: Floats, whole: float | None = None) -> tuple[float, float, int]:
-    """Return the gap in percent, its standard error and its degrees of freedom, for losses at the same places.
+    """Return the gap in percent, its standard error and its degrees of freedom, for losses at the same steps.
 
     Args:
-        whole: the value that counts as 100%; None: the baseline's level, of either sign.
+        whole: the value that counts as 100%; None: the baseline's level, which may be negative.
     """
     if whole is not None:
         error, freedom = standard_error(run - baseline)
@@ -228,10 +238,10 @@ def _gone(losses: Floats) -> bool:
 
 
 def find_rise_above(run: LossCurve, baseline: LossCurve) -> int | None:
-    """Return the first step from which a run's loss stays above a baseline's, or None if no such rise is visible.
+    """Return the first step from which a run's loss stays above a baseline's loss, or None if no such rise is visible.
 
-    Compare the run with the baseline batch by batch or with the baseline's running median, whichever leaves less noise.
-    Runs of the same batches share most of their noise.
+    Compare the run with the baseline batch by batch, or with the baseline's running median. Choose the comparison with less
+    noise. Runs of the same batches share most of their noise.
 
     Example:
         >>> import polars as pl
@@ -250,16 +260,16 @@ def find_rise_above(run: LossCurve, baseline: LossCurve) -> int | None:
     first = find_lasting_start(smooth > thresholds.DEPARTS_SIGMAS * noise, apart, half)
     if first is None:
         return None
-    # A rise of three times the limit needs no second test.
+    # If the rise is three times the limit, no second test is needed.
     plain = float(np.median(smooth[first:])) > 3 * thresholds.DEPARTS_SIGMAS * noise
     return int(aligned.steps[first]) if plain or _is_sure(aligned, first) else None
 
 
 def _apart(aligned: Aligned, by_batch: bool, half: int) -> tuple[Floats, Floats, float]:
-    """Return how far the run lies above the baseline, the running median of this distance, and the median's noise."""
+    """Return the run's distance above the baseline, the running median of this distance, and the noise of the median."""
     reference = aligned.baseline if by_batch else running_median(aligned.baseline, half)
     with np.errstate(invalid="ignore"):
-        # If both losses are infinite, neither is above the other.
+        # If both losses are infinite, the distance is 0.
         apart = np.nan_to_num(aligned.run - reference, nan=0.0, posinf=np.inf, neginf=-np.inf)
         smooth = running_median(apart, half)
         noise = _noise(apart - smooth, half)
@@ -269,7 +279,7 @@ def _apart(aligned: Aligned, by_batch: bool, half: int) -> tuple[Floats, Floats,
 
 
 def _noise(apart: Floats, half: int) -> float:
-    """Return the standard deviation of a running median over such noise."""
+    """Return the standard deviation of a running median over noise like that of the given values."""
     finite = apart[np.isfinite(apart)]
     if not len(finite):
         return 0.0
@@ -278,7 +288,9 @@ def _noise(apart: Floats, half: int) -> float:
 
 
 def _is_sure(aligned: Aligned, first: int) -> bool:
-    """Return True if the mean after `first`, over at most the last part, is above the baseline's, or losses are few."""
+    """Return True if the mean loss after `first` (at most the last part) is above the baseline's, or if there are few
+    losses.
+    """
     n = len(aligned.steps)
     start = max(min(max(first, round((1 - PART) * n)), n - TOO_FEW), 0)
     found = measure_aligned_gap(aligned, after=int(aligned.steps[start]) - 1)

@@ -1,4 +1,4 @@
-"""Accept or reject a run by its gap to a baseline and by the losses of its evaluations."""
+"""Accept or reject a run by the gap of its training loss and of its evaluation losses to a baseline."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from .. import thresholds
 from .curve import LossCurve
 from .gap import FEWEST, PART, Gap, align_losses, measure_aligned_gap
 
-#: chance of passing, and of failing, a run whose gap equals the limit
+#: probability that a run with a gap equal to the limit passes, and also the probability that it fails
 ERROR = 0.05
 PASS, FAIL, CANNOT_TELL = "pass", "fail", "cannot tell"
-#: published gaps of accepted recipes, to BF16 unless the entry says otherwise
+#: published gaps of accepted recipes, to BF16 unless the entry names another format
 PUBLISHED = (
     ("below 0.25%", "FP8 with fine scaling, 671B mixture of experts (DeepSeek-V3, arXiv:2412.19437)"),
     ("below 1%, 1.5% at the end", "NVFP4 against FP8, 12B on 10T tokens (arXiv:2509.25149)"),
@@ -28,9 +28,9 @@ PUBLISHED = (
 
 @dataclass(frozen=True)
 class Gate:
-    """The outcome for one loss, with the gap and limits that decide it."""
+    """The outcome for one loss, with the gap and limits on which it is based."""
 
-    #: limit of the gap, percent
+    #: limit of the gap, in percent
     max_gap: float
     #: gap in percent, its standard error and degrees of freedom
     gap: float
@@ -38,19 +38,19 @@ class Gate:
     freedom: int
     #: subject of the gap: `this pair` or `the recipe`
     of: str
-    #: gaps of the runs, in order, each to its baseline or to the mean of all baselines
+    #: gap of each run, in order, to its own baseline or to the mean of all baselines
     gaps: Sequence[Gap]
-    #: steps from one loss to the next, and the part of the run that is judged; 1: all steps after a given one
+    #: number of steps from one loss to the next, and the part of the run that is checked; 1: all steps after a given step
     spacing: int
     part: float
-    #: number of losses judged together. The run fails if one of them is above the limit
+    #: number of losses that are checked together; the run fails if one of these losses is above the limit
     together: int = 1
 
     @property
     def bounds(self) -> tuple[float, float]:
         """Return one-sided lower and upper bounds of the gap, in percent, each with 95% confidence.
 
-        If several losses are judged, the lower bounds hold together with 95% confidence.
+        If several losses are checked, all lower bounds are valid together with 95% confidence.
         """
         return self.gap - self._reach(1 - ERROR / self.together), self.gap + self._reach(1 - ERROR)
 
@@ -59,7 +59,9 @@ class Gate:
 
     @property
     def outcome(self) -> str:
-        """Return `pass` (gap below the limit), `fail` (gap above it, or loss far below) or `cannot tell`."""
+        """Return `pass` (gap below the limit), `fail` (gap above the limit, or loss far below the baseline's) or `cannot
+        tell`.
+        """
         low, high = self.bounds
         if self.is_far_below:
             return FAIL
@@ -69,12 +71,14 @@ class Gate:
 
     @property
     def is_far_below(self) -> bool:
-        """Return True if the loss ends so far below the baseline's that the data must be checked first."""
+        """Return True if the loss ends so far below the baseline's loss that the data must be checked first."""
         return self.bounds[1] < min(self.max_gap, 0.0) - thresholds.OTHER_SEEDS
 
     @property
     def more_steps(self) -> int | None:
-        """Estimate how many more steps decide if the gap stays as it is, or None if it is decided, or needs more seeds."""
+        """Estimate how many more steps are needed for a decision if the gap stays constant. Return None if more steps do not
+        help.
+        """
         if self.outcome != CANNOT_TELL or self.of != THIS_PAIR:
             return None
         apart, n = abs(self.gap - self.max_gap), self.gaps[0].n
@@ -112,21 +116,22 @@ def gate(
     after: int | None = None,
     fewest: int = FEWEST,
 ) -> Gate | None:
-    """Judge the mean gap over the last part of the runs.
+    """Accept or reject runs by the mean gap over their last part.
 
-    One run and one baseline give the gap of this pair, which mixes the effects of recipe and seed. Several baselines, or
-    several runs that each have a baseline of the same batches, give the gap of the recipe.
+    With one run and one baseline, the result is the gap of this pair, in which the effects of recipe and seed are mixed.
+    With several baselines, or several runs that each have a baseline of the same batches, the result is the gap of the
+    recipe.
 
     Args:
-        runs: one run, or several that differ in their seed.
-        baselines: one baseline, or several; if as many as runs, they pair up in order.
-        max_gap: limit of the gap, percent.
+        runs: one run, or several runs that differ in their seed.
+        baselines: one or several baselines. If there are as many baselines as runs, they are paired in order.
+        max_gap: limit of the gap, in percent.
         part: last part of the shared steps that is compared.
         after: compare only steps after this one, instead of `part`.
-        fewest: least number of losses in the last part, if there are as many.
+        fewest: least number of losses in the last part, if there are so many.
 
     Returns:
-        None if a run and its baseline share fewer than 10 losses, or if the baseline's losses are all zero.
+        None if a run and its baseline have fewer than 10 losses in common, or if all losses of the baseline are zero.
 
     Raises:
         ConfigError: the numbers of runs and baselines do not match, or a limit is invalid.
@@ -184,7 +189,7 @@ def _of_the_recipe(
     percents = np.array([gap.percent for gap in gaps])
     n = len(percents)
     spread = float(percents.std(ddof=1))
-    # A single run's own seed adds as much variance as one baseline's.
+    # The seed of a single run adds as much variance as the seed of a baseline.
     error = spread / np.sqrt(n) if len(runs) == len(baselines) else spread * np.sqrt(1 + 1 / n)
     return float(percents.mean()), float(error), n - 1
 
@@ -212,23 +217,25 @@ class Acceptance:
     loss: Gate
     #: outcomes for the losses of evaluations, by name
     validation: Mapping[str, Gate]
-    #: reasons why some losses of evaluations are not judged, by name
+    #: reasons why some losses of evaluations are not checked, by name
     not_judged: Mapping[str, str]
 
     @property
     def gates(self) -> Mapping[str, Gate]:
-        """Return all gates by name, the training loss first."""
+        """Return all gates by name, with the training loss first."""
         return {TRAINING: self.loss} | {f"validation, {name}": each for name, each in self.validation.items()}
 
     @property
     def outcome(self) -> str:
-        """Return `pass` (all gaps below the limit), `fail` (one above it, or a loss far below) or `cannot tell`."""
+        """Return `pass` (all gaps below the limit), `fail` (a gap above the limit, or a loss far below the baseline's) or
+        `cannot tell`.
+        """
         found = [each.outcome for each in self.gates.values()]
         return FAIL if FAIL in found else CANNOT_TELL if CANNOT_TELL in found else PASS
 
     @property
     def decisive(self) -> str:
-        """Return the name of the first loss that has the overall outcome."""
+        """Return the name of the first loss with the same outcome as the whole."""
         return next(name for name, each in self.gates.items() if each.outcome == self.outcome)
 
     def to_json(self) -> dict[str, Any]:
@@ -244,13 +251,14 @@ def accept(
     part: float = PART,
     after: int | None = None,
 ) -> Acceptance | None:
-    """Judge runs by all losses that they and their baselines record. The arguments are as in `gate`.
+    """Accept or reject runs by all losses that they and their baselines record. The arguments are as in `gate`.
 
-    Evaluations use the same data each time, so the noise of their gap comes only from the weights, which change slowly.
-    Fewer than 20 evaluations give no reliable interval.
+    Evaluations use the same data each time, so the noise of their gap comes only from the weights, which change slowly. With
+    fewer than 20 evaluations, the interval is not reliable.
 
     Returns:
-        None if a run and its baseline share fewer than 10 training losses, or if the baseline's losses are all zero.
+        None if a run and its baseline have fewer than 10 training losses in common, or if all losses of the baseline are
+        zero.
 
     Raises:
         ConfigError: as in `gate`.

@@ -1,4 +1,4 @@
-"""Judge whether a run's loss was harmed: since which step, by how much, and how small a rise would be visible."""
+"""Evaluate if a run's loss was harmed: from which step on, by how much, and how small a rise would be visible."""
 
 from __future__ import annotations
 
@@ -14,27 +14,28 @@ from .gap import Gap, find_rise_above, measure_gap
 from .seeds import Seeds
 from .step_change import find_jump, measure_rise
 
-#: largest gap of the mean loss over the last part to the baseline's that is no harm, percent
+#: largest gap to the baseline's mean loss over the last part of the run that does not count as harm, in percent
 MAX_GAP = thresholds.MAX_GAP
-#: for several baselines: confidence that a gap is beyond other seeds, and part of other seeds that a rise must pass
+#: for several baselines: confidence that other seeds do not explain a gap, and fraction of other seeds that a rise must
+#: exceed
 _LIKELY, _MOST = 0.95, 0.8
-#: suffix of percents that are of a loss's range instead of its level
+#: suffix of percentages that are relative to a loss's range instead of its level
 OF_RANGE = " of the loss's range"
 
 
 @dataclass(frozen=True)
 class LossOutcome:
-    """A run's loss, judged against a baseline's or, without a baseline, against its own minimum."""
+    """The outcome of a run's loss, compared with a baseline's loss or, without a baseline, with its own minimum."""
 
     run: LossCurve
     baseline: LossCurve | None = None
-    #: largest gap that is no harm, percent
+    #: largest gap that does not count as harm, in percent
     max_gap: float = MAX_GAP
-    #: step at which a finding and a rise of the loss coincide, and the rise in percent; None: unknown
+    #: step at which both a finding begins and the loss rises, and the rise in percent; None: unknown
     rise: tuple[int, float] | None = None
-    #: whether the baseline is of the same model, as far as its record shows
+    #: whether the baseline has the same model, according to its record
     same_model: bool = False
-    #: spread of several baselines of other batches, whose mean `baseline` is; None for one baseline
+    #: spread of several baselines of other batches, if `baseline` is their mean; None for one baseline
     seeds: Seeds | None = None
     #: loss of a run that differs from this one only in precision; None without such a run
     reference: LossCurve | None = None
@@ -48,18 +49,20 @@ class LossOutcome:
         same_model: bool = False,
         seeds: Seeds | None = None,
     ) -> LossOutcome:
-        """Judge a run's loss against a baseline's, or alone if the baseline has too few losses."""
+        """Evaluate a run's loss against a baseline's loss, or alone if the baseline has too few losses."""
         known = baseline is not None and baseline.has_enough
         return cls(run, baseline if known else None, max_gap, same_model=same_model, seeds=seeds)
 
     @cached_property
     def gap(self) -> Gap | None:
-        """Return the gap to the baseline over the last part, or None without a baseline, or with too few shared losses."""
+        """Return the gap to the baseline over the last part, or None without a baseline or with too few losses in common."""
         return None if self.baseline is None else measure_gap(self.run, self.baseline)
 
     @cached_property
     def reference_outcome(self) -> LossOutcome | None:
-        """Return the reference run's loss, judged against the same baseline; None without enough losses of a reference."""
+        """Return the outcome of the reference run's loss against the same baseline, or None without enough losses of a
+        reference run.
+        """
         if self.reference is None or not self.reference.has_enough:
             return None
         other = None if self.baseline is self.reference else self.baseline
@@ -72,10 +75,10 @@ class LossOutcome:
 
     @property
     def differs_from_reference(self) -> bool | None:
-        """Return True if the run lies above the reference run, False if it does not, or None if this is undecided.
+        """Return True if the run's loss is above the reference run's loss, False if it is not, or None if this is undecided.
 
-        True if the 95% interval of their gap lies above 0. False if, up to the end of the run, the interval excludes both
-        the limit for harm and the run's own gap to the baseline.
+        The result is True if the 95% interval of their gap is above 0. It is False if the reference run reaches the end of
+        the run, and the interval excludes both the limit for harm and the run's own gap to the baseline.
         """
         found = self.gap_to_reference
         if found is None:
@@ -96,10 +99,10 @@ class LossOutcome:
 
     @cached_property
     def since(self) -> int | None:
-        """Return the first step from which the loss stays above the baseline's, or above its own minimum, or None if none.
+        """Return the first step from which the loss stays above the baseline's loss or above its own minimum, or None.
 
-        If the loss rises at a known step, return this step, because another seed explains a gap before. With several
-        baselines, return the step from which the loss stays above most other seeds, if there is one.
+        If the loss rises at the step of a finding, return this step, because a different seed explains an earlier gap. With
+        several baselines, return the step from which the loss stays above most other seeds, if there is such a step.
         """
         stays = None if self.rise else self._risen
         found = (stays, self.run.lost_at, self.rise and self.rise[0], self.stepped_up and self.stepped_up[0])
@@ -107,9 +110,11 @@ class LossOutcome:
 
     @cached_property
     def stepped_up(self) -> tuple[int, float] | None:
-        """Return the step at which the loss goes up to another level, and by how many percent, or None if there is none.
+        """Return the step at which the loss goes up to another level, and the rise in percent, or None if there is no such
+        step.
 
-        With a baseline, search only if the run ends above it and saw other batches: a seed explains a gap, but no jump.
+        With a baseline, search only if the run ends above the baseline and saw other batches, because a seed explains a gap,
+        but not a jump.
         """
         if self.baseline is None:
             return self.run.stepped_up
@@ -128,12 +133,13 @@ class LossOutcome:
 
     @property
     def lies_above(self) -> bool:
-        """Return True if the 95% interval of the gap lies above `max_gap`. Another seed may explain such a gap."""
+        """Return True if the 95% interval of the gap is above `max_gap`. A different seed may explain such a gap."""
         return self.gap is not None and self.gap.interval()[0] > self.max_gap
 
     @property
     def harm(self) -> str:
-        """Return `harmful`, `likely` (goes up to another level), `gap` (above by at most `max_gap`), `none` or `unknown`.
+        """Return `harmful`, `likely` (the loss goes up to another level), `gap` (a gap of at most `max_gap`), `none` or
+        `unknown`.
 
         The harm is unknown if there are too few losses, if the gap may exceed `max_gap`, or if the run ends far below the
         baseline.
@@ -155,7 +161,7 @@ class LossOutcome:
         return "gap" if self.gap.interval()[0] > 0 else "none"
 
     def _harm_of(self, found: Gap | None) -> str:
-        """Return the harm of a loss that stays above the baseline's."""
+        """Return the harm of a loss that stays above the baseline's loss."""
         if found is None or found.infinite:
             return "harmful"
         if found.percent <= self.max_gap:
@@ -167,7 +173,7 @@ class LossOutcome:
         least = thresholds.OTHER_SEEDS if self.same_model else 2 * thresholds.OTHER_SEEDS
         if rise is not None and rise > least:
             return "harmful"
-        # A shallower model ends above a deeper baseline, but its own loss does not rise or jump.
+        # The loss of a shallower model ends above the loss of a deeper baseline, but does not rise or jump.
         moved = rise is not None or self.run.diverged_at is not None or self.run.stepped_up is not None
         if moved and found.percent > 2 * thresholds.OTHER_SEEDS:
             return "harmful"
@@ -175,7 +181,7 @@ class LossOutcome:
 
     @property
     def is_far_below(self) -> bool:
-        """Return True if the loss ends so far below the baseline's that another seed hardly explains it."""
+        """Return True if the loss ends so far below the baseline's loss that a different seed is no likely explanation."""
         if self.gap is None:
             return False
         least = thresholds.OTHER_SEEDS if self.same_model else thresholds.OTHER_MODELS
@@ -185,9 +191,10 @@ class LossOutcome:
 
     @property
     def beyond_seeds(self) -> float:
-        """Return the percent beyond which another seed does not explain a gap.
+        """Return the percentage above which a different seed does not explain a gap.
 
-        The mean of several baselines lies nearer than a single one, and their own spread is a better measure than the usual.
+        The mean of several baselines is closer to the run than a single baseline. The spread of these baselines is also a
+        better measure than the usual spread.
         """
         least = max(thresholds.OTHER_SEEDS if self.same_model else thresholds.OTHER_MODELS, self.max_gap)
         if self.seeds is None or not self.same_model:
@@ -199,7 +206,7 @@ class LossOutcome:
     def is_negative_from_zero(self) -> bool:
         """Return True if the loss begins at zero and is negative, as in reinforcement learning.
 
-        Such a loss is a mean advantage, so a rise by itself is no harm.
+        Such a loss is a mean advantage, so a rise alone does not show harm.
         """
         return self.run.is_negative_from_zero
 
@@ -214,7 +221,7 @@ class LossOutcome:
         return self.since if self.harm in ("harmful", "likely") else None
 
     def percents(self, value: float, step: int | None = None) -> str:
-        """Return percents of the loss as text, which names the range if they are not of the loss's level.
+        """Format a percentage of the loss. If it is relative to the loss's range and not to its level, name the range.
 
         Args:
             step: step at which the loss rises; None for a gap, or for a rise above the minimum.

@@ -1,4 +1,6 @@
-"""Combine several good runs that differ in their seed: choose those that count, average them, measure their spread."""
+"""Combine several good runs that differ in their seed: choose the runs that count, average their losses, and measure the
+spread.
+"""
 
 from __future__ import annotations
 
@@ -12,15 +14,15 @@ from scipy.special import stdtrit
 from .curve import LossCurve, Scale
 from .gap import FEWEST, PART, Floats, Ints, align_losses
 
-#: shared losses needed to decide whether two runs saw the same batches
+#: number of losses in common that is needed to decide if two runs saw the same batches
 _TELL = 40
-#: a baseline must cover this part of the steps that the longest baseline covers
+#: a baseline must cover this fraction of the steps that the longest baseline covers
 _COVERS = 0.9
 
 
 @dataclass(frozen=True)
 class Seeds:
-    """How far apart runs end that differ only in their seed and batches."""
+    """The spread of final losses between runs that differ only in their seed and batches."""
 
     n: int
     #: standard deviation of the mean losses over the last part, in percent of their mean or range
@@ -28,15 +30,19 @@ class Seeds:
 
     @property
     def nearer(self) -> float:
-        """Return another run's distance from the mean of all, in units of the distance between two runs."""
+        """Return the usual distance of another run from the mean of these runs, relative to the usual distance between two
+        runs.
+        """
         return float(np.sqrt((1 + 1 / self.n) / 2))
 
     def reach(self, confidence: float) -> float:
-        """Return how many percent above the mean another run of the recipe ends at most (one-sided)."""
+        """Return the one-sided limit, in percent above the mean, below which another run of the recipe ends with this
+        confidence.
+        """
         return self.spread * float(np.sqrt(1 + 1 / self.n) * stdtrit(self.n - 1, confidence))
 
     def to_json(self) -> dict[str, float]:
-        """Return n, spread, and the percent above the mean that 1 in 20 other runs would reach."""
+        """Return n, spread, and the percentage above the mean that 1 in 20 other runs would reach."""
         return {"n": self.n, "spread": self.spread, "one_in_20": self.reach(0.95)}
 
 
@@ -44,16 +50,17 @@ class Seeds:
 class Beside:
     """The loss that a run is compared with."""
 
-    #: loss of one baseline, or the mean of several
+    #: loss of one baseline, or the mean loss of several baselines
     curve: LossCurve
-    #: spread of several baselines; None for one
+    #: spread of several baselines; None for one baseline
     seeds: Seeds | None = None
-    #: sentences that say which of several baselines count, and why others do not
+    #: sentences that say which of several baselines count, and why others do not count
     notes: Sequence[str] = ()
 
 
 def choose_baseline_loss(run: tuple[str, LossCurve], baselines: Mapping[str, LossCurve]) -> Beside:
-    """Choose the loss to compare a run with: its one baseline, or the one that saw the run's batches, or a mean.
+    """Choose the loss to compare a run with: of the only baseline, of a baseline that saw the run's batches, or the mean of
+    several.
 
     Args:
         run: name and losses of the run.
@@ -82,7 +89,7 @@ def choose_baseline_loss(run: tuple[str, LossCurve], baselines: Mapping[str, Los
 
 
 def _that_count(run: tuple[str, LossCurve], baselines: Mapping[str, LossCurve]) -> tuple[dict[str, LossCurve], list[str]]:
-    """Return the baselines that count, and sentences that say why others do not."""
+    """Return the baselines that count, and sentences that say why others do not count."""
     counted, notes = dict[str, LossCurve](), list[str]()
     others = {name for name, curve in baselines.items() if name != run[0] and not curve.same_as(run[1])}
     most = max((_covered(run[1], baselines[name]) for name in others), default=0)
@@ -97,7 +104,7 @@ def _that_count(run: tuple[str, LossCurve], baselines: Mapping[str, LossCurve]) 
 
 
 def _why_not(run: LossCurve, baseline: LossCurve, most: int) -> str:
-    """Return why a baseline does not count; empty if it counts.
+    """Return the reason why a baseline does not count, or an empty string if it counts.
 
     Args:
         most: number of the run's steps that the longest baseline covers.
@@ -121,7 +128,9 @@ def _covered(run: LossCurve, baseline: LossCurve) -> int:
 
 
 def _like(baseline: LossCurve, counted: Mapping[str, LossCurve]) -> str:
-    """Return why a baseline adds no seed: it saw, or may have seen, the batches of one that counts; empty if it adds one."""
+    """If a baseline saw, or may have seen, the batches of a baseline that counts, return this reason. Otherwise return an
+    empty string.
+    """
     for name, curve in counted.items():
         both = align_losses(baseline, curve)
         if len(both.steps) < _TELL:
@@ -132,9 +141,9 @@ def _like(baseline: LossCurve, counted: Mapping[str, LossCurve]) -> str:
 
 
 def mean_of(curves: Sequence[LossCurve]) -> LossCurve:
-    """Return the mean of several losses, at the steps of the longest curve that all cover with finite losses.
+    """Return the mean of several losses. Use the steps of the longest curve, as far as all curves have finite losses there.
 
-    A missing loss of another curve is interpolated.
+    If another curve has no loss at a step, interpolate the loss.
 
     Example:
         >>> first, second = (LossCurve.of(pl.DataFrame({"step": [0, 1, 2, 3], "loss": [x] * 4})) for x in (1.0, 3.0))
@@ -150,10 +159,10 @@ def mean_of(curves: Sequence[LossCurve]) -> LossCurve:
 
 
 def seeds_of(curves: Sequence[LossCurve], mean: LossCurve) -> Seeds:
-    """Measure how far apart several losses end.
+    """Measure the spread of the final losses of several runs.
 
     Args:
-        mean: mean of all these curves.
+        mean: mean of all curves.
 
     Example:
         >>> curves = [LossCurve.of(pl.DataFrame({"step": range(50), "loss": [x] * 50})) for x in (1.98, 2.02)]
@@ -167,6 +176,8 @@ def seeds_of(curves: Sequence[LossCurve], mean: LossCurve) -> Seeds:
 
 
 def _at(curves: Sequence[LossCurve], steps: Ints) -> Floats:
-    """Return the interpolated losses at given steps, [curves, steps]. Lost ones are infinite or NaN."""
+    """Return the interpolated losses at given steps, [curves, steps]. A loss that is NaN or infinite stays infinite or
+    NaN.
+    """
     with np.errstate(invalid="ignore"):
         return np.stack([np.interp(steps, each.steps, each.losses) for each in curves])

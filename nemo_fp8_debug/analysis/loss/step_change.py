@@ -1,4 +1,6 @@
-"""Test whether the loss rose at a step. A step named by other evidence needs a far smaller rise than one found by search."""
+"""Test whether the loss rose at a step. If other evidence names the step, a far smaller rise is enough than for a step that
+we search.
+"""
 
 from __future__ import annotations
 
@@ -11,19 +13,19 @@ from .. import thresholds
 from .curve import LossCurve, Scale, measure_persistence, running_median, standard_error
 from .gap import PART, Aligned, Floats, Ints, align_losses
 
-#: number of losses on either side of the step: at most one in `_PART` of all, at least `_FEWEST`
+#: number of losses on either side of the step: at most all losses divided by `_PART`, but at least `_FEWEST`
 _PART, _FEWEST = 6, 10
-#: in a search: one in `_BEHIND` of all losses after a step, and `_BEFORE` times as many before it
+#: in a search: all losses divided by `_BEHIND` after a step, and `_BEFORE` times as many before the step
 _BEHIND, _BEFORE = 20, 2
-#: standard deviations of the noise beyond which a loss is a spike
+#: number of standard deviations of the noise from which a loss is a spike
 _SPIKE = 3.0
 
 
 class Rise(NamedTuple):
-    """How much higher a loss is after a step than before."""
+    """The difference between a loss after a step and before it."""
 
     percent: float
-    #: probability that noise alone causes such a rise
+    #: probability that noise alone causes a rise of this size
     chance: float
     #: growth, in percent, of the gap to a baseline of other batches until the end; infinite without a baseline
     lasting: float
@@ -35,10 +37,10 @@ class Rise(NamedTuple):
 
 
 def measure_rise(run: LossCurve, baseline: LossCurve | None, step: int) -> float | None:
-    """Return by how many percent the loss is higher after a step than before, or None if no rise is visible.
+    """Return the rise of the loss at a step in percent, or None if no rise is visible.
 
-    Without a baseline this understates the rise of a falling loss. With a baseline of other batches, only their changes
-    are compared: a constant gap between the two does not count.
+    If a loss falls and there is no baseline, the result is smaller than the true rise. With a baseline of other batches,
+    only changes are compared, so a constant gap does not count.
 
     Args:
         step: a step that other evidence names.
@@ -56,13 +58,13 @@ def measure_rise(run: LossCurve, baseline: LossCurve | None, step: int) -> float
 def measure_rise_of_sample(
     run: LossCurve, baseline: LossCurve | None, step: int, sampled: Ints, lasting: float = -np.inf
 ) -> float | None:
-    """Return the rise of the loss at a fault that a sample shows, or None if no rise is visible.
+    """Return the rise of the loss at a fault that was detected in a sample, or None if no rise is visible.
 
     The fault may have begun at any step since the previous sample, so the larger rise at either end counts.
 
     Args:
         step: the step of the sample.
-        sampled: sampled steps, int64 [S], ascending; any other step is tested alone.
+        sampled: sampled steps, int64 [S], ascending. If `step` is not among them, only `step` itself is tested.
         lasting: percent by which the gap to a baseline of other batches must grow until the end.
 
     Example:
@@ -77,7 +79,7 @@ def measure_rise_of_sample(
 
 
 def measure_lasting_rise(run: LossCurve, baseline: LossCurve, step: int, sampled: Ints) -> float:
-    """Return by how many percent the gap to a baseline of other batches grows from before a sample's fault to the end.
+    """Return the growth of the gap to a baseline of other batches, in percent, from before a fault in a sample to the end.
 
     The fault may have begun right after the previous sample. Return infinity if there are too few losses before.
 
@@ -100,7 +102,7 @@ def _rises_with(run: LossCurve, baseline: LossCurve | None, step: int, sampled: 
 
 
 def _may_have_begun(step: int, sampled: Ints) -> int:
-    """Return the first step at which a fault that a sample shows may have begun."""
+    """Return the first step at which a fault that was detected in a sample may have begun."""
     before = sampled[sampled < step]
     return int(before[-1]) + 1 if step in sampled and len(before) else step
 
@@ -121,7 +123,7 @@ def _rise_at(run: LossCurve, baseline: LossCurve | None, step: int) -> Rise | No
     if not whole:
         return None
     back, end = (each[np.isfinite(each)] for each in (after, losses[-max(round(PART * len(steps)), _FEWEST) :]))
-    if len(back) < _FEWEST:  # a loss that is lost for a few steps only has not risen
+    if len(back) < _FEWEST:  # a loss that is not finite for only a few steps has not risen
         return Rise(np.inf, 0.0, np.inf)
     lasts = baseline is not None and len(end) >= _FEWEST
     return _rise(before, back, whole, 100 * float(end.mean() - before.mean()) / whole if lasts else np.inf)
@@ -142,10 +144,10 @@ def _rise(before: Floats, after: Floats, whole: float, lasting: float) -> Rise:
 
 
 def find_jump(run: LossCurve, baseline: LossCurve, lasting: float = 0.0) -> tuple[int, float] | None:
-    """Return the step at which a loss jumps farthest, and by how many percent, or None if no jump is visible.
+    """Return the step of the largest jump of a loss, and the jump in percent, or None if no jump is visible.
 
-    The loss and its ratio to a baseline of other batches must both jump, and the baseline must not. A loss that a steeper
-    baseline leaves behind does not jump, and a jump of both is no fault of the run.
+    Both the loss and its ratio to a baseline of other batches must jump, but the baseline's loss must not. If only the ratio
+    jumps, the baseline's loss has fallen. If both losses jump, the run is not at fault.
 
     Args:
         lasting: percent by which the gap to the baseline must grow until the end, because a spike comes back.
@@ -163,7 +165,7 @@ def find_jump(run: LossCurve, baseline: LossCurve, lasting: float = 0.0) -> tupl
 
 
 class Jump(NamedTuple):
-    """The farthest jump of a loss."""
+    """The largest jump of a loss."""
 
     step: int
     percent: float
@@ -174,7 +176,7 @@ class Jump(NamedTuple):
 
 
 def farthest_jump(run: LossCurve, baseline: LossCurve) -> Jump | None:
-    """Return the farthest jump, or None if there are too few losses; see `find_jump`."""
+    """Return the largest jump, or None if there are too few losses; see `find_jump`."""
     aligned = align_losses(run, baseline)
     behind = max(len(aligned.steps) // _BEHIND, _FEWEST)
     places = len(aligned.steps) - (1 + _BEFORE) * behind + 1
@@ -198,8 +200,8 @@ def farthest_jump(run: LossCurve, baseline: LossCurve) -> Jump | None:
 def _of_its_own(aligned: Aligned) -> tuple[Floats, float | None]:
     """Return the run's loss relative to the baseline's, and the value that counts as 100%.
 
-    If all losses of the baseline are positive, return the ratio, and None: percents are of the ratio before a step.
-    Otherwise, return the difference.
+    If all losses of the baseline are positive, return the ratio and None, because percentages are relative to the ratio
+    before a step. Otherwise, return the difference.
     """
     expected, known = running_median(aligned.baseline, max(2, len(aligned.steps) // 12)), np.isfinite(aligned.baseline)
     if (aligned.baseline > 0).all():
@@ -209,7 +211,7 @@ def _of_its_own(aligned: Aligned) -> tuple[Floats, float | None]:
 
 
 def _jumps(series: Floats, behind: int) -> tuple[Floats, float]:
-    """Return the mean of the next `behind` values minus the mean of those before, at each place with enough values.
+    """At each index with enough values, return the mean of the next `behind` values minus the mean of the values before.
 
     Also return the standard deviation of this difference for noise alone. Spikes are clipped to the noise.
     """

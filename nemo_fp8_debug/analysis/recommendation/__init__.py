@@ -1,1 +1,1 @@
-"""Recommend a recipe for each layer. Internal."""
+"""Recommend recipes for single layers. Internal."""

@@ -1,4 +1,4 @@
-"""The ladder of changes for an operand, in order of cost, and the operand's errors after each change."""
+"""The ladder: possible changes for an operand, in order of cost, with the operand's errors after each change."""
 
 from __future__ import annotations
 
@@ -24,20 +24,21 @@ from ..runs.run import Run
 class Undo:
     """A recorded setting to restore for an operand."""
 
-    #: recorded recipe; None: keep the recipe, and restore the FP8 state that a resume lost
+    #: the recorded recipe to restore; None: keep the recipe, and restore the FP8 state that was lost when the run was
+    #: resumed
     recipe: str | None
     #: step at which the run changed; None if the run differs from the baseline from the start
     since: int | None
-    #: whether the diagnosis blames this change, so that undoing it helps regardless of the errors
+    #: whether the diagnosis blames this change; if so, undoing it helps, independent of the errors
     is_cause: bool = False
 
 
 @dataclass(frozen=True)
 class Flag:
-    """The reason to consider a change of an operand."""
+    """The reason for changing an operand."""
 
     why: str
-    #: first and last step of the first stretch out of the baseline's band; None if unknown
+    #: first and last step of the first interval in which the operand is out of the baseline's band; None if unknown
     out: tuple[int, int] | None = None
     #: recorded change of the operand, or None
     undo: Undo | None = None
@@ -45,7 +46,7 @@ class Flag:
     only_scale: bool = False
 
 
-#: scaling and format of one operand, by which recipes are compared
+#: scaling and format of an operand; recipes are compared by these
 Cast = tuple[Scaling, str]
 
 STAY, UNDO = "stay", "undo"
@@ -57,7 +58,7 @@ _OTHER_FORMAT = {"e4m3": "e5m2", "e5m2": "e4m3"}
 
 @dataclass(frozen=True)
 class Errors:
-    """Metrics of an operand, each the worst of the judged samples; None if no sample has the metric."""
+    """The worst value of each metric of an operand over the samples that count; None if no sample has the metric."""
 
     relative_error: float | None
     underflow_pct: float | None
@@ -65,18 +66,18 @@ class Errors:
 
 
 _NONE = Errors(0.0, 0.0, 0.0)
-#: an operand in use may exceed its recipe's replayed errors by these points of underflow or overflow, and by this factor of
-#: relative error
+#: recorded errors may exceed the replayed errors of the same recipe by so many percentage points of underflow or overflow,
+#: and by this factor of relative error
 _POINTS, _TIMES = 1.0, 1.5
 _METRICS = ("relative_error", "underflow_pct", "overflow_pct")
 
 
 @dataclass(frozen=True)
 class Budget:
-    """The largest losses allowed for an operand, at the worst of the judged samples.
+    """The largest errors that are allowed for an operand, in the worst of the samples that count.
 
     With the defaults, a bell-shaped tensor passes in both formats (E5M2's 0.052, E4M3's 0.026) with a margin of an eighth.
-    At most one value in a hundred may become zero, and one in ten thousand may be clipped.
+    At most 1% of the values may become zero, and at most 0.01% may be clipped.
 
     Args:
         relative_error: root mean square of the cast's errors, relative to the root mean square of the values.
@@ -104,12 +105,12 @@ class Budget:
                 raise ConfigError(f"the limit of {name} must not be below 0: {getattr(self, name)}")
 
     def broken_by(self, errors: Errors) -> list[str]:
-        """Return the exceeded limits in words. Internal."""
+        """Describe the exceeded limits. Internal."""
         pairs = [(name, getattr(errors, name), getattr(self, name)) for name in _METRICS]
         return [_exceeded(name, value, limit) for name, value, limit in pairs if value is not None and value > limit]
 
     def worst_of(self, errors: Errors | None) -> str | None:
-        """Return the metric that exceeds its limit most, or None if none does or none is known. Internal."""
+        """Return the metric that exceeds its limit most, or None if no known metric exceeds its limit. Internal."""
         values = {name: getattr(errors, name) for name in _METRICS} if errors is not None else {}
         over = {name: value / (getattr(self, name) or 1e-9) for name, value in values.items() if value is not None}
         worst = max(over, key=over.__getitem__, default=None)
@@ -127,29 +128,29 @@ def _exceeded(metric: str, value: float, limit: float) -> str:
 
 @dataclass(frozen=True)
 class Option(NamesRecipe):
-    """A way to cast an operand."""
+    """A possible cast of an operand."""
 
     #: stay, undo, margin, history, current, format, block or bf16
     kind: str
-    #: name of the recipe as in `parse_recipe`; for `stay` as in the record
+    #: name of the recipe as in `parse_recipe`; for `stay`, the name in the record
     recipe: str
-    #: errors under the recipe; None if neither tried nor available from histograms
+    #: errors under the recipe; None if the run did not try the recipe and histograms do not show the errors
     errors: Errors | None
-    #: whether the option keeps the budget, as far as known
+    #: whether the option is within the budget, as far as errors are known
     meets: bool
     #: whether errors are approximate, because float32 values were rounded to bfloat16
     approximate: bool = False
 
 
 def find_cast(recipe: Recipe, role: str) -> Cast:
-    """Return the scaling and format that a recipe gives an operand."""
+    """Return the scaling and the format of an operand under a recipe."""
     return recipe.scaling, recipe.format_of(role).name
 
 
 class Given(NamedTuple):
     """The current cast of an operand."""
 
-    #: the recorded recipe; None for a framework's own recipe, which we cannot read
+    #: the recorded recipe; None if it is a framework's own recipe that we cannot read
     in_use: Recipe | None
     #: format of the cast
     format: str
@@ -159,7 +160,7 @@ class Given(NamedTuple):
 
     @property
     def scaled(self) -> Recipe:
-        """Return the recipe that the ladder starts from."""
+        """Return the recipe from which the ladder starts."""
         return self.in_use or _current_in(self.format, self.role)
 
 
@@ -206,12 +207,12 @@ def _leave_fp8(given: Given) -> Iterator[tuple[str, Recipe]]:
     yield "bf16", BF16_RECIPE
 
 
-#: the rungs, in order of cost: the first change that helps is the advice
+#: the rungs of the ladder, in order of cost; we recommend the first change that helps
 LADDER = (_undo, _rescale, _use_other_format, _scale_blocks, _leave_fp8)
 
 
 def candidates(given: Given) -> Iterator[tuple[str, Recipe]]:
-    """Yield kinds of changes and their recipes, in order of cost. Do not repeat a recipe that undoes a change.
+    """Yield kinds of changes and their recipes, in order of cost. If a recipe already occurred as `undo`, do not repeat it.
 
     Example:
         >>> given = Given(find_recipe("delayed(margin=4)"), "e4m3", "input", Undo("delayed", since=80))
@@ -228,7 +229,7 @@ def candidates(given: Given) -> Iterator[tuple[str, Recipe]]:
 
 
 def list_replayable(given: Given) -> Iterator[Recipe]:
-    """Yield the recipes to replay before choosing: the operand's own, and the candidates."""
+    """Yield the recipes to replay before choosing: the operand's own recipe, and the candidates."""
     if given.in_use:
         yield given.in_use
     for _, recipe in candidates(given):
@@ -241,16 +242,17 @@ def _current_in(fmt: str, role: str) -> Recipe:
 
 
 class Judged:
-    """Errors of operands under recipes in use, under what-if recipes, and under replayed ones.
+    """Errors of operands under the recipes in use, under what-if recipes, and under replayed recipes.
 
-    Each error is the worst over the later half of an operand's samples, and over those in which the operand was out of
-    band. So a budget counts as kept only if it is kept in all of these samples. A recipe counts only if all of them have it.
+    Two kinds of samples count: the later half of an operand's samples, and samples in which the operand was out of band.
+    Each error is the worst of these samples. So an option is within the budget only if all of these samples are. A recipe
+    has errors only if all of these samples have the recipe.
     """
 
     def __init__(self, run: Run, keys: Sequence[Key], out: Mapping[Key, tuple[int, int]] | None = None) -> None:
         """
         Args:
-            out: first and last step at which an operand was out of band, if known.
+            out: first and last step at which each operand was out of band, if known.
         """
         self._run = run
         of_keys = pl.DataFrame(list(keys), schema=dict.fromkeys(_KEY, pl.String), orient="row")
@@ -267,7 +269,7 @@ class Judged:
         self._note(run.others)
 
     def in_use(self) -> dict[Key, Errors]:
-        """Return the errors under the scales in use, for operands that have metrics."""
+        """Return the errors under the scales in use, for all operands that have metrics."""
         return {key: Errors(*metrics) for key, metrics in _by_key(_worst(self._looked_at, _KEY))}
 
     def replay(self, wanted: Mapping[Key, Iterable[Recipe]]) -> None:
@@ -295,7 +297,7 @@ class Judged:
 
     def _note(self, rows: pl.DataFrame) -> None:
         rows = rows.select(*_KEY, "step", "recipe", *_METRICS, pl.col("rounded").fill_null(False))
-        # Rows measured in the run are exact and come first.
+        # Rows that were measured in the run are exact and take precedence.
         rows = rows.unique([*_KEY, "step", "recipe"], keep="first", maintain_order=True)
         rows = rows.join(self._looked_at.select(*_KEY, "step", "n"), on=[*_KEY, "step"], maintain_order="left")
         counted = _worst(_without_few(rows), [*_KEY, "recipe"], pl.len(), pl.col("rounded").any())
@@ -314,20 +316,21 @@ def _stretches(out: Mapping[Key, tuple[int, int]]) -> pl.DataFrame:
 
 
 def _without_few(rows: pl.DataFrame) -> pl.DataFrame:
-    """Set shares of fewer than `LEAST_VALUES` values to 0, as the limits of `diagnose` do.
+    """Set percentages that stand for fewer than `LEAST_VALUES` values to 0, like the limits of `diagnose`.
 
-    A count scatters by its square root, 24 by 5, so a smaller count gives no reliable share. Clean runs with delayed
-    scaling sometimes clip one to 23 values. In their later halves, only 2 of 78 clip more.
+    The standard deviation of a count is its square root (5 for a count of 24), so a smaller count gives no reliable
+    percentage. Clean runs with delayed scaling sometimes clip 1 to 23 values. In the later half, only 2 of 78 clean runs
+    clip more.
     """
     shares = ("underflow_pct", "overflow_pct")
     return rows.with_columns(pl.when(_values(name) < LEAST_VALUES).then(0.0).otherwise(name).alias(name) for name in shares)
 
 
 def _without_rare_clipping(rows: pl.DataFrame) -> pl.DataFrame:
-    """Leave out the relative error of samples that clip fewer than `LEAST_VALUES` values, which dominate the error.
+    """If a sample clips fewer than `LEAST_VALUES` values, leave out its relative error, which the clipped values dominate.
 
-    A delayed scale lags behind a batch with larger gradients, and the next samples are normal again. So keep the error if
-    at least half of the samples clip so few, or if the operand is known to be out of band at that sample.
+    A delayed scale reacts late to a batch with larger gradients, and the next samples are normal again. So keep the error if
+    at least half of the samples clip a few values, or if the operand is known to be out of band in this sample.
     """
     few = _values("overflow_pct").is_between(1, LEAST_VALUES - 1).fill_null(False)
     rare = few & ~pl.col("was_out") & (few.mean().over(_KEY) < 0.5)
@@ -335,7 +338,7 @@ def _without_rare_clipping(rows: pl.DataFrame) -> pl.DataFrame:
 
 
 def _values(share: str) -> pl.Expr:
-    """Return the number of values that a percentage stands for; null if the total is unknown."""
+    """Convert a percentage of a tensor's values to the number of values; null if the total is unknown."""
     return (pl.col(share) * pl.col("n") / 100).round()
 
 
@@ -349,7 +352,7 @@ def _by_key(rows: pl.DataFrame) -> Iterator[tuple[Key, tuple[float, ...]]]:
 
 
 def list_options(key: Key, given: Given, dtype: str, judged: Judged, budget: Budget, flag: Flag) -> tuple[Option, ...]:
-    """Return all options for an operand that exceeds the budget, in order of cost. The last one is BF16."""
+    """Return all options for an operand that exceeds the budget, in order of cost. The last option is BF16."""
     options = []
     astray = _astray(key, given.in_use, judged)
     for kind, recipe in candidates(given):
@@ -357,23 +360,26 @@ def list_options(key: Key, given: Given, dtype: str, judged: Judged, budget: Bud
             continue
         errors = None if kind == UNDO and given.undo and given.undo.recipe is None else judged.of(key, recipe)
         if recipe == BF16_RECIPE:
-            errors = errors or (_NONE if dtype != "float32" else None)  # 16 bits are the run's own precision
+            errors = errors or (_NONE if dtype != "float32" else None)  # with 16 bits, BF16 is the run's own precision
         meets = recipe == BF16_RECIPE or budget.met_by(errors) or _helps_anyway(kind, errors, flag)
         options.append(Option(kind, recipe.name, errors, meets, judged.is_approximate(key, recipe)))
     return tuple(options)
 
 
 def _helps_anyway(kind: str, errors: Errors | None, flag: Flag) -> bool:
-    """Return True if a change helps without known errors, because it undoes the cause or only the scale is wrong."""
+    """Return True if a change helps although its errors are unknown, because it undoes the cause or because only the scale
+    is wrong.
+    """
     if kind == UNDO and flag.undo is not None:
         return flag.undo.is_cause or errors is None
     return kind == "current" and flag.only_scale and errors is None
 
 
 def _astray(key: Key, in_use: Recipe | None, judged: Judged) -> bool:
-    """Return True if the scale in use loses much more than its recipe should, so that no delayed scale is reliable.
+    """Return True if errors under the scale in use are much larger than its recipe explains, so that no delayed scale is
+    reliable.
 
-    A replayed history has only the sampled steps, so small differences do not count.
+    A replayed amax history contains only the sampled steps, so small differences do not count.
     """
     now = judged.in_use().get(key)
     own = judged.of(key, in_use) if in_use is not None and isinstance(in_use.scaling, DelayedScaling) else None

@@ -1,4 +1,4 @@
-"""Choose the cheapest change for each operand that loses too much, and compute its cost in FP8 coverage."""
+"""Choose the cheapest change for each operand with too large errors, and compute the cost of the change in FP8 coverage."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from ..runs.metrics import Metrics
 from ..runs.run import Run
 from .options import STAY, UNDO, Budget, Errors, Flag, Given, Judged, Option, Undo, list_options, list_replayable
 
-#: the two operands of each GEMM of a linear layer: Y = X W, dX = dY W, dW = dY X
+#: operands of each of the three GEMMs of a linear layer: Y = X W, dX = dY W, dW = dY X
 OPERANDS: Mapping[str, tuple[str, str]] = {
     "fprop": ("input", "weight"),
     "dgrad": ("grad_output", "weight"),
@@ -37,13 +37,15 @@ READERS: Mapping[str, tuple[str, ...]] = {
 
 
 def flops_of(metrics: Metrics) -> dict[str, float]:
-    """Return the FLOPs of each layer's forward GEMM, a mean over the sampled steps. Both backward GEMMs need the same.
+    """Return the mean FLOPs of each layer's forward GEMM over the sampled steps. Each backward GEMM needs the same number.
 
-    With T tokens, K inputs and N outputs, X has TK values, W KN and dY TN, so 2TKN is twice the root of their product.
-    Copies on several ranks and micro-batches count as in the record, which adds up X and dY but not W.
+    With T tokens, K inputs and N outputs, X has TK values, W has KN values and dY has TN values. So the FLOPs, 2TKN, are
+    twice the square root of the product of these three sizes. Sizes are as in the record, which adds up X and dY, but not W,
+    over micro-batches and copies on several ranks.
 
     Returns:
-        FLOPs by layer, for layers with samples of all three operands. Experts are listed singly, without aggregates.
+        FLOPs by layer, for layers with samples of all three operands. There are entries for single experts, but not for
+        aggregates.
     """
     single = metrics.among(metrics.tensors.filter(~pl.col("layer").map_elements(is_aggregate, pl.Boolean)))
     sums: dict[str, tuple[float, int]] = {}
@@ -56,7 +58,9 @@ def flops_of(metrics: Metrics) -> dict[str, float]:
 
 
 def _of_steps(rows: pl.DataFrame) -> pl.DataFrame:
-    """Return layer, size (the root of the product of its operands' sizes, summed over these steps), and steps."""
+    """Return layer, size (square root of the product of the operands' sizes, summed over steps) and steps (number of
+    steps).
+    """
     size = pl.sum_horizontal(pl.col("n", "nan", "inf").fill_null(0))
     of_steps = rows.group_by("layer", "step", maintain_order=True).agg(
         size.cast(pl.Float64).product().sqrt().alias("size"), pl.col("role").n_unique().alias("roles")
@@ -66,11 +70,11 @@ def _of_steps(rows: pl.DataFrame) -> pl.DataFrame:
 
 
 def coverage(flops: Mapping[str, float], in_fp8: Callable[[Key], bool]) -> float | None:
-    """Return the share of all GEMM FLOPs in FP8. A GEMM counts if both its operands are cast to FP8.
+    """Return the share of all GEMM FLOPs in FP8. A GEMM counts if both of its operands are cast to FP8.
 
     Args:
         flops: the result of `flops_of`.
-        in_fp8: whether an operand, (layer, role), is cast to FP8.
+        in_fp8: function that takes an operand (layer, role) and returns whether it is cast to FP8.
 
     Returns:
         The share from 0 to 1, or None if no layer's FLOPs are known.
@@ -80,7 +84,7 @@ def coverage(flops: Mapping[str, float], in_fp8: Callable[[Key], bool]) -> float
     return math.fsum(f for f, fp8 in gemms if fp8) / total if total else None
 
 
-#: largest share of the model's blocks that may stay in BF16 at both ends together
+#: largest share of the model's blocks, at both ends together, that may stay in BF16
 _AT_THE_ENDS = 0.25
 
 
@@ -91,40 +95,42 @@ class TensorFix:
     layer: str
     role: str
     why: str
-    #: options in order of cost. The first one is to change nothing
+    #: options in order of cost; the first option is no change
     options: tuple[Option, ...]
     #: share of all GEMM FLOPs that this change alone takes out of FP8; None if shapes are unknown
     cost: float | None
-    #: metric that exceeds the budget most; None if none does or none is known
+    #: metric that exceeds the budget most; None if no known metric exceeds the budget
     metric: str | None = None
     #: recorded change that the first change on the ladder undoes, or None
     undo: Undo | None = None
 
     @property
     def chosen(self) -> Option:
-        """Return the cheapest option that keeps the budget."""
+        """Return the cheapest option within the budget."""
         return next(option for option in self.options if option.meets)
 
     @property
     def changes(self) -> bool:
-        """Return True if the operand is to be cast differently."""
+        """Return True if the recommendation changes the operand's cast."""
         return self.chosen.kind != STAY and not self.restores
 
     @property
     def restores(self) -> bool:
-        """Return True if the operand keeps its recipe and needs the FP8 state that a resume lost."""
+        """Return True if the operand keeps its recipe but needs the FP8 state that was lost when the run was resumed."""
         return self.chosen.kind == UNDO and self.undo is not None and self.undo.recipe is None
 
     @property
     def change(self) -> str:
-        """Return the change in a few words, for a cell of a table."""
+        """Describe the change in a few words, for a cell of a table."""
         if self.restores:
             return "none: restore its FP8 state"
         return self.chosen.recipe if self.changes else "none: it keeps the limits"
 
     @property
     def settings(self) -> dict[str, tuple[Any, Any]]:
-        """Return the settings of the scale that the change modifies, before and after; empty if more differs."""
+        """Return the settings of the scale that the change modifies, before and after. Return nothing if more than settings
+        differs.
+        """
         now, then = find_recipe(self.options[0].recipe), self.chosen.parsed
         if now is None or type(now.scaling) is not type(then.scaling):
             return {}
@@ -146,7 +152,7 @@ class TensorFix:
 
 @dataclass(frozen=True)
 class Ends:
-    """Whole blocks in BF16 at either end of the model, if all operands that leave FP8 lie there."""
+    """The numbers of whole blocks in BF16 at either end of the model, if all operands that leave FP8 are in such blocks."""
 
     start: int
     end: int
@@ -174,7 +180,7 @@ class Recommendation:
 
     @property
     def in_use(self) -> bool:
-        """Return True if the run quantizes, so that the first option of a finding is the cast in use."""
+        """Return True if the run quantizes. If so, the first option of each finding is the cast in use."""
         return self.run.quantization == QUANTIZED
 
     @property
@@ -202,12 +208,12 @@ class Recommendation:
 def recommend(
     run: Run, flagged: Sequence[Key], budget: Budget | None = None, flags: Mapping[Key, Flag] | None = None
 ) -> Recommendation:
-    """Choose the cheapest change that keeps a budget, for each operand.
+    """For each operand, choose the cheapest change that is within the budget.
 
     Args:
         run: the run to fix.
-        flagged: operands, (layer, role) each. An expert aggregate stands for the experts of a layer.
-        budget: largest losses allowed, at the worst of the later half of an operand's samples and of flagged ones.
+        flagged: operands, (layer, role) each. The aggregate of experts stands for all experts of a layer.
+        budget: largest errors allowed, in the worst of the later half of an operand's samples and of its flagged samples.
         flags: further reasons and recorded changes, for some operands.
 
     Returns:
@@ -221,7 +227,7 @@ def recommend(
     budget, own = budget or Budget(), run.own_names
     run = run.as_recorded()
     flags = {(own.get(layer, layer), role): flag for (layer, role), flag in (flags or {}).items()}
-    # No plan changes operands of attention.
+    # A plan cannot change operands of attention.
     flagged = [(own.get(layer, layer), role) for layer, role in flagged if role in ROLES]
     about = _about(run, flagged)
     judged = Judged(run, flagged, {key: flag.out for key, flag in flags.items() if flag.out})
@@ -274,7 +280,9 @@ def _of_unknown_recipes(keys: Sequence[Key], now: Mapping[Key, Errors]) -> list[
 
 
 def find_over_budget(run: Run, budget: Budget) -> list[Key]:
-    """Return the operands of a run without a baseline that exceed a budget, the experts of a layer as one."""
+    """Return the operands that exceed a budget, for a run without a baseline. The experts of a layer count as one
+    operand.
+    """
     keys = sorted(_in_fp8(run))
     aggregates = [key for key in keys if is_aggregate(key[0])]
     in_a_fold = {key for key in keys for layer, role in aggregates if role == key[1] and compile_patterns([layer])(key[0])}
@@ -312,7 +320,9 @@ def _reason(errors: Errors | None, budget: Budget) -> str:
 
 
 def _taken_out(plan: Plan, keys: Collection[Key]) -> set[Key]:
-    """Return the operands that a plan leaves in BF16, as `Plan.change_of`, but compile each pattern only once."""
+    """Return the operands that a plan leaves in BF16. This is equal to `Plan.change_of`, but compiles each pattern only
+    once.
+    """
     out: set[Key] = set()
     for change in plan.changes:
         chosen = compile_patterns([change.layer])
@@ -324,7 +334,7 @@ def _taken_out(plan: Plan, keys: Collection[Key]) -> set[Key]:
 def _plan(findings: Sequence[TensorFix]) -> Plan:
     """Return a plan with one change for each operand.
 
-    If two operands of a layer leave FP8, no GEMM of the layer is left in FP8, so the plan changes the whole layer.
+    If two operands of a layer leave FP8, no GEMM of the layer can run in FP8, so the plan changes the whole layer.
     """
     layers: dict[str, list[TensorFix]] = {}
     for finding in findings:
@@ -344,13 +354,15 @@ _BLOCK = re.compile(r"decoder\.layers\.(\d+)\.")
 
 
 def find_block(layer: str) -> int | None:
-    """Return the index of a GEMM's block in a decoder, or None if it is in no block."""
+    """Return the index of the decoder block that contains a GEMM, or None if no block contains the GEMM."""
     found = _BLOCK.match(layer)
     return int(found[1]) if found else None
 
 
 def _ends(run: Run, plan: Plan, left: Callable[[Plan], float | None]) -> Ends | None:
-    """Return the blocks at either end with all operands that the plan takes out of FP8, or None if others have some too."""
+    """Return the blocks at either end of the model if they contain all operands that leave FP8 under the plan, otherwise
+    None.
+    """
     at = [find_block(change.layer) for change in plan.changes if change.recipe == BF16_RECIPE.name]
     known = [block for layer in run.metrics.tensors["layer"].unique() if (block := find_block(layer)) is not None]
     n = run.fingerprint.get("backend_options", {}).get("num_layers") or max(known, default=-1) + 1
@@ -395,9 +407,10 @@ TORCHAO, TRANSFORMER_ENGINE, MEGATRON = "torchao", "Transformer Engine", "Megatr
 
 
 def engines_of(run: Run) -> frozenset[str]:
-    """Return the frameworks whose configuration controls the casts of a run; empty if there are none or it is unknown.
+    """Return the frameworks that control the casts of a run by their configuration; empty if there are none, or if unknown.
 
-    A record without the names of sampled backends comes from a log of Transformer Engine, or from an old version.
+    If a record does not name the sampled backends, it was imported from a log of Transformer Engine, or is from an old
+    version.
     """
     if run.quantization in (HIGH_PRECISION, NOT_READ):
         return frozenset()
@@ -411,7 +424,7 @@ def engines_of(run: Run) -> frozenset[str]:
 
 
 def why_none(run: Run) -> str | None:
-    """Return a sentence that says why a run gets no configuration of an engine, or None if it gets one."""
+    """Return a sentence with the reason why we write no engine configuration for a run, or None if we write one."""
     if engines_of(run):
         return None
     return f"No configuration of an engine is written: {_reason_without_engine(run)}."

@@ -1,1 +1,1 @@
-"""Measure dumped tensors again under other recipes. Internal."""
+"""Measure recorded tensors again under other recipes. Internal."""

@@ -1,4 +1,4 @@
-"""Measure operands again, from histograms all at once, or from dumped tensors one by one."""
+"""Measure operands again: from histograms, all operands at once, or from dumped tensors, one by one."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ OPERAND = ["layer", "role"]
 
 @dataclass(frozen=True)
 class Job:
-    """One step, with everything that another process needs to recompute it."""
+    """A step to recompute, with all data that another process needs."""
 
     run: str
     source: str
@@ -44,9 +44,9 @@ class Job:
     #: the step's recorded rows
     about: pl.DataFrame
     scales: Mapping[Key, torch.Tensor | CurrentScaling | BlockRule]
-    #: factor of the gradients in that step
+    #: factor of the gradients in the step
     multiplier: float | None
-    #: operands to recompute; None: all
+    #: operands to recompute; None: all operands
     only: Collection[Key] | None
 
     def wants(self, key: Key) -> bool:
@@ -56,18 +56,22 @@ class Job:
 
 @dataclass(frozen=True)
 class ReplayedCalls:
-    """Calls of an operand that were cast with one scale, as a histogram, or as the tensor if this is not enough."""
+    """Calls of an operand that were cast with the same scale: as a histogram, or as the tensor if a histogram is not
+    enough.
+    """
 
     key: Key
     values: Histogram | torch.Tensor
     recipe: str
     format: FloatFormat
-    #: the scale; NaN if blocks had their own scales
+    #: the scale; NaN if each block had its own scale
     scale: float
 
 
 def recorded_histograms(run: Storage, job: Job) -> list[ReplayedCalls]:
-    """Return the recorded histograms of the step. For BF16, leave out those of values rounded to BF16."""
+    """Return the recorded histograms of the step. If the recipe is BF16, leave out histograms of values that were rounded to
+    BF16.
+    """
     exact = {"rounded": False} if job.recipe == BF16_RECIPE else {}
     table = read_table(run, "histograms", where={"step": job.step, **exact})
     names = ("layer", "role", "dtype", "rounded", "bins", "counts", "recipe", "format", "scale")
@@ -83,8 +87,8 @@ def recorded_histograms(run: Storage, job: Job) -> list[ReplayedCalls]:
 
 
 def dumped_tensors(run: Storage, job: Job) -> list[ReplayedCalls]:
-    """Return the tensors that the first rank dumped, as histograms if these are enough."""
-    from ...kernels import count_histogram  # compiles on import, which histograms do not need
+    """Return the tensors that the first rank dumped, as histograms if histograms are enough."""
+    from ...kernels import count_histogram  # this compiles on import, which histograms do not need
 
     parts: dict[tuple[Key, int], ReplayedCalls] = {}
     under_blocks = recompute_in_blocks(job)
@@ -116,7 +120,7 @@ def dumped_tensors(run: Storage, job: Job) -> list[ReplayedCalls]:
 
 
 def recompute_in_blocks(job: Job) -> dict[Key, Recipe]:
-    """Return the block recipes of operands that are to be measured under one."""
+    """Return the block recipe of each operand that is to be measured under a block recipe."""
     found = {}
     for layer, role, name in job.about.select(*OPERAND, "recipe").iter_rows():
         recipe = job.recipe or find_recipe(name)
@@ -136,7 +140,7 @@ class Recomputed:
 
     keys: list[Key]
     recipes: list[str]
-    #: histogram of all calls together; None for float32 operands
+    #: common histogram of all calls; None for float32 operands
     totals: list[Histogram | None]
     moments: Moments
     sums: QuantizationSums
@@ -158,7 +162,7 @@ class Recomputed:
         )
 
     def with_folds(self, recorded: Collection[Key]) -> Recomputed:
-        """Append the recorded aggregates of experts, if all their experts were recomputed."""
+        """Append an aggregate of experts if it is recorded and all its experts were recomputed."""
         experts: dict[Key, list[Key]] = defaultdict(list)
         for layer, role in recorded:
             if aggregate := aggregate_key(layer, role):
@@ -188,7 +192,7 @@ class Recomputed:
         )
 
     def columns(self) -> dict[str, list[Any]]:
-        """Return the columns of `make_metric_columns`, and the columns that identify their rows."""
+        """Return the columns of `make_metric_columns`, and the columns that identify rows."""
         about: dict[str, list[Any]] = {
             "layer": [layer for layer, _ in self.keys],
             "role": [role for _, role in self.keys],
@@ -254,7 +258,7 @@ def _recipe_of(part: ReplayedCalls, job: Job) -> str:
 
 
 def _moments(tensors: Sequence[torch.Tensor]) -> tuple[Moments, Moments, Histogram | None]:
-    """Return the moments of each tensor, those of all together, and their common histogram if it is exact."""
+    """Return the moments of each tensor, the moments of all tensors together, and their common histogram if it is exact."""
     from ...kernels import count_histogram
 
     if tensors[0].dtype in DTYPES:
@@ -266,7 +270,9 @@ def _moments(tensors: Sequence[torch.Tensor]) -> tuple[Moments, Moments, Histogr
 
 
 def _casts(parts: Sequence[ReplayedCalls], amax: torch.Tensor, job: Job) -> tuple[torch.Tensor, list[FloatFormat]]:
-    """Return scale, float32 [P], and format of each part: those in use, or those of the job's recipe for its amax."""
+    """Return the scale, float32 [P], and the format of each part: those in use, or those of the job's recipe for the part's
+    amax.
+    """
     if job.recipe is None:
         return torch.tensor([part.scale for part in parts]).float(), [part.format for part in parts]
     formats = [job.recipe.format_of(part.key[1]) for part in parts]

@@ -1,7 +1,7 @@
-"""Compute the metrics of a recorded run under another recipe: "would current scaling have saved it?".
+"""Compute the metrics of a recorded run under another recipe, for example to see if current scaling would have helped.
 
-The metrics come from histograms or from dumped tensors, with the same result. Steps are computed in parallel, on this
-machine or on a cluster. Delayed scales depend on earlier steps, so they are first computed from the recorded amax.
+The metrics are computed from histograms or from dumped tensors, with the same result. Steps are computed in parallel, on
+this machine or on a cluster. Delayed scales depend on earlier steps, so we first compute the scales from the recorded amax.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ def map_in_parallel(call: Callable[[_J], _R], jobs: Sequence[_J], cluster: str |
     """Return the results of `call` for each job, in order.
 
     Args:
-        cluster: `ray` for the Ray cluster of this machine, `ray://HOST:PORT` for another one, or `tcp://HOST:PORT` for the
-            scheduler of a Dask cluster. None: this machine, with several processes if there are many jobs.
+        cluster: `ray` for the Ray cluster of this machine, `ray://HOST:PORT` for another Ray cluster, or `tcp://HOST:PORT`
+            for the scheduler of a Dask cluster. None: this machine, with several processes if there are many jobs.
 
     Raises:
         ConfigError: the cluster is unreachable, or its package is not installed.
@@ -107,12 +107,12 @@ def replay(
     steps: Collection[int] | None = None,
     only: Collection[Key] | None = None,
 ) -> pl.DataFrame:
-    """Recompute every metric of a run, under its own recipe or another.
+    """Recompute all metrics of a run, under its own recipe or another recipe.
 
-    Delayed scaling takes its history from the sampled steps, or the tensor's own amax if there is no history yet. Current
-    scaling gives all micro-batches of a step one scale, as what-if recipes do. Histograms of float32 operands hold values
-    rounded to bfloat16, so their rows are approximate, while rows of dumps are exact. For a run under a block recipe,
-    histograms give only the metrics that need no scale.
+    For delayed scaling, the history consists of the sampled steps. If there is no history yet, we use the tensor's own amax.
+    Under current scaling, all micro-batches of a step get one scale, as under what-if recipes. Histograms of float32
+    operands contain values that were rounded to bfloat16, so their rows are approximate. Rows from dumps are exact. If a run
+    uses a block recipe, histograms yield only the metrics that need no scale.
 
     Args:
         address: the run's record, or a folder above it; any fsspec address.
@@ -120,8 +120,8 @@ def replay(
             "margin": 1}`). None: the scales that were in use, which reproduces the recorded metrics.
         source: "histograms", or "dumps" for the tensors that the first rank dumped.
         cluster: `ray`, `ray://HOST:PORT`, or `tcp://HOST:PORT` of a Dask scheduler; None: processes of this machine.
-        steps: sampled steps to recompute; None: all. Histories always include all sampled steps.
-        only: operands to recompute, (layer, role) each. An expert aggregate selects all its experts. None: all.
+        steps: sampled steps to recompute; None: all steps. Amax histories always include all sampled steps.
+        only: operands to recompute, (layer, role) each. An aggregate selects all its experts. None: all operands.
 
     Returns:
         A polars frame with rows of the `replayed` table; `rounded` marks approximate rows. Unreadable files are left out
@@ -157,7 +157,7 @@ def replay(
 
 
 def _keep(metrics: Metrics, only: Collection[Key] | None) -> Metrics:
-    """Return the metrics of some operands, with the experts of an aggregate."""
+    """Return the metrics of some operands. If an operand is an aggregate, include its experts."""
     if only is None:
         return metrics
     keys = metrics.tensors.select(OPERAND)

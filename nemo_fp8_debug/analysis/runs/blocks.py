@@ -1,4 +1,4 @@
-"""Process the operands of long records in blocks, as many at a time as fit into memory."""
+"""Process the operands of long records in blocks that fit into memory."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from . import cluster
 from .grid import Grid
 from .metrics import Metrics, Together
 
-#: largest number of values to sort at once, and log2 of the number of ranges in which more values are counted
+#: largest number of values to sort at once, and log2 of the number of ranges in which we count if there are more values
 _AT_ONCE, _RANGES = 1 << 21, 16
 _SIGN = np.uint64(1 << 63)
 
 
 def compute_median(metrics: Metrics, column: str, at_once: int = _AT_ONCE) -> float:
-    """Return the median of all values of a column, ignoring NaN; NaN if there are none.
+    """Return the median of all values of a column, ignoring NaN. Return NaN if there are no values.
 
-    Count values by range, and read the range with the median again, until few values are left.
+    Count the values in ranges, and repeat this for the range that contains the median, until few values are left.
 
     Args:
         at_once: largest number of values to sort.
@@ -47,8 +47,8 @@ def _nth(metrics: Metrics, column: str, rank: int, inside: int, at_once: int) ->
     """Return the key of a given rank.
 
     Args:
-        rank: number of keys below.
-        inside: number of all keys.
+        rank: number of keys below the wanted key.
+        inside: total number of keys.
     """
     low, high = 0, (1 << 64) - 1
     while inside > at_once:
@@ -92,12 +92,12 @@ _FEWEST = 64
 
 
 def map_over_blocks(do: Callable[..., Result], *runs: Metrics, together: Together = ()) -> list[Result]:
-    """Apply `do` to grids of the same tensors of all runs, as many tensors at a time as fit into memory.
+    """Apply `do` to grids of all runs, for as many tensors at a time as fit into memory.
 
-    Return the results in order. On a cluster, its workers share the work; see `cluster`.
+    Return the results in order. If a cluster is in use, its workers share the work; see `cluster`.
 
     Args:
-        do: function of one grid for each run.
+        do: function that takes one grid for each run.
         runs: metrics of the same tensors.
         together: groups of columns to read together; see `ColumnReader`.
     """
@@ -105,7 +105,7 @@ def map_over_blocks(do: Callable[..., Result], *runs: Metrics, together: Togethe
     at_once, tensors = max(1, CELLS // max(cells, 1)), len(runs[0].tensors)
     workers = cluster.count_workers() if tensors and all(run.is_long for run in runs) else 0
     if workers:
-        # Equal shares, in as few turns as possible, because each turn opens all parts.
+        # Divide the tensors into as few equal shares as possible, because all parts are opened again for each share.
         turns = -(-tensors // (at_once * workers))
         at_once = max(_FEWEST, -(-tensors // (turns * workers)))
     elif at_once >= tensors:
@@ -117,13 +117,15 @@ def map_over_blocks(do: Callable[..., Result], *runs: Metrics, together: Togethe
 
 
 def _slices(tensors: int, at_once: int, workers: int = 0) -> list[slice]:
-    """Return slices of whole row groups, so that no group is read twice, unless workers would get unequal shares."""
+    """Return slices of whole row groups, so that no group is read twice. If shares would be unequal, do not keep groups
+    whole.
+    """
     some = _cut(tensors, at_once - at_once % GROUP if at_once > GROUP else at_once)
     return _cut(tensors, at_once) if workers and len(some) % workers else some
 
 
 def _cut(tensors: int, at_once: int) -> list[slice]:
-    """Return slices of `at_once` tensors, and merge a small rest into the last one."""
+    """Return slices of `at_once` tensors. Merge a small rest into the last slice."""
     firsts = list(range(0, tensors, at_once))
     if len(firsts) > 1 and tensors - firsts[-1] < _REST * at_once:
         firsts.pop()
@@ -142,7 +144,7 @@ def compute_by_tensor(
     """Compute columns, [T] each, by name, with functions of grids.
 
     Args:
-        functions: functions of grids of some of the tensors. Each handles all tensors before the next one begins.
+        functions: functions of grids of some tensors. Each function processes all tensors before the next function begins.
     """
     found: dict[str, npt.NDArray[Any]] = {}
     for function in functions:
@@ -152,5 +154,5 @@ def compute_by_tensor(
 
 
 def compute_in_parts(do: Callable[..., Result], *grids: Grid) -> list[Result]:
-    """Apply `do` to grids of some tensors at a time, or of all if there are few, and return the results in order."""
+    """Apply `do` to grids of some tensors at a time, or of all tensors if there are few. Return the results in order."""
     return list(run_ahead(lambda some: do(*(grid.rows(some) for grid in grids)), grids[0].parts()))

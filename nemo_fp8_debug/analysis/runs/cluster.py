@@ -1,4 +1,4 @@
-"""Run analyses of long records on a Ray or Dask cluster, whose workers share the tensors."""
+"""Run analyses of long records on a Ray or Dask cluster. Each worker processes some of the tensors."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ Result = TypeVar("Result")
 
 #: seconds to wait for a Dask scheduler
 PATIENCE = 20
-#: options of a Dask cluster that we start. Its own processes share the cores with the work, so we switch off profiles and
-#: work stealing, and monitor workers less often
+#: options of a Dask cluster that we start. Dask's own processes share the cores with the work, so we switch off profiling
+#: and work stealing, and monitor workers less often
 DASK = {
     "distributed.worker.profile.enabled": False,
     "distributed.scheduler.work-stealing": False,
@@ -28,14 +28,14 @@ _SENT = {"distributed.admin.large-graph-warning-threshold": "1 GiB"}
 
 
 class Cluster(NamedTuple):
-    """Workers in other processes."""
+    """A cluster of workers in other processes."""
 
     workers: int
-    #: applies a function to each item on the workers and returns the results in order
+    #: function that applies a function to each item on the workers, and returns the results in order
     each: Callable[[Callable[[Any], Any], Sequence[Any]], list[Any]]
 
 
-#: the cluster in use; empty without one
+#: the cluster in use; empty without a cluster
 _in_use: list[Cluster] = []
 
 
@@ -45,7 +45,9 @@ def count_workers() -> int:
 
 
 def map_on_cluster(do: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:
-    """Apply `do` to each item, here or on the cluster's workers with one thread each, and return the results in order."""
+    """Apply `do` to each item, in this process or on the cluster's workers (one thread each). Return the results in
+    order.
+    """
     return _in_use[-1].each(do, list(items)) if _in_use else [do(item) for item in items]
 
 
@@ -62,7 +64,7 @@ def on_cluster(address: str | None) -> Iterator[None]:
 
     Args:
         address: `ray` or `dask` to start a cluster on this machine with one worker for each core, or the address of a
-            running one, `ray://HOST:10001` or `tcp://HOST:8786` (Dask's scheduler). None: no cluster.
+            running cluster, `ray://HOST:10001` or `tcp://HOST:8786` (Dask's scheduler). None: no cluster.
 
     Returns:
         A context manager.
@@ -111,7 +113,7 @@ def _ray(address: str | None, stack: contextlib.ExitStack) -> Cluster:
         try:
             found: list[Any] = ray.get([alone.remote(do, item) for item in items])
         except ray.exceptions.RayTaskError as error:
-            raise error.cause from None  # otherwise the message would be the worker's traceback
+            raise error.cause from None  # otherwise the message would contain the worker's traceback
         except ray.exceptions.RayError as error:
             raise _lost(error) from None
         return found

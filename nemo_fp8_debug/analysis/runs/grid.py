@@ -16,12 +16,12 @@ Ints = npt.NDArray[np.int64]
 
 #: columns that identify a tensor
 KEY = ["layer", "role"]
-#: tensors times steps in one part: 1 MiB of values, so that intermediate results stay in the cache
+#: number of values (tensors times steps) in one part: 1 MiB, so that intermediate results stay in the cache
 _CELLS = 1 << 17
 
 
 class OperandColumns(Protocol):
-    """Metrics by operand and step, read when first used."""
+    """Metrics by operand and step. Each column is read when it is first used."""
 
     def __getitem__(self, name: str) -> Floats:
         """Return a metric or `nonfinite`, [T, S]; NaN without a value."""
@@ -35,7 +35,7 @@ class OperandColumns(Protocol):
 class Grid:
     """Metrics of a run by tensor and step."""
 
-    #: layer and role of T tensors, one row each
+    #: layer and role of T tensors, one row for each tensor
     tensors: pl.DataFrame
     #: sampled steps, int64 [S]
     steps: Ints
@@ -46,26 +46,28 @@ class Grid:
 
     @classmethod
     def of(cls, tensors: pl.DataFrame, steps: Ints, columns: OperandColumns) -> Grid:
-        """Return a grid of all rows of the columns."""
+        """Return a grid of all tensors and all steps."""
         return cls(tensors, steps, columns, np.arange(len(tensors)), np.arange(len(steps)))
 
     def rows(self, some: slice | Ints) -> Grid:
-        """Return some tensors, by index, with all steps."""
+        """Return the grid of some tensors, given by index, with all steps."""
         return replace(self, tensors=self.tensors[some], _tensor=self._tensor[some])
 
     def among(self, tensors: pl.DataFrame) -> Grid:
-        """Return some tensors, in the order of `tensors`, with the steps that have any of them."""
+        """Return the grid of some tensors, in the order of `tensors`. Keep the steps at which any of these tensors was
+        sampled.
+        """
         of_all = self.tensors.with_row_index("at")
         at = tensors.join(of_all, on=KEY, how="left", maintain_order="left")["at"].to_numpy()
         found = replace(self, tensors=tensors, _tensor=self._tensor[at])
         return found.at(np.flatnonzero(found.sampled.any(axis=0)))
 
     def at(self, samples: Ints) -> Grid:
-        """Return some samples, by index."""
+        """Return the grid of some samples, given by index."""
         return replace(self, steps=self.steps[samples], _sample=self._sample[samples])
 
     def over(self, steps: Ints) -> Grid:
-        """Return the grid over more steps, which include its own. The added steps have no rows."""
+        """Return the grid over more steps, which include all of its own steps. The added steps have no rows."""
         sample = np.full(len(steps), -1)
         sample[np.searchsorted(steps, self.steps)] = self._sample
         return replace(self, steps=steps, _sample=sample)
@@ -89,13 +91,13 @@ class Grid:
         return found
 
     def parts(self) -> list[slice]:
-        """Return slices of the tensors, small enough for intermediate results."""
+        """Return slices of the tensors that are small enough for intermediate results to stay in the cache."""
         at_once = max(1, _CELLS // max(len(self.steps), 1))
         return [slice(first, first + at_once) for first in range(0, max(len(self.tensors), 1), at_once)]
 
 
 def _span(places: Ints) -> slice | Ints:
-    """Return indices as a slice if they are consecutive, because a slice needs no copy."""
+    """If indices are consecutive, return a slice, because a slice needs no copy."""
     if len(places) and places[-1] - places[0] == len(places) - 1 and (np.diff(places) == 1).all():
         return slice(int(places[0]), int(places[-1]) + 1)
     return places
@@ -103,22 +105,23 @@ def _span(places: Ints) -> slice | Ints:
 
 @dataclass(frozen=True)
 class Paired:
-    """Pairs of samples of two runs, as indices in the steps of each, int64 [P]."""
+    """Pairs of samples of two runs, as indices in each run's steps, int64 [P]."""
 
     baseline: Ints
     run: Ints
 
     @classmethod
     def of(cls, baseline: Ints, run: Ints) -> Paired:
-        """Pair samples that are each other's nearest, at most half the longer sampling interval apart.
+        """Pair two samples if each is the nearest sample to the other, and they are at most half the longer sampling
+        interval apart.
 
         Steps that both runs sampled always form pairs.
         """
         if not len(baseline) or not len(run):
             return cls(np.empty(0, np.int64), np.empty(0, np.int64))
         nearest = _nearest(baseline, run, later=True)
-        # Between two equally near samples, one run prefers the later and the other the earlier one, so that a shift by half
-        # an interval pairs all samples.
+        # If two samples are equally near, choose the later sample for one run and the earlier sample for the other run. So
+        # all samples are paired if the runs are shifted by half an interval.
         mutual = _nearest(run, baseline, later=False)[nearest] == np.arange(len(baseline))
         close = np.abs(run[nearest] - baseline) <= max(measure_interval(baseline), measure_interval(run)) / 2
         kept = np.flatnonzero(mutual & close)
@@ -128,13 +131,15 @@ class Paired:
         return len(self.baseline)
 
     def last(self, share: float) -> Paired:
-        """Return the last share of the pairs, at least one."""
+        """Return the last part of the pairs, at least one pair."""
         n = max(1, round(len(self) * share))
         return Paired(self.baseline[-n:], self.run[-n:])
 
 
 def _nearest(of: Ints, among: Ints, later: bool) -> Ints:
-    """Return the index of the nearest step. If two are equally near, take the later or the earlier one."""
+    """Return the index of the nearest step. If two steps are equally near, choose the later or the earlier step, as
+    requested.
+    """
     right = np.clip(np.searchsorted(among, of), 0, len(among) - 1)
     left = np.maximum(right - 1, 0)
     before, after = np.abs(of - among[left]), np.abs(among[right] - of)
@@ -147,7 +152,7 @@ def measure_interval(steps: Ints) -> float:
 
 
 def median(values: Floats) -> Floats:
-    """Return the median over the last axis, [T, S] -> [T], ignoring NaN; NaN if there is no other value."""
+    """Return the median over the last axis, [T, S] -> [T], ignoring NaN. Return NaN if all values are NaN."""
     if values.shape[-1] == 0:
         return np.full(values.shape[:-1], np.nan)
     count = (~np.isnan(values)).sum(-1)
@@ -162,7 +167,7 @@ def median(values: Floats) -> Floats:
 
 
 def lower_median(values: Floats) -> Floats:
-    """Return the median over the last axis, ignoring NaN, and the lower one of two middle values."""
+    """Return the median over the last axis, ignoring NaN. Of two middle values, return the lower."""
     if values.shape[-1] == 0:
         return np.full(values.shape[:-1], np.nan)
     if not np.isnan(values).any():
@@ -177,7 +182,7 @@ def lower_median(values: Floats) -> Floats:
 
 
 def find_stretches(places: Ints) -> Iterator[tuple[int, slice]]:
-    """Yield each stretch of equal values as the value and a slice."""
+    """Yield the value and the slice of each run of equal consecutive values."""
     ends = [0, *(np.flatnonzero(np.diff(places)) + 1).tolist(), len(places)] if len(places) else [0]
     for first, end in itertools.pairwise(ends):
         yield int(places[first]), slice(first, end)

@@ -1,6 +1,6 @@
-"""The `metrics` table for the analyses: its operands, its steps, and columns that are read when needed.
+"""The `metrics` table for the analyses: its operands, its steps, and its columns, which are read when needed.
 
-A small table is kept in memory. A large one is read in parts, as an analysis needs them.
+A small table is kept in memory. A large table is read in parts when an analysis needs them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ Result = TypeVar("Result")
 Together = Sequence[Sequence[str]]
 #: largest number of rows to keep in memory
 HELD = 1 << 20
-#: whether a row has NaN or infinity; null if neither was counted. msProbe counts only NaN, so infinity may be null
+#: whether a row has NaN or infinity; null if neither NaN nor infinity was counted. The count of infinity may be null,
+#: because msProbe counts only NaN
 IS_NONFINITE = pl.max_horizontal("nan", "inf") > 0
 
 
@@ -43,20 +44,20 @@ class Metrics:
     tensors: pl.DataFrame
     #: sampled steps, int64 [S], ascending
     steps: Ints
-    #: index here of each operand and step of the source, int64; -1 if left out
+    #: index in these metrics of each operand and step of the source, int64; -1 if left out
     _operand: Ints
     _step: Ints
-    #: columns, and the values that rows must have there
+    #: required values of columns: for each column, the values that rows must have
     _only: tuple[tuple[str, tuple[str, ...]], ...] = ()
 
     @property
     def _is_all(self) -> bool:
-        """Return True if no row of the source is left out."""
+        """Return True if all rows of the source are included."""
         return not self._only and bool((self._operand >= 0).all() and (self._step >= 0).all())
 
     @cached_property
     def has_merged_steps(self) -> bool:
-        """Return True if a step combines several steps of the source."""
+        """Return True if several steps of the source are combined into one step."""
         places = self._step[self._step >= 0]
         return len(np.unique(places)) < len(places)
 
@@ -72,7 +73,7 @@ class Metrics:
 
     @classmethod
     def of(cls, rows: pl.DataFrame) -> Metrics:
-        """Wrap rows in memory.
+        """Make metrics of rows in memory.
 
         Example:
             >>> metrics = Metrics.of(pl.DataFrame({"step": [0, 5], "layer": "fc1", "role": "input", "mse": [1.0, 2.0]}))
@@ -97,7 +98,7 @@ class Metrics:
 
     @property
     def is_long(self) -> bool:
-        """Return True if rows are read when needed, and not kept in memory."""
+        """Return True if rows are not kept in memory but read when needed."""
         return isinstance(self._source, Scan)
 
     @property
@@ -114,20 +115,20 @@ class Metrics:
         return self._over(~np.isin(self.steps, np.array(sorted(steps), dtype=np.int64))) if len(steps) else self
 
     def at(self, samples: Ints) -> Metrics:
-        """Return some steps, by index, with all operands."""
+        """Return the metrics at some steps, given by index, with all operands."""
         kept = np.zeros(len(self.steps), dtype=bool)
         kept[samples] = True
         return replace(self, steps=self.steps[kept], _step=_renumbered(self._step, kept))
 
     def over(self, steps: Ints) -> Metrics:
-        """Return some steps, with the operands that have rows there."""
+        """Return the metrics at some steps, with the operands that have rows at these steps."""
         return self._over(np.isin(self.steps, steps))
 
     def _over(self, kept: Bools) -> Metrics:
         return self if kept.all() else self.at(np.flatnonzero(kept))._there()
 
     def along(self, axis: pl.DataFrame) -> Metrics:
-        """Return the metrics with other numbers for the steps, without steps that get none.
+        """Return the metrics with other step numbers. Leave out steps that have no new number.
 
         Args:
             axis: step and its new number, ascending.
@@ -141,11 +142,12 @@ class Metrics:
         return replace(some, steps=unique, _step=step)
 
     def renamed(self, names: Mapping[str, str]) -> Metrics:
-        """Return the metrics with other names for the layers."""
+        """Return the metrics with other layer names."""
         return replace(self, tensors=self.tensors.with_columns(pl.col("layer").replace(dict(names)))) if names else self
 
     def among(self, tensors: pl.DataFrame) -> Metrics:
-        """Return some operands, in the order of `tensors`, with the steps that have any of them.
+        """Return the metrics of some operands, in the order of `tensors`. Keep the steps at which any of these operands was
+        sampled.
 
         Args:
             tensors: layer and role of operands in these metrics.
@@ -153,33 +155,35 @@ class Metrics:
         return self if tensors.select(KEY).equals(self.tensors) else self.narrowed(tensors)._there()
 
     def narrowed(self, tensors: pl.DataFrame) -> Metrics:
-        """Return some operands, with all steps."""
+        """Return the metrics of some operands, with all steps."""
         place = tensors.join(self.tensors.with_row_index("at"), on=KEY, how="left", maintain_order="left")["at"].to_numpy()
         here = np.full(len(self.tensors) + 1, -1)
         here[place] = np.arange(len(place))
         return replace(self, tensors=tensors.select(KEY), _operand=here[self._operand])
 
     def within(self, keys: pl.DataFrame) -> Metrics:
-        """Return the operands whose layer and role are in `keys`."""
+        """Return the metrics of the operands with layer and role in `keys`."""
         return self.among(self.tensors.join(keys, on=KEY, how="semi", maintain_order="left"))
 
     def outside(self, keys: pl.DataFrame) -> Metrics:
-        """Return the operands whose layer and role are not in `keys`."""
+        """Return the metrics of the operands with layer and role not in `keys`."""
         return self.among(self.tensors.join(keys, on=KEY, how="anti", maintain_order="left"))
 
     def with_role(self, *roles: str) -> Metrics:
-        """Return the operands of some roles."""
+        """Return the metrics of the operands with some roles."""
         return self.among(self.tensors.filter(pl.col("role").is_in(roles)))
 
     def only(self, column: str, values: Collection[str]) -> Metrics:
-        """Return the rows with one of these values in a column, and the operands and steps that have such rows."""
+        """Return the metrics of rows that have one of the given values in a column. Keep operands and steps with such
+        rows.
+        """
         counts = self.counts(column)
         if counts.keys() <= set(values):
             return self
         none = np.zeros(len(self.tensors), dtype=np.int64)
         fitting = sum((counts[value] for value in values if value in counts), none)
         if ((fitting == 0) | (fitting == sum(counts.values(), none))).all():
-            # All rows of an operand fit, or none.
+            # Either all rows of an operand have such a value, or none.
             return self.among(self.tensors.filter(pl.Series(fitting > 0)))
         return replace(self, _only=(*self._only, (column, tuple(values))))._there()
 
@@ -187,14 +191,14 @@ class Metrics:
         """Return the values of a text column, in the order of their first rows."""
         if column not in self._values:
             known = self._source.values(column)
-            # If the table has a single value, any of its rows have it too.
+            # If the whole table has a single value, all selected rows have this value.
             if known is not None and (self._is_all or len(known) == 1) and not self.is_empty():
                 return known
             self._values[column] = _find_unique(column, self)
         return self._values[column]
 
     def counts(self, column: str) -> dict[str | None, Ints]:
-        """Return how often each operand has each value of a text column, by value, [T] each."""
+        """For each value of a text column, return the number of rows of each operand with this value, [T]."""
         if column not in self._counts:
             self._counts[column] = self._count(column)
         return self._counts[column]
@@ -212,17 +216,17 @@ class Metrics:
         for chunk in self.chunks([]):
             for step, of_step in chunk.steps:
                 steps[step] = True
-                if of_step is not seen:  # steps that list the same operands share the array
+                if of_step is not seen:  # steps with the same operands share the array
                     operands[of_step], seen = True, of_step
         tensors = self.tensors.filter(pl.Series(operands, dtype=pl.Boolean))
         operand, step = _renumbered(self._operand, operands), _renumbered(self._step, steps)
         return replace(self, tensors=tensors, steps=self.steps[steps], _operand=operand, _step=step)
 
     def chunks(self, columns: Sequence[str], then: Callable[[Chunk], Any] = return_unchanged) -> Iterator[Any]:
-        """Yield chunks of the columns, a few steps at a time, with indices of these operands and steps.
+        """Yield chunks of the columns, a few steps at a time. Operands and steps in chunks are indices in these metrics.
 
         Args:
-            then: function of each chunk whose results are yielded; called in several threads.
+            then: function that is applied to each chunk in several threads. Its results are yielded.
         """
         names = list(dict.fromkeys([*columns, *(name for name, _ in self._only)]))
 
@@ -232,7 +236,8 @@ class Metrics:
         yield from self._source.chunks(names, self._operand, self._step, fitting if self._only else then)
 
     def alike(self, column: str | None) -> Iterator[tuple[Chunk, Sequence[int]]]:
-        """Yield chunks of a text column, with one step for all steps of equal operands and texts, and their counts.
+        """Yield chunks of a text column. Steps with equal operands and equal strings are represented by one step and their
+        number.
 
         Args:
             column: text column; None: compare only the operands of steps.
@@ -243,14 +248,16 @@ class Metrics:
             yield from self._source.alike(column, self._operand, self._step)
 
     def over_steps(self, do: Callable[[Metrics], Result]) -> list[Result]:
-        """Apply `do` to all steps at once, or on a cluster to each worker's share of a long table, in order."""
+        """Apply `do` to all steps at once. For a long table on a cluster, apply `do` to each worker's share. Keep the
+        order.
+        """
         workers = min(cluster.count_workers() if self.is_long else 0, len(self.steps))
         if not workers:
             return [do(self)]
         return cluster.map_on_cluster(do, (self.at(some) for some in np.array_split(np.arange(len(self.steps)), workers)))
 
     def scan(self, columns: Sequence[str]) -> Iterator[pl.DataFrame]:
-        """Yield rows, a few steps at a time: columns, tensor (index of the operand), and step."""
+        """Yield rows, a few steps at a time, with the given columns, tensor (index of the operand) and step."""
         there = [name for name in columns if name in self.columns]
         found: dict[str, pl.Expr] = {name: pl.lit(None, _type(name)) for name in columns}
         found |= {name: pl.col(name).cast(pl.String) if _type(name) == pl.String else pl.col(name) for name in there}
@@ -259,7 +266,7 @@ class Metrics:
             yield chunk.rows.select(**found, **{name: pl.Series(of, dtype=pl.Int64) for name, of in places.items()})
 
     def frame(self, columns: Sequence[str] | None = None) -> pl.DataFrame:
-        """Return all rows at once: step, layer, role and the given columns, or all columns by default."""
+        """Return all rows at once, with step, layer, role and the given columns. By default, return all columns."""
         names = list(self.columns if columns is None else dict.fromkeys(["step", *KEY, *columns]))
         read = [name for name in names if name not in ("step", *KEY)]
         found = self.named(pl.concat(self.over_steps(partial(_read_all_rows, read)))).select(names)
@@ -277,16 +284,16 @@ class Metrics:
         """Return the number of values of W by layer, if known."""
         weights = self.with_role("weight")
         most = _find_largest(weights.at(np.arange(len(weights.steps))[-1:]), whole=True)
-        if (most < 0).any():  # the last sample lacks some weights, or a rank's part
+        if (most < 0).any():  # in the last sample, some weights or a rank's part are missing
             most = np.max(weights.over_steps(_find_largest), axis=0)
         return {layer: n for layer, n in zip(weights.tensors["layer"], most.tolist(), strict=True) if n >= 0}
 
     def gathered(self, columns: Sequence[str], gather: Callable[[pl.DataFrame], pl.DataFrame]) -> pl.DataFrame:
-        """Reduce the rows with `gather`, a few steps at a time, and then reduce these results.
+        """Reduce the rows with `gather`, a few steps at a time. Then reduce the results with `gather` again.
 
         Args:
-            columns: columns that `gather` gets, in addition to tensor (index of the operand), step, and count (1).
-            gather: reduction that gives the same result for its own results as for the rows they came from.
+            columns: columns to pass to `gather`, in addition to tensor (index of the operand), step, and count (1).
+            gather: reduction that returns the same result for its own partial results as for the original rows.
 
         Example:
             >>> metrics = Metrics.of(pl.DataFrame({"step": [0, 5], "layer": "fc1", "role": "input", "mse": [1.0, 2.0]}))
@@ -297,7 +304,7 @@ class Metrics:
         return found[0] if len(found) == 1 else gather(pl.concat(found, how="diagonal"))
 
     def last(self, columns: Sequence[str]) -> pl.DataFrame:
-        """Return layer, role and columns of each operand in its last sample."""
+        """Return layer, role and the given columns of each operand in its last sample."""
         rows = self.gathered(columns, lambda rows: rows.unique("tensor", keep="last", maintain_order=True))
         return self.named(rows.sort("tensor")).select(*KEY, *columns)
 
@@ -326,13 +333,15 @@ class Metrics:
 
 
 class ColumnReader:
-    """Columns by operand and step, read when first used. Reading one group of columns drops the previous one."""
+    """Columns by operand and step. A column is read when it is first used. Reading a group of columns drops the previous
+    group.
+    """
 
     def __init__(self, metrics: Metrics, together: Together = ()) -> None:
         """
         Args:
-            together: groups of columns that are used together or in succession, and so are read together. Other columns
-                are read alone.
+            together: groups of columns that are used together or in succession, and therefore read together. Any other
+                column is read alone.
         """
         self._metrics, self._together = metrics, together
         self._values: dict[str, Floats] = {}
@@ -350,8 +359,8 @@ class ColumnReader:
     def _read(self, names: Sequence[str]) -> dict[str, Floats]:
         metrics = self._metrics
         there = [name for name in names if _made_of(name) <= metrics.columns]
-        # Values are stored by step, in the order in which they come. Each step is cleared just before its values come, so
-        # that memory is written only once. Merged steps are cleared in advance.
+        # Values are stored by step, in the order in which they are read. Clear each step just before its values arrive, so
+        # that memory is touched only once. Clear merged steps in advance.
         values = {name: self._buffers.array(len(metrics.steps), len(metrics.tensors)) for name in names}
         cleared = np.zeros(len(metrics.steps), dtype=bool)
 
@@ -384,12 +393,12 @@ class ColumnReader:
 
 
 def _type(name: str) -> Any:
-    """Return the type of a column that a table lacks."""
+    """Return the type of a column that is missing in a table."""
     return SCHEMAS["metrics"].get(name, pl.Float64)
 
 
 def _made_of(name: str) -> set[str]:
-    """Return the columns of the table that a column of a grid needs."""
+    """Return the table's columns from which a column of a grid is computed."""
     return {"nan", "inf"} if name == "nonfinite" else {name}
 
 
@@ -399,24 +408,24 @@ def _values(rows: pl.DataFrame, names: Sequence[str]) -> dict[str, Floats]:
 
 
 def _renumbered(places: Ints, kept: Bools) -> Ints:
-    """Return the indices among those that are kept, and -1 for the others."""
+    """Number the kept elements in order. Return the new index of each element, or -1 if it is not kept."""
     numbers = np.append(np.where(kept, np.cumsum(kept) - 1, -1), -1)
     return numbers[places]
 
 
 def _fits(rows: pl.DataFrame, only: Sequence[tuple[str, Sequence[str]]]) -> Bools:
-    """Return which rows have the required values."""
+    """Return whether each row has the required values."""
     fits = pl.all_horizontal([pl.col(name).is_in(values) for name, values in only]).fill_null(False)
     return rows.select(fits.alias("fits"))["fits"].to_numpy()
 
 
 def select_common(baseline: Metrics, run: Metrics) -> tuple[Metrics, Metrics]:
-    """Restrict both to the tensors that they share, in the order of the baseline."""
+    """Restrict both runs' metrics to the tensors that they have in common, in the order of the baseline."""
     tensors = baseline.tensors.join(run.tensors, on=KEY, how="semi", maintain_order="left")
     return baseline.among(tensors), run.among(tensors)
 
 
-# Each function makes one pass over the rows of some operands and steps. Callers combine the results of several passes.
+# Each function below reads the rows of some operands and steps once. Callers combine the results of several reads.
 
 
 def _find_unique(column: str, metrics: Metrics) -> list[str | None]:
@@ -429,7 +438,7 @@ def _find_unique(column: str, metrics: Metrics) -> list[str | None]:
 
 
 def _count_values(column: str, values: Sequence[str | None], metrics: Metrics) -> Ints:
-    """Return how often each operand has no text, and each of the texts, int64 [T, 1 + texts]."""
+    """Return for each operand the number of nulls, and the number of times each string occurs, int64 [T, 1 + strings]."""
     texts = pl.Enum([value for value in values if value is not None])
     width = len(texts.categories) + 1
 
@@ -448,10 +457,10 @@ def _read_all_rows(columns: Sequence[str], metrics: Metrics) -> pl.DataFrame:
 
 
 def _find_largest(weights: Metrics, whole: bool = False) -> Ints:
-    """Return the largest number of values of each operand in a sample; -1 if unknown.
+    """For each operand, return the largest number of values in a sample; -1 if unknown.
 
     Args:
-        whole: count only samples without missing ranks.
+        whole: use only samples without missing ranks.
     """
     most = np.full(len(weights.tensors), -1)
     for rows in weights.scan(["n", "nan", "inf", *(["ranks_missing"] if whole else [])]):

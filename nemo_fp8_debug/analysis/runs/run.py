@@ -1,4 +1,4 @@
-"""The record of a run, as the analyses read it."""
+"""The record of a run, in the form that analyses use."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from ...record.reader import find_run, read_fingerprint, read_table
 from ..loss.curve import LossCurve
 from .metrics import HELD, Metrics
 
-#: quantities by which runs can be matched, and their singular
+#: quantities by which runs can be matched, with the name of one unit
 UNITS = {"step": "step", "samples": "sample"}
 
 
 @dataclass(frozen=True)
 class Run:
-    """The record of a run. If runs are matched by consumed samples, all its steps count samples."""
+    """The record of a run. If runs are matched by consumed samples, all of its steps are numbers of consumed samples."""
 
     path: str
     fingerprint: dict[str, Any]
@@ -33,7 +33,7 @@ class Run:
     loss: LossCurve
     #: unit of the steps: step or sample
     unit: str = "step"
-    #: consumed samples at each step; None if steps count steps
+    #: number of consumed samples at each step; None if runs are matched by steps
     axis: pl.DataFrame | None = None
     #: new names of layers, by their names in the record
     renamed_to: Mapping[str, str] = field(default_factory=dict)
@@ -53,7 +53,7 @@ class Run:
         if by not in UNITS:
             raise ConfigError(f"runs cannot be matched by {by!r}; choose from {', '.join(UNITS)}")
         found = find_run(path)
-        fingerprint = read_fingerprint(found)  # first, because it refuses a record of another schema
+        fingerprint = read_fingerprint(found)  # read this first, because it refuses a record of another schema
         steps = read_table(found, "steps", ["step", "loss", "consumed_samples"])
         metrics = Metrics.read(found, held)
         axis = _samples_consumed(str(found), steps, metrics) if by == "samples" else None
@@ -62,19 +62,19 @@ class Run:
 
     @cached_property
     def quantization(self) -> str:
-        """Return whether the run quantizes, a constant of `core.scale_sources`."""
+        """Return a constant of `core.scale_sources` that says whether the run quantizes."""
         return classify_sources(self.metrics.unique("scale_source"), self.fingerprint)
 
     @cached_property
     def steps(self) -> pl.DataFrame:
-        """Return the `steps` table, read on first use."""
+        """Return the `steps` table. It is read when it is first used."""
         return _along(self.axis, read_table(self.path, "steps"))
 
     @cached_property
     def made_up_for(self) -> pl.Series:
-        """Return steps that the optimizer skipped before a later step, in runs with a dynamic loss scale.
+        """Return the skipped steps that a later optimizer step followed, in runs with a dynamic loss scale.
 
-        Gradients that overflow while the loss scale adapts change nothing.
+        If gradients overflow while the loss scale adapts, the optimizer skips the step, so this does no harm.
         """
         steps = self.steps.with_columns(skipped=pl.col("skipped").fill_null(0) != 0)
         if steps["loss_scale"].drop_nulls().n_unique() < 2:
@@ -91,25 +91,29 @@ class Run:
         return {}
 
     def table(self, name: str) -> pl.DataFrame:
-        """Return a table of the record, read on first use. The table is empty if the run has none."""
+        """Return a table of the record. It is read when it is first used. If the run does not have the table, it is
+        empty.
+        """
         if name not in self._tables:
             self._tables[name] = _with_names(_along(self.axis, read_table(self.path, name)), self.renamed_to)
         return self._tables[name]
 
     @cached_property
     def validation(self) -> dict[str, LossCurve]:
-        """Return the losses of evaluations by name, read on first use."""
+        """Return the losses of evaluations by name. They are read when they are first used."""
         rows = _along(self.axis, read_table(self.path, "validation", ["step", "name", "loss"]))
         return {name: LossCurve.of(rows.filter(name=name)) for name in rows["name"].unique(maintain_order=True)}
 
     @cached_property
     def others(self) -> pl.DataFrame:
-        """Return metrics under recipes that were not in use, from what-if recipes or replay, read on first use."""
+        """Return metrics under recipes that were not in use, from what-if recipes or replay. They are read when they are
+        first used.
+        """
         rows = pl.concat([read_table(self.path, table) for table in ("what_if", "replayed")], how="diagonal")
         return _with_names(_along(self.axis, rows), self.renamed_to)
 
     def renamed(self, names: Mapping[str, str]) -> Run:
-        """Return the run with other names for its layers."""
+        """Return the run with other layer names."""
         return replace(self, metrics=self.metrics.renamed(names), renamed_to=names)
 
     def as_recorded(self) -> Run:
@@ -118,7 +122,7 @@ class Run:
 
     @property
     def own_names(self) -> dict[str, str]:
-        """Return the names in the record, by the new names of renamed layers."""
+        """Return the names in the record of renamed layers, by their new names."""
         return {there: own for own, there in self.renamed_to.items()}
 
 
@@ -127,14 +131,16 @@ def _with_names(rows: pl.DataFrame, names: Mapping[str, str]) -> pl.DataFrame:
 
 
 def _along(axis: pl.DataFrame | None, rows: pl.DataFrame) -> pl.DataFrame:
-    """Replace `step` by the consumed samples, if there is an axis."""
+    """If there is an axis, replace `step` by the number of consumed samples."""
     if axis is None:
         return rows
     return rows.join(axis, on="step").with_columns(step="sample").drop("sample").sort("step", maintain_order=True)
 
 
 def _samples_consumed(path: str, steps: pl.DataFrame, metrics: Metrics) -> pl.DataFrame:
-    """Return step and sample: consumed samples as the framework reported them, interpolated between such steps."""
+    """Return step and sample (number of consumed samples). Interpolate between steps at which the framework reported the
+    number.
+    """
     columns = ["step", "consumed_samples"]
     of_steps = [rows.select(columns).unique("step", keep="first") for rows in metrics.scan(["consumed_samples"])]
     both = pl.concat([steps.select(columns), *of_steps])

@@ -15,7 +15,7 @@ from .grid import Ints
 from .metrics import Metrics
 from .run import Run
 
-#: largest relative difference of learning rates that rounding explains
+#: largest relative difference between learning rates that rounding explains
 _ROUNDING = 1e-5
 
 
@@ -35,21 +35,21 @@ def usual_casts(metrics: Metrics) -> pl.DataFrame:
 
 
 def _most_often(counts: dict[str | None, Ints], none: Ints) -> pl.Series:
-    """Return the most frequent name of each operand, the first in order if there are several."""
+    """Return the most frequent name of each operand. If several are equally frequent, return the first in order."""
     names = sorted(name for name in counts if name is not None)
     by_name = np.stack([none, *(counts[name] for name in names)])
-    most = by_name.argmax(axis=0)  # 0: it has none
+    most = by_name.argmax(axis=0)  # 0: the operand has no name
     return pl.Series([None, *names], dtype=pl.String).gather(most)
 
 
 #: sections whose differences are most likely to matter for precision
 TELLING = ("recipe", "risky_features_on", "backend_options", "environment")
-#: settings that differ between any two attempts
+#: settings that always differ between two attempts
 _PASSED_OVER = ("attempt", "schema_version")
 
 
 def list_differences(baseline: Mapping[str, Any], run: Mapping[str, Any]) -> pl.DataFrame:
-    """Return one row for each setting that differs, those that matter for precision first.
+    """Return one row for each setting that differs. Settings that matter for precision come first.
 
     The columns are setting (`section.name`), baseline and run (text, or null), and telling (whether it matters for
     precision).
@@ -75,18 +75,18 @@ def _flat(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
 
 
 def _encodable(text: str) -> str:
-    """Escape characters that UTF-8 cannot encode, such as the lone surrogates that a JSON file may hold."""
+    """Escape characters that UTF-8 cannot encode, such as lone surrogates from a JSON file."""
     return text.encode("utf-8", "backslashreplace").decode()
 
 
 def coverage_notes(fingerprint: Mapping[str, Any]) -> list[str]:
-    """Return a sentence if more than 5% of a run's GEMM work is not observed, or may not be."""
+    """Return a sentence if more than 5% of a run's GEMM work is unobserved or may be unobserved."""
     text = describe_unobserved(fingerprint.get("coverage"), above=0.05)
     return [f"{text[0].upper()}{text[1:]}."] if text else []
 
 
 def list_remarks(baseline: Run, run: Run) -> list[str]:
-    """Return sentences that warn about metrics of the two runs that are not directly comparable."""
+    """Return sentences that name metrics of the two runs that are not directly comparable."""
     recipes = [sorted(filter(None, each.metrics.unique("recipe"))) for each in (baseline, run)]
     told = []
     if recipes[0] != recipes[1]:
@@ -109,7 +109,7 @@ def find_departure(run: pl.DataFrame, baseline: pl.DataFrame) -> dict[str, Any] 
         baseline: a table with step and lr.
 
     Returns:
-        step, run and baseline (their rates there), and before (the last earlier step in both tables).
+        step, run and baseline (the rates of both at this step), and before (the last earlier step in both tables).
 
     Example:
         >>> find_departure(
@@ -127,11 +127,11 @@ def find_departure(run: pl.DataFrame, baseline: pl.DataFrame) -> dict[str, Any] 
 
 
 def choose_reference(run: Run, reference: Run | None) -> tuple[Run | None, list[str]]:
-    """Return the reference run if it can show what precision does, or None and the reason, a sentence.
+    """Return the reference run if it can show the effect of precision. Otherwise return None, and the reason as a sentence.
 
     Args:
         run: the run to explain.
-        reference: the same run in higher precision, as the user says.
+        reference: the run that the user gave as the same run in higher precision.
     """
     departure = None if reference is None else find_departure(reference.steps, run.steps)
     if departure is None:
@@ -141,6 +141,6 @@ def choose_reference(run: Run, reference: Run | None) -> tuple[Run | None, list[
 
 
 def read_rates(steps: pl.DataFrame) -> pl.DataFrame:
-    """Return step and lr where it is known and above 0."""
+    """Return step and lr of the steps at which lr is known and above 0."""
     rows = steps.select("step", pl.col("lr").fill_nan(None)).drop_nulls().unique("step", keep="last")
     return rows.filter(pl.col("lr").is_finite() & (pl.col("lr") > 0)).sort("step")

@@ -40,13 +40,14 @@ class Source(Protocol):
         """Yield the result of `then` for chunks of the columns, a few steps at a time.
 
         Args:
-            operands, steps: the index that each operand or step gets in chunks; -1 leaves it out. None keeps all indices.
+            operands, steps: the new index of each operand or step in chunks; -1 leaves it out. None keeps all indices.
         """
 
     def alike(
         self, column: str | None, operands: Ints | None = None, steps: Ints | None = None
     ) -> Iterator[tuple[Chunk, Sequence[int]]]:
-        """Yield chunks of a text column, with one step for all steps of equal operands and texts, and their counts.
+        """Yield chunks of a text column. Steps with equal operands and equal strings are represented by one step and their
+        number.
 
         Args:
             column: text column; None: compare only the operands of steps.
@@ -54,7 +55,9 @@ class Source(Protocol):
         """
 
     def values(self, column: str) -> list[str | None] | None:
-        """Return the values of a text column in the order of their first rows, or None if this needs reading all rows."""
+        """Return the distinct values of a text column in the order of their first rows, or None if all rows would have to be
+        read.
+        """
 
 
 class HeldRows:
@@ -62,7 +65,7 @@ class HeldRows:
 
     def __init__(self, rows: pl.DataFrame) -> None:
         rows = rows if rows["step"].is_sorted() else rows.sort("step", maintain_order=True)
-        # Grouping codes reads the names of all rows only once.
+        # Group by codes, so that the names of all rows are read only once.
         names = rows.select(pl.col(KEY).cast(pl.Categorical)).with_row_index("row")
         grouped = names.group_by(KEY, maintain_order=True).agg("row")
         self.operands = grouped.select(pl.col(KEY).cast(pl.String))

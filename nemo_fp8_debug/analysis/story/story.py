@@ -41,7 +41,7 @@ _OF_KINDS = {
     **{"reference": "loss", "weights": "W", "product": "products", "replica": "replicas"},
     "optimizer": "optimizer",
 }
-#: rows of the strip, from above
+#: rows of the strip, from top to bottom
 ROWS = ("learning rate", "gradient norm", "loss", _NAN, *_TENSORS, _BETWEEN, "products", "replicas", "optimizer")
 #: marks of events in the strip by kind; all other kinds get `_OTHER`
 MARKS = {"scale": "◆", "values": "●", "nonfinite": "✖", "warning": "!", "recipe": "R"}
@@ -52,7 +52,7 @@ _APART = 12
 
 
 def row_of(event: Event) -> str:
-    """Return the row of the strip that holds an event, one of ROWS.
+    """Return the row of the strip for an event, one of ROWS.
 
     Example:
         >>> row_of(Event(130, "lr", "the learning rate departs")), row_of(Event(160, "values", "...", "fc1", "input"))
@@ -68,7 +68,8 @@ def row_of(event: Event) -> str:
 
 
 def draw_strip(events: Sequence[Mapping[str, Any]], width: int = 80, unit: str = "step") -> str:
-    """Draw the events as text: one row for each kind, one mark for each event, a digit for several at one place.
+    """Draw the events as text, with one row for each kind and one mark for each event. A digit counts events at the same
+    place.
 
     Args:
         events: events of the story: step, kind, row.
@@ -133,12 +134,12 @@ def _axis(first: int, last: int, columns: int) -> str:
     return "".join(line)
 
 
-#: number of tensors in a story, and of those among them with the largest errors
+#: number of tensors in a story, and how many of these are chosen by their errors
 MOST, WORST = 40, 5
 
 
 def story(found: Diagnosis) -> dict[str, Any]:
-    """Return the story of a run as plain data.
+    """Return a run's diagnosis and events as plain data.
 
     Args:
         found: the result of `diagnose`.
@@ -148,9 +149,10 @@ def story(found: Diagnosis) -> dict[str, Any]:
         interval, change.
         `events`: step, kind (one of `diagnosis.events.KINDS`), what, layer, role, and the row of the strip, in order.
         `rows`: the rows of the strip, from top to bottom.
-        `tensors`: the 40 that matter, by harm rank: layer, role, tensor, blamed, also_wrong, why, since, metric, expected,
-        found, harm_rank, error_rank, zero_since, values. If all values are zero to the end, zero_since is the first such
-        step and error_rank is null. `values` has medians of baseline, run and reference run over the later half, by metric.
+        `tensors`: the 40 most important tensors, by harm rank: layer, role, tensor, blamed, also_wrong, why, since, metric,
+        expected, found, harm_rank, error_rank, zero_since, values. If all values are zero to the end, zero_since is the
+        first such step and error_rank is null. `values` has medians of baseline, run and reference run over the later half,
+        by metric.
 
     Raises:
         RecordError: a table of the record is unreadable.
@@ -203,7 +205,7 @@ def _make_headline(found: Diagnosis, first: Mapping[str, Any] | None) -> dict[st
 
 
 def _describe_warning(found: Diagnosis, first: Mapping[str, Any] | None) -> str | None:
-    """Return a sentence if the early warning came before the first tensor, otherwise None."""
+    """If the early warning came before the first tensor left its band, return a sentence, otherwise None."""
     if found.warning is None or first is None or first["since"] is None or found.warning[0] >= first["since"]:
         return None
     step, _, layer, role = found.warning
@@ -214,7 +216,7 @@ def _describe_warning(found: Diagnosis, first: Mapping[str, Any] | None) -> str 
 def _describe_first(tensors: Sequence[Mapping[str, Any]], found: Diagnosis) -> dict[str, Any] | None:
     """Return the first tensor of the ranking: layer, role, tensor, since, told, is_consequence, with.
 
-    `with` is the number of other tensors that left their band at the same sample. Return None if nothing is wrong.
+    `with` is the number of other tensors that left their band in the same sample. Return None if nothing is wrong.
     """
     row, onset = tensors[0], tensors[0]["since"]
     if not row["blamed"] and (onset is None or found.cause == "none"):
@@ -280,7 +282,7 @@ def _read_medians(reference: Run | None) -> dict[Key, dict[str, Any]]:
 
 
 def _list_events(found: Diagnosis, tensors: list[dict[str, Any]]) -> list[Event]:
-    """Return the events of the findings, and the onsets of the other tensors that matter."""
+    """Return the events of the findings, and the onsets of other tensors in the story."""
     told = list(found.events)
     named = {(event.layer, event.role) for event in told if event.kind != "warning"}
     others = [row for row in tensors if row["since"] is not None and (row["layer"], row["role"]) not in named]
@@ -294,7 +296,7 @@ def _make_event(row: Mapping[str, Any]) -> Event:
 
 
 def find_zero_since(metrics: Metrics) -> dict[Key, int]:
-    """Return the first step from which all values of a tensor are zero to the end, for each such tensor.
+    """For each tensor that is zero to the end, return the first step from which all its values are zero.
 
     Example:
         >>> import polars as pl

@@ -74,7 +74,7 @@ def _since(first: Mapping[str, Any], unit: str) -> str:
 
 
 def _named(row: Mapping[str, Any]) -> str:
-    """Return the tensor's name with its layer as code, because Markdown would interpret its underscores."""
+    """Return the tensor's name with the layer formatted as code, because Markdown would interpret underscores."""
     layer = " ".join(row["layer"].split()).replace("`", "").replace("|", "\\|")
     return f"{row['tensor']} of `{layer}`"
 
@@ -89,7 +89,7 @@ def _moved(row: Mapping[str, Any]) -> str:
 
 
 def _plain(text: str) -> str:
-    """Return the text on one line, with Markdown's signs escaped."""
+    """Return the text on one line, with Markdown's special characters escaped."""
     line = " ".join(text.split())
     for sign in "\\|*_[]#":
         line = line.replace(sign, f"\\{sign}")
@@ -144,7 +144,7 @@ def _of_the_first_out(found: Comparison) -> list[str]:
 
 
 def _of_the_experts(found: Comparison, aggregate: Mapping[str, Any]) -> list[str]:
-    """Describe the worst expert of an aggregate in a sentence, if its drift or NaN is known."""
+    """Describe the worst expert of an aggregate in a sentence, if an expert's drift or NaN is known."""
     for row in found.experts.iter_rows(named=True):
         if aggregate_key(row["layer"], row["role"]) == (aggregate["layer"], aggregate["role"]):
             tells = row["nonfinite_since"] is not None or row["drift_log2"] is not None

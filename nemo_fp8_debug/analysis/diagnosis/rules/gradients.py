@@ -1,4 +1,4 @@
-"""Rules about all gradients: the factor that multiplies them, their norm, and their size by kind of GEMM."""
+"""Rules about gradients: the factor by which they are multiplied, their norm, and their size by kind of GEMM."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ from ..facts import Facts, Records, fact
 from ..finding import Finding
 from ..rule import rule
 
-#: units of the factor, because gradients of micro-batches are averaged or summed. A fault moves the factor in both
+#: units of the factor, because gradients of micro-batches may be averaged or summed; a fault changes the factor in both
+#: units
 _UNITS = ("per_scale", "per_micro_batch")
 
 
@@ -39,7 +40,9 @@ class Factors(NamedTuple):
 
 @fact
 def gradient_factors(records: Records) -> Factors:
-    """Return the factors of samples with a steady loss scale. If it moves, frameworks report it early or late."""
+    """Return the factors of samples with a constant loss scale. If the scale changes, frameworks report the change early or
+    late.
+    """
     mine, theirs = (None if each is None else _read_factors(each) for each in (records.run, records.baseline))
     assert mine is not None
     return Factors(mine, None if theirs is None or theirs.is_empty() else theirs)
@@ -65,7 +68,7 @@ def _read_factors(run: Run) -> pl.DataFrame:
 def find_factor(facts: Facts) -> Iterator[Finding]:
     """Name a wrong factor between the loss and the gradients.
 
-    A factor that the loss scale or accumulation explains is no finding.
+    If the loss scale or accumulation explains a factor, there is no finding.
 
     Example: a loss scale of 65,536 is reported and never applied, so small gradients underflow.
     """
@@ -118,9 +121,9 @@ def _moved(mine: pl.DataFrame, theirs: pl.DataFrame | None) -> Iterator[Finding]
 
 
 def _leaves(values: Floats) -> int | None:
-    """Return the index from which all values differ from the first ones, or None if there is none.
+    """Return the index from which all values differ from the first values, or None if there is no such index.
 
-    Return None also if the values were never steady.
+    If the first values were not constant, also return None.
     """
     usual = _usual(values)
     off = np.array([_differ(value, usual) for value in values], dtype=bool)
@@ -136,7 +139,9 @@ def _usual(values: Floats) -> float:
 
 
 def find_common_scale(mine: pl.DataFrame, theirs: pl.DataFrame) -> float | None:
-    """Return the median loss scale of two runs if it is the same, and too large to equal another factor by chance."""
+    """Return the median loss scale of two runs if it is equal, and so large that no other factor is likely to be equal to
+    it.
+    """
     scales = [rows["loss_scale"].fill_nan(None).median() for rows in (mine, theirs)]
     here, there = (scale if isinstance(scale, float) else 0.0 for scale in scales)
     return here if here == there and here >= 2.0**6 else None
@@ -162,7 +167,7 @@ def _factor(strength: str, evidence: str, since: int, advice: str) -> Finding:
 
 @fact
 def sizes_against_baseline(records: Records) -> pl.DataFrame:
-    """Return layer, role and bits: log2 of the median amax of early samples over the baseline's.
+    """Return layer, role and bits: the log2 ratio of run to baseline of the median amax in early samples.
 
     The first samples have initial scales and are left out.
     """
@@ -204,7 +209,7 @@ class GradientNorms:
 
 @fact
 def gradient_norms(records: Records) -> GradientNorms:
-    """Return the gradient norms of run and baseline, and the sizes of dY in samples of the run."""
+    """Return the gradient norms of run and baseline, and the sizes of dY in the run's samples."""
     run, baseline = records.run, records.baseline
     gradients = run.metrics.with_role("grad_output")
     known = (pl.col("amax") > 0) & pl.col("amax").is_finite()
@@ -248,9 +253,9 @@ class _Move(NamedTuple):
     needs_no_baseline=True,
 )
 def find_norm(facts: Facts) -> Iterator[Finding]:
-    """Name a gradient norm that is zero, that moves at once to another level, or that is not the baseline's.
+    """Name a gradient norm that is zero, that changes suddenly to another level, or that differs from the baseline's norm.
 
-    Example: gradients are averaged twice from step 80 on, so their norm is a quarter of what it was, and no dY moves.
+    Example: gradients are averaged twice from step 80 on, so their norm falls to a quarter, and no dY changes.
     """
     norms = gradient_norms(facts)
     yield from _zero_norms(norms, facts)
@@ -267,7 +272,7 @@ def find_norm(facts: Facts) -> Iterator[Finding]:
 
 
 def _zero_norms(norms: GradientNorms, facts: Facts) -> Iterator[Finding]:
-    """Yield a finding if the norm is exactly zero, and the baseline's is not."""
+    """Yield a finding if the norm is exactly zero, but the baseline's norm is not."""
     steps, zero = norms.run["step"].to_numpy(), (norms.run["grad_norm"] == 0).to_numpy()
     if not zero.any() or (norms.baseline is not None and (norms.baseline["grad_norm"] == 0).any()):
         return
@@ -290,7 +295,9 @@ def _zero_norms(norms: GradientNorms, facts: Facts) -> Iterator[Finding]:
 
 
 def _find_move(mine: pl.DataFrame, theirs: pl.DataFrame | None) -> _Move | None:
-    """Return a move of the norm that its ratio to the baseline's shows too, measured in the less noisy of both."""
+    """Return a lasting change of the norm that also shows in its ratio to the baseline's norm. Measure it in the less noisy
+    series.
+    """
     own = _bits(_usable(mine), "grad_norm")
     ratio = None if theirs is None else _ratio(mine, theirs)
     first = int(thresholds.EARLY * len(own[0]))
@@ -309,7 +316,9 @@ def _usable(norms: pl.DataFrame) -> pl.DataFrame:
 
 
 def _ratio(mine: pl.DataFrame, theirs: pl.DataFrame) -> tuple[Ints, Floats] | None:
-    """Return steps and log2 of the norm over the baseline's, or None if the runs share too few steps."""
+    """Return the steps, and the log2 ratio of the norm to the baseline's norm. Return None if the runs share too few
+    steps.
+    """
     both = _usable(mine).join(_usable(theirs), on="step", suffix="_baseline").sort("step")
     both = both.with_columns(ratio=pl.col("grad_norm") / pl.col("grad_norm_baseline"))
     return _bits(both, "ratio") if len(both) > 2 * thresholds.LEVEL else None
@@ -320,12 +329,12 @@ def _bits(rows: pl.DataFrame, name: str) -> tuple[Ints, Floats]:
 
 
 def _largest_move(steps: Ints, bits: Floats) -> _Move | None:
-    """Return the largest move to another level that is sudden and lasts to the end."""
+    """Return the largest change to another level that is sudden and lasts to the end."""
     if len(bits) <= 2 * thresholds.LEVEL:
         return None
     medians = np.median(np.lib.stride_tricks.sliding_window_view(bits, thresholds.LEVEL), axis=1)
     apart = medians[thresholds.LEVEL :] - medians[: -thresholds.LEVEL]
-    # Windows straddle the move, so several places are equally good. Take the one with the largest single step.
+    # Several windows contain the change, so several places fit equally well. Choose the place with the largest single step.
     near = np.flatnonzero(np.abs(apart) >= thresholds.AT_ONCE * np.abs(apart).max()) + thresholds.LEVEL
     place = int(near[np.argmax(np.abs(bits[near] - bits[near - 1]))])
     move = float(np.median(bits[place : place + thresholds.LEVEL]) - np.median(bits[place - thresholds.LEVEL : place]))
@@ -340,12 +349,12 @@ def _largest_move(steps: Ints, bits: Floats) -> _Move | None:
 
 
 def _noise(bits: Floats) -> float:
-    """Return the standard deviation of a series, from the differences of neighbors."""
+    """Return the standard deviation of a series, estimated from the differences of neighbors."""
     return 1.4826 * float(np.median(np.abs(np.diff(bits)))) / 2**0.5 if len(bits) > 1 else 0.0
 
 
 def _part_of_move(move: _Move, steps: Ints, bits: Floats) -> float:
-    """Return how far a norm moves at the step of a move, in units of the move; 0 if unknown."""
+    """Return how much a norm changes at the step of a known change, as a fraction of that change; 0 if unknown."""
     place = int(np.searchsorted(steps, move.step))
     before, after = bits[max(place - thresholds.LEVEL, 0) : place], bits[place : place + thresholds.LEVEL]
     return float(np.median(after) - np.median(before)) / move.bits if len(before) and len(after) else 0.0
@@ -362,7 +371,7 @@ def _has_other_reason(norms: GradientNorms, facts: Facts, step: int) -> bool:
 
 
 def _where(norms: GradientNorms, move: _Move) -> str | None:
-    """Return in words where gradients are multiplied, or None if layers disagree or have no samples."""
+    """Describe where gradients are multiplied, or return None if layers disagree or have no samples."""
     samples = norms.gradients["step"].unique().sort()
     sides = samples.filter(samples < move.step).tail(2), samples.filter(samples >= move.step).head(2)
     if any(side.is_empty() for side in sides):
@@ -383,7 +392,7 @@ def _where(norms: GradientNorms, move: _Move) -> str | None:
 
 
 def _apart(norms: GradientNorms, facts: Facts) -> Iterator[Finding]:
-    """Yield a finding if the norm leaves the baseline's to the end, or differs from the first step on."""
+    """Yield a finding if the norm leaves the baseline's norm for the rest of the run, or differs from the first step on."""
     if norms.baseline is None:
         return
     both = _usable(norms.run).join(_usable(norms.baseline), on="step", suffix="_baseline").sort("step")
@@ -392,7 +401,7 @@ def _apart(norms: GradientNorms, facts: Facts) -> Iterator[Finding]:
     bits = np.log2(both["grad_norm"].to_numpy() / both["grad_norm_baseline"].to_numpy())
     smooth = running_median(bits, 2)
     usual, noise = float(np.median(bits[: thresholds.LEVEL])), _noise(bits)
-    # At the start, the models have learned nothing yet, so another seed explains little.
+    # At the start, the models have not learned yet, so another seed causes only small differences.
     if abs(usual) > max(thresholds.NORM_APART, thresholds.NORM_SIGMAS * noise / thresholds.LEVEL**0.5) and (
         np.sign(usual) * np.median(bits[: 3 * thresholds.LEVEL]) > thresholds.NORM_APART
     ):
@@ -430,17 +439,17 @@ def _apart(norms: GradientNorms, facts: Facts) -> Iterator[Finding]:
 
 
 def _longest(high: Bools) -> tuple[int, int]:
-    """Return the first index of the longest stretch of True and the index after its end, or two zeros."""
+    """Return the first index of the longest sequence of True and the index after its end, or two zeros."""
     edges = np.flatnonzero(np.diff(np.concatenate([[False], high, [False]]).astype(np.int8)))
     stretches = list(zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True))
     return max(stretches, key=lambda each: each[1] - each[0], default=(0, 0))
 
 
 def _compare_gradients(facts: Facts, bits: float) -> str:
-    """Return in words where gradients are multiplied from the start; empty if layers disagree.
+    """Describe where gradients are multiplied from the start; return an empty string if layers disagree.
 
     Args:
-        bits: log2 of the gradient norm over the baseline's.
+        bits: log2 ratio of the gradient norm to the baseline's norm.
     """
     sizes = sizes_against_baseline(facts).filter(role="grad_output")["bits"].to_numpy()
     for expected, told in ((bits, "so is dY of all layers"), (0.0, "dY is the baseline's in all layers")):
@@ -454,12 +463,12 @@ def _compare_gradients(facts: Facts, bits: float) -> str:
 
 @rule("sizes", ("multiplier", "software"), (sizes_against_baseline,), event="multiplier")
 def find_sizes(facts: Facts) -> Iterator[Finding]:
-    """Name kinds of GEMM whose dY or W has another size than in the baseline, from the start.
+    """Name kinds of GEMM if the size of their dY or W differs from the baseline from the start.
 
-    Error metrics do not depend on the size of values, so no band shows such a fault. A move of all kinds alike is no
-    finding here, because a loss scale explains it.
+    Error metrics do not depend on the size of values, so no band shows such a fault. If all kinds differ by the same factor,
+    there is no finding here, because a loss scale explains that.
 
-    Example: E5M2 gradients are read as E4M3, so dY of fc2 is 2^-7 of what it should be, in all layers.
+    Example: E5M2 gradients are read as E4M3, so dY of fc2 is too small by a factor of 2^7 in all layers.
     """
     sizes = sizes_against_baseline(facts)
     for role in ("grad_output", "weight"):

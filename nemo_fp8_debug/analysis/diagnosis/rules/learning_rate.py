@@ -1,4 +1,4 @@
-"""A rule about learning rates that leave the baseline's, or that rise after their warm-up."""
+"""A rule about learning rates that depart from the baseline's learning rate, or that rise after their warm-up."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ def learning_rates(records: Records) -> LearningRates:
 
 @rule("learning rate", ("learning_rate",), (learning_rates,), event="lr")
 def find_learning_rate(facts: Facts) -> Iterator[Finding]:
-    """Name a learning rate that leaves the baseline's, or that rises after its warm-up.
+    """Name a learning rate that departs from the baseline's learning rate, or that rises after its warm-up.
 
-    Example: a resumed run starts its schedule anew, so the rate is 2,896 times the baseline's at step 130.
+    Example: a resumed run starts its schedule again, so the rate is 2,896 times the baseline's rate at step 130.
     """
     rates = learning_rates(facts)
     if rates.baseline is None:
@@ -47,7 +47,7 @@ def find_learning_rate(facts: Facts) -> Iterator[Finding]:
     if first is None:
         return
     farthest = first + int(np.argmax(np.abs(np.log2(ratios[first:]))))
-    # If rates are reported only at some steps, the departure may be at any step after the last agreement.
+    # If rates are reported only at some steps, the departure may be at any step after the last equal rates.
     since = int(both["step"][first - 1]) + 1 if first else int(both["step"][0])
     times = float(ratios[farthest])
     what = f"{format_number(times)} times" if times > 1 else f"1/{format_number(1 / times)} of"

@@ -1,4 +1,4 @@
-"""Rules about the loss: its level, the reference run's loss, and steps that the optimizer skips."""
+"""Rules about the loss: its level, the loss of the reference run, and steps that the optimizer skips."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from ..rule import rule
 
 @rule("reference", ("software",), (), event="reference")
 def find_reference(facts: Facts) -> Iterator[Finding]:
-    """Name precision as not guilty: a run in BF16 that differs in nothing else does the same.
+    """Exclude precision as the cause: a run in BF16 that differs in nothing else fails in the same way.
 
-    Example: the learning rate breaks the run, and the BF16 run with it.
+    Example: the learning rate breaks both the run and the BF16 run.
     """
     other = facts.loss.reference_outcome
     if other is None or facts.loss.harmful_since is None:
@@ -53,7 +53,7 @@ def find_level(facts: Facts) -> Iterator[Finding]:
 
 
 def _is_abrupt(loss: LossCurve, step: int) -> bool:
-    """Return True if most of a rise near a step comes within a few losses. A divergence takes longer."""
+    """Return True if most of a rise near a step happens within a few losses. A divergence takes longer."""
     at, half, few = int(np.searchsorted(loss.steps, step)), loss.half, thresholds.STEPS_IN_A_ROW
     before, after = loss.losses[max(at - half, 0) : at], loss.losses[at : at + half]
     around = pl.Series(loss.losses[max(at - half - few, 0) : at + half + few])
@@ -76,7 +76,7 @@ def resumes(records: Records) -> list[int]:
 
 
 class SkippedSteps(NamedTuple):
-    """A table with step and skipped of the run, and the share of the baseline's steps that are skipped."""
+    """A table of the run with columns step and skipped, and the share of steps that are skipped in the baseline."""
 
     run: pl.DataFrame
     usual: float
@@ -84,16 +84,16 @@ class SkippedSteps(NamedTuple):
 
 @fact
 def skipped_steps(records: Records) -> SkippedSteps:
-    """Return which steps the optimizer skipped, as the framework reports it."""
+    """Return the steps that the optimizer skipped, as reported by the framework."""
     usual = None if records.baseline is None else _flags(records.baseline)["skipped"].mean()
     return SkippedSteps(_flags(records.run), usual if isinstance(usual, float) else 0.0)
 
 
 @rule("skipped steps", ("skipped",), (skipped_steps,), event="optimizer")
 def find_skipped(facts: Facts) -> Iterator[Finding]:
-    """Name an optimizer that takes no step any longer, or skips many.
+    """Name an optimizer that skips all steps from some step on, or many steps.
 
-    Example: the backward pass overflows in float16, so no step is taken from step 60 on.
+    Example: the backward pass overflows in float16, so the optimizer skips all steps from step 60 on.
     """
     flags, usual = skipped_steps(facts)
     n = int(flags["skipped"].sum())
@@ -109,7 +109,7 @@ def find_skipped(facts: Facts) -> Iterator[Finding]:
 
 
 def find_stop(flags: pl.DataFrame) -> int | None:
-    """Return the first step from which the optimizer skips all steps, or None if there is none.
+    """Return the first step from which the optimizer skips all steps, or None if there is no such step.
 
     Args:
         flags: table with step and skipped.

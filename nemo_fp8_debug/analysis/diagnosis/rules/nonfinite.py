@@ -16,7 +16,8 @@ from ..facts import Facts, Records, fact, read_unusual
 from ..finding import Finding, advise_on_nonfinite
 from ..rule import rule
 
-#: order within a step: the forward pass, the loss, the backward pass, weight gradients, the gradient norm, the optimizer
+#: order of passes in a step: the forward pass, the loss, the backward pass, weight gradients, the gradient norm, the
+#: optimizer
 FORWARD, LOSS, BACKWARD, WEIGHT_GRADIENT, NORM, OPTIMIZER = range(6)
 
 
@@ -25,7 +26,7 @@ class FirstNonfinite:
     """The first NaN or infinity of one kind of value."""
 
     step: int
-    #: pass within the step, and order of execution in the pass
+    #: index of the pass in the step, and order of execution in the pass
     place: tuple[int, int]
     what: str
     layer: str | None = None
@@ -43,7 +44,7 @@ class NonfiniteValues:
 
 @fact
 def nonfinite_values(records: Records) -> NonfiniteValues:
-    """Return the first NaN or infinity of each kind of value that the baseline does not have."""
+    """Return the first NaN or infinity of each kind of value, without those that also occur in the baseline."""
     run, baseline = records.run, records.baseline
     found = [*_of_operands(run, baseline), *_of_loss(run, baseline), *_of_norms(run, baseline)]
     for module in load_modules("rule"):
@@ -57,11 +58,11 @@ def nonfinite_values(records: Records) -> NonfiniteValues:
 
 @rule("nonfinite", ("nonfinite",), (nonfinite_values,), event="nonfinite", needs_no_baseline=True)
 def find_first_nonfinite(facts: Facts) -> Iterator[Finding]:
-    """Name where the first NaN or infinity comes up, in order of execution.
+    """Name the place of the first NaN or infinity in order of execution.
 
     Steps that the loss scaler skipped do not count.
 
-    Example: a fused kernel overflows, so dY of layers.1.mlp holds the first NaN at step 40, and the loss is NaN at 41.
+    Example: a fused kernel overflows, so dY of layers.1.mlp has the first NaN at step 40, and the loss is NaN at step 41.
     """
     values = nonfinite_values(facts)
     if not values.first:

@@ -1,4 +1,4 @@
-"""Find operands out of band, and explain them by their scale and values."""
+"""Find operands that are out of band, and explain this by their scale and values."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from .losses import resumes
 _KEY = ["layer", "role"]
 #: largest number of suspects that are explained
 _LOOKED_INTO = 8
-#: metrics that do not depend on the recipe
+#: metrics that are independent of the recipe
 _OF_VALUES = ("nonfinite", "outlier_log2")
 #: columns of the `metrics` table that make a course
 COURSE = ("scale", "scale_ratio_log2", "amax", "outlier_log2", "underflow_pct", "overflow_pct", "nan", "inf")
@@ -39,10 +39,10 @@ COURSE = ("scale", "scale_ratio_log2", "amax", "outlier_log2", "underflow_pct", 
 
 @dataclass(frozen=True)
 class Course:
-    """The metrics of an operand over the samples of a run, oldest first; NaN if a metric is absent."""
+    """The metrics of an operand over the samples of a run, oldest first. A missing metric is NaN."""
 
     steps: Ints
-    #: log2 of the scale in use, and its distance from the log2 of the scale that fits the values
+    #: log2 of the scale in use, and its difference from the log2 of the scale that fits the values
     scale: Floats
     off: Floats
     #: whether the scale in use is infinite, zero or negative
@@ -58,7 +58,7 @@ class Course:
         """Return the course of one operand.
 
         Args:
-            metrics: rows with the columns COURSE, which may include other operands.
+            metrics: rows with the columns COURSE. Rows of other operands are ignored.
         """
         rows = metrics.filter(layer=layer, role=role).sort("step")
 
@@ -77,14 +77,14 @@ class Course:
 
 @dataclass(frozen=True)
 class Suspect:
-    """An operand that is out of band or beyond a limit, and its course."""
+    """An operand that is out of band or beyond a limit, and its course over the samples."""
 
     layer: str
     role: str
     since: int
     #: multiple of the threshold
     excess: float
-    #: consecutive samples out of band, and whether the run or the baseline ends with them
+    #: number of consecutive samples out of band, and whether the run or the baseline ends with these samples
     samples: int
     cut_off: bool
     #: the criterion: `band` of a baseline, `limits` of all healthy operands, or `history` of the operand
@@ -93,13 +93,13 @@ class Suspect:
     baseline: Course | None
     #: usual outlier of the role, in bits above the median
     usual_outlier: float
-    #: later loss of many values, if any: metric, percent, percent in the baseline, step
+    #: if many values are lost later: metric, percent, percent in the baseline, step; otherwise None
     loses_later: tuple[str, float, float, int] | None = None
 
 
 @fact
 def suspects(records: Records) -> list[Suspect]:
-    """Return the operands out of band: strong ones by onset, then others."""
+    """Return the operands out of band: first operands far out of band in order of onset, then the others."""
     if records.run.quantization != QUANTIZED:
         return []
     return _against_baseline(records) if records.comparison is not None else _alone(records)
@@ -107,10 +107,10 @@ def suspects(records: Records) -> list[Suspect]:
 
 @fact
 def judged_samples(records: Records) -> Ints:
-    """Return the steps, [S], at which operands can be judged.
+    """Return the steps, [S], at which operands can be checked.
 
-    With a baseline, these are the samples within its steps that have errors. Alone, these are all samples, if there are
-    enough of them, and limits or bands to judge operands by.
+    With a baseline, these are the samples with error metrics within the baseline's steps. Without a baseline, these are all
+    samples, if there are enough samples, and limits or bands for the operands.
     """
     run, baseline = records.run, records.baseline
     if baseline is None:
@@ -136,9 +136,9 @@ def judged_samples(records: Records) -> Ints:
     needs_no_baseline=True,
 )
 def find_operands(facts: Facts) -> Iterator[Finding]:
-    """Name why an operand left its band: its scale, or its values.
+    """Name the reason why an operand left its band: its scale or its values.
 
-    Example: the scale of X of layers.3.fc2 stopped following the values at step 120, so 80% of them underflow.
+    Example: the scale of X of layers.3.fc2 does not follow the values from step 120 on, so 80% of the values underflow.
     """
     found = [_explain(each, facts) for each in suspects(facts)]
     for each, finding in zip(suspects(facts), found, strict=True):
@@ -148,21 +148,21 @@ def find_operands(facts: Facts) -> Iterator[Finding]:
 
 
 def _explain(suspect: Suspect, facts: Facts) -> Finding:
-    """Return the finding about a suspect, with the strength that its criterion allows."""
+    """Return the finding about a suspect. The suspect's criterion limits the strength of the finding."""
     found = replace(explain_course(suspect), excess=suspect.excess)
     by_values = found.may_follow_the_loss and found.cause not in ("nonfinite", "dead")
     if suspect.baseline is not None and suspect.samples < IN_A_ROW and found.cause != "nonfinite":
         if not suspect.cut_off:
             times = "1 sample" if suspect.samples == 1 else f"{suspect.samples} samples"
             found = replace(found, evidence=f"{found.evidence}; it lasted for {times}, a transient", is_transient=True)
-        # A batch may have far larger gradients than others, and a scale lags behind.
+        # A single batch may have far larger gradients than others, and a delayed scale reacts late.
         if suspect.role in GRADIENTS and found.cause in ("clipping", "underflow"):
             found = replace(found, strength="hint")
-    # If no scale is to blame, another seed's values may explain more underflow.
+    # If the scale is not to blame, a different seed may explain more underflow.
     other_values = suspect.baseline is not None and not facts.same_batches and suspect.excess < thresholds.OTHER_BATCHES
     if by_values and found.cause == "underflow" and other_values:
         found = replace(found, strength="hint")
-    # If the loss is almost zero, most gradients are too, but not all.
+    # If the loss is almost zero, most gradients are almost zero too.
     if by_values and suspect.role in GRADIENTS and facts.loss.run.vanishes:
         return replace(found, strength="hint", of_kind="gradients")
     if suspect.loses_later is not None and (found.cause, found.strength) == ("outlier", "hint"):
@@ -186,7 +186,7 @@ def _explain(suspect: Suspect, facts: Facts) -> Finding:
 
 @rule("resume", ("resumed_without_scales",), (suspects, resumes))
 def find_lost_scales(facts: Facts) -> Iterator[Finding]:
-    """Name a resume at which scales went wrong: its FP8 state was not restored.
+    """Name a resume at which scales went wrong because FP8 state was not restored.
 
     Example: the run was resumed at step 80 without its amax histories, so all scales are 1 for 16 steps.
     """
@@ -217,11 +217,11 @@ def has_lost_most(suspect: Suspect) -> bool:
 def explain_course(suspect: Suspect) -> Finding:
     """Return the cause that the samples around the onset show.
 
-    Usual values come from the baseline, or else from the samples before the onset.
+    Usual values come from the baseline. Without a baseline, they come from the samples before the onset.
     """
     run, baseline = suspect.course, suspect.baseline
     start = int(np.searchsorted(run.steps, suspect.since))
-    # The first samples have initial scales, so they show neither usual values nor a fault from the start.
+    # In the first samples, scales have initial values, so these samples show neither usual values nor a fault.
     reference = run if baseline is None else baseline
     before = slice(min(MADE_UP, max(start - 1, 0)), start) if baseline is None else slice(None)
     first = MADE_UP if start == 0 and suspect.samples > MADE_UP else start
@@ -239,7 +239,8 @@ def explain_course(suspect: Suspect) -> Finding:
     usual = _median(reference.off[MADE_UP:] if baseline is not None else reference.off[before])
     error = _farthest(run.off[behind] - usual)
     higher = _highest(run.outlier[behind]) - _usual_outlier(suspect, start)
-    # A scale lags behind a new outlier. A scale that is less far off than usual fits the values better.
+    # A delayed scale reacts late to a new outlier. If the error of the scale is below the usual error, the scale is not to
+    # blame.
     by_scale = abs(error) > thresholds.SCALE_OFF and error * (error + usual) > 0
     if by_scale and not higher > max(thresholds.OUTLIER_HIGHER, abs(error)):
         return _explain_scale(suspect, slice(first, behind.stop), error, usual)
@@ -247,7 +248,7 @@ def explain_course(suspect: Suspect) -> Finding:
 
 
 def _follows_late(suspect: Suspect) -> bool:
-    """Return True if a scale follows fast-moving values with a lag, as in growing adapters or falling gradients."""
+    """Return True if a scale follows fast-changing values with a delay, as in growing adapters or falling gradients."""
     run = suspect.course
     start = int(np.searchsorted(run.steps, suspect.since))
     off, wanted = run.off[start:], (run.scale - run.off)[max(start - thresholds.LASTING, 0) :]
@@ -260,7 +261,9 @@ def _follows_late(suspect: Suspect) -> bool:
 
 
 def _grew_from_zero(suspect: Suspect) -> bool:
-    """Return True if all values were zero in a sample before the onset, and the format represents them well at the end."""
+    """Return True if all values were zero in a sample before the onset, and the format represents the values well at the
+    end.
+    """
     run = suspect.course
     start = int(np.searchsorted(run.steps, suspect.since))
     lost = np.fmax(run.underflow, run.overflow)
@@ -277,7 +280,7 @@ def _explain_scale(suspect: Suspect, out: slice, error: float, usual: float) -> 
 
     Args:
         out: samples out of band, from the onset on.
-        error: error of the scale in bits, minus the usual error.
+        error: error of the scale minus its usual error, in bits.
         usual: usual error of the scale, in bits.
     """
     run, start = suspect.course, out.start
@@ -296,7 +299,8 @@ def _explain_scale(suspect: Suspect, out: slice, error: float, usual: float) -> 
         return _name(suspect, "stale_scale", "clear", f"{evidence}; it is exactly 1 in all {len(known)} samples")
     if not len(scale):
         return _name(suspect, cause, "hint", f"{evidence}; no earlier sample has it")
-    # Test up to the onset, because a scale may come back later, and over all samples, because it may move slowly.
+    # Test the samples up to the onset, because a scale may recover later, and all samples, because a scale may change
+    # slowly.
     until = slice(around.start, start + 1)
     for moves in ((_moves(run.scale[until]), _moves((run.scale - run.off)[until])), (scale, wanted)):
         if start > MADE_UP and _has_jumped(*moves, error):
@@ -312,7 +316,7 @@ def _explain_scale(suspect: Suspect, out: slice, error: float, usual: float) -> 
 
 
 def _explain_values(suspect: Suspect, start: int, has_scale: bool) -> Finding:
-    """Explain losses by the values, if their scale is not to blame.
+    """Explain lost values by the values themselves, if their scale is not to blame.
 
     Without a baseline, the finding is only a hint.
 
@@ -367,12 +371,12 @@ def _highest(metric: Floats) -> float:
 
 
 def _moves(bits: Floats) -> Floats:
-    """Return the differences between consecutive known samples."""
+    """Return the differences between consecutive samples with known values."""
     return np.diff(bits[np.isfinite(bits)])
 
 
 def _has_jumped(scale: Floats, wanted: Floats, error: float) -> bool:
-    """Return True if the scale jumped in the direction of the error, and the values did not move with it."""
+    """Return True if the scale jumped in the direction of its error, and the values did not change accordingly."""
     if not len(scale):
         return False
     jump = int(np.argmax(np.abs(scale)))
@@ -383,7 +387,7 @@ def _has_jumped(scale: Floats, wanted: Floats, error: float) -> bool:
 
 
 def _usual_outlier(suspect: Suspect, start: int) -> float:
-    """Return the usual outlier in bits above the median: in the baseline, in earlier samples, or for the role."""
+    """Return the usual outlier in bits above the median: of the baseline, else of earlier samples, else of the role."""
     if suspect.baseline is not None:
         return _median(suspect.baseline.outlier, np.nan)
     if start > MADE_UP or np.isnan(suspect.usual_outlier):
@@ -403,7 +407,8 @@ def _against_baseline(records: Records) -> list[Suspect]:
         expert = _outstanding_expert(comparison.experts_out_of_band, run, layer, role, since)
         chosen.append((*(expert or (layer, role, since, excess)), samples, "band"))
     named = pl.DataFrame([each[:2] for each in chosen], dict.fromkeys(_KEY, pl.String), orient="row")
-    # An operand beyond the limits of healthy ones counts, unless the baseline's is nearly as far.
+    # An operand beyond the limits of healthy operands counts, unless the baseline's operand is beyond them by a similar
+    # amount.
     far = split_experts(find_beyond(select_quantized(run.metrics)))[0].join(named, on=_KEY, how="anti")
     if len(far):
         theirs = find_beyond(select_quantized(baseline.metrics.within(far.select(_KEY))), 0.0).rename({"excess": "usual"})
@@ -414,7 +419,9 @@ def _against_baseline(records: Records) -> list[Suspect]:
 
 
 def _alone(records: Records) -> list[Suspect]:
-    """Return operands beyond limits or bands of healthy runs, then those that left their own initial band."""
+    """Return operands beyond limits or bands of healthy runs, then operands that left the band of their own first
+    samples.
+    """
     run = records.run
     usual, cast = take_beginning(run.metrics), select_quantized(run.metrics)
     far = [find_beyond(cast).select(*_KEY, "onset", "excess")]
@@ -471,10 +478,10 @@ def _find_losses(out_of_band: pl.DataFrame, layer: str, role: str) -> tuple[str,
 
 
 def _comparable(comparison: Comparison) -> pl.DataFrame:
-    """Return the rows out of the baseline's band, without those that another recipe explains.
+    """Return the rows out of the baseline's band, without rows that a different recipe explains.
 
-    An operand with another recipe than in the baseline has other errors and scales. It counts only if its values are
-    unusual, or if it is beyond the limits of healthy operands.
+    If an operand's recipe differs from the baseline, its errors and scales differ too. Such an operand counts only if its
+    values are unusual, or if it exceeds the limits of healthy operands.
     """
     mine, theirs = (usual_casts(run.metrics) for run in (comparison.run, comparison.baseline))
     both = mine.join(theirs, on=_KEY, suffix="_baseline")
@@ -490,7 +497,7 @@ def _comparable(comparison: Comparison) -> pl.DataFrame:
 
 
 def _begin_earlier(far: pl.DataFrame, moved: pl.DataFrame, run: Run) -> pl.DataFrame:
-    """Return operands beyond limits. If they left their initial band a few samples earlier, use that onset."""
+    """Return operands beyond limits. If an operand left the band of its first samples slightly earlier, use that onset."""
     samples = {step: i for i, step in enumerate(run.metrics.steps.tolist())}
     before = moved.group_by(_KEY).agg(moved=pl.col("onset").min())
     joined = far.join(before, on=_KEY, how="left", maintain_order="left")
@@ -502,7 +509,7 @@ def _begin_earlier(far: pl.DataFrame, moved: pl.DataFrame, run: Run) -> pl.DataF
 def _outstanding_expert(
     experts: pl.DataFrame, run: Run, layer: str, role: str, since: int
 ) -> tuple[str, str, int, float] | None:
-    """Return the one expert that puts all experts of a layer out of band, or None if several do.
+    """Return the expert because of which a layer's aggregate is out of band, or None if there are several such experts.
 
     Args:
         experts: single experts that are out of band.
@@ -519,7 +526,7 @@ def _outstanding_expert(
 
 
 def take_beginning(metrics: Metrics) -> Metrics:
-    """Return the first samples, stretched over the whole run, or no samples if they are too few."""
+    """Return the first samples with their steps scaled to cover the whole run. Return no samples if there are too few."""
     n = round(len(metrics.steps) * thresholds.BEGINNING)
     if n < 2 * thresholds.FEW:
         return metrics.over(metrics.steps[:0])
@@ -530,7 +537,9 @@ def take_beginning(metrics: Metrics) -> Metrics:
 
 
 def _strongest_first(out_of_band: pl.DataFrame, run: Run) -> list[tuple[str, str, int, float, int]]:
-    """Return layer, role, onset, excess and consecutive samples: strong tensors by onset, then others."""
+    """Return layer, role, onset, excess and number of consecutive samples: first tensors far out of band by onset, then
+    others.
+    """
     lasting = pl.col("samples").max() if "samples" in out_of_band.columns else pl.lit(thresholds.LASTING)
     groups = out_of_band.group_by(_KEY, maintain_order=True)
     tensors = groups.agg(pl.col("onset").min(), pl.col("excess").max(), samples=lasting)

@@ -1,4 +1,4 @@
-"""A rule about operands whose recipe changes during the run, or differs from the baseline's."""
+"""A rule about operands with a recipe that changes during the run, or that differs from the recipe in the baseline."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _KEY = ["layer", "role"]
 
 
 class RecipeChange(NamedTuple):
-    """The first operand whose recipe differs, and the keys of all such operands."""
+    """The first operand with a changed or different recipe, and the keys of all such operands."""
 
     layer: str
     role: str
@@ -30,7 +30,7 @@ class RecipeChange(NamedTuple):
     before: str
     #: True for a change during the run, False for a difference from the baseline
     in_the_run: bool
-    #: layer and role of all operands whose recipe differs
+    #: layer and role of all operands with a changed or different recipe
     keys: tuple[Key, ...]
 
 
@@ -43,9 +43,9 @@ def recipe_changes(records: Records) -> list[RecipeChange]:
 
 @rule("recipe", ("changed_recipe",), (recipe_changes,), event="recipe")
 def find_recipe_changes(facts: Facts) -> Iterator[Finding]:
-    """Name operands whose recipe changes in mid-run, or differs from the baseline's.
+    """Name operands if their recipe changes during the run, or differs from the recipe in the baseline.
 
-    Example: dY of layers.0.fc1 is E4M3 from step 80 on, and was E5M2.
+    Example: dY of layers.0.fc1 is E4M3 from step 80 on, and was E5M2 before.
     """
     for each in recipe_changes(facts):
         if each.in_the_run:
@@ -83,7 +83,9 @@ def _changed(run: Run) -> RecipeChange | None:
 
 
 def _differs(run: Run, baseline: Run) -> RecipeChange | None:
-    """Return the operands whose constant recipe differs from the baseline's, or None if these are none or most."""
+    """Return the operands with a constant recipe that differs from the baseline. Return None if no operands or most operands
+    do.
+    """
     mine, theirs = (_constant(each.metrics) for each in (run, baseline))
     both = mine.join(theirs, on=_KEY, suffix="_baseline", maintain_order="left")
     differ = both.filter(pl.col("recipe") != pl.col("recipe_baseline"))
@@ -97,7 +99,7 @@ def _differs(run: Run, baseline: Run) -> RecipeChange | None:
 
 
 def _constant(metrics: Metrics) -> pl.DataFrame:
-    """Return layer, role and recipe of operands whose recipe does not change."""
+    """Return layer, role and recipe of operands with a constant recipe."""
     counts = {name: of_each for name, of_each in metrics.counts("recipe").items() if name is not None}
     none = np.zeros((1, len(metrics.tensors)), dtype=bool)
     has = np.stack([of_each > 0 for of_each in counts.values()]) if counts else none

@@ -1,4 +1,4 @@
-"""A rule about versions and features that have broken other runs, and the list of such reports."""
+"""A rule about versions and features that have broken other runs, and the list of these bug reports."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Fingerprint = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Known:
-    """A bug report, and a test for the runs it applies to."""
+    """A bug report, and a test for the runs to which the report applies."""
 
     what: str
     #: the issue or pull request
@@ -28,7 +28,9 @@ class Known:
 
 
 def read_section(fingerprint: Fingerprint, name: str) -> Fingerprint:
-    """Return a section of a fingerprint, empty if the record has none, as one imported from logs."""
+    """Return a section of a fingerprint, or an empty section if it is missing, as in records that were imported from
+    logs.
+    """
     found = fingerprint.get(name)
     return found if isinstance(found, Mapping) else {}
 
@@ -77,7 +79,7 @@ def _fp4_over_context_parallel_ranks(fingerprint: Fingerprint) -> bool:
 
 def _fp8_recomputed_outside(fingerprint: Fingerprint) -> bool:
     modules = str(_option(fingerprint, "recompute_modules") or "")
-    selective = "selective" in str(_option(fingerprint, "recompute_granularity"))  # the modules have a default
+    selective = "selective" in str(_option(fingerprint, "recompute_granularity"))  # the modules to recompute have a default
     return selective and bool(_option(fingerprint, "fp8")) and any(name in modules for name in ("core_attn", "gdn"))
 
 
@@ -96,7 +98,9 @@ def _blockwise_experts(fingerprint: Fingerprint) -> bool:
 
 
 def _gathers_quantized_parameters(fingerprint: Fingerprint) -> bool:
-    """Return True if parameters are kept in a format with separate copies for rows and columns, and gathered ahead."""
+    """Return True if parameters are stored in a format with separate row-wise and column-wise copies, and gathered in
+    advance.
+    """
     by_block = any(recipe in str(_option(fingerprint, "fp8_recipe")) for recipe in ("mxfp8", "blockwise"))
     fp8 = by_block and (_option(fingerprint, "fp8_param_gather") or _option(fingerprint, "fp8_param"))
     fp4 = _option(fingerprint, "fp4_param_gather") or _option(fingerprint, "fp4_param")
@@ -120,13 +124,13 @@ def _is_between(fingerprint: Fingerprint, package: str, first: str, fixed: str) 
 
 
 def _is_parallel(fingerprint: Fingerprint, *kinds: str) -> bool:
-    """Return True if there are several ranks of each of these kinds."""
+    """Return True if each of these kinds of parallelism has several ranks."""
     ranks = [_option(fingerprint, f"{kind}_parallel_size") for kind in kinds]
     return all(isinstance(number, int) and number > 1 for number in ranks)
 
 
 def _uses_deepspeed(fingerprint: Fingerprint) -> bool:
-    """Return True if the model is a DeepSpeed engine. The installed package alone is no sign of that."""
+    """Return True if the model is a DeepSpeed engine. It is not enough that the package is installed."""
     return "DeepSpeed" in str(read_section(fingerprint, "model").get("class", ""))
 
 
@@ -162,7 +166,7 @@ def _captured_with_shared_buffer(fingerprint: Fingerprint) -> bool:
 
 
 def _rounds_to_zero(fingerprint: Fingerprint) -> bool:
-    """Return True if NVFP4 runs on a GPU without an instruction for stochastic rounding."""
+    """Return True if NVFP4 runs on a GPU that has no instruction for stochastic rounding."""
     capability = str(read_section(fingerprint, "devices").get("compute_capability", ""))
     return bool(_option(fingerprint, "fp4")) and capability in ("12.0", "12.1")
 
@@ -344,9 +348,9 @@ def fingerprints(records: Records) -> Fingerprints:
 
 @rule("settings", ("software",), (fingerprints,))
 def find_settings(facts: Facts) -> Iterator[Finding]:
-    """Name known bugs of the versions in use, FP8 that has no effect, and risky features that the baseline has not.
+    """Name known bugs of the versions in use, FP8 options without effect, and risky features that are off in the baseline.
 
-    Example: Transformer Engine 1.7 with FP8 parameters, whose amax history was reduced over the wrong group.
+    Example: Transformer Engine 1.7 reduced the amax history of FP8 parameters over the wrong group.
     """
     run, baseline = fingerprints(facts)
     from_the_start = diverged_at_the_start(facts)
@@ -377,6 +381,6 @@ def find_settings(facts: Facts) -> Iterator[Finding]:
 
 
 def diverged_at_the_start(facts: Facts) -> bool:
-    """Return True if the loss is harmed from the start, within half a window of its running median."""
+    """Return True if the harm begins at the start of the run, within half a window of the loss's running median."""
     run, since = facts.loss.run, facts.loss.harmful_since
     return since is not None and bool((run.steps < since).sum() <= run.half)

@@ -1,4 +1,4 @@
-"""Rules about weights that shrink faster than weight decay explains, or that do not move."""
+"""Rules about weights that shrink faster than weight decay explains, or that do not change."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Level(NamedTuple):
     """A measure of the size of an operand's values."""
 
     columns: Sequence[str]
-    #: natural log of the measure, for rows in which all columns are above 0
+    #: expression for the natural log of the measure, for rows in which all columns are above 0
     log: pl.Expr
 
 
@@ -38,11 +38,12 @@ ROOT_MEAN_SQUARE = Level(["mse", "relative_error"], 0.5 * pl.col("mse").log() - 
 
 
 def moves_of_levels(operands: Metrics, level: Level, together: Callable[[Floats], Result]) -> tuple[Ints, list[Result]]:
-    """Return the steps with a known level, and the result of `together` for the moves from each step to the next.
+    """Return the steps with a known level, and the result of `together` for the changes from each of these steps to the
+    next.
 
     Args:
         operands: metrics of T operands.
-        together: function of the moves, float64 [T]: the change of each level's natural log, or NaN if unknown.
+        together: function of the changes of each level's natural log, float64 [T], NaN if unknown.
 
     Example:
         >>> rows = {"layer": "fc1", "role": "input", "step": [0, 5, 10], "relative_error": 0.5, "mse": [1.0, 4.0, 4.0]}
@@ -64,7 +65,7 @@ def moves_of_levels(operands: Metrics, level: Level, together: Callable[[Floats]
 
 @dataclass(frozen=True)
 class _Stretch(Generic[Result]):
-    """Consecutive steps, the results for the moves between them, and the levels at the first and the last step."""
+    """Consecutive steps, the results for the changes between these steps, and the levels at the first and the last step."""
 
     steps: list[int]
     moves: list[Result]
@@ -96,26 +97,28 @@ _RANGE = "dynamic_range_log2"
 
 
 class Decays(NamedTuple):
-    """Sampled steps, and the weight decay of most layers until the next sample."""
+    """Sampled steps, and the weight decay of most layers from each step to the next sample."""
 
     steps: Ints
     run: Floats
-    #: decays of the baseline; empty without one
+    #: decays of the baseline; empty without a baseline
     baseline: Floats
 
 
 @fact
 def weight_decays(records: Records) -> Decays:
-    """Return the decay between consecutive samples: the fall of log root mean square over the summed learning rates."""
+    """Return the decay between consecutive samples: the decrease of log root mean square, divided by the sum of learning
+    rates.
+    """
     steps, decays = _decays(records.run)
     return Decays(steps, decays, np.zeros(0) if records.baseline is None else _decays(records.baseline)[1])
 
 
 @rule("weight decay", ("weight_decay",), (weight_decays,), event="weights")
 def find_decay(facts: Facts) -> Iterator[Finding]:
-    """Name weights of most layers that shrink faster than under any decay in use.
+    """Name the weights of most layers if they shrink faster than usual weight decays explain.
 
-    Decoupled decay multiplies a weight by 1 - lr * decay in each step. Gradients hardly change the root mean square.
+    Decoupled decay multiplies a weight by 1 - lr * decay in each step. Gradients change the root mean square very little.
 
     Example: a parameter group gets a decay of 10 instead of 0.01 from step 90 on.
     """
@@ -145,7 +148,7 @@ def _decays(run: Run) -> tuple[Ints, Floats]:
 
 
 def _fall_of_most(moves: Floats) -> float:
-    """Return the fall that three in four layers exceed."""
+    """Return the decrease (natural log) that 75% of the layers exceed."""
     enough = np.isfinite(moves).sum() >= thresholds.FEW
     return float(np.nanquantile(-moves, 1 - thresholds.MOST)) if enough else 0.0
 
@@ -161,11 +164,11 @@ def _sum_rates(run: Run, steps: Ints) -> Floats:
     return sums
 
 
-# Weights that stand still -----------------------------------------------------------------------------------------------
+# Weights that stop changing -----------------------------------------------------------------------------------------------
 
 
 class StillLayer(NamedTuple):
-    """A layer of the model in which most weights stand still."""
+    """A layer of the model in which most weights have stopped changing."""
 
     name: str
     since: int
@@ -174,10 +177,10 @@ class StillLayer(NamedTuple):
 
 
 class StillWeights(NamedTuple):
-    """Layers that stopped learning, and weights that have never moved."""
+    """Layers that have stopped learning, and weights that have never changed."""
 
     stopped: tuple[StillLayer, ...]
-    #: weights that are equal in all samples, while the same weights of the baseline move
+    #: weights that are equal in all samples, although the same weights change in the baseline
     never_moved: tuple[str, ...]
     #: number of weights in both runs
     weights: int
@@ -185,7 +188,7 @@ class StillWeights(NamedTuple):
 
 @fact
 def still_weights(records: Records) -> StillWeights:
-    """Return layers and weights that stand still in the run but not in its baseline."""
+    """Return layers and weights that do not change in the run but change in its baseline."""
     run, baseline = records.run, records.baseline
     usual = {} if baseline is None else _find_stopped(baseline)
     stopped = tuple(layer for name, layer in _find_stopped(run).items() if name not in usual)
@@ -200,9 +203,9 @@ def still_weights(records: Records) -> StillWeights:
 
 @rule("frozen weights", ("frozen_weights",), (still_weights,), event="weights")
 def find_still_weights(facts: Facts) -> Iterator[Finding]:
-    """Name a layer whose weights stopped to learn, and weights that never move.
+    """Name a layer in which weights have stopped changing, and weights that never change.
 
-    A step moves the smallest value of nearly every W, and so the range of W. Weight decay alone hardly moves the range.
+    A step changes the smallest value of nearly every W, and so the range of W. Weight decay alone hardly changes the range.
 
     Example: the optimizer writes to a copy, so 10 of 11 W are bit-identical in all samples.
     """
@@ -220,12 +223,12 @@ def find_still_weights(facts: Facts) -> Iterator[Finding]:
         )
         evidence += f"; so do those of {len(still.stopped) - 1} more layers" if len(still.stopped) > 1 else ""
         since, name = layer.since, layer.name
-        # Without a baseline, a loss that diverges for another reason may explain it.
+        # Without a baseline, a loss that diverges for another reason may be the explanation.
         yield Finding("frozen weights", "frozen_weights", "clear", evidence, name, since=since, or_earlier=facts.paired)
 
 
 def _find_constant(weights: Metrics) -> list[str]:
-    """Return the weights whose range, outliers and kurtosis are equal in all samples, of which there are at least four."""
+    """Return the weights with equal range, outliers and kurtosis in all of at least four samples."""
     weights = _without_codes(weights)
     if len(weights.steps) < thresholds.LASTING or weights.tensors.is_empty():
         return []
@@ -239,7 +242,7 @@ def _find_constant(weights: Metrics) -> list[str]:
 
 
 def _find_stopped(run: Run) -> dict[str, StillLayer]:
-    """Return by name the layers whose weights moved once and no longer move.
+    """Return by name the layers in which weights changed before but do not change any more.
 
     A single expert may get no tokens, so single experts do not count.
     """
@@ -248,7 +251,7 @@ def _find_stopped(run: Run) -> dict[str, StillLayer]:
     weights = weights.narrowed(weights.tensors.filter(pl.col("layer").is_in(list(blocks))))
     if len(weights.steps) <= thresholds.LASTING or not blocks:
         return {}
-    # Weights rarely stand still. Otherwise, only the last samples are read.
+    # Weights rarely stop changing, so usually only the last samples are read.
     at_the_end = _measure_standing(weights.at(np.arange(len(weights.steps))[-thresholds.LASTING :]))
     still = weights.tensors.filter(pl.Series((at_the_end.moves == 0) & (at_the_end.samples == thresholds.LASTING)))
     candidates = _most_of(blocks, still["layer"].to_list())
@@ -270,14 +273,14 @@ def _find_stopped(run: Run) -> dict[str, StillLayer]:
 
 
 def _without_codes(weights: Metrics) -> Metrics:
-    """Return weights without those stored as codes, because most steps do not change codes."""
+    """Return the weights that are not stored as codes, because most steps do not change codes."""
     sources = weights.unique("scale_source")
     kept = [source for source in sources if source is not None and source != "stored"]
     return weights.only("scale_source", kept) if "stored" in sources else weights
 
 
 def _most_of(blocks: Mapping[str, str], still: Sequence[str]) -> dict[str, list[str]]:
-    """Return the layers of the model in which most W are in `still`, with these W."""
+    """Return the layers in which most W are in `still`, and these W."""
     of_blocks, sizes = defaultdict[str, list[str]](list), Counter(blocks.values())
     for layer in still:
         of_blocks[blocks[layer]].append(layer)
@@ -285,7 +288,7 @@ def _most_of(blocks: Mapping[str, str], still: Sequence[str]) -> dict[str, list[
 
 
 def _blocks(layers: Sequence[str]) -> dict[str, str]:
-    """Return the model's layer of each GEMM: the common prefix of all names with the same number."""
+    """Return for each GEMM the layer that contains it: the common prefix of all names with the same number."""
     of_depth: dict[int, list[str]] = defaultdict(list)
     for layer in layers:
         depth = read_depth(layer)
@@ -301,7 +304,7 @@ def _shared_name(layers: Sequence[str]) -> str:
 
 @dataclass
 class Standing:
-    """The step from which each of T weights stands still, judged by its range; [T] each."""
+    """The step from which the range of each of T weights is constant; all fields have shape [T]."""
 
     #: log2 of the range at the weight's first and last sample; NaN without samples
     first: Floats
@@ -318,7 +321,9 @@ class Standing:
         return cls(np.full(tensors, np.nan), np.full(tensors, np.nan), none, none.copy(), none.copy())
 
     def add(self, step: int, of_range: Floats) -> None:
-        """Add a sample: log2 of the largest over the smallest nonzero value, or NaN for weights not sampled."""
+        """Add a sample: log2 ratio of the largest to the smallest nonzero value of each weight, or NaN if it was not
+        sampled.
+        """
         there = np.isfinite(of_range)
         moved, new = np.abs(of_range - self.last) > thresholds.RANGE_MOVES, there & np.isnan(self.last)
         self.since[moved | new] = step
@@ -327,7 +332,7 @@ class Standing:
         self.first, self.last = np.where(new, of_range, self.first), np.where(there, of_range, self.last)
 
     def __add__(self, later: Standing) -> Standing:
-        """Return the state after these samples and later ones."""
+        """Return the state after these samples and the samples of `later`."""
         there = np.isfinite(later.last)
         moved = np.abs(later.first - self.last) > thresholds.RANGE_MOVES
         goes_on = np.isfinite(self.last) & ~moved & (later.moves == 0)

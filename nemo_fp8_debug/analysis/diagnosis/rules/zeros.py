@@ -1,4 +1,4 @@
-"""A rule about tensors in which all values are zero. A zero tensor has no errors, so it never leaves its band."""
+"""A rule about tensors in which all values are zero. A zero tensor has no cast errors, so it never leaves its band."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class ZeroTensor:
     since: int
     #: whether the tensor had other values before
     had_values: bool
-    #: whether the tensor stays zero to the end; a path that is dropped at random comes and goes
+    #: whether the tensor stays zero to the end; if a path is dropped at random, its tensors are zero only in some steps
     lasts: bool
     #: whether the baseline has the tensor, with other values
     has_baseline: bool
@@ -43,8 +43,8 @@ class ZeroTensor:
 def zero_tensors(records: Records) -> list[ZeroTensor]:
     """Return tensors that are zero in the run but not in the baseline, in the order of the record.
 
-    Gradients may be zero from the start. X and W count only if they had values, here or in the baseline, because weights
-    of adapters may begin with zeros.
+    Gradients count even if they are zero from the start. X and W count only if they had nonzero values, in the run or in the
+    baseline, because weights of adapters may begin with zeros.
     """
     run, baseline = records.run, records.baseline
     found = _find(run.metrics)
@@ -59,7 +59,7 @@ def zero_tensors(records: Records) -> list[ZeroTensor]:
 
 @rule("zeros", ("dead",), (zero_tensors,), needs_no_baseline=True)
 def find_zeros(facts: Facts) -> Iterator[Finding]:
-    """Name tensors that become zero together, one finding for each role and sample.
+    """Name tensors that become zero at the same time. Each role and sample gives one finding.
 
     Example: a fused loss returns no gradient, so from step 0 on dY is zero in all GEMMs.
     """
@@ -70,9 +70,9 @@ def find_zeros(facts: Facts) -> Iterator[Finding]:
     for (since, role), zeros in sorted(groups.items(), key=lambda item: (item[0][0], item[0][1] in GRADIENTS)):
         rows = facts.tensors.filter(role=role)["layer"].to_list()
         layers = [layer for layer in rows if name_aggregate(layer) is None]
-        # The backward pass reaches the last layer first, and a zero spreads to the layers before it.
+        # The backward pass begins at the last layer, and a zero gradient spreads from there to the earlier layers.
         first = zeros[-1] if role in GRADIENTS else zeros[0]
-        # A diverging loss still gives some layer a gradient.
+        # A diverging loss gives at least one layer a nonzero gradient.
         of_all = role in GRADIENTS and len(zeros) == len(layers)
         yield Finding(
             "zeros",
@@ -102,13 +102,13 @@ def _describe(facts: Facts, role: str, since: int, layers: Sequence[str], of: Se
 
 
 def is_zero(grid: Grid) -> Bools:
-    """Return True if a tensor has values, and all are zero, [T, S]."""
+    """Return whether a tensor was sampled and all its values are zero, [T, S]."""
     zero: Bools = (grid.metric("amax") == 0) & ~(grid.metric("nonfinite") > 0)
     return zero
 
 
 def _find(metrics: Metrics) -> dict[Key, tuple[int, bool, bool]]:
-    # A single expert may get no tokens, but not all experts of a layer together.
+    # A single expert may get no tokens, but all experts of a layer together always get tokens.
     of_expert = pl.col("layer").map_elements(lambda layer: name_aggregate(layer) is not None, pl.Boolean)
     metrics = metrics.narrowed(metrics.tensors.filter(~of_expert))
     if metrics.is_empty() or metrics.tensors.is_empty():
@@ -119,7 +119,7 @@ def _find(metrics: Metrics) -> dict[Key, tuple[int, bool, bool]]:
 
 
 def _zero_samples(grid: Grid) -> list[tuple[Key, tuple[Ints, Bools]]]:
-    """Return the steps at which a tensor is known, and whether it is zero there, for each tensor that is ever zero."""
+    """For each tensor that is zero in some sample, return its sampled steps, and whether it is zero at each."""
     zero = is_zero(grid) & ~(grid.metric("n") == 0)
     known = ~np.isnan(grid.metric("amax")) | (grid.metric("nonfinite") > 0)
     keys = list(grid.tensors.iter_rows())
@@ -127,12 +127,12 @@ def _zero_samples(grid: Grid) -> list[tuple[Key, tuple[Ints, Bools]]]:
 
 
 def _since(role: str, steps: Ints, zero: Bools) -> tuple[int, bool, bool] | None:
-    """Return the first step at which a tensor is zero, whether it had values, and whether it stays zero.
+    """Return the first step at which a tensor is zero, whether it had nonzero values before, and whether it stays zero.
 
     Return None unless the tensor is zero in two consecutive samples after the first ones. A weight that begins with zeros
     makes gradients zero until the first step has moved the weight.
     """
-    # A healthy W that had values is never zero again, so one such sample counts.
+    # A healthy W with nonzero values never becomes zero, so a single zero sample counts.
     again = zero[MADE_UP + 1 :] | (role == "weight" and bool((~zero).any()))
     in_a_row = np.flatnonzero(zero[MADE_UP:-1] & again)
     if not len(in_a_row):

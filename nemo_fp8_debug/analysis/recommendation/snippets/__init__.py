@@ -1,4 +1,6 @@
-"""Write a recommendation as configuration files of frameworks, with notes on what they cannot express. Internal."""
+"""Write a recommendation as configuration files of frameworks, with notes on changes that the files cannot express.
+Internal.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ def make_snippets(found: Recommendation) -> list[Snippet]:
 
 
 def list_unwritten(found: Recommendation) -> list[str]:
-    """Return sentences that name possible files of the engine, and why they are not written."""
+    """Return sentences that name files for the engine that are not written, with the reasons."""
     return _made(found)[1]
 
 

@@ -65,7 +65,7 @@ def make_per_module(found: Recommendation) -> Snippet | None:
 
 def _recipe(recipe: Recipe) -> dict[str, str]:
     if recipe == BF16_RECIPE:
-        return {}  # no recipe means high precision
+        return {}  # an operand without a recipe stays in high precision
     return {"fp8_quantization_recipe": RECIPES[type(recipe.scaling)], "fp8_format": recipe.fp8_format}
 
 
@@ -79,13 +79,13 @@ def _coarser(finding: TensorFix, recipe: Recipe, name: str) -> str:
 
 
 def count_stages(found: Recommendation) -> int:
-    """Count the parts of a pipeline, each of which numbers its blocks from 0."""
+    """Count the parts of a pipeline. Each part numbers its blocks from 0."""
     host = found.run.fingerprint.get("backend_options", {})
     return (host.get("pipeline_model_parallel_size") or 1) * (host.get("virtual_pipeline_model_parallel_size") or 1)
 
 
 def local_name(module: str, found: Recommendation) -> str:
-    """Return a module's name on its rank, because each part of a pipeline numbers its blocks from 0."""
+    """Return a module's name on its rank. The names differ because each part of a pipeline numbers its blocks from 0."""
     number = re.match(r"decoder\.layers\.(\d+)\.", module)
     if count_stages(found) == 1 or not number:
         return module
@@ -125,7 +125,7 @@ def _at_an_end(finding: TensorFix, ends: Ends | None) -> bool:
 
 
 def _in_use(found: Recommendation) -> Recipe | None:
-    """Return the recipe of most operands, or None if Megatron has no options for it."""
+    """Return the recipe of most operands, or None if Megatron has no options for this recipe."""
     metrics = select_quantized(found.run.metrics)
     counts = metrics.gathered(["recipe"], lambda rows: rows.group_by("recipe", maintain_order=True).agg(pl.sum("count")))
     names = counts.sort("count", descending=True, maintain_order=True)
@@ -134,7 +134,9 @@ def _in_use(found: Recommendation) -> Recipe | None:
 
 
 def _menu(findings: list[TensorFix], ends: Ends | None) -> list[Recipe]:
-    """Return the recipes of all options of the findings that Megatron supports, each in `hybrid` and `e4m3`."""
+    """Return the recipes from the options of all findings that Megatron supports, each with the formats `hybrid` and
+    `e4m3`.
+    """
     recipes = [option.parsed for finding in findings for option in finding.options if option.kind != STAY]
     both = [Recipe(r.scaling, fmt) for r in recipes for fmt in ("hybrid", "e4m3") if fmt in r.scaling.formats]
     refused = DelayedScaling if ends else ()
@@ -147,7 +149,9 @@ def _can_be_said(recipe: Recipe) -> bool:
 
 
 def _options(recipe: Recipe | None, found: Recommendation, unsolved: list[TensorFix]) -> tuple[dict[str, Any], list[str]]:
-    """Return fields of TransformerConfig, and sentences about changes that they cannot express, or that go too far."""
+    """Return fields of TransformerConfig, and sentences about changes that these fields cannot express or that affect more
+    than needed.
+    """
     coarser = [
         f"{f.name}: no option of the whole run does it; recipes of modules do, see the other files." for f in unsolved
     ]

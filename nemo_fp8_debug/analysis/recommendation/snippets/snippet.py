@@ -1,4 +1,4 @@
-"""Functions and data shared by the files of all frameworks."""
+"""Functions and data that are common to the files of all frameworks."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def comment_lines(*paragraphs: str) -> str:
 
 
 def first_for_all(findings: Sequence[TensorFix], recipes: Iterable[Recipe]) -> Recipe | None:
-    """Return the first recipe under which all operands keep the budget, as far as known, or None."""
+    """Return the first recipe under which all operands are within the budget, as far as errors are known, or None."""
     return next((recipe for recipe in recipes if all(_meets(finding, recipe) for finding in findings)), None)
 
 

@@ -1,7 +1,7 @@
-"""Write a quantizer factory for Transformer Engine's `CustomRecipe`, which changes only single operands.
+"""Write a quantizer factory for Transformer Engine's `CustomRecipe` that changes single operands only.
 
-A GEMM kernel supports only certain pairs of operands. So if an operand leaves FP8, its partners in the two GEMMs that read
-it leave FP8 in these two GEMMs.
+A GEMM kernel supports only certain pairs of operands. If an operand leaves FP8, the other operand of each GEMM that reads it
+must also leave FP8, in that GEMM only.
 
 Source: `pytorch/quantization.py`, `pytorch/custom_recipes/quantizer_factories.py` and `pytorch/tensor/hybrid_tensor.py` of
 Transformer Engine 2.20.2. Release 2.19 is the first with `IdentityQuantizer` and `HybridQuantizer`.
@@ -29,9 +29,9 @@ from ..recommend import OPERANDS, READERS, Recommendation, TensorFix
 from .megatron import count_stages, local_name
 from .snippet import Snippet, combine_options, comment_lines, find_module
 
-#: casts by role; None is high precision
+#: casts by role; None means high precision
 Casts = Mapping[str, Cast | None]
-#: casts by (role, GEMM); None is high precision
+#: casts by (role, GEMM); None means high precision
 ByGemm = dict[tuple[str, str], Cast | None]
 
 
@@ -89,7 +89,9 @@ def _is_high_precision(casts: Casts | Unreadable) -> bool:
 
 
 def _check_whole(module: str, casts: Casts) -> Casts | Unreadable:
-    """Return the casts if all three operands are known and quantized, otherwise the reason."""
+    """Return the casts if all three operands are recorded and quantized. Otherwise return the reason why they are
+    incomplete.
+    """
     if missing := [role for role in ROLES if role not in casts]:
         return Unreadable(f"{SHOWN_AS[missing[0]]} of {module}: it was not recorded")
     if plain := [role for role in ROLES if casts[role] is None]:
@@ -108,12 +110,12 @@ def find_usual_casts(all_casts: Iterable[Casts]) -> dict[str, Cast]:
 
 
 def spread_over_gemms(casts: Casts) -> ByGemm:
-    """Return casts by GEMM, the same in both GEMMs that read an operand."""
+    """Return casts by GEMM. An operand gets the same cast in both GEMMs that read it."""
     return {(role, gemm): casts[role] for role in ROLES for gemm in READERS[role]}
 
 
 def change_module(name: str, casts: Casts, findings: Sequence[TensorFix]) -> Module:
-    """Choose the cheapest options for a module's operands that kernels can multiply with each other.
+    """Choose the cheapest options for a module's operands such that kernels can multiply the operands with each other.
 
     Args:
         name: the module.
@@ -131,7 +133,7 @@ def change_module(name: str, casts: Casts, findings: Sequence[TensorFix]) -> Mod
 
 
 def _list_options(findings: Sequence[TensorFix]) -> list[Option]:
-    """Return the options that all findings share, in order of cost."""
+    """Return the options that all findings have in common, in order of cost."""
     others = [{o.recipe for o in f.options if o.meets and o.kind != STAY} for f in findings]
     own = findings[0].options if findings else ()
     return [o for o in own if o.kind != STAY and o.meets and all(o.recipe in recipes for recipes in others)]
@@ -147,7 +149,7 @@ def _apply_options(casts: Casts, options: Mapping[str, Option]) -> ByGemm:
 
 def _can_be_multiplied(made: ByGemm) -> bool:
     delayed = [{c for (role, _), c in made.items() if role in roles and _is_delayed(c)} for roles in (ROLES[:2], ROLES[2:])]
-    # Transformer Engine keeps one history for each direction of a module. The forward one is E4M3.
+    # Transformer Engine keeps one history for each direction of a module. The format of the forward history is E4M3.
     histories = all(len(found) < 2 for found in delayed) and all(fmt == "e4m3" for _, fmt in filter(None, delayed[0]))
     return histories and all(_kernel_takes(*(made[role, gemm] for role in pair)) for gemm, pair in OPERANDS.items())
 
@@ -165,7 +167,7 @@ def _is_delayed(cast: Cast | None) -> bool:
 
 
 def _tell_differences(name: str, findings: Sequence[TensorFix], options: Mapping[str, Option]) -> tuple[str, ...]:
-    """Return sentences about operands whose option differs from the plan's."""
+    """Return sentences about operands that get a different option than in the plan."""
     said = {}
     for finding in findings:
         option = options[finding.role]
@@ -177,7 +179,7 @@ def _tell_differences(name: str, findings: Sequence[TensorFix], options: Mapping
 
 
 def _without_nested_delays(name: str, made: ByGemm, coarser: tuple[str, ...]) -> tuple[ByGemm, tuple[str, ...]]:
-    """Use current scaling for an operand with one copy in high precision, because a history needs both copies in FP8."""
+    """If one copy of an operand is in high precision, use current scaling, because a history needs both copies in FP8."""
     more = []
     for role in ROLES:
         copies = [made[role, gemm] for gemm in READERS[role]]
@@ -320,7 +322,7 @@ _requests = []
 
 
 NAME, MODULES = "te_quantizers.py", "megatron_operands.yaml"
-#: the first release of Transformer Engine, and of megatron-core, that takes these files
+#: the first releases of Transformer Engine and of megatron-core that support these files
 NEEDS, MEGATRON_NEEDS = (2, 19), (0, 17)
 _HOW = (
     "Quantizers of single operands, for Transformer Engine's CustomRecipe: every operand is cast as in the run that was "
@@ -344,7 +346,7 @@ _HOW_MODULES = (
 
 
 def make_quantizers(found: Recommendation, for_megatron: bool) -> tuple[list[Snippet], list[str]]:
-    """Return the files, or the reasons why they are not written; neither if nothing changes."""
+    """Return the files, or the reasons why they are not written. If nothing changes, return neither."""
     by_module: dict[str, list[TensorFix]] = {}
     for finding in found.to_change:
         by_module.setdefault(find_module(finding.layer), []).append(finding)

@@ -1,7 +1,7 @@
-"""Write torchao's configuration: each layer is converted with a `Float8LinearConfig`, in which single operands can differ.
+"""Write torchao's configuration: each layer is converted with a `Float8LinearConfig`, which has options for single operands.
 
-Source: `torchao/float8/config.py` and `float8_linear_utils.py` of release 0.18. Both operands of a product are in high
-precision, or neither. An operand has the same format in both products that read it.
+Source: `torchao/float8/config.py` and `float8_linear_utils.py` of release 0.18. The operands of a product are either both in
+high precision or both in FP8. An operand has the same format in both products that read it.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def _name(path):
 
 
 def make_configuration(found: Recommendation) -> tuple[list[Snippet], list[str]]:
-    """Return the file, or the reason why it is not written; neither if nothing changes."""
+    """Return the file, or the reason why it is not written. If nothing changes, return neither."""
     if not found.to_change:
         return [], []
     recorded = found.run.fingerprint.get("torchao", {}).get("configurations")
@@ -102,7 +102,9 @@ def make_configuration(found: Recommendation) -> tuple[list[Snippet], list[str]]
 def _changed(
     layer: str, config: Mapping[str, Any], findings: Sequence[TensorFix]
 ) -> tuple[dict[str, Any] | None, list[str]]:
-    """Return a layer's configuration with the cheapest options that its products support, or None to not convert it."""
+    """Return a layer's configuration with the cheapest options that its products support, or None if it must not be
+    converted.
+    """
     for options in combine_options(_menu(finding) for finding in findings):
         made = _applied(config, {f.role: o for f, o in zip(findings, options, strict=True)})
         if _can_be_multiplied(made):
