@@ -75,7 +75,7 @@ class FP8DebugBridgeCallback(Callback):  # type: ignore[misc]
 
     def on_eval_end(self, context: CallbackContext) -> None:
         """Record the losses of an evaluation."""
-        with self._run.errors.guard("while looking for the losses of an evaluation"):
+        with self._run.errors.guard("while reading the losses of an evaluation"):
             self._run.report_validation(context.state.train_state.step, context.total_loss_dict or {})
 
     def on_train_end(self, context: CallbackContext) -> None:
@@ -148,7 +148,7 @@ class FP8DebugForwardStep:
 
         def watched(*arguments: Any, **options: Any) -> Any:
             result = loss_function(*arguments, **options)
-            with self._run.errors.guard("while looking for the loss"):
+            with self._run.errors.guard("while reading the loss"):
                 # Megatron later divides the loss in place.
                 loss, tokens = result[0].detach().clone(), result[1] if len(result) == 3 else 1
                 self._losses.append((loss, tokens))

@@ -72,7 +72,7 @@ class FP8DebugTrainerCallback(TrainerCallback):
         """Store the loss of a batch. The Trainer passes only averages to callbacks, and waits for the device to compute
         them.
         """
-        with self._run.errors.guard("while looking for the loss"):
+        with self._run.errors.guard("while reading the loss"):
             first = output[0] if isinstance(output, tuple) else None
             loss = output.get("loss") if isinstance(output, Mapping) else first
             if torch.is_tensor(loss) and loss.requires_grad and loss.numel() == 1:
@@ -86,7 +86,7 @@ class FP8DebugTrainerCallback(TrainerCallback):
         """Begin a sample if one is due."""
         self._end_step()
         self._losses = []
-        with self._run.errors.guard("while looking for the learning rate and the loss scale"):
+        with self._run.errors.guard("while reading the learning rate and the loss scale"):
             self._lr = optimizer.param_groups[0]["lr"]
             self._scale = read_scale(_scaler(optimizer))
         self._run.begin_step(state.global_step + 1)

@@ -1,4 +1,4 @@
-"""Choose the rank that warns if ranks are out of sync: the lowest one that is alive.
+"""Choose the rank that warns if ranks are out of sync: the lowest rank that is alive.
 
 This works without the store, because the store's host may be gone. Each rank has a UDP port. If other ranks do not answer in
 a sample, a rank sends them a message and waits a moment. If a lower rank is alive, it answers, and warns for all ranks.

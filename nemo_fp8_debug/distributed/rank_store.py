@@ -298,7 +298,7 @@ class Ranks:
         """Leave the run's store and groups.
 
         Args:
-            in_sync: whether all ranks do the same.
+            in_sync: whether all ranks leave at the same time.
         """
         if self._peers:
             self._peers.close()
@@ -369,7 +369,7 @@ class Totals:
         """Leave the group.
 
         Args:
-            in_sync: whether all ranks do the same.
+            in_sync: whether all ranks leave at the same time.
         """
         if self._everyone:
             self._everyone.close(in_sync)

@@ -46,7 +46,7 @@ class ShardGroup:
 
     @classmethod
     def alone(cls, rank: int, kinds: Mapping[str, str]) -> ShardGroup:
-        """Return the shard group of one rank that shares nothing."""
+        """Return the shard group of a rank that shares no tensor with other ranks."""
         gemms, tensors = _parted(dict(sorted(kinds.items())))
         return cls([rank], gemms, dict.fromkeys(gemms, rank), tensors)
 

@@ -133,7 +133,7 @@ def assemble(
 
 
 def chosen_recorders(own: Iterable[Recorder] | None, config: Config) -> Iterator[Recorder]:
-    """Yield the caller's recorders or the default ones, then the recorder for loggers.
+    """Yield the caller's recorders, or else the default recorders. Then yield the recorder for loggers.
 
     Raises:
         ConfigError: as for `default_recorders`, or a logger's package is missing.

@@ -24,7 +24,7 @@ from ..capture.gemms import Gemm
 from ..capture.scan import ScannedModule
 from ..options.config import Config
 
-#: packages whose version can explain a difference between two runs
+#: packages that can explain a difference between two runs by their versions
 _PACKAGES = (
     "nemo-fp8-debug",
     "torch",

@@ -121,7 +121,7 @@ class StepOrder:
             over: whether sampling ended early for a reason that was already printed.
         """
         if not self.used:
-            message = "the monitor was told of no step: call begin_step and end_step around each training step"
+            message = "no step was reported: call begin_step and end_step around each training step"
             self._warn(message, "no step")
         elif self.ended and not self.sampled and not over:
             self._warn(
@@ -300,7 +300,7 @@ class Monitor:
         if not self._live_control.end_sample(step):
             self._pipeline.end(step, TimeoutError("the first rank does not say how to sample"))
 
-    @guard_entry("while giving a step up")
+    @guard_entry("while abandoning a step")
     def abandon_step(self) -> None:
         """Abandon a step that was interrupted: remove the hooks and drop the sample."""
         self._order.give_up()
@@ -312,13 +312,13 @@ class Monitor:
             return
         steps: dict[str, Callable[[], object]] = {
             "while removing hooks": sampled.detach,
-            "while giving a sample up": sampled.forget,
-            "while hearing of a sample": lambda: self._end_sample(sampled.step),
-            "while taking part in a sample": lambda: self._pipeline.take_part(sampled.captured(dict)),
+            "while abandoning a sample": sampled.forget,
+            "while receiving the result of a sample": lambda: self._end_sample(sampled.step),
+            "while reducing a sample with other ranks": lambda: self._pipeline.take_part(sampled.captured(dict)),
         }
         all_of(self._errors.guard, steps)
 
-    @guard_entry("while looking at a loss")
+    @guard_entry("while reading a loss")
     def watch_loss(self, loss: Any, tokens: torch.Tensor | float = 1) -> None:
         """Pass the loss of a micro-batch before it is scaled and backpropagated. Then we also record dY in units of the
         unscaled loss.
@@ -405,15 +405,15 @@ class Monitor:
         steps: dict[str, Callable[[], object]] = {
             "while adding up waits": self._waits.end,
             "while ending a step": lambda: None if failed else self._order.warn_if_open(),
-            "while giving a step up": self.abandon_step,
+            "while abandoning a step": self.abandon_step,
             "while ranks part": self._pipeline.close,
             "while recording steps": self._delivery.flush_steps,
             "while recording the end": lambda: self._delivery.report(None, ended=True),
-            "while forgetting the monitor": self._closed_by_hand,
+            "while unregistering the monitor": self._closed_by_hand,
             "while closing the record": self._recording.close,
             "while closing the record again": lambda: None if self._recording.closed else self._recording.close(),
             "while summing up": lambda: self._sum_up(failed),
-            "while letting go of the model": self._release,
+            "while releasing the model": self._release,
         }
         all_of(self._errors.guard, steps)
 

@@ -29,13 +29,13 @@ from .open_step import OpenStep, StepObserver, Watched, compiled_parts, counted_
 from .pipeline import Sampled, Steps
 from .schedule import Schedule
 
-_MULTIPLIER = "while measuring what dY is multiplied by"
+_MULTIPLIER = "while measuring the factor of dY"
 #: most operands that a warning names
 _NAMED = 4
 
 
 class SampledStep:
-    """A step whose operands are measured, from `open` to `detach`."""
+    """A sampled step. Its operands are captured from `open` to `detach`."""
 
     def __init__(self, step: int, watched: Watched, schedule: Schedule) -> None:
         """
@@ -185,7 +185,7 @@ class SampledStep:
 
 
 def _warn_of_lost(errors: ErrorGuard, step: int, lost: Mapping[str, Sequence[Key]]) -> None:
-    """Warn about operands whose hooks failed.
+    """Warn about operands that are missing because their hooks failed.
 
     Args:
         lost: lost operands by reason.
@@ -213,19 +213,19 @@ def _warn_of_transformed(errors: ErrorGuard, layer: str) -> None:
     """Warn about a layer that was called under a transform of torch.func."""
     errors.warn(
         f"{layer} is called under a transform of torch.func (vmap, grad, jvp); its calls there are not measured, "
-        "and the same holds for other layers",
+        "and this also applies to other layers",
         kind="torch.func",
     )
 
 
 def _warn_of_unknown_cast(errors: ErrorGuard, layer: str, role: str, error: Exception) -> None:
-    """Warn about an operand whose cast by the engine is unknown."""
+    """Warn about an operand if the engine's cast is unknown."""
     reason = f"{error}. It is measured as if it were not quantized, with scale_source 'unknown'"
     what = f"{SHOWN_AS[role]} of {layer}"
     errors.warn(f"how the engine casts {what} is unknown: {reason}, and so are others like it", kind=str(error))
 
 
 def _warn_of_unread_cast(errors: ErrorGuard, layer: str, role: str, error: Exception) -> None:
-    """Warn about an operand whose cast could not be read."""
+    """Warn about an operand if the engine's cast could not be read."""
     message = f"could not read how the engine casts {SHOWN_AS[role]} of {layer}; its scale_source is 'unknown'"
     errors.warn(f"{message}: {type(error).__name__}: {error}", kind=f"{layer} {role} {type(error)}")

@@ -56,7 +56,7 @@ class Control:
         if not isinstance(content, dict):
             raise ConfigError(f"{NAME} must map keys to values; it is a {type(content).__name__}")
         if unknown := [str(key) for key in content if key not in (*FIELDS, "steps")]:
-            raise ConfigError(f"{NAME} has unknown keys {', '.join(unknown)}; it may have {', '.join(FIELDS)}, steps")
+            raise ConfigError(f"{NAME} has unknown keys {', '.join(unknown)}; valid keys are {', '.join(FIELDS)}, steps")
         steps = content.pop("steps", None)
         if steps is not None and (not isinstance(steps, int) or isinstance(steps, bool) or steps < 1):
             raise ConfigError(f"steps in {NAME} is {steps!r}; it must be a whole number of steps, at least 1")
@@ -115,7 +115,7 @@ def _check(text: str) -> None:
         if isinstance(event, yaml.AliasEvent):  # with aliases, a short text can expand to more than fits in memory
             raise ConfigError(f"{NAME} uses aliases (*name), which are not supported; quote patterns that begin with *")
         if depth > _DEEPEST:
-            raise ConfigError(f"{NAME} has lists in lists, more than {_DEEPEST} deep")
+            raise ConfigError(f"{NAME} has lists that are nested more than {_DEEPEST} deep")
         if number > _MOST:
             raise ConfigError(f"{NAME} has more than {_MOST} values")
         if isinstance(event, yaml.ScalarEvent) and event.implicit[0] and _SEXAGESIMAL.fullmatch(event.value):

@@ -120,7 +120,7 @@ class TensorDump:
             self._leave_out(f"the dump's budget of {_readable(self._max_bytes)} is used up")
             return
         if not self._wait_for_room(about.step, size):
-            self._leave_out(f"{_readable(self._in_flight)} still waited to be written after {PATIENCE:.0f} s")
+            self._leave_out(f"{_readable(self._in_flight)} were still waiting to be written after {PATIENCE:.0f} s")
             return
         fetch = _copy(x.detach())
         self._submit(lambda: self._write(about, fetch, scale, size))

@@ -54,7 +54,7 @@ _MERGED_TABLES = tuple(table for table in TABLES if table not in SHARED)
 
 @dataclass(frozen=True)
 class Written:
-    """A part, its size in bytes, and the steps whose rows are read from this part. None means all steps."""
+    """A part, its size in bytes, and the steps that count in this part. None means all steps."""
 
     part: Part
     size: int
@@ -284,7 +284,7 @@ def _merge_readable(run: Storage, table: str, parts: Sequence[Part], keep: Calla
 
 
 def _batches(parts: Sequence[Written]) -> Iterator[list[Written]]:
-    """Yield batches of parts to merge, in order of steps. A large part is a batch of its own."""
+    """Yield batches of parts to merge, in order of steps. A large part is the only part in its batch."""
     waiting: list[Written] = []
     for each in sorted(parts, key=lambda each: (each.part.first, each.part.last)):
         if each.size >= LARGEST // 2:

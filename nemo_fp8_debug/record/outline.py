@@ -48,9 +48,9 @@ class Outline:
     stretches: tuple[Stretch, ...]
     #: different values of columns that have few, by column, in the order of their first rows
     texts: Mapping[str, Sequence[str | None]] = field(default_factory=dict)
-    #: the single value of columns whose rows are all alike, by column: an integer, a short string or null
+    #: the value of each column that has the same value in all rows: an integer, a short string or null
     same: Mapping[str, Value] = field(default_factory=dict)
-    #: by column of `texts` whose rows differ: a digest of each stretch's values, in order
+    #: for each column of `texts` with different values: a digest of each stretch's values, in order
     patterns: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
     def find(self, row: int) -> tuple[int, int]:

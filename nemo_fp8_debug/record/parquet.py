@@ -251,7 +251,7 @@ class _Checked(io.RawIOBase):
         if len(known) != whole + bool(rest) or sums != [_combined(known[:whole], size), *known[whole:]]:
             both = itertools.zip_longest(map(zlib.crc32, _blocks(data, size)), known)
             wrong = next(i for i, (read, written) in enumerate(both) if read != written)
-            raise ValueError(f"it is damaged: its bytes from {begin + wrong * size} are not those that were written")
+            raise ValueError(f"it is damaged: its bytes from {begin + wrong * size} differ from the bytes that were written")
 
 
 def _combined(sums: Sequence[int], size: int) -> int:

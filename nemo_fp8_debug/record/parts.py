@@ -115,7 +115,7 @@ KEYS = ("step", "layer", "role")
 
 
 class PartGoneError(Exception):
-    """The part was merged into another one after it was listed."""
+    """The part was merged into another part after it was listed."""
 
 
 class PartDamagedError(Exception):
@@ -247,8 +247,8 @@ def warn_of_damage(run: Storage, table: str, damaged: Mapping[str, str]) -> None
     """
     if damaged:
         (name, why), *others = damaged.items()
-        more = f"; and so are {len(others)} other parts" if others else ""
-        warn(f"{run.path(name)} is left out, it cannot be read as a part of {table}: {why}{more}")
+        more = f"; {len(others)} other parts are left out too" if others else ""
+        warn(f"{run.path(name)} is left out, because it cannot be read as a part of {table}: {why}{more}")
 
 
 def describe_error(error: Exception) -> str:
@@ -398,7 +398,7 @@ def read_groups(run: Storage, table: str, part: Part, whole: bool = False) -> It
     with open_part(run, part, whole=whole) as rows:
         for group in rows.groups():
             if set(group.column_names) - set(migration.with_earlier_names(schema.names)):
-                raise PartDamagedError("it has columns of a later release")
+                raise PartDamagedError("it has columns from a later release")
             yield _checked(migration.complete_columns(group, schema), schema, part).cast(schema)
 
 
@@ -420,13 +420,13 @@ def count_rows(run: str | os.PathLike[str], table: str, enough: float = math.inf
     return rows
 
 
-_OTHER_ATTEMPT = "its rows are not of the attempt that its name says"
+_OTHER_ATTEMPT = "its rows do not belong to the attempt in its name"
 
 
 def _checked(rows: pa.Table, schema: pa.Schema, part: Part) -> pa.Table:
     kinds = [column.type for column in rows.schema]
     if [kind.value_type if pa.types.is_dictionary(kind) else kind for kind in kinds] != schema.types:
-        raise PartDamagedError("its columns are not those of this table")
+        raise PartDamagedError("its columns do not match this table")
     check_values(rows)
     if "attempt" in rows.column_names and pc.unique(rows["attempt"]).to_pylist() not in ([], [part.attempt]):
         raise PartDamagedError(_OTHER_ATTEMPT)

@@ -191,7 +191,7 @@ def read_new_names(
             new.setdefault(stretch.digest, (first, stretch))
     tables = read_names(run, table, part, [(first, first + stretch.rows) for first, stretch in new.values()]) if new else []
     if [list_stretches(names) for names in tables] != [[stretch] for _, stretch in new.values()]:
-        raise PartDamagedError("its footer does not fit its rows")
+        raise PartDamagedError("its footer does not match its rows")
     return {digest: names.select(KEYS[1:]) for digest, names in zip(new, tables, strict=True)}
 
 

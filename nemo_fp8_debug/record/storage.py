@@ -348,7 +348,7 @@ def find_link_out(storage: Storage, folder: str) -> str | None:
     """Return the first name in a record that is a link out of `storage`, or None.
 
     Args:
-        storage: a folder whose path is free of links.
+        storage: a folder. Its path must be free of links.
         folder: the record's folder, below `storage`.
     """
     if not storage.is_local:

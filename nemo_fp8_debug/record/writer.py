@@ -39,7 +39,7 @@ class RunRecord(Recorder):
         """
         Args:
             address: a folder, or any fsspec address.
-            histogram_interval: steps between samples whose histograms are written.
+            histogram_interval: steps between two samples for which histograms are written.
 
         Raises:
             ConfigError: the address cannot be used.

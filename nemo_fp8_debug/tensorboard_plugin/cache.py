@@ -32,7 +32,7 @@ class Cache(Generic[V]):
         self._held: OrderedDict[Hashable, V] = OrderedDict()
         self._taken = 0
         self._lock = threading.Lock()
-        #: event for each key whose value is being made, set when that thread is done
+        #: for each key: while a thread makes its value, the event that is set when the thread is done
         self._made: dict[Hashable, threading.Event] = {}
 
     def get(self, key: Hashable, make: Callable[[], V]) -> V:

@@ -104,12 +104,12 @@ class TestWhichCount:
 
     def test_none_of_which_that_cannot_be_told(self) -> None:
         n, told = self.told(a=losses(1, n=30), b=losses(2, n=30))
-        assert n == 1 and "with 30 losses in common it cannot be told" in told
+        assert n == 1 and "with 30 losses in common we cannot tell" in told
 
     def test_not_one_that_ended_early(self) -> None:
         """It would have the end of the run not looked at."""
         n, told = self.told(a=losses(1), b=losses(2), short=losses(3, n=100))
-        assert n == 2 and told == "short does not count for the loss: it covers 100 steps of the run, and another one 400."
+        assert n == 2 and told == "short does not count for the loss: it covers 100 steps of the run, another baseline 400."
         assert self.told(short=losses(3, n=100), a=losses(1), b=losses(2))[0] == 2
         assert self.told(a=losses(1), twin=losses(0, n=100))[0] == 1
 

@@ -71,7 +71,7 @@ class TestSteps:
 
     def test_never_told_of_a_step(self, tmp_path: Path) -> None:
         (message,) = warned(tmp_path, lambda monitor, step, train: train())
-        assert message.startswith("the monitor was told of no step: call begin_step and end_step around each training step")
+        assert message.startswith("no step was reported: call begin_step and end_step around each training step")
 
     def test_a_run_that_fails_in_a_step_is_told_nothing_more(self, tmp_path: Path) -> None:
         with (

@@ -118,7 +118,7 @@ class TestRefused:
     @pytest.mark.parametrize("name", ["a.log", "a.csv", "events.out.tfevents.1.a", "a.bin"])
     def test_nothing_that_can_be_read(self, tmp_path: Path, name: str, content: bytes) -> None:
         (tmp_path / name).write_bytes(content)
-        with pytest.raises(RecordError, match="is not a log that can be imported, and holds none") as error:
+        with pytest.raises(RecordError, match="is not a log that can be imported, and contains no such log") as error:
             import_logs(tmp_path / name, tmp_path / "run")
         assert str(tmp_path / name) in str(error.value)
         assert "vpp_stage" in str(error.value)
@@ -136,5 +136,5 @@ class TestRefused:
 
     def test_a_log_without_a_metric(self, tmp_path: Path) -> None:
         log = text_log(tmp_path / "logs", line("fc_output_std", "1.0000"))
-        with pytest.raises(RecordError, match=r"no metric that can be imported .*output: no operand of a GEMM \(1\)"):
+        with pytest.raises(RecordError, match=r"no metric that can be imported .*output: not an operand of a GEMM \(1\)"):
             import_logs(log, tmp_path / "run")

@@ -61,7 +61,7 @@ class TestDamaged:
         lost = pl.read_parquet(part)["step"].unique()
         part.write_bytes(DAMAGE[damage](part.read_bytes()))
         with pytest.warns(
-            FP8DebugWarning, match=re.escape(f"{part} is left out, it cannot be read as a part of {table}: ") + "."
+            FP8DebugWarning, match=re.escape(f"{part} is left out, because it cannot be read as a part of {table}: ") + "."
         ):
             left = read_table(run, table)
         assert left.equals(whole.filter(~pl.col("step").is_in(lost.implode())))
@@ -121,7 +121,7 @@ class TestDamaged:
         part = a_part(run)
         copy = part.with_name(part.name.replace("attempt-0", "attempt-99999999999"))
         copy.write_bytes(part.read_bytes())
-        with pytest.warns(FP8DebugWarning, match=re.escape(f"{copy} is passed over")):
+        with pytest.warns(FP8DebugWarning, match=re.escape(f"{copy} is skipped")):
             assert read_table(run, "metrics").equals(before)
         start(run)
         assert read_fingerprint(run)["attempt"] == 1
@@ -138,7 +138,7 @@ class TestDamaged:
 
     def test_a_file_of_another_name_is_named(self, run: Path) -> None:
         (run / "metrics" / "notes.txt").write_text("mine")
-        with pytest.warns(FP8DebugWarning, match=re.escape(f"{run}/metrics/notes.txt is passed over")):
+        with pytest.warns(FP8DebugWarning, match=re.escape(f"{run}/metrics/notes.txt is skipped")):
             assert len(read_table(run, "metrics")) == 9
 
     def test_a_part_left_unfinished_by_a_crash_is_ignored(self, run: Path) -> None:

@@ -252,7 +252,7 @@ class TestCommandLine:
         assert code == 0
         what = f"We imported 2 nvdlfw_inspect files into {tmp_path / 'run'}: 12 tensors at 3 steps (0 to 2), 3 losses."
         assert out.startswith(what)
-        assert re.search(r"underflow \(%\) +36\n", out) and re.search(r"std: no metric is defined so +72\n", out)
+        assert re.search(r"underflow \(%\) +36\n", out) and re.search(r"std: no metric has this definition +72\n", out)
 
     def test_importing_again_is_another_attempt(self, tmp_path: Path) -> None:
         for _ in range(2):
@@ -263,7 +263,7 @@ class TestCommandLine:
     def test_what_cannot_be_imported_is_one_line(self, tmp_path: Path) -> None:
         code, out, err = self.run_cli(tmp_path, tmp_path / "run")
         assert (code, out) == (1, "")
-        assert err.startswith(f"error: {tmp_path} is not a log that can be imported, and holds none")
+        assert err.startswith(f"error: {tmp_path} is not a log that can be imported, and contains no such log")
         assert err.count("\n") == 1
 
     def test_a_place_that_cannot_be_written(self, tmp_path: Path) -> None:

@@ -241,7 +241,7 @@ def test_at_most_60_scalars_unless_every_tensor_is_asked_for(tmp_path: Path) -> 
 
 def test_a_logger_that_raises_costs_a_warning_and_nothing_else(tmp_path: Path) -> None:
     kept = Kept()
-    with pytest.warns(FP8DebugWarning, match="the logger Breaks failed, and what it was given is lost: SystemExit") as told:
+    with pytest.warns(FP8DebugWarning, match="the logger Breaks failed, and data it received is lost: SystemExit") as told:
         train(tmp_path, loggers=[Breaks(), kept])
     assert sum("Breaks" in str(w.message) for w in told) == 1
     assert sorted(kept.rows) == [0, 2, 4]

@@ -146,7 +146,7 @@ class FP8DebugCallback(pl.Callback):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """End the sample, unless the next batch adds its gradients to this one."""
+        """End the sample, unless the next batch adds its gradients to this batch's gradients."""
         if self._monitor and not accumulates(trainer):
             logged = trainer.callback_metrics if self._monitor.sampling else {}
             scalars: dict[str, Any] = {name: logged[name] for name in _SCALARS if name in logged}

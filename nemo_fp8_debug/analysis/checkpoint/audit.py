@@ -143,7 +143,7 @@ _OF_CAST = ("relative_error", "mse", "sqnr_db", "cosine", "underflow_pct", "over
 #: a stored scale is stale if it is this many powers of two below the current scale, and so wastes this part of E4M3's range
 #: of 17.8
 FAR_BELOW = -3.0
-#: largest number of weights whose histograms are in memory at once, 256 KiB each
+#: largest number of weights with a histogram in memory at once, 256 KiB each
 _BATCH = 64
 _CURRENT = CurrentScaling()
 _BOTH = torch.zeros(2, dtype=torch.int64)

@@ -116,7 +116,7 @@ def select_discoveries(rows: pl.DataFrame, tensors: int) -> pl.DataFrame:
 def highest_chance(chances: npt.NDArray[np.float64], of: int) -> float:
     """Return the largest probability that still counts as a discovery, or -1 if there is no discovery.
 
-    `scipy.stats.false_discovery_control` would do the same, but importing `scipy.stats` takes half a second.
+    We do not use `scipy.stats.false_discovery_control`, because importing `scipy.stats` takes half a second.
 
     Args:
         chances: all probabilities below 1.

@@ -38,7 +38,7 @@ class TensorBand:
     metrics: dict[str, MetricBand]
     #: rows of `list_onsets` for this tensor, one for each metric that is out of band
     onsets: pl.DataFrame
-    #: whether chance alone does not explain these onsets, given the number of tensors
+    #: whether these onsets are more than chance explains for this number of tensors
     is_sure: bool
 
 

@@ -76,7 +76,7 @@ class Answer:
     judged_by: str = ""
     #: findings that run and baseline have in common, if the comparison shows no difference
     shared: Sequence[Finding] = ()
-    #: clauses that name parts of the run to which nothing in the baseline corresponds
+    #: clauses that name the parts of the run that we could not compare with the baseline
     not_compared: Sequence[str] = ()
 
     @property

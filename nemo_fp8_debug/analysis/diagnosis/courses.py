@@ -22,7 +22,7 @@ class LayerCourse:
     values: Floats
     #: usual values, float64, not empty: from the baseline, or from the beginning of the run
     usual: Floats
-    #: index of the first sample that can be judged
+    #: index of the first sample that can be checked
     first: int
 
     def since(self, out: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> int | None:

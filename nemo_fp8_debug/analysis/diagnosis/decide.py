@@ -23,7 +23,7 @@ class Circumstances:
     harmed_since: int | None
     #: steps from one sample to the next
     interval: int
-    #: first sampled step whose scales are no longer initial values
+    #: first sampled step at which scales no longer have their initial values
     settled: int
     #: whether there is a baseline
     paired: bool

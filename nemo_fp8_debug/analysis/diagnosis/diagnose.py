@@ -248,7 +248,7 @@ def _find_alone(run: Run, max_gap: float) -> list[Finding]:
 
 
 def _list_not_compared(run: Run, baseline: Run | None) -> list[str]:
-    """Return clauses that name the parts of a run to which nothing in the baseline corresponds."""
+    """Return clauses that name the parts of a run that we could not compare with the baseline."""
     if baseline is None:
         return []
     missed = []

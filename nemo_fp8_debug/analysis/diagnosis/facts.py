@@ -26,7 +26,7 @@ class Records:
     baseline: Run | None = None
     #: comparison of both runs, if there is a baseline
     comparison: Comparison | None = None
-    #: the run judged by bands of healthy runs, if there is no baseline
+    #: the result of checking the run by bands of healthy runs, if there is no baseline
     bands: JudgedRun | None = None
     #: sentences about records that were left out
     notes: Sequence[str] = ()

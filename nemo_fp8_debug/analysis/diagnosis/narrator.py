@@ -121,18 +121,18 @@ def tell_verdict(found: Answer, advice: Sequence[str]) -> str:
 
 
 def tell_conclusion(found: Answer) -> str:
-    """Return the verdict without what to do and what could not be seen."""
+    """Return the verdict without the next step and without the limits of the diagnosis."""
     return " ".join([*_tell_finding(found), *_tell_outcome(found)])
 
 
 def _tell_finding(found: Answer) -> list[str]:
-    """Return what is wrong, and the evidence."""
+    """Return sentences with the fault, its evidence, and unusual findings."""
     trouble = (_tell_trouble(found, found.confidence), _tell_evidence(found), _tell_unusual(found))
     return [*filter(None, trouble)]
 
 
 def _tell_outcome(found: Answer) -> list[str]:
-    """Return what the losses came to."""
+    """Return sentences about the outcome of the losses."""
     sentences = [tell_loss(found.loss, found.run.unit, found.divergence_step)]
     if found.harm == "likely" and found.loss.harm == "unknown":
         sentences.append("With this fault, harm is likely.")
@@ -251,7 +251,9 @@ def _tell_evidence(found: Answer) -> str:
 
 
 def tell_next(found: Answer, advice: Sequence[str]) -> list[str]:
-    """Return what to do next: the first advice, and for a wrong scale, whose other cast only hides it, the second too."""
+    """Return the next steps: the first advice. For a wrong scale, add the second advice, because another cast only hides the
+    fault.
+    """
     is_scale = found.culprit is not None and found.culprit.kind == "scale"
     first, most = next(iter(advice), ""), 2 if is_scale else 1
     return [f"Next: {first[0].lower()}{first[1:]}", *advice[1:most]] if first else []

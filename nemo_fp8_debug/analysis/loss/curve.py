@@ -108,7 +108,8 @@ def find_lasting_start(high: npt.NDArray[np.bool_], apart: Floats, half: int, af
 
     Args:
         high: whether the smoothed series is high.
-        apart: the series before smoothing, minus its usual value. It shows the exact start, which smoothing shifts.
+        apart: the series before smoothing, minus its usual value. It shows the exact start, because smoothing moves the
+            start.
         half: half the width of the smoothing window.
 
     Example:

@@ -288,8 +288,8 @@ def _noise(apart: Floats, half: int) -> float:
 
 
 def _is_sure(aligned: Aligned, first: int) -> bool:
-    """Return True if the mean loss after `first` (at most the last part) is above the baseline's, or if there are few
-    losses.
+    """Return True if the mean loss after `first` (at most the last part) is above the baseline's mean loss, or if losses are
+    few.
     """
     n = len(aligned.steps)
     start = max(min(max(first, round((1 - PART) * n)), n - TOO_FEW), 0)

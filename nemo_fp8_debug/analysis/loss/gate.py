@@ -127,7 +127,7 @@ def gate(
         baselines: one or several baselines. If there are as many baselines as runs, they are paired in order.
         max_gap: limit of the gap, in percent.
         part: last part of the shared steps that is compared.
-        after: compare only steps after this one, instead of `part`.
+        after: compare only steps after this step, instead of `part`.
         fewest: least number of losses in the last part, if there are so many.
 
     Returns:

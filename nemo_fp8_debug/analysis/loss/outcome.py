@@ -37,7 +37,7 @@ class LossOutcome:
     same_model: bool = False
     #: spread of several baselines of other batches, if `baseline` is their mean; None for one baseline
     seeds: Seeds | None = None
-    #: loss of a run that differs from this one only in precision; None without such a run
+    #: loss of the reference run, which differs from this run only in precision; None without a reference run
     reference: LossCurve | None = None
 
     @classmethod

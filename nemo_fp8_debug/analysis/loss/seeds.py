@@ -117,7 +117,7 @@ def _why_not(run: LossCurve, baseline: LossCurve, most: int) -> str:
     if lost is not None:
         return f"it diverges itself, from {lost} on"
     covered = _covered(run, baseline)
-    return "" if covered >= _COVERS * most else f"it covers {covered} steps of the run, and another one {most}"
+    return "" if covered >= _COVERS * most else f"it covers {covered} steps of the run, another baseline {most}"
 
 
 def _covered(run: LossCurve, baseline: LossCurve) -> int:
@@ -134,7 +134,7 @@ def _like(baseline: LossCurve, counted: Mapping[str, LossCurve]) -> str:
     for name, curve in counted.items():
         both = align_losses(baseline, curve)
         if len(both.steps) < _TELL:
-            return f"with {len(both.steps)} losses in common it cannot be told whether it saw the batches of {name}"
+            return f"with {len(both.steps)} losses in common we cannot tell whether it saw the batches of {name}"
         if both.paired:
             return f"it saw the batches of {name}"
     return ""

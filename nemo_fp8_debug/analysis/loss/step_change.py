@@ -65,7 +65,7 @@ def measure_rise_of_sample(
     Args:
         step: the step of the sample.
         sampled: sampled steps, int64 [S], ascending. If `step` is not among them, only `step` itself is tested.
-        lasting: percent by which the gap to a baseline of other batches must grow until the end.
+        lasting: least growth of the gap to a baseline of other batches until the end, in percent.
 
     Example:
         >>> import polars as pl
@@ -150,7 +150,8 @@ def find_jump(run: LossCurve, baseline: LossCurve, lasting: float = 0.0) -> tupl
     jumps, the baseline's loss has fallen. If both losses jump, the run is not at fault.
 
     Args:
-        lasting: percent by which the gap to the baseline must grow until the end, because a spike comes back.
+        lasting: least growth of the gap to the baseline until the end, in percent, because after a spike the gap shrinks
+            again.
 
     Example:
         >>> import polars as pl
@@ -198,7 +199,7 @@ def farthest_jump(run: LossCurve, baseline: LossCurve) -> Jump | None:
 
 
 def _of_its_own(aligned: Aligned) -> tuple[Floats, float | None]:
-    """Return the run's loss relative to the baseline's, and the value that counts as 100%.
+    """Return the run's loss relative to the baseline's loss, and the value that counts as 100%.
 
     If all losses of the baseline are positive, return the ratio and None, because percentages are relative to the ratio
     before a step. Otherwise, return the difference.

@@ -1,4 +1,6 @@
-"""Choose the cheapest change for each operand with too large errors, and compute the cost of the change in FP8 coverage."""
+"""Choose the cheapest change for each operand that exceeds the budget, and compute the loss of FP8 coverage by the
+changes.
+"""
 
 from __future__ import annotations
 
@@ -267,7 +269,7 @@ def recommend(
 
 
 def _of_unknown_recipes(keys: Sequence[Key], now: Mapping[Key, Errors]) -> list[str]:
-    """Return a sentence about operands whose recipe is not recorded, so that no change can be tried."""
+    """Return a sentence about operands without a recorded recipe, for which no change can be tried."""
     if not keys:
         return []
     (layer, role), errors = keys[0], now.get(keys[0])

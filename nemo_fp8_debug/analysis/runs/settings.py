@@ -42,14 +42,14 @@ def _most_often(counts: dict[str | None, Ints], none: Ints) -> pl.Series:
     return pl.Series([None, *names], dtype=pl.String).gather(most)
 
 
-#: sections whose differences are most likely to matter for precision
+#: sections in which differences are most likely to affect precision
 TELLING = ("recipe", "risky_features_on", "backend_options", "environment")
 #: settings that always differ between two attempts
 _PASSED_OVER = ("attempt", "schema_version")
 
 
 def list_differences(baseline: Mapping[str, Any], run: Mapping[str, Any]) -> pl.DataFrame:
-    """Return one row for each setting that differs. Settings that matter for precision come first.
+    """Return one row for each setting that differs. Settings that affect precision come first.
 
     The columns are setting (`section.name`), baseline and run (text, or null), and telling (whether it matters for
     precision).

@@ -1,4 +1,6 @@
-"""The story of a run as plain data: headline, events in order, the strip of events, and the tensors that matter."""
+"""A run's diagnosis and events as plain data: headline, events in order, the strip of events, and the most important
+tensors.
+"""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ def _read(root: Path) -> Imported:
     files = sorted(p for p in root.rglob("*") if p.is_file()) if root.is_dir() else [root]
     claimed = {tool: mine for tool in _FORMATS if (mine := [p for p in files if tool.claims(p)])}
     if not claimed:
-        raise RecordError(f"{root} is not a log that can be imported, and holds none ({_EXPECTED})")
+        raise RecordError(f"{root} is not a log that can be imported, and contains no such log ({_EXPECTED})")
     if len(claimed) > 1:
         found = ", ".join(f"{tool.TOOL} ({mine[0]})" for tool, mine in claimed.items())
         raise RecordError(f"{root} holds logs of {len(claimed)} tools: {found}; name the folder of one")

@@ -59,7 +59,7 @@ def read(files: Iterable[Path]) -> Imported:
     rank = min(_rank(path) for path in files)
     found = Imported(TOOL, [path for path in files if _rank(path) == rank])
     if others := len(files) - len(found.files):
-        found.left_out[f"files of ranks above {rank}, which hold other parts of the tensors: import each alone"] = others
+        found.left_out[f"files of ranks above {rank}, with other parts of the tensors: import each separately"] = others
     totals: dict[tuple[int, str, str], tuple[object, list[Row]]] = {}
     for path in found.files:
         block, last = 0, None
@@ -68,7 +68,7 @@ def read(files: Iterable[Path]) -> Imported:
             key = (row.step, row.layer, row.role)
             place, rows = totals.get(key, (None, []))
             if rows and place != (path, block):
-                found.left_out["operands of steps that were written again, as after a restart"] += 1
+                found.left_out["operands of steps that were written again, for example after a restart"] += 1
             if place != (path, block):
                 totals[key] = (path, block), [row]
             else:
@@ -102,7 +102,7 @@ def read_file(path: Path, found: Imported) -> Iterator[Row]:
     kind = re.sub(r"_(step)?\d+-\d+\.csv$|\.csv$", "", path.name)
     for column in columns:
         if column not in _USED and column != "shape":
-            found.left_out[f"column {column}: no metric is defined so"] += 1
+            found.left_out[f"column {column}: no metric has this definition"] += 1
     for number, line in lines:
         try:
             fields = next(csv.reader([line]))
@@ -123,14 +123,14 @@ def _parse(fields: dict[str, str], kind: str) -> Row | str:
     """Return the operand of a line, or the reason why the line has no operand."""
     name, kind = fields.get("module_name") or fields.get("name") or "", fields.get("scope", kind)
     if kind not in _OPERANDS:
-        return f"{kind}: no operand of a GEMM"
+        return f"{kind}: not an operand of a GEMM"
     stage, _, name = name.rpartition(":")
     pattern, role = _OPERANDS[kind]
     if not (operand := pattern.fullmatch(name)):
         return f"{kind}: other tensors than {role.replace('grad_output', 'the gradient of the output')}"
     low, high, nans = (float(fields[column]) if column in fields else None for column in ("min", "max", "nans"))
     if low is None or high is None:
-        return f"{role}: min and max, which together are the amax, were not monitored"
+        return f"{role}: min and max were not monitored, but the amax needs both"
     step = int(fields["step"])
     if not 0 <= step < 1 << 63 or not (nans is None or math.isnan(nans) or 0 <= nans < 1 << 63):
         raise ValueError(f"step {step} or {nans} NaNs cannot be")
@@ -162,7 +162,7 @@ def _fill_row(found: Imported, step: int, key: Key, rows: list[Row]) -> None:
     if len(nans) == len(rows) and all(map(math.isfinite, nans)):
         found.add(step, key, "nan", int(sum(nans)))
     elif nans:
-        found.left_out["nan: not counted, of something that is not a tensor"] += 1
+        found.left_out["nan: no count, because the value is not a tensor"] += 1
     found.add(step, key, "amax", amax, rows[0].decimals)
     if key in found.rows.get(step, {}):
         row = found.rows[step][key]

@@ -186,7 +186,7 @@ def read(files: Iterable[Path]) -> Imported:
             if before and None not in (before.rank, rank) and before.rank != rank and before.value != scalar.value:
                 conflicts[rank or 0, before.rank or 0] += 1
     for (rank, other), n in sorted(conflicts.items()):
-        what = f"values in the log of rank {other} that differ from rank {rank}'s for the same layer: import each alone"
+        what = f"values in the log of rank {other} that differ from rank {rank}'s for the same layer: import each separately"
         found.left_out[what] = n
         warn(f"{n} {what}")
     numbers = LayerNumbers((layer for layer, _ in tensors), (name for path in own for name in _assigned(path)))
@@ -198,8 +198,8 @@ def read(files: Iterable[Path]) -> Imported:
 
 
 def _precedence(path: Path) -> tuple[bool, int, str]:
-    """Return a sort key. The last file counts, so event files follow text logs, low ranks follow high ranks, and late starts
-    follow early ones.
+    """Return a sort key. The last file counts: event files follow text logs, low ranks follow high ranks, late starts follow
+    early starts.
     """
     return _is_events(path), -_rank(path), path.name
 
@@ -238,7 +238,7 @@ def read_events(path: Path, quiet: bool = False) -> Iterator[Scalar]:
                 whole = False
             if not whole:
                 if not quiet:
-                    warn(f"{path} is damaged or cut off before byte {file.tell()}; what follows is left out")
+                    warn(f"{path} is damaged or cut off before byte {file.tell()}; the rest is left out")
                 return
             for value in event.summary.value:
                 if value.HasField("simple_value") and event.step >= 0:
@@ -255,13 +255,13 @@ def parse_name(name: str) -> tuple[Statistic | None, str]:
     if not found:
         return None, "" if "_" not in name else f"{name.rpartition('_')[2]} of tensors that are not named as GEMM operands"
     if (role := _ROLES.get(found["tensor"])) is None:
-        return None, f"{found['tensor']}: no operand of a GEMM"
+        return None, f"{found['tensor']}: not an operand of a GEMM"
     stat = _STAT.fullmatch(found["stat"])
     assert stat
     if stat["turned"]:
-        return None, f"{stat['name']}_columnwise: of the transposed copy, which is quantized apart"
+        return None, f"{stat['name']}_columnwise: belongs to the transposed copy, which is quantized separately"
     if stat["name"] not in _KNOWN:
-        return None, f"{found['stat']}: no metric is defined so"
+        return None, f"{found['stat']}: no metric has this definition"
     return Statistic(_our_name(found["layer"]), role, stat["recipe"], stat["name"]), ""
 
 
@@ -273,7 +273,7 @@ def _fill(found: Imported, tensors: Mapping[tuple[str, str], _Steps], numbers: L
         layer = numbers.indexed(layer)
         in_use, what_if = _in_use({key for values in steps.values() for key in values})
         if what_if and in_use is None:
-            found.left_out["recipe in use: not known of several that are logged, all are in the table what_if"] += 1
+            found.left_out["recipe in use: unknown, because several recipes are logged; all are in the table what_if"] += 1
         for step, values in steps.items():
             for recipe in (None, *what_if):
                 row: Key = (layer, role, recipe or in_use, recipe is not None)
@@ -292,7 +292,7 @@ def _fill_row(found: Imported, step: int, row: Key, values: Mapping[str, _Value]
         amax = max(abs(low.value), abs(high.value)) if math.isfinite(low.value + high.value) else math.nan
         found.add(step, row, "amax", amax, low.decimals)
     elif (low or high) and "cur_amax" not in values:
-        found.left_out["min or max alone: both together are the amax"] += 1
+        found.left_out["only min or only max: the amax needs both"] += 1
     low, high = (values.get(stat) for stat in _SCALES)
     if low or high:
         _fill_scale(found, step, row, low, high)
@@ -300,9 +300,9 @@ def _fill_row(found: Imported, step: int, row: Key, values: Mapping[str, _Value]
 
 def _fill_scale(found: Imported, step: int, row: Key, low: _Value | None, high: _Value | None) -> None:
     if row[2] not in _PER_TENSOR:
-        found.left_out["scale_inv_min, scale_inv_max: of a recipe with many scales, or one that is not named"] += 1
+        found.left_out["scale_inv_min, scale_inv_max: the recipe has many scales or is not named"] += 1
     elif low is None or high is None or low.value != high.value:
-        found.left_out["scale_inv_min, scale_inv_max: not one scale all over the step"] += 1
+        found.left_out["scale_inv_min, scale_inv_max: the scale varies within the step"] += 1
     elif low.decimals is not None and low.value < 5 * 10.0**-low.decimals:
         found.add(step, row, "scale", low.value, low.decimals)  # counts as too small
     else:

@@ -1,1 +1,1 @@
-"""Send samples to experiment trackers, each in a thread of its own. Internal."""
+"""Send samples to experiment trackers. Each tracker has its own thread. Internal."""

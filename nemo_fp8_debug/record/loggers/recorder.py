@@ -156,7 +156,7 @@ class LoggerThread:
             self._usable = not needed
             if type(error) not in self._warned:
                 self._warned.add(type(error))
-                lost = "it gets nothing of this run" if needed else "what it was given is lost"
+                lost = "it receives no data of this run" if needed else "data it received is lost"
                 warn(f"the logger {self.sink.name} failed, and {lost}: {type(error).__name__}: {error}")
 
     @property

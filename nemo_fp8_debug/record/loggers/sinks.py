@@ -1,7 +1,7 @@
 """Send scalars to Weights & Biases, MLflow, Comet and loggers of Lightning: one protocol, with an adapter for each.
 
-Each sink works in a thread of its own, so it may wait, fail or hang. We import a logger's package only when its sink opens a
-run, unless the user has imported the package already.
+Each sink works in its own thread, so it may wait, fail or hang. We import a logger's package only when its sink opens a run,
+unless the user has imported the package already.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class WandbSink(Sink):
         self._row: int | None = None
 
     def open(self, fingerprint: Mapping[str, Any]) -> None:
-        """Start the run if there is none, and declare our step."""
+        """Start a run if the user gave none, and declare our step metric."""
         if self._run is None:
             import wandb
 
@@ -171,7 +171,7 @@ class MlflowSink(Sink):
         self.owned = self._run_id is None
 
     def open(self, fingerprint: Mapping[str, Any]) -> None:
-        """Start the run if there is none."""
+        """Start a run if the user gave none."""
         if self._client is None:
             self._client = _make_client(self._uri, self._files)
         if self._run_id is None:
@@ -269,7 +269,7 @@ class CometSink(Sink):
         self.owned = experiment is None
 
     def open(self, fingerprint: Mapping[str, Any]) -> None:
-        """Start the experiment if there is none."""
+        """Start an experiment if the user gave none."""
         if self._experiment is None:
             # Comet's framework hooks would start an experiment for each MLflow run.
             with _variable("COMET_DISABLE_AUTO_LOGGING", "1") if "comet_ml" not in sys.modules else contextlib.nullcontext():
@@ -369,7 +369,7 @@ def choose_sinks(choices: Sequence[LoggerChoice]) -> list[Sink]:
         except ConfigError:
             raise
         except Exception as error:
-            warn(f"the logger {choice} gets nothing of this run: {type(error).__name__}: {error}")
+            warn(f"the logger {choice} receives no data of this run: {type(error).__name__}: {error}")
     return sinks
 
 

@@ -313,5 +313,5 @@ def _end_with_the_parent() -> None:
     while os.read(0, 1):  # sys.stdin could not be closed at exit during a read
         pass
     with contextlib.suppress(OSError):
-        os.killpg(0, signal.SIGKILL)  # also ends the processes that this one started
+        os.killpg(0, signal.SIGKILL)  # also ends the processes that this process started
     os._exit(1)

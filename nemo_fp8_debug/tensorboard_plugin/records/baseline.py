@@ -124,7 +124,7 @@ class TensorBands:
         Returns:
             `since`: the first step out of the band of any metric, as in `compare`, or null. `metric`: that metric.
             `chance`: whether chance alone explains this onset among so many tensors, so that `compare` may leave it out.
-            `why`: the reason why the tensor is not judged, or null. `metrics`: for each metric, the lists `step`, `low`,
+            `why`: the reason why the tensor has no bands, or null. `metrics`: for each metric, the lists `step`, `low`,
             `expected` and `high` (numbers or null), `least` (the least rise that counts, or the least ratio if `is_ratio`),
             `since`, `value` and `usual` (at step `since`), `beyond` (number of samples outside the band), and `counted`
             (number of these samples that count).

@@ -78,7 +78,7 @@ class Layout:
         return len(self.tensors) > GROUP
 
     def row(self, step: int, key: tuple[str, str]) -> int | None:
-        """Return the row of a tensor at a step, or None if there is none."""
+        """Return the row of a tensor at a step, or None if there is no row."""
         at, tensor = int(np.searchsorted(self.steps, step)), self.tensors.places.get(key)
         if tensor is None or at == len(self.steps) or self.steps[at] != step:
             return None

@@ -20,7 +20,7 @@ from ..rule import rule
 
 @rule("reference", ("software",), (), event="reference")
 def find_reference(facts: Facts) -> Iterator[Finding]:
-    """Exclude precision as the cause: a run in BF16 that differs in nothing else fails in the same way.
+    """Exclude precision as the cause if a BF16 run that is otherwise equal fails in the same way.
 
     Example: the learning rate breaks both the run and the BF16 run.
     """

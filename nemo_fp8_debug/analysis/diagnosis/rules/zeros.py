@@ -129,8 +129,8 @@ def _zero_samples(grid: Grid) -> list[tuple[Key, tuple[Ints, Bools]]]:
 def _since(role: str, steps: Ints, zero: Bools) -> tuple[int, bool, bool] | None:
     """Return the first step at which a tensor is zero, whether it had nonzero values before, and whether it stays zero.
 
-    Return None unless the tensor is zero in two consecutive samples after the first ones. A weight that begins with zeros
-    makes gradients zero until the first step has moved the weight.
+    Return None unless the tensor is zero in two consecutive samples after the first samples. If a weight begins with zeros,
+    gradients are zero until the first step has changed the weight.
     """
     # A healthy W with nonzero values never becomes zero, so a single zero sample counts.
     again = zero[MADE_UP + 1 :] | (role == "weight" and bool((~zero).any()))
