@@ -92,7 +92,7 @@ class TensorDump:
         Args:
             storage: folder of the run record.
             max_bytes: limit for all dumps of this rank, earlier attempts included.
-            min_free_bytes: bytes that stay free on the disk.
+            min_free_bytes: bytes to leave free on the disk.
             submit: function that runs another function in the background, in order of submission.
             waits: total of the training thread's waiting times.
         """

@@ -1,7 +1,7 @@
 """Decide which finding shows the cause of a run's trouble.
 
-A finding is a consequence if another finding explains it. Of the other findings, the strongest is the cause, and of equally
-strong findings the earliest. `finding.EXPLAINS` lists the kinds that each kind explains.
+A finding is a consequence if another finding explains it. The strongest of the other findings shows the cause. If several
+are equally strong, the earliest does. `finding.EXPLAINS` lists the kinds that each kind explains.
 """
 
 from __future__ import annotations

@@ -150,7 +150,7 @@ _TAIL = 0.01
 
 
 class Scale(NamedTuple):
-    """The value that counts as 100% of a rise or gap, for a loss that is zero or negative at some steps."""
+    """The value that counts as 100% of a rise or gap, for a loss that crosses zero or comes very near it."""
 
     value: float
     #: True if the value is the range of the losses, False if it is their final level

@@ -76,8 +76,8 @@ class Gate:
 
     @property
     def more_steps(self) -> int | None:
-        """Estimate how many more steps are needed for a decision if the gap stays constant. Return None if more steps do not
-        help.
+        """Estimate how many more steps are needed for a decision if the gap stays constant. Return None if the outcome is
+        decided, or depends on more seeds.
         """
         if self.outcome != CANNOT_TELL or self.of != THIS_PAIR:
             return None

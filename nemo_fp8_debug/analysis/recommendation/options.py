@@ -316,7 +316,7 @@ def _stretches(out: Mapping[Key, tuple[int, int]]) -> pl.DataFrame:
 
 
 def _without_few(rows: pl.DataFrame) -> pl.DataFrame:
-    """Set percentages that stand for fewer than `LEAST_VALUES` values to 0, like the limits of `diagnose`.
+    """Set percentages that correspond to fewer than `LEAST_VALUES` values to 0, like the limits of `diagnose`.
 
     The standard deviation of a count is its square root (5 for a count of 24), so a smaller count gives no reliable
     percentage. Clean runs with delayed scaling sometimes clip 1 to 23 values. In the later half, only 2 of 78 clean runs

@@ -167,7 +167,7 @@ def median(values: Floats) -> Floats:
 
 
 def lower_median(values: Floats) -> Floats:
-    """Return the median over the last axis, ignoring NaN. Of two middle values, return the lower."""
+    """Return the median over the last axis, ignoring NaN. If there are two middle values, return the lower one."""
     if values.shape[-1] == 0:
         return np.full(values.shape[:-1], np.nan)
     if not np.isnan(values).any():

@@ -239,8 +239,7 @@ def explain_course(suspect: Suspect) -> Finding:
     usual = _median(reference.off[MADE_UP:] if baseline is not None else reference.off[before])
     error = _farthest(run.off[behind] - usual)
     higher = _highest(run.outlier[behind]) - _usual_outlier(suspect, start)
-    # A delayed scale reacts late to a new outlier. If the error of the scale is below the usual error, the scale is not to
-    # blame.
+    # A delayed scale reacts late to a new outlier. If the scale's error is smaller than usual, the scale is not to blame.
     by_scale = abs(error) > thresholds.SCALE_OFF and error * (error + usual) > 0
     if by_scale and not higher > max(thresholds.OUTLIER_HIGHER, abs(error)):
         return _explain_scale(suspect, slice(first, behind.stop), error, usual)
