@@ -58,9 +58,9 @@ class LayerNumbers:
     def notes(self) -> list[str]:
         """Return a sentence for each list of layers if it is unknown whether its numbers begin at 0 or at 1."""
         return [
-            f"The layers of {name.removesuffix('.') or 'the model'} keep the numbers that the log has: it does not tell "
-            "whether they count from 0 or from 1. Import the folder that has nvdlfw_inspect_logs too, which tells it, or "
-            "compare with --rename."
+            f"The layers of {name.removesuffix('.') or 'the model'} keep their numbers in the log, which does not "
+            "show whether they count from 0 or from 1. Import the folder that also has nvdlfw_inspect_logs, which "
+            "shows this, or compare with --rename."
             for name in self.unverified
         ]
 
