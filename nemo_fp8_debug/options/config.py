@@ -43,8 +43,7 @@ SAME_ON_ALL_RANKS = (
 @check_arguments()
 @dataclass(frozen=True)
 class Config:
-    """The options of `Monitor` and all callbacks: what to sample, when, and where to write the samples. Values are checked
-    on construction.
+    """The options of `Monitor` and all callbacks: what to sample, when, and where to write samples. Checked when made.
 
     Args:
         interval: steps between two sampled steps. A step is sampled if its number is divisible by `interval`. An int, at
