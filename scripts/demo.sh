@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The main job: three real NeMo runs in FP8 (a baseline, a bad one, and the run in BF16), recorded and compared.
+# The main job: four real NeMo runs, recorded and compared, and the one that FP8 breaks resumed with the advised change.
 # Arguments go to demo.py. SIMULATE_CPU=avx2 runs it as on a CPU without AVX-512.
 set -euo pipefail
 cd "$(dirname "$0")/.."

@@ -158,7 +158,7 @@ def _print_comparison(found: Comparison, tensors: Sequence[Mapping[str, Any]], t
     settings = found.differences().to_dicts()
     told = [row for row in settings if row["telling"]][:top] if top is not None else settings
     _print_differences(out, told)
-    left = {"tensor": len(tensors) - len(tensors[:top]), "tensor out of band": len(found.out_of_band) - len(order)}
+    left = {"tensor": len(tensors) - len(tensors[:top]), "row of the order": len(found.out_of_band) - len(order)}
     left |= {"setting that differs": len(settings) - len(told)}
     if top is None:
         _print_groups(out, found)
@@ -170,7 +170,7 @@ def _print_comparison(found: Comparison, tensors: Sequence[Mapping[str, Any]], t
     width = 2 * out.width - len("note: ")
     print_notes(out, [note if top is None else textwrap.shorten(note, width, placeholder=ELLIPSIS) for note in found.notes])
     if top is not None:
-        plural = {"setting that differs": "settings that differ", "tensor out of band": "tensors out of band"}
+        plural = {"setting that differs": "settings that differ", "row of the order": "rows of the order"}
         counts = [format_count(n, what, plural.get(what)) for what, n in left.items() if n]
         out.print()
         print_text(out, f"Left out: {', '.join([*counts, 'groups'])}. --all prints them.")

@@ -26,7 +26,7 @@ from ..numerics.delayed_state import DelayedState
 from ..numerics.nvfp4_scaling import NVFP4Scaling
 from ..numerics.recipe import Recipe, parse_recipe
 from ..numerics.tensor_scaling import CurrentScaling, DelayedScaling, Unscaled
-from ..plan.plan import NO_CHANGES, Plan
+from ..plan.plan import NO_CHANGES, AnyPlan, Plan, read_plan_in_force
 
 
 class _StraightThrough(torch.autograd.Function):
@@ -155,7 +155,7 @@ class Emulation:
         model: nn.Module | Sequence[nn.Module],
         recipe: str | Mapping[str, Any] | Recipe = "delayed",
         layers: Sequence[str] | None = None,
-        plan: Plan = NO_CHANGES,
+        plan: AnyPlan | None = None,
     ) -> None:
         """
         Args:
@@ -163,14 +163,15 @@ class Emulation:
             recipe: the FP8 recipe: a name, perhaps with options (`delayed(amax_history_len=16)`, `current-e5m2`, `mxfp8`),
                 or a dict (`{"name": "delayed", "margin": 1}`).
             layers: GEMMs to quantize, a list of patterns as in `Config.layers`, or None for all.
-            plan: operands with another cast. Its `multiply_in_bf16` has no effect, because no GEMM multiplies FP8 here.
+            plan: operands with another cast, a `Plan` or the path of its file. `nemo-fp8-debug rescue` replaces the plan.
+                `multiply_in_bf16` has no effect, because no GEMM multiplies FP8 here.
 
         Raises:
             ConfigError: the recipe cannot be used or emulated, no GEMM matches, or a GEMM has its own FP8 or fuses gradient
                 accumulation.
         """
         found = find_gemms([model] if isinstance(model, nn.Module) else model)
-        self._prepare(select_gemms(found, layers), parse_recipe(recipe), plan)
+        self._prepare(select_gemms(found, layers), parse_recipe(recipe), read_plan_in_force(plan) or NO_CHANGES)
 
     @classmethod
     def of_gemms(cls, gemms: Iterable[Gemm], recipe: Recipe, plan: Plan = NO_CHANGES) -> Emulation:

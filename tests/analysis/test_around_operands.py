@@ -175,6 +175,7 @@ class TestRecipe:
         found = diagnose(write(tmp_path / "bad", changed), baseline)
         assert (found.cause, found.confidence) == ("changed_recipe", "high")
         assert found.culprit and (found.culprit.layer, found.culprit.since) == (CULPRIT, ONSET)
+        assert "{" not in " ".join(event.what for event in found.events)
 
     def test_of_all_operands_is_a_setting(self, baseline: Path) -> None:
         usual = Run.read(baseline)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import ml_dtypes
@@ -18,6 +19,7 @@ from nemo_fp8_debug import ConfigError, Monitor
 from nemo_fp8_debug.capture.gemms import find_gemms, select_gemms
 from nemo_fp8_debug.interventions.emulate import EmulatedGemm, Emulation
 from nemo_fp8_debug.numerics.recipe import Recipe, parse_recipe
+from nemo_fp8_debug.plan.plan import PLAN, Change, Plan
 
 MAX = {"e4m3": 448.0, "e5m2": 57344.0}
 NUMPY = {"e4m3": ml_dtypes.float8_e4m3fn, "e5m2": ml_dtypes.float8_e5m2}
@@ -231,3 +233,17 @@ def test_no_option_is_ignored(recipe: str) -> None:
                 trained_under(f"{recipe}({option})")
         else:
             assert not all(map(torch.equal, trained_under(f"{recipe}({option})"), than)), option
+
+
+def test_a_plan_may_be_a_file_and_a_rescue_replaces_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
+    for name, layer in {"own": "0", "rescue": "1"}.items():
+        Plan((Change(layer, "bf16"),)).save(tmp_path / f"{name}.json")
+
+    def cast() -> list[bool]:
+        emulation = Emulation(model, "current", plan=tmp_path / "own.json")
+        return [gemm.quantizes("weight") for gemm in emulation._gemms]
+
+    assert cast() == [False, True]
+    monkeypatch.setenv(PLAN, str(tmp_path / "rescue.json"))
+    assert cast() == [True, False]

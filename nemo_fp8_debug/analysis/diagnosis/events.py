@@ -67,6 +67,7 @@ def _make_event(found: Finding, kind: str) -> Event:
     if not kind:
         scale = found.kind == "scale" and not found.may_follow_the_loss
         kind = "nonfinite" if found.cause == "nonfinite" else "scale" if scale else "values"
-    what = CAUSES[found.cause].means if found.cause != "unknown" else found.evidence
-    where = found.operand or found.layer
-    return Event(found.since, kind, f"{where}: {what}" if where else what, found.layer, found.role)
+    where, means = found.operand or found.layer, CAUSES[found.cause].means
+    what = means.format(tensor=where) if found.cause != "unknown" else found.evidence
+    named = "{tensor}" in means or not where
+    return Event(found.since, kind, what if named else f"{where}: {what}", found.layer, found.role)
