@@ -126,7 +126,7 @@ class TestHangs:
             losses, weights = train(hanging, {LEAVES: leave, COMES_BACK: come_back})
         assert (losses, weights) == train(None)
         (warning,) = [str(w.message) for w in caught if issubclass(w.category, FP8DebugWarning)]
-        assert "recording hangs" in warning
+        assert "recording has been blocked" in warning
         assert waits.count(False) == 1  # training waited for the hang once, not at each step
         run = find_run(hanging)
         sampled = read_table(run, "metrics")["step"].unique().to_list()
@@ -148,8 +148,8 @@ class TestHangs:
     def test_the_process_ends_though_the_hang_does_not(self, ended: dict[str, list[Any]], begins: str) -> None:
         undisturbed, *warned = ended[begins]
         assert undisturbed
-        told = ["recording hangs" in warning for warning in warned if "cannot be written" not in warning]
-        assert told == [True, False] and "what they hold is lost" in warned[-1]
+        told = ["recording has been blocked" in warning for warning in warned if "cannot be written" not in warning]
+        assert told == [True, False] and "Their data is lost" in warned[-1]
 
     def test_dumping_waits_for_room_once(self, hanging: str, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(dump, "IN_FLIGHT", 1)  # a tensor at a time
@@ -172,7 +172,7 @@ class TestHangs:
             recorder_queue.STUCK, dump.PATIENCE = GUARD, GUARD
             Hanging.is_there.set()
 
-        with pytest.warns(FP8DebugWarning, match="recording hangs"):
+        with pytest.warns(FP8DebugWarning, match="recording has been blocked"):
             done = train(hanging, {LEAVES: leave, COMES_BACK: come_back})
         assert done == train(None)
         assert patience.count(1.0) == 1 and set(patience) == {0.0, 1.0}  # not a second for each of the six tensors
