@@ -131,7 +131,7 @@ def test_waits_of_a_step_for_several_jobs_end_like_one(monkeypatch: pytest.Monke
     recording = Recording([Samples()], {}, errors.guard, waits)
     for _ in range(4):
         recording.submit_job(lambda: time.sleep(0.4))
-    with pytest.warns(FP8DebugWarning, match="recording hangs"):
+    with pytest.warns(FP8DebugWarning, match="recording has been blocked"):
         recording.deliver(wait=True)
     assert recording.stuck
     assert waits.seconds[RECORDING] < 4 * 0.4
