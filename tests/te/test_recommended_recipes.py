@@ -82,9 +82,9 @@ def quantizers_of(folder: Path) -> Path:
     )
     older = replace(of_run, fingerprint={"versions": {"transformer-engine": "2.4.0", "megatron-core": "0.16.0"}})
     older_files, _ = make_quantizers(recommendation(older, {(LEAVES, "input"): BF16}), for_megatron=True)
-    assert [file.coarser[0].partition(";")[0] for file in older_files] == [
-        "The run has transformer-engine 2.4.0, and te_quantizers.py needs 2.19 or later",
-        "The run has megatron-core 0.16.0, and megatron_operands.yaml needs 0.17 or later",
+    assert [file.coarser[0].partition(". Until")[0] for file in older_files] == [
+        "The run has transformer-engine 2.4.0, but te_quantizers.py needs 2.19 or later",
+        "The run has megatron-core 0.16.0, but megatron_operands.yaml needs 0.17 or later",
     ]
     ways = {(LEAVES, "grad_output"): BF16, (IN_E4M3, "grad_output"): [("format", "current-e4m3"), *BF16]}
     (factory, modules), _ = make_quantizers(recommendation(of_run, ways), for_megatron=True)
