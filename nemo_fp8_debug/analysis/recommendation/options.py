@@ -16,7 +16,7 @@ from ...numerics.limits import LEAST_VALUES
 from ...numerics.metric_names import LABELS
 from ...numerics.recipe import BF16_RECIPE, NamesRecipe, Recipe, Scaling, find_recipe
 from ...numerics.tensor_scaling import CurrentScaling, DelayedScaling
-from ..replay.replay import replay
+from ..replay.replay import replay_recipes
 from ..runs.run import Run
 
 
@@ -279,9 +279,12 @@ class Judged:
             for recipe in recipes:
                 if key in self._samples and self.of(key, recipe) is None and not recipe.in_blocks and recipe != BF16_RECIPE:
                     missing.setdefault(recipe, []).append(key)
+        together: dict[tuple[Key, ...], list[Recipe]] = {}
         for recipe, keys in missing.items():
-            steps = self._steps(keys)
-            self._note(replay(self._run.path, recipe, steps=steps, only=set(keys)))
+            together.setdefault(tuple(keys), []).append(recipe)
+        for operands, of_operands in together.items():
+            for rows in replay_recipes(self._run.path, of_operands, steps=self._steps(operands), only=set(operands)):
+                self._note(rows)
 
     def of(self, key: Key, recipe: Recipe) -> Errors | None:
         """Return the errors under a recipe, or None if they are unavailable."""

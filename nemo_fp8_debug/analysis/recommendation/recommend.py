@@ -22,6 +22,7 @@ from ...numerics.recipe import BF16_RECIPE, find_recipe
 from ...plan.plan import Change, Plan
 from ..comparison.compare import select_quantized
 from ..formatting import make_jsonable
+from ..runs.grid import Ints
 from ..runs.metrics import Metrics
 from ..runs.run import Run
 from .options import STAY, UNDO, Budget, Errors, Flag, Given, Judged, Option, Undo, list_options, list_replayable
@@ -50,25 +51,37 @@ def flops_of(metrics: Metrics) -> dict[str, float]:
         aggregates.
     """
     single = metrics.among(metrics.tensors.filter(~pl.col("layer").map_elements(is_aggregate, pl.Boolean)))
-    sums: dict[str, tuple[float, int]] = {}
+    layers = single.tensors["layer"].unique(maintain_order=True)
+    place = single.tensors["layer"].replace_strict(layers, range(len(layers)), return_dtype=pl.Int64).to_numpy()
+    roles = single.tensors["role"].replace_strict(ROLES, [1 << i for i in range(len(ROLES))], default=0).to_numpy()
+    sums, steps = np.zeros(len(layers)), np.zeros(len(layers), dtype=np.int64)
     for rows in single.scan(["n", "nan", "inf"]):
-        for layer, total, steps in _of_steps(single.named(rows)).iter_rows():
-            before = sums.get(layer, (0.0, 0))
-            sums[layer] = before[0] + total, before[1] + steps
-    means = {layer: 2 * total / steps for layer, (total, steps) in sums.items()}
-    return {layer: flops for layer, flops in means.items() if math.isfinite(flops)}
+        found = _of_steps(rows, place, roles)
+        sums[found["layer"]] += found["size"].to_numpy()
+        steps[found["layer"]] += found["steps"].to_numpy()
+    with np.errstate(divide="ignore", invalid="ignore"):
+        means = 2 * sums / steps
+    return {layer: flops for layer, flops in zip(layers, means.tolist(), strict=True) if math.isfinite(flops)}
 
 
-def _of_steps(rows: pl.DataFrame) -> pl.DataFrame:
-    """Return layer, size (square root of the product of the operands' sizes, summed over steps) and steps (number of
-    steps).
+def _of_steps(rows: pl.DataFrame, place: Ints, roles: Ints) -> pl.DataFrame:
+    """Return layer (its place), size (square root of the product of its operands' sizes, summed over steps) and steps.
+
+    Args:
+        place: place of each operand's layer, int64 [T].
+        roles: a bit for each operand's role, int64 [T].
     """
-    size = pl.sum_horizontal(pl.col("n", "nan", "inf").fill_null(0))
-    of_steps = rows.group_by("layer", "step", maintain_order=True).agg(
-        size.cast(pl.Float64).product().sqrt().alias("size"), pl.col("role").n_unique().alias("roles")
-    )
-    whole = of_steps.filter(roles=len(ROLES))
-    return whole.group_by("layer", maintain_order=True).agg(pl.col("size").sum(), pl.len().alias("steps"))
+    tensors = rows["tensor"].to_numpy()
+    step, layer = rows["step"].to_numpy(), place[tensors]
+    order = np.lexsort((layer, step))
+    step, layer = step[order], layer[order]
+    firsts = np.flatnonzero(np.append(True, (step[1:] != step[:-1]) | (layer[1:] != layer[:-1]))[: len(order)])
+    size = rows.select(pl.sum_horizontal(pl.col("n", "nan", "inf").fill_null(0)).cast(pl.Float64)).to_series().to_numpy()
+    # numpy is many times faster here than groups of polars, one for each layer and step.
+    of_steps = pl.DataFrame({"layer": layer[firsts], "size": np.sqrt(np.multiply.reduceat(size[order], firsts))})
+    whole = np.bitwise_or.reduceat(roles[tensors[order]], firsts) == (1 << len(ROLES)) - 1
+    of_layers = of_steps.filter(pl.Series(whole)).group_by("layer", maintain_order=True)
+    return of_layers.agg(pl.col("size").sum(), pl.len().alias("steps"))
 
 
 def coverage(flops: Mapping[str, float], in_fp8: Callable[[Key], bool]) -> float | None:
@@ -294,17 +307,18 @@ def find_over_budget(run: Run, budget: Budget) -> list[Key]:
 
 def _about(run: Run, flagged: Sequence[Key]) -> dict[Key, tuple[str, str, str]]:
     """Return the recipe and format in use, and the dtype, of each operand in its last sample."""
-    rows = {row[:2]: row[2:] for row in run.metrics.last(["recipe", "format", "dtype"]).iter_rows()}
+    of_keys = pl.DataFrame(list(flagged), dict.fromkeys(("layer", "role"), pl.String), orient="row")
+    rows = {row[:2]: row[2:] for row in run.metrics.within(of_keys).last(["recipe", "format", "dtype"]).iter_rows()}
     if unknown := next((key for key in flagged if key not in rows), None):
-        some = ", ".join(f"{layer}:{role}" for layer, role in list(rows)[:3])
+        some = ", ".join(f"{layer}:{role}" for layer, role in run.metrics.tensors.head(3).rows())
         raise RecordError(f"{run.path} has no operand {':'.join(unknown)}; it has {some or 'none'} ...")
     return {key: rows[key] for key in dict.fromkeys(flagged)}
 
 
 def _in_fp8(run: Run) -> set[Key]:
-    metrics, is_fp8 = select_quantized(run.metrics), pl.col("recipe").ne_missing(BF16_RECIPE.name)
-    rows = metrics.gathered(["recipe"], lambda rows: rows.filter(is_fp8).unique("tensor"))
-    return set(metrics.named(rows).select("layer", "role").rows())
+    metrics = select_quantized(run.metrics)
+    times = sum(times for recipe, times in metrics.counts("recipe").items() if recipe != BF16_RECIPE.name)
+    return set(metrics.tensors.filter(pl.Series(np.zeros(len(metrics.tensors)) + times > 0)).rows())
 
 
 def _known(layer: str, flops: Collection[str]) -> bool:

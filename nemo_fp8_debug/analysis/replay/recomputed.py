@@ -22,7 +22,7 @@ from ...numerics.formats import FORMATS, FloatFormat
 from ...numerics.histogram import DTYPES, Histogram, HistogramBatch
 from ...numerics.metric_columns import make_metric_columns
 from ...numerics.metrics import Moments, QuantizationSums
-from ...numerics.recipe import BF16_RECIPE, Recipe, find_recipe
+from ...numerics.recipe import Recipe, find_recipe
 from ...numerics.tensor_scaling import CurrentScaling
 from ...record.dump import dumped_files, read_dump
 from ...record.reader import read_table
@@ -68,12 +68,13 @@ class ReplayedCalls:
     scale: float
 
 
-def recorded_histograms(run: Storage, job: Job) -> list[ReplayedCalls]:
-    """Return the recorded histograms of the step. If the recipe is BF16, leave out histograms of values that were rounded to
-    BF16.
+def recorded_histograms(run: Storage, job: Job, exact: bool) -> list[ReplayedCalls]:
+    """Return the recorded histograms of the job's step.
+
+    Args:
+        exact: whether to leave out histograms of values rounded to BF16.
     """
-    exact = {"rounded": False} if job.recipe == BF16_RECIPE else {}
-    table = read_table(run, "histograms", where={"step": job.step, **exact})
+    table = read_table(run, "histograms", where={"step": job.step} | ({"rounded": False} if exact else {}))
     names = ("layer", "role", "dtype", "rounded", "bins", "counts", "recipe", "format", "scale")
     table = table.join(job.about.select(OPERAND), on=OPERAND, how="semi", maintain_order="left")
     parts = []

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import cache, partial
 from typing import Any, TypeVar
 
 import joblib
@@ -22,7 +23,7 @@ from ...numerics.block_scaling import BlockRule
 from ...numerics.delayed_state import EmulatedScales
 from ...numerics.histogram import Histogram
 from ...numerics.metric_columns import unscale_columns
-from ...numerics.recipe import Recipe, parse_recipe, refuse_blocks
+from ...numerics.recipe import BF16_RECIPE, Recipe, parse_recipe, refuse_blocks
 from ...numerics.tensor_scaling import CurrentScaling
 from ...record.dump import dumped_files
 from ...record.reader import find_run, read_table
@@ -34,6 +35,7 @@ from .recomputed import (
     OPERAND,
     Job,
     Recomputed,
+    ReplayedCalls,
     dumped_tensors,
     group_by_key,
     recompute_histograms,
@@ -136,24 +138,41 @@ def replay(
         >>> rows["recipe"].unique().to_list(), len(rows)
         (['current-e5m2'], 27)
     """
-    run = find_run(address)
     wanted = None if recipe is None else parse_recipe(recipe)
-    if wanted and source == "histograms":
-        refuse_blocks(wanted, "replay from histograms, which do not contain blocks (dumps do),")
+    return replay_recipes(address, [wanted], source, cluster, steps, only)[0]
+
+
+def replay_recipes(
+    address: str | os.PathLike[str],
+    recipes: Sequence[Recipe | None],
+    source: str = "histograms",
+    cluster: str | None = None,
+    steps: Collection[int] | None = None,
+    only: Collection[Key] | None = None,
+) -> list[pl.DataFrame]:
+    """Replay a run under several recipes, and read its record once. The other arguments are those of `replay`."""
+    run = find_run(address)
+    for recipe in recipes if source == "histograms" else ():
+        if recipe:
+            refuse_blocks(recipe, "replay from histograms, which do not contain blocks (dumps do),")
     metrics = _keep(Metrics.read(run), only)
     recorded = (metrics if steps is None else metrics.over(np.array(sorted(steps)))).frame()
-    scales = _scales(metrics, wanted)
+    scales = _scales(metrics, recipes)
     known = pl.col("grad_scale").is_finite() & (pl.col("grad_scale") != 0)
     multipliers = dict(read_table(run, "steps", ["step", "grad_scale"]).filter(known).iter_rows())
-    jobs = [
-        Job(str(run), source, wanted, int(step[0]), about, scales.get(step[0], {}), multipliers.get(step[0]), only)
-        for step, about in recorded.group_by("step", maintain_order=True)
-    ]
+    of_steps = [(int(step[0]), about) for step, about in recorded.group_by("step", maintain_order=True)]
     if source == "dumps":
         there = {(attempt, step) for attempt, step, rank, _ in dumped_files(run) if rank == 0}
-        jobs = [job for job in jobs if (job.about["attempt"][0], job.step) in there]
-    frames = map_in_parallel(_replay_step, jobs, cluster)
-    return pl.concat([pl.DataFrame(schema=SCHEMAS["replayed"]), *frames])
+        of_steps = [(step, about) for step, about in of_steps if (about["attempt"][0], step) in there]
+    jobs = [
+        [
+            Job(str(run), source, recipe, step, about, of_recipe.get(step, {}), multipliers.get(step), only)
+            for recipe, of_recipe in zip(recipes, scales, strict=True)
+        ]
+        for step, about in of_steps
+    ]
+    frames = zip(*map_in_parallel(_replay_step, jobs, cluster), strict=True) if jobs else ([] for _ in recipes)
+    return [pl.concat([pl.DataFrame(schema=SCHEMAS["replayed"]), *of_recipe]) for of_recipe in frames]
 
 
 def _keep(metrics: Metrics, only: Collection[Key] | None) -> Metrics:
@@ -165,24 +184,38 @@ def _keep(metrics: Metrics, only: Collection[Key] | None) -> Metrics:
     return metrics.within(keys.filter(kept))
 
 
-def _scales(metrics: Metrics, recipe: Recipe | None) -> dict[int, dict[Key, torch.Tensor | CurrentScaling | BlockRule]]:
-    """Return the scales that a recipe would have used for each operand, by sampled step."""
-    if recipe is None:
-        return {}
+def _scales(
+    metrics: Metrics, recipes: Sequence[Recipe | None]
+) -> list[dict[int, dict[Key, torch.Tensor | CurrentScaling | BlockRule]]]:
+    """Return the scales that each recipe would have used for each operand, by sampled step."""
+    if not any(recipes):
+        return [{} for _ in recipes]
     recorded = metrics.frame(["amax"])
     recorded = recorded.filter(~pl.col("layer").map_elements(is_aggregate, pl.Boolean))
-    emulated = EmulatedScales(recipe, recorded.select(OPERAND).unique(maintain_order=True).rows())
-    found = {}
+    operands = recorded.select(OPERAND).unique(maintain_order=True).rows()
+    emulated = [EmulatedScales(recipe, operands) if recipe else None for recipe in recipes]
+    found: list[dict[int, Any]] = [{} for _ in recipes]
     for step, about in recorded.group_by("step", maintain_order=True):
         keys = about.select(OPERAND).rows()
-        found[int(step[0])] = {key: emulated.next_scale(key) for key in keys}
-        emulated.observe(keys, torch.tensor(about["amax"].fill_null(0).to_list(), dtype=torch.float32))
+        amax = torch.tensor(about["amax"].fill_null(0).to_list(), dtype=torch.float32)
+        for of_recipe, scales in zip(emulated, found, strict=True):
+            if of_recipe:
+                scales[int(step[0])] = {key: of_recipe.next_scale(key) for key in keys}
+                of_recipe.observe(keys, amax)
     return found
 
 
-def _replay_step(job: Job) -> pl.DataFrame:
-    run = Storage(job.run)
-    parts = recorded_histograms(run, job) if job.source == "histograms" else dumped_tensors(run, job)
+def _replay_step(jobs: Sequence[Job]) -> list[pl.DataFrame]:
+    """Recompute one step under several recipes."""
+    run, counted = Storage(jobs[0].run), cache(partial(recorded_histograms, Storage(jobs[0].run), jobs[0]))
+    return [
+        # Values rounded to BF16 do not show what BF16 loses.
+        _replay_calls(counted(job.recipe == BF16_RECIPE) if job.source == "histograms" else dumped_tensors(run, job), job)
+        for job in jobs
+    ]
+
+
+def _replay_calls(parts: Sequence[ReplayedCalls], job: Job) -> pl.DataFrame:
     counted = [part for part in parts if isinstance(part.values, Histogram)]
     found = [recompute_histograms(counted, job)] if counted else []
     found += [
