@@ -204,9 +204,12 @@ def _sampled(baseline: Grid, run: Grid) -> dict[str, npt.NDArray[np.bool_]]:
 def _medians(metric: str, baseline: Grid, run: Grid) -> dict[str, Floats]:
     """Return columns `metric_baseline` and `metric_run`, and `metric_log2` for metrics that the ranking uses."""
     apart = ~_in_both(baseline, run)
+    is_any_apart = bool(apart.any())
 
     def of_both(name: str) -> tuple[Floats, Floats]:
-        usual, found = (np.where(apart, np.nan, grid.metric(name)) for grid in (baseline, run))
+        usual, found = baseline.metric(name), run.metric(name)
+        if is_any_apart:
+            usual[apart] = found[apart] = np.nan
         return usual, found
 
     both = of_both(metric)
@@ -222,9 +225,9 @@ def _medians(metric: str, baseline: Grid, run: Grid) -> dict[str, Floats]:
 def _ratio_log2(baseline: Floats, run: Floats, floor: float = 0.0) -> Floats:
     """Return the log2 of the ratio, or NaN if numerator or denominator is zero."""
     with np.errstate(divide="ignore", invalid="ignore"):
-        ratio = np.log2((run + floor) / (baseline + floor))
-        result: Floats = np.where((baseline + floor > 0) & (run + floor > 0), ratio, np.nan)
-    return result
+        ratio: Floats = np.log2((run + floor) / (baseline + floor))
+        ratio[~((baseline + floor > 0) & (run + floor > 0))] = np.nan
+    return ratio
 
 
 def _nonfinite_since(baseline: Grid, run: Grid) -> dict[str, Floats]:

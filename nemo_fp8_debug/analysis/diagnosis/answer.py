@@ -160,7 +160,7 @@ class Answer:
 
         The tuple has the step, the multiple of the limit, the layer and the role.
         """
-        return next(iter(early_warning(self.run).filter(pl.col("score") > 1).head(1).rows()), None)
+        return next(iter(early_warning(self.run, self.records.beyond).filter(pl.col("score") > 1).head(1).rows()), None)
 
     @cached_property
     def details(self) -> Sequence[str]:

@@ -10,10 +10,11 @@ from typing import Any, Generic, TypeVar
 import polars as pl
 
 from ..bands.bands import JudgedRun
-from ..comparison.compare import Comparison
+from ..comparison.compare import Comparison, select_quantized
 from ..loss.outcome import LossOutcome
 from ..runs.grid import Ints
 from ..runs.run import Run
+from .limits import find_beyond
 
 Value_co = TypeVar("Value_co", covariant=True)
 
@@ -30,6 +31,11 @@ class Records:
     bands: JudgedRun | None = None
     #: sentences about records that were left out
     notes: Sequence[str] = ()
+
+    @cached_property
+    def beyond(self) -> pl.DataFrame:
+        """Return the operands of the run beyond a limit; see `find_beyond`."""
+        return find_beyond(select_quantized(self.run.metrics))
 
 
 def read_unusual(

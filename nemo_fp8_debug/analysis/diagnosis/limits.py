@@ -94,11 +94,15 @@ def _limits(metric: str, roles: Sequence[str]) -> Floats:
     return np.array([LIMITS[role][metric] if role in LIMITS else np.nan for role in roles])
 
 
-def early_warning(run: Run) -> pl.DataFrame:
+def early_warning(run: Run, beyond: pl.DataFrame | None = None) -> pl.DataFrame:
     """Return the early-warning score of each sample, and the operand that has this score.
 
     A score depends only on the sample and the previous sample, so the trigger `early_warning` can compute the score during
     the run. Only operands in FP8 have limits and scores.
+
+    Args:
+        beyond: the result of `find_beyond` for the run, if known. Then only these operands are read, because no other
+            operand has a score above 1.
 
     Returns:
         step, score, layer, role. The score is the multiple of its limit that the worst operand reaches in both samples, or a
@@ -112,6 +116,7 @@ def early_warning(run: Run) -> pl.DataFrame:
     """
     limited = select_limited(select_quantized(run.metrics))
     judged = limited.among(split_experts(limited.tensors)[0])
+    judged = judged if beyond is None else judged.within(beyond)
     empty = pl.DataFrame(schema={"step": pl.Int64, "score": pl.Float64, "layer": pl.String, "role": pl.String})
     if judged.is_empty():
         return empty

@@ -36,33 +36,34 @@ def compute_median(metrics: Metrics, column: str, at_once: int = _AT_ONCE) -> fl
         >>> compute_median(Metrics.of(rows), "mse")
         2.0
     """
-    total = sum(map(len, _keys(metrics, column)))
-    if not total:
-        return float("nan")
-    keys = [_nth(metrics, column, rank, total, at_once) for rank in sorted({(total - 1) // 2, total // 2})]
-    return float(_values(np.array(keys, dtype=np.uint64)).mean())
-
-
-def _nth(metrics: Metrics, column: str, rank: int, inside: int, at_once: int) -> int:
-    """Return the key of a given rank.
-
-    Args:
-        rank: number of keys below the wanted key.
-        inside: total number of keys.
-    """
-    low, high = 0, (1 << 64) - 1
+    low, high, below, total, inside = 0, (1 << 64) - 1, 0, 0, at_once + 1
     while inside > at_once:
         shift = max((high - low).bit_length() - _RANGES, 0)
         counts = np.zeros(((high - low) >> shift) + 1, dtype=np.int64)
         for keys in _between(metrics, column, low, high):
             counts += np.bincount(((keys - np.uint64(low)) >> np.uint64(shift)).astype(np.int64), minlength=len(counts))
-        ends = np.cumsum(counts)
-        at = int(np.searchsorted(ends, rank, side="right"))
-        rank, inside = rank - int(ends[at] - counts[at]), int(counts[at])
+        total = total or int(counts.sum())
+        if not total:
+            return float("nan")
+        ends = below + np.cumsum(counts)
+        at, other = (int(np.searchsorted(ends, rank, side="right")) for rank in ((total - 1) // 2, total // 2))
+        below, inside = int(ends[at] - counts[at]), int(counts[at])
+        split = low + (other << shift)
         low, high = low + (at << shift), min(low + ((at + 1) << shift) - 1, high)
+        if at != other:  # the middle values are the largest one of this range, and the smallest one of the other
+            nearest = [_nearest(keys, high, split) for keys in _keys(metrics, column)]
+            return float(_values(np.array([max(a for a, _ in nearest), min(b for _, b in nearest)], dtype=np.uint64)).mean())
         if low == high:
-            return low
-    return int(np.partition(np.concatenate(list(_between(metrics, column, low, high))), rank)[rank])
+            return float(_values(np.array([low], dtype=np.uint64))[0])
+    keys = np.concatenate(list(_between(metrics, column, low, high)))
+    places = sorted({(total - 1) // 2 - below, total // 2 - below})
+    return float(_values(np.partition(keys, places)[places]).mean())
+
+
+def _nearest(keys: npt.NDArray[np.uint64], high: int, split: int) -> tuple[int, int]:
+    """Return the largest key up to `high`, and the smallest one from `split` on."""
+    below, above = keys[keys <= high], keys[keys >= split]
+    return int(below.max(initial=0)), int(above.min(initial=(1 << 64) - 1))
 
 
 def _between(metrics: Metrics, column: str, low: int, high: int) -> Iterator[npt.NDArray[np.uint64]]:

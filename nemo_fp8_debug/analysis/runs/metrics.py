@@ -30,6 +30,8 @@ Result = TypeVar("Result")
 Together = Sequence[Sequence[str]]
 #: largest number of rows to keep in memory
 HELD = 1 << 20
+#: values between two steps in memory. If steps lay a power of two apart, copies of a tensor would share few cache lines
+_APART = 8
 #: whether a row has NaN or infinity; null if neither NaN nor infinity was counted. The count of infinity may be null,
 #: because msProbe counts only NaN
 IS_NONFINITE = pl.max_horizontal("nan", "inf") > 0
@@ -361,7 +363,8 @@ class ColumnReader:
         there = [name for name in names if _made_of(name) <= metrics.columns]
         # Values are stored by step, in the order in which they are read. Clear each step just before its values arrive, so
         # that memory is touched only once. Clear merged steps in advance.
-        values = {name: self._buffers.array(len(metrics.steps), len(metrics.tensors)) for name in names}
+        shape = len(metrics.steps), len(metrics.tensors)
+        values = {name: self._buffers.array(shape[0], shape[1] + _APART)[:, : shape[1]] for name in names}
         cleared = np.zeros(len(metrics.steps), dtype=bool)
 
         def clear(steps: Sequence[int] | Ints) -> None:

@@ -245,7 +245,7 @@ def _choose(rows: pl.DataFrame) -> pl.DataFrame:
 
 def _list_tensors(found: Diagnosis, rows: pl.DataFrame) -> list[dict[str, Any]]:
     reference = _read_medians(None if found.comparison is None else found.comparison.reference)
-    zeros = find_zero_since(found.run.metrics)
+    zeros = find_zero_since(found.run.metrics.within(rows.select(KEY)))
     return [
         _make_tensor(row, found, reference, zeros.get((row["layer"], row["role"]))) for row in rows.iter_rows(named=True)
     ]

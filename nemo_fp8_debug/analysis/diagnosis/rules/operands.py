@@ -408,7 +408,7 @@ def _against_baseline(records: Records) -> list[Suspect]:
     named = pl.DataFrame([each[:2] for each in chosen], dict.fromkeys(_KEY, pl.String), orient="row")
     # An operand beyond the limits of healthy operands counts, unless the baseline's operand is beyond them by a similar
     # amount.
-    far = split_experts(find_beyond(select_quantized(run.metrics)))[0].join(named, on=_KEY, how="anti")
+    far = split_experts(records.beyond)[0].join(named, on=_KEY, how="anti")
     if len(far):
         theirs = find_beyond(select_quantized(baseline.metrics.within(far.select(_KEY))), 0.0).rename({"excess": "usual"})
         both = far.join(theirs.select(*_KEY, "usual"), on=_KEY, how="left", maintain_order="left")
@@ -423,7 +423,7 @@ def _alone(records: Records) -> list[Suspect]:
     """
     run = records.run
     usual, cast = take_beginning(run.metrics), select_quantized(run.metrics)
-    far = [find_beyond(cast).select(*_KEY, "onset", "excess")]
+    far = [records.beyond.select(*_KEY, "onset", "excess")]
     if records.bands is not None:
         out = records.bands.beyond.join(cast.tensors, on=_KEY, how="semi", maintain_order="left")
         far.append(out.select(*_KEY, "onset", "excess"))

@@ -232,13 +232,21 @@ def _find_constant(weights: Metrics) -> list[str]:
     weights = _without_codes(weights)
     if len(weights.steps) < thresholds.LASTING or weights.tensors.is_empty():
         return []
+    # Weights rarely stand still. Otherwise, only the last samples are read.
+    at_the_end = _count_values(weights.at(np.arange(len(weights.steps))[-thresholds.LASTING :]))
+    moved = weights.tensors[at_the_end.filter(pl.col("values") > 1)["tensor"]]
+    weights = weights.narrowed(weights.tensors.join(moved, on=["layer", "role"], how="anti", maintain_order="left"))
+    if weights.tensors.is_empty():
+        return []
+    same = _count_values(weights).filter(pl.col("values") == 1, pl.col("samples") >= thresholds.LASTING)
+    return weights.tensors["layer"].gather(same["tensor"].sort()).to_list()
+
+
+def _count_values(weights: Metrics) -> pl.DataFrame:
+    """Return tensor, values (how many combinations of range, outliers and kurtosis it has), and samples."""
     names = (_RANGE, "outlier_log2", "kurtosis")
-    rows = [pl.col(name).n_unique().alias(name) for name in names]
-    counts = [some.group_by("tensor").agg(*rows, n=pl.len()) for some in weights.scan(names)]
-    every = pl.concat(counts).group_by("tensor").agg(pl.col(*names).max(), pl.col("n").sum(), parts=pl.len())
-    same = every.filter(*(pl.col(name) == 1 for name in names), pl.col("n") >= thresholds.LASTING, pl.col("parts") == 1)
-    layers = weights.tensors["layer"]
-    return [layers[int(i)] for i in same["tensor"].sort()]
+    found = weights.gathered(names, lambda rows: rows.group_by("tensor", *names, maintain_order=True).agg(pl.sum("count")))
+    return found.group_by("tensor", maintain_order=True).agg(values=pl.len(), samples=pl.sum("count"))
 
 
 def _find_stopped(run: Run) -> dict[str, StillLayer]:
