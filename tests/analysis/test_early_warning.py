@@ -9,8 +9,9 @@ from diagnosed_runs import CULPRIT, EVERY, LAYERS, ONSET, corrupted, nothing, wr
 from fault_injection.early_warning import Scored
 from fault_injection.records import read_run, truths
 
+from nemo_fp8_debug.analysis.comparison.compare import select_quantized
 from nemo_fp8_debug.analysis.diagnosis.diagnose import diagnose
-from nemo_fp8_debug.analysis.diagnosis.limits import early_warning
+from nemo_fp8_debug.analysis.diagnosis.limits import early_warning, find_beyond
 from nemo_fp8_debug.analysis.runs.run import Run
 
 
@@ -21,6 +22,13 @@ def test_each_sample_behind_the_first_has_a_score_and_an_operand(tmp_path: Path)
     assert beyond["step"].to_list() == list(range(ONSET, 200, EVERY))
     assert set(beyond.select("layer", "role").rows()) == {(CULPRIT, "input")}
     assert beyond["score"].to_list() == pytest.approx([10 / 9, *[10 / 3] * (len(beyond) - 1)])
+
+
+def test_operands_within_their_limits_never_warn(tmp_path: Path) -> None:
+    for change in (corrupted, nothing):
+        run = Run.read(write(tmp_path / change.__name__, change))
+        every, few = early_warning(run), early_warning(run, find_beyond(select_quantized(run.metrics)))
+        assert every.filter(every["score"] > 1).equals(few.filter(few["score"] > 1))
 
 
 def test_the_first_is_an_event_and_in_json(tmp_path: Path) -> None:

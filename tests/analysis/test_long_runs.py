@@ -15,9 +15,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from polars.testing import assert_frame_equal
+from samples import FINGERPRINT, sample
 
 from nemo_fp8_debug.analysis.bands.bands import Bands, judge_by_bands
 from nemo_fp8_debug.analysis.diagnosis.diagnose import diagnose
+from nemo_fp8_debug.analysis.diagnosis.facts import Records
+from nemo_fp8_debug.analysis.diagnosis.rules.weights import still_weights
 from nemo_fp8_debug.analysis.recommendation.recommend import flops_of
 from nemo_fp8_debug.analysis.runs import blocks, cluster, grid, metrics
 from nemo_fp8_debug.analysis.runs.blocks import compute_median
@@ -27,6 +30,7 @@ from nemo_fp8_debug.analysis.runs.run import Run
 from nemo_fp8_debug.analysis.story.story import story
 from nemo_fp8_debug.analysis.story.summary import to_json
 from nemo_fp8_debug.errors import ConfigError, RecordError
+from nemo_fp8_debug.record.writer import RunRecord
 
 DEMO = Path(__file__).parents[2] / "scripts" / "validation" / "main_job" / "records"
 NAMES = ("baseline", "learning_rate", "reference")
@@ -96,6 +100,22 @@ def test_steps_layers_and_rows_can_be_chosen() -> None:
     assert np.array_equal(*(each.grid.metric("mse") for each in chosen), equal_nan=True)
     assert_frame_equal(*(each.last(["recipe", "mse"]) for each in chosen))
     assert flops_of(needed) == pytest.approx(flops_of(of_held), rel=1e-12)
+
+
+def test_weights_that_never_move_are_found_in_a_long_record(tmp_path: Path) -> None:
+    random = np.random.default_rng(0)
+    for name, frozen in (("bad", {"b"}), ("good", set[str]())):
+        record = RunRecord(tmp_path / name)
+        record.open(FINGERPRINT)
+        for step in range(0, 40, 5):
+            values = {layer: 0.0 if layer in frozen else random.normal() for layer in "abc"}
+            names = ("dynamic_range_log2", "outlier_log2", "kurtosis")
+            rows = [{"layer": layer, "role": "weight", **dict.fromkeys(names, 9 + of)} for layer, of in values.items()]
+            record.record(sample(step, rows))
+        record.close()
+    for held in (0, metrics.HELD):
+        bad, good = (Run.read(tmp_path / name, held=held) for name in ("bad", "good"))
+        assert still_weights.measure(Records(bad, good)).never_moved == ("b",)
 
 
 @pytest.mark.parametrize("rows", [[1.0], [2.0, 1.0], [np.nan, 3.0, -1.0, -0.0], [np.inf, -np.inf, 5.0], [7.0] * 40, []])
