@@ -116,9 +116,10 @@ def early_warning(run: Run, beyond: pl.DataFrame | None = None) -> pl.DataFrame:
     """
     limited = select_limited(select_quantized(run.metrics))
     judged = limited.among(split_experts(limited.tensors)[0])
-    judged = judged if beyond is None else judged.within(beyond)
+    if beyond is not None:  # with all steps, because a score depends on the previous one
+        judged = judged.narrowed(judged.tensors.join(beyond, on=["layer", "role"], how="semi", maintain_order="left"))
     empty = pl.DataFrame(schema={"step": pl.Int64, "score": pl.Float64, "layer": pl.String, "role": pl.String})
-    if judged.is_empty():
+    if judged.is_empty() or judged.tensors.is_empty():
         return empty
     found = [
         rows for block in map_over_blocks(partial(compute_in_parts, _farthest), judged, together=[COLUMNS]) for rows in block
