@@ -124,7 +124,7 @@ class TestCommandLine:
         part.write_bytes(part.read_bytes()[:-50])
         result = run_cli(baseline, bad)
         assert result.exit_code == 0
-        assert result.stderr.startswith(f"warning: {part} is left out, it cannot be read")
+        assert result.stderr.startswith(f"warning: {part} is left out, because it cannot be read")
         assert result.stderr.count("\n") == 1
         assert "Tensors by harm" in result.stdout
 

@@ -261,7 +261,7 @@ class TestOutput:
         write_benchmark_runs(Path("runs"), made)
         words = commands(SH[section])[0]
         told = TestCommands().run(words).splitlines()
-        shown = {"gate.md": slice(0, 2), LEARN: slice(0, 1)}[section]
+        shown = slice(0, 1)
         check_text(find_block("text", section), "\n".join(told[shown]))
 
     def test_of_a_comparison(self) -> None:

@@ -146,7 +146,7 @@ class TestBounds:
         out = writer(tmp_path, submit=lambda job: None)
         for call in range(2):
             out.add(about(call=call), torch.ones(300).bfloat16(), torch.tensor(1.0))
-        assert sum(out.left_out.values()) == 1 and "still waited to be written" in next(iter(out.left_out))
+        assert sum(out.left_out.values()) == 1 and "still waiting to be written" in next(iter(out.left_out))
 
     def test_a_place_that_cannot_be_written_costs_tensors_and_not_the_run(self, tmp_path: Path) -> None:
         (tmp_path / "tensors").write_text("in the way")

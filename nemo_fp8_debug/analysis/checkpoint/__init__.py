@@ -1,3 +1,1 @@
-"""Measure the errors of a checkpoint's weights in FP8 and BF16, without a model and without running the checkpoint's code.
-Internal.
-"""
+"""Measure the errors of a checkpoint's weights in FP8 and BF16, without running the checkpoint's code. Internal."""

@@ -1,6 +1,4 @@
-"""Write a recommendation as configuration files of frameworks, with notes on changes that the files cannot express.
-Internal.
-"""
+"""Write a recommendation as files of frameworks, with notes on changes that they cannot express. Internal."""
 
 from __future__ import annotations
 
