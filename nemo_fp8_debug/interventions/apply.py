@@ -7,12 +7,11 @@ from typing import Any
 
 from torch import nn
 
-from ..capture.gemms import Gemm, find_gemms, match_gemms
+from ..capture.gemms import find_gemms
 from ..capture.scan import scan_modules
-from ..core.arguments import quote_names
-from ..distributed import Ranks
 from ..errors import ConfigError
-from ..plan.plan import NO_CHANGES, AnyPlan, Plan, read_plan_in_force
+from ..plan.plan import NO_CHANGES, AnyPlan, read_plan_in_force
+from .emulate import check_named
 from .transformer_engine import EngineChanges
 
 
@@ -77,28 +76,3 @@ def apply_plan(model: nn.Module | Sequence[nn.Module], plan: AnyPlan | None = No
     changes = EngineChanges(gemms, wanted)
     changes.attach()
     return changes
-
-
-def check_named(plan: Plan, gemms: Sequence[Gemm], which: str) -> None:
-    """Check that each change names a GEMM of some rank.
-
-    Args:
-        gemms: GEMMs of this rank that can be changed.
-        which: describes these GEMMs in the message.
-
-    Raises:
-        ConfigError: a change names no GEMM of any rank.
-    """
-    if not plan.changes:
-        return
-    ranks, mine = Ranks(), [bool(match_gemms(gemms, [change.layer])) for change in plan.changes]
-    of_all = [mine]
-    if ranks.world > 1:
-        ranks.publish(f"named/{ranks.rank}", mine)
-        ranks.start({})
-        of_all = ranks.read_of_all("named") if ranks.world > 1 else [mine]
-        ranks.close()
-    for change, *named in zip(plan.changes, *of_all, strict=True):
-        if not any(named):
-            names = quote_names([g.name for g in gemms]) or "none"
-            raise ConfigError(f"{change.layer!r} in the plan is not a GEMM {which}; the GEMMs {which} are: {names}")

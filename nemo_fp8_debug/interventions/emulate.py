@@ -15,10 +15,12 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from ..capture.gemms import Gemm, find_gemms, select_gemms
+from ..capture.gemms import Gemm, find_gemms, match_gemms, select_gemms
 from ..capture.patching import EMULATED
 from ..capture.tracing import Hook
+from ..core.arguments import quote_names
 from ..core.keys import ROLES
+from ..distributed import Ranks
 from ..errors import ConfigError
 from ..kernels import amax, quantize_dequantize
 from ..numerics.block_scaling import BlockRule
@@ -167,11 +169,13 @@ class Emulation:
                 `multiply_in_bf16` has no effect, because no GEMM multiplies FP8 here.
 
         Raises:
-            ConfigError: the recipe cannot be used or emulated, no GEMM matches, or a GEMM has its own FP8 or fuses gradient
-                accumulation.
+            ConfigError: the recipe cannot be used or emulated, no GEMM matches, the plan names a layer that is no GEMM, or a
+                GEMM has its own FP8 or fuses gradient accumulation.
         """
         found = find_gemms([model] if isinstance(model, nn.Module) else model)
-        self._prepare(select_gemms(found, layers), parse_recipe(recipe), read_plan_in_force(plan) or NO_CHANGES)
+        gemms, plan = select_gemms(found, layers), read_plan_in_force(plan) or NO_CHANGES
+        check_named(plan, gemms, "that this run quantizes")
+        self._prepare(gemms, parse_recipe(recipe), plan)
 
     @classmethod
     def of_gemms(cls, gemms: Iterable[Gemm], recipe: Recipe, plan: Plan = NO_CHANGES) -> Emulation:
@@ -276,3 +280,28 @@ def _check_nvfp4(recipe: Recipe, scaling: NVFP4Scaling) -> None:
             f"FP8 emulation does not emulate {' and '.join(ignored)} of {recipe.name!r}; "
             f"use {Recipe(carried_out, recipe.fp8_format).name!r}, or train with Transformer Engine"
         )
+
+
+def check_named(plan: Plan, gemms: Sequence[Gemm], which: str) -> None:
+    """Check that each change names a GEMM of some rank.
+
+    Args:
+        gemms: GEMMs of this rank that can be changed.
+        which: describes these GEMMs in the message.
+
+    Raises:
+        ConfigError: a change names no GEMM of any rank.
+    """
+    if not plan.changes:
+        return
+    ranks, mine = Ranks(), [bool(match_gemms(gemms, [change.layer])) for change in plan.changes]
+    of_all = [mine]
+    if ranks.world > 1:
+        ranks.publish(f"named/{ranks.rank}", mine)
+        ranks.start({})
+        of_all = ranks.read_of_all("named") if ranks.world > 1 else [mine]
+        ranks.close()
+    for change, *named in zip(plan.changes, *of_all, strict=True):
+        if not any(named):
+            names = quote_names([g.name for g in gemms]) or "none"
+            raise ConfigError(f"{change.layer!r} in the plan is not a GEMM {which}; the GEMMs {which} are: {names}")

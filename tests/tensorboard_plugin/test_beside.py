@@ -82,6 +82,7 @@ def test_a_run_is_added_with_the_keyboard_and_is_drawn_named_and_listed(page: Pa
     assert taken_away(page) == {name: recorded(folder / name) for name in ("run", "baseline", *chosen)}
     strokes = page.locator("[data-beside] line").evaluate_all("all => all.map((one) => one.getAttribute('style'))")
     assert len(set(strokes)) == len(chosen)
+    page.locator(".headline[data-stage=all]").wait_for()  # which moves what is below it
     chart = page.locator("figure canvas").bounding_box()
     assert chart
     page.mouse.move(chart["x"] + chart["width"] / 2, chart["y"] + 120)
@@ -117,6 +118,7 @@ def test_course_has_their_losses_and_colors_any_of_them(page: Page, folder: Path
         page.locator("figure button", has_text="CSV").click()
     (row,) = list(csv.reader(io.StringIO(Path(download.value.path()).read_text(), newline="")))[1:]
     assert [float(value) for value in row[2:]] == [amax for _, amax in recorded(folder / OTHERS[3])]
+    page.locator(".headline[data-stage=all]").wait_for()  # which moves what is below it
     chart = page.locator("figure canvas").first.bounding_box()
     assert chart
     page.mouse.move(chart["x"] + chart["width"] / 2, chart["y"] + 60)

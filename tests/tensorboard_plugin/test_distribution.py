@@ -112,6 +112,7 @@ def test_keys_change_the_scale_and_the_metrics(shown: Shown, casts: Path) -> Non
 @pytest.mark.parametrize("by", [260, -170])
 def test_the_window_is_dragged(shown: Shown, casts: Path, by: int) -> None:
     page, rows = shown(), recorded(casts / DELAYED, "histograms")
+    page.locator(".headline[data-stage=all]").wait_for()  # which moves what is below it
     box = page.locator("figure canvas").bounding_box()
     assert box
     x, y = box["x"] + box["width"] / 2, box["y"] + box["height"] / 2

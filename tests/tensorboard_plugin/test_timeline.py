@@ -122,6 +122,7 @@ def test_spikes_triggers_and_skipped_steps_are_told(shown: Shown, casts: Path) -
 
 def test_a_click_into_any_chart_goes_to_the_sampled_step_there(shown: Shown) -> None:
     page = shown(step=4, metrics="underflow_pct")
+    page.locator(".headline[data-stage=all]").wait_for()  # which moves what is below it
     box = page.locator("canvas").bounding_box()
     assert box
     plot = box["x"] + 70, box["x"] + box["width"] - 24
@@ -172,6 +173,7 @@ def test_without_a_tensor_there_is_the_loss(casts_shown: Shown) -> None:
 def test_a_hostile_name_is_shown_as_text(shown: Shown) -> None:
     page = shown(layer=HOSTILE)
     expect(page.locator("[data-picker=tensor]")).to_have_value(f"X of {HOSTILE}")
+    page.locator(".headline[data-stage=all]").wait_for()  # which moves what is below it
     box = page.locator("canvas").bounding_box()
     assert box
     page.mouse.move(box["x"] + box["width"] / 2, box["y"] + 120)

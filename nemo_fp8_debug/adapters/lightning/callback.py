@@ -4,8 +4,8 @@ A sample begins in `on_train_batch_start`. Its number is the step under which Li
 `_batches_that_stepped`, which unlike `global_step` does not change before the batch ends. The sample ends in
 `on_train_batch_end` of the last accumulated batch, so all accumulated batches are one sample.
 
-If a checkpoint is saved when a batch ends, Lightning 2.4 resumes with a count that is too low by one. We add one, so that a
-resumed run has the same step numbers as an uninterrupted run.
+After a resume, Lightning's count can be off by one, which depends on its version and on when the checkpoint was saved.
+We correct the count, so that a resumed run has the same step numbers as an uninterrupted run.
 """
 
 from __future__ import annotations
@@ -94,8 +94,8 @@ class FP8DebugCallback(pl.Callback):
         #: function that ends the current step, or None between steps
         self._leave: Callable[[], None] | None = None
         self._scale: Any = None
-        #: number of steps by which Lightning's count is below the optimizer's count after a resume
-        self._lag = 0
+        #: number of steps by which Lightning's count is below the optimizer's count, or None before a fit's first batch
+        self._lag: int | None = None
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Apply the plan if `nemo-fp8-debug rescue` started the run."""
@@ -107,10 +107,10 @@ class FP8DebugCallback(pl.Callback):
         """Find the GEMMs and open the record."""
         self._monitor = None
         self._stop_watching()
-        self._lag = int(len(trainer.optimizers) == 1 and trainer.global_step == _logged_step(trainer) + 1)
+        self._lag = None
         self._monitor = start_monitor(lambda: self._make_monitor(trainer, pl_module), self._config.on_error == "raise")
         if self._monitor and trainer.max_steps > 0:  # an error here must not disable the monitor
-            self._monitor.expect_steps(_logged_step(trainer) + self._lag, trainer.max_steps - 1)
+            self._monitor.expect_steps(_logged_step(trainer), trainer.max_steps - 1)
 
     def _make_monitor(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> Monitor:
         output = self._config.output or self._default_output(trainer)
@@ -126,6 +126,8 @@ class FP8DebugCallback(pl.Callback):
 
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int) -> None:
         """Begin a sample if one is due."""
+        if self._lag is None:  # Lightning 2.5 and later correct their count only after `on_train_start`
+            self._lag = _find_lag(trainer, pl_module)
         if self._monitor and self._leave is None:
             self._monitor.begin_step(_logged_step(trainer) + self._lag)
             self._scale = read_scale(_scaler(trainer))
@@ -179,6 +181,12 @@ def _logged_step(trainer: pl.Trainer) -> int:
     """Return the step number under which Lightning logs this batch's loss."""
     step: int = trainer.fit_loop.epoch_loop._batches_that_stepped
     return step
+
+
+def _find_lag(trainer: pl.Trainer, pl_module: pl.LightningModule) -> int:
+    """Return the optimizer's steps minus Lightning's count, which is 0 or off by one, or 0 if the two do not count alike."""
+    lag: int = trainer.global_step - _logged_step(trainer)
+    return lag if pl_module.automatic_optimization and len(trainer.optimizers) == 1 and abs(lag) == 1 else 0
 
 
 def _recorders(trainer: pl.Trainer, config: Config) -> Iterator[Recorder]:

@@ -11,8 +11,8 @@ from torch import nn
 from ...capture.gemms import drop_ends, find_gemms, select_gemms
 from ...core.arguments import check_arguments, check_number, check_strings
 from ...core.layer_names import compile_patterns
-from ...interventions.apply import apply_plan, check_named
-from ...interventions.emulate import Emulation
+from ...interventions.apply import apply_plan
+from ...interventions.emulate import Emulation, check_named
 from ...interventions.transformer_engine import EngineChanges
 from ...numerics.recipe import parse_recipe
 from ...plan.plan import NO_CHANGES, AnyPlan, read_plan, read_plan_in_force

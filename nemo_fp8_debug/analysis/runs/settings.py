@@ -11,6 +11,7 @@ import polars as pl
 from ...core.coverage_text import describe_unobserved
 from ...core.keys import MIXED
 from ...core.scale_sources import ENGINE, describe_quantization
+from .. import thresholds
 from .grid import Ints
 from .metrics import Metrics
 from .run import Run
@@ -101,12 +102,13 @@ def list_remarks(baseline: Run, run: Run) -> list[str]:
     return told + [sentence for sentence in notices if sentence]
 
 
-def find_departure(run: pl.DataFrame, baseline: pl.DataFrame) -> dict[str, Any] | None:
-    """Return the step at which two learning rates first differ by more than rounding, or None.
+def find_departure(run: pl.DataFrame, baseline: pl.DataFrame, least: float = _ROUNDING) -> dict[str, Any] | None:
+    """Return the first step at which two learning rates differ, or None.
 
     Args:
         run: a table with step and lr.
         baseline: a table with step and lr.
+        least: relative difference above which rates differ. By default, more than rounding explains.
 
     Returns:
         step, run and baseline (the rates of both at this step), and before (the last earlier step in both tables).
@@ -118,7 +120,7 @@ def find_departure(run: pl.DataFrame, baseline: pl.DataFrame) -> dict[str, Any] 
         {'step': 9, 'run': 4.0, 'baseline': 1.0, 'before': 0}
     """
     both = read_rates(run).join(read_rates(baseline), on="step", suffix="_baseline").sort("step")
-    apart = (both["lr"] / both["lr_baseline"] - 1).abs() > _ROUNDING
+    apart = (both["lr"] / both["lr_baseline"] - 1).abs() > least
     if not apart.any():
         return None
     first = int(apart.arg_max() or 0)
@@ -133,7 +135,7 @@ def choose_reference(run: Run, reference: Run | None) -> tuple[Run | None, list[
         run: the run to explain.
         reference: the run that the user gave as the same run in higher precision.
     """
-    departure = None if reference is None else find_departure(reference.steps, run.steps)
+    departure = None if reference is None else find_departure(reference.steps, run.steps, thresholds.RATE_DIFFERS - 1)
     if departure is None:
         return reference, []
     why = f"The reference run's learning rate is not this run's from step {departure['step']} on"

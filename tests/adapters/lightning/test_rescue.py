@@ -135,7 +135,7 @@ import sys, torch, torch.distributed as dist
 from torch import nn
 from nemo_fp8_debug import ConfigError
 from nemo_fp8_debug.capture.gemms import find_gemms
-from nemo_fp8_debug.interventions.apply import check_named
+from nemo_fp8_debug.interventions.emulate import check_named
 from nemo_fp8_debug.plan.plan import Change, Plan
 rank = int(sys.argv[1])
 dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{sys.argv[2]}", rank=rank, world_size=2)
