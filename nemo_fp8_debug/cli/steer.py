@@ -189,13 +189,19 @@ def rescue_command(
     with tempfile.TemporaryDirectory() as folder:
         taken = Path(folder) / "taken"
         status = _run_command(run, {PLAN: str(plan.resolve()), TAKEN: str(taken)})
-        if not taken.exists():
+        is_applied = taken.exists()
+        if not is_applied:
             warn(
                 "no process on this host applied the plan: the run needs FP8DebugCallback, FP8EmulationCallback, "
                 "FP8PlanCallback or apply_plan"
             )
-    done = "nemo-fp8-debug diagnose RUN shows whether the plan helped. RUN is the folder of the resumed run."
-    print_next(out, done if status == 0 else f"the command ended with status {status}; read its last lines.")
+    if status:
+        then = f"the command ended with status {status}; read its last lines."
+    elif is_applied:
+        then = "nemo-fp8-debug diagnose RUN shows whether the plan helped. RUN is the folder of the resumed run."
+    else:
+        then = "add a callback to the run and start it again; on a cluster, look for the plan in the log of its nodes."
+    print_next(out, then)
     raise typer.Exit(status)
 
 

@@ -10,7 +10,8 @@ from .keys import MIXED
 #: see `ScaleInUse.source`
 ENGINE, UNKNOWN = "engine", "unknown"
 #: sources of operands that we did not see quantized. Their metrics show what a recipe would do to them
-_AS_IF = frozenset({"current", "emulated", "not quantized", UNKNOWN, None})
+_NOT_CAST = frozenset({"current", "emulated", "not quantized"})
+_AS_IF = _NOT_CAST | {UNKNOWN, None}
 
 #: what is known about a run: it quantizes something, it quantizes nothing, or its casts were not read
 QUANTIZED, HIGH_PRECISION, NOT_READ = "quantized", "high precision", "not read"
@@ -32,6 +33,16 @@ def classify_sources(sources: Iterable[str | None], fingerprint: Mapping[str, An
     recipe = (fingerprint or {}).get("recipe")
     asked = recipe.get("asked", "auto") if isinstance(recipe, Mapping) else "auto"
     return HIGH_PRECISION if found and not found & {UNKNOWN, None} and asked == "auto" else NOT_READ
+
+
+def select_quantized(sources: Iterable[str | None]) -> list[str | None]:
+    """Return the sources of operands that are quantized, or for which nobody knows.
+
+    Example:
+        >>> select_quantized(["engine", "current", None])
+        ['engine', None]
+    """
+    return [source for source in sources if source not in _NOT_CAST]
 
 
 def mark_unquantized(source: str | None, known: str) -> str:

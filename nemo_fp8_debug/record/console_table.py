@@ -77,11 +77,12 @@ class TableRecorder(Recorder):
         loss = sample.scalars.get("loss")
         title = f"{_SUBJECTS[known]} at step {sample.step}"
         title += "" if loss is None else f", loss {format_number(loss, digits=4)}"
-        title += f": worst {len(worst)} of {format_count(len(ranked), 'tensor')}"
+        title += f": {len(worst)} of {format_count(len(ranked), 'tensor')}, worst first"
         title += f"; {sample.remarks}" if sample.remarks else ""
         if not worst:
             return title
-        rows = [_show_row({name: values[i] for name, values in columns.items()}, marks[i]) for i in worst]
+        quantized = "quantized" if any(marks[i] for i in worst) else ABSENT
+        rows = [_show_row({name: values[i] for name, values in columns.items()}, marks[i] or quantized) for i in worst]
         # Rich would hold the GIL for longer than all metrics take.
         found = lay_out(_COLUMNS, rows, find_width(self._file or sys.stdout))
         title += f"; {ELLIPSIS} stands for {found.beginning}" if found.beginning else ""
@@ -92,4 +93,4 @@ def _show_row(row: Mapping[str, Any], mark: str) -> list[str]:
     delayed = row["scale_source"] != "current" and not row["recipe"].startswith("current")
     values = row if delayed else {**row, "scale": None}  # current scaling has no delayed scale
     shown = [format_number(values[name], digits=digits) for name, (_, digits, _) in _METRICS.items()]
-    return [SHOWN_AS[row["role"]], row["layer"], mark or ABSENT, *shown]
+    return [SHOWN_AS[row["role"]], row["layer"], mark, *shown]

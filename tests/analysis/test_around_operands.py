@@ -187,6 +187,9 @@ class TestRecipe:
         other, one = (replace(usual, metrics=Metrics.of(changed)) for changed in others)
         assert not evidence(diagnose(other, usual), "recipe")
         assert "2 other operands differ too" in evidence(diagnose(one, usual), "recipe")[0]
+        left_alone = pl.when(pl.col("layer") == CULPRIT).then(pl.lit("not quantized")).otherwise("scale_source")
+        alone = replace(one, metrics=Metrics.of(one.metrics.frame().with_columns(scale_source=left_alone)))
+        assert not evidence(diagnose(alone, usual), "recipe")
 
 
 class TestTransient:

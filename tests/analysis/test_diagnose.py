@@ -291,7 +291,7 @@ class TestAllClear:
         found = diagnose(write(tmp_path / "run", losses=curves[1]), write(tmp_path / "other", losses=curves[0]))
         assert found.harm == "unknown" and found.loss.gap is not None and found.loss.gap.percent > 10
         assert found.confidence is None and "confidence" not in found.verdict()
-        assert "We could have missed a fault in data, gradients, kernels or communication." in found.verdict()
+        assert "We could have missed a fault in the learning rate (not recorded), data, gradients" in found.verdict()
 
     @pytest.mark.parametrize(("times", "told"), [(6.0, "was 6 times it"), (1 / 6, "was 1/6 of it")])
     def test_a_learning_rate_that_left_the_baselines_is_in_the_verdict(

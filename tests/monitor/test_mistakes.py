@@ -157,7 +157,7 @@ class TestModels:
         assert "it is torch.float64, which FP8 does not replace; bfloat16, float16 and float32 are measured" in message
         assert sampled(tmp_path) == [0]
         empty = [line for line in capsys.readouterr().out.splitlines() if " at step 2, loss" in line]
-        assert empty[0].endswith("worst 0 of 0 tensors")
+        assert empty[0].endswith("0 of 0 tensors, worst first")
 
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
     def test_a_model_made_of_another_dtype_is_measured_as_it_is(self, tmp_path: Path, dtype: torch.dtype) -> None:

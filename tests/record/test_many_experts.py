@@ -170,7 +170,7 @@ def test_the_table_shows_the_worst_expert_of_a_layer_only() -> None:
     out = StringIO()
     TableRecorder(60, out).record(moe(0, random.Random(0)))
     lines = out.getvalue().splitlines()
-    assert "worst 60 of 60 tensors" in lines[0]
+    assert "60 of 60 tensors, worst first" in lines[0]
     roles = {shown: role for role, shown in SHOWN_AS.items() if role in ROLES}
     rows = [(layer, roles[tensor]) for tensor, layer, *_ in (line.split() for line in lines[2:])]
     assert len(rows) == 60 == len(ROLES) * (DENSE + 2 * FOLDS)

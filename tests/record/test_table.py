@@ -57,11 +57,11 @@ def test_shows_each_metric_under_its_heading() -> None:
 
 def test_the_title_names_step_loss_and_how_many_are_shown() -> None:
     title = printed(sample(120, [{}, {}, {}], loss=2.34567), rows=2)[0]
-    assert title.strip() == "FP8 at step 120, loss 2.346: worst 2 of 3 tensors"
+    assert title.strip() == "FP8 at step 120, loss 2.346: 2 of 3 tensors, worst first"
 
 
 def test_the_title_does_without_a_loss() -> None:
-    assert printed(sample(0, [{}]))[0].strip() == "FP8 at step 0: worst 1 of 1 tensor"
+    assert printed(sample(0, [{}]))[0].strip() == "FP8 at step 0: 1 of 1 tensor, worst first"
 
 
 @pytest.mark.parametrize(
@@ -127,7 +127,11 @@ def test_current_scaling_has_no_delayed_scale() -> None:
 def test_what_the_run_does_not_quantize_is_marked_and_comes_last() -> None:
     lost = {"head": ("not quantized", 90.0), "fc1": ("engine", 1.0), "odd": ("unknown", 2.0)}
     of = sample(0, [{"layer": layer, "scale_source": s, "underflow_pct": under} for layer, (s, under) in lost.items()])
-    assert [(row["layer"], row["cast"]) for row in rows(of)] == [("fc1", "-"), ("head", "not quantized"), ("odd", "unknown")]
+    assert [(row["layer"], row["cast"]) for row in rows(of)] == [
+        ("fc1", "quantized"),
+        ("head", "not quantized"),
+        ("odd", "unknown"),
+    ]
     plain = sample(0, [{"layer": "head", "scale_source": "not quantized"}])
     assert "cast" not in rows(plain)[0], "the title says that nothing is quantized"
 

@@ -113,9 +113,10 @@ def _may_be_cause(found: Finding, findings: Sequence[Finding], evidence: Circums
     if found.since > evidence.latest:
         return found.or_earlier
     # A fault in the first samples existed before any divergence of the loss could cause it.
-    between = found.kind == "between" and not evidence.diverges
+    # A loss that is merely above the baseline's loss stops no weight.
+    needs_divergence = found.kind in ("between", "weights") and not evidence.diverges
     late = found.since >= max(evidence.harmed_since, evidence.settled)
-    follows = found.may_follow_the_loss and late and not between
+    follows = found.may_follow_the_loss and late and not needs_divergence
     return not follows or _stands_out(found, findings, evidence.latest)
 
 

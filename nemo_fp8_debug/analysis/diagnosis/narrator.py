@@ -19,6 +19,7 @@ from ..loss.gap import CHECK_DATA, Gap
 from ..loss.outcome import OF_RANGE, LossOutcome
 from ..loss.seeds import Seeds
 from ..runs.grid import measure_interval
+from ..runs.settings import read_rates
 from .answer import Answer
 from .finding import CAUSES, NOT_FP8_ADVICE, Finding
 
@@ -264,11 +265,12 @@ def tell_missed(found: Answer) -> list[str]:
     missed = [f"We could have missed {part}." for part in found.not_compared]
     if found.decision.finding is not None:
         return missed
+    rate = "" if len(read_rates(found.run.steps)) else "the learning rate (not recorded), "
+    unseen = f"{rate}data, gradients, kernels or communication"
     if found.baseline is None:
-        unseen = "data, gradients, kernels or communication"
         missed.append(f"We could have missed a fault in {unseen}, or an operand that was wrong from the first step.")
     elif found.cause != "software" and not (found.loss.harm == "none" and found.facts.same_batches):
-        missed.append("We could have missed a fault in data, gradients, kernels or communication.")
+        missed.append(f"We could have missed a fault in {unseen}.")
     absent = [table for table in TABLES.values() if table.checks and found.run.table(table.name).is_empty()]
     if absent:
         what = " and ".join(table.checks for table in absent)

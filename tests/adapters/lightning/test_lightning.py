@@ -87,7 +87,7 @@ def test_no_logger_at_all(tmp_path: Path) -> None:
 def test_table_is_printed_each_sampled_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     fit(tmp_path, [FP8DebugCallback(interval=3, table_rows=2)])
     out = capsys.readouterr().out
-    assert out.count("worst 2 of 6 tensors") == 2
+    assert out.count("2 of 6 tensors, worst first") == 2
     assert "Nothing is quantized: what FP8 would do at step 3, loss" in out
 
 

@@ -9,6 +9,7 @@ import numpy as np
 import polars as pl
 
 from ....core.keys import SHOWN_AS, Key
+from ....core.scale_sources import select_quantized
 from ... import thresholds
 from ...runs.grid import find_stretches
 from ...runs.metrics import Metrics
@@ -37,7 +38,8 @@ class RecipeChange(NamedTuple):
 @fact
 def recipe_changes(records: Records) -> list[RecipeChange]:
     """Return the changes of recipes in the run, and the differences from the baseline."""
-    found = _changed(records.run), None if records.baseline is None else _differs(records.run, records.baseline)
+    run, baseline = _quantized(records.run), None if records.baseline is None else _quantized(records.baseline)
+    found = _changed(run), None if baseline is None else _differs(run, baseline)
     return [each for each in found if each is not None]
 
 
@@ -60,10 +62,15 @@ def find_recipe_changes(facts: Facts) -> Iterator[Finding]:
         yield Finding("recipe", "changed_recipe", "clear", evidence, each.layer, each.role, each.step)
 
 
-def _changed(run: Run) -> RecipeChange | None:
-    names = [name for name in run.metrics.unique("recipe") if name is not None]
-    last, changed, first = np.full(len(run.metrics.tensors), -1), set[int](), None
-    for rows in run.metrics.scan(["recipe"]) if len(names) > 1 else ():
+def _quantized(run: Run) -> Metrics:
+    """Return the metrics of operands that may be quantized. The recipe of the others only says what we computed."""
+    return run.metrics.only("scale_source", select_quantized(run.metrics.unique("scale_source")))
+
+
+def _changed(metrics: Metrics) -> RecipeChange | None:
+    names = [name for name in metrics.unique("recipe") if name is not None]
+    last, changed, first = np.full(len(metrics.tensors), -1), set[int](), None
+    for rows in metrics.scan(["recipe"]) if len(names) > 1 else ():
         known = rows.drop_nulls("recipe")
         codes = known["recipe"].replace_strict(names, range(len(names)), return_dtype=pl.Int64).to_numpy()
         tensors = known["tensor"].to_numpy()
@@ -77,22 +84,22 @@ def _changed(run: Run) -> RecipeChange | None:
     if first is None:
         return None
     step, tensor, code, before = first
-    layer, role = run.metrics.tensors.row(tensor)
-    keys = tuple(run.metrics.tensors.row(each) for each in sorted(changed))
+    layer, role = metrics.tensors.row(tensor)
+    keys = tuple(metrics.tensors.row(each) for each in sorted(changed))
     return RecipeChange(layer, role, step, names[code], names[before], True, keys)
 
 
-def _differs(run: Run, baseline: Run) -> RecipeChange | None:
+def _differs(run: Metrics, baseline: Metrics) -> RecipeChange | None:
     """Return the operands with a constant recipe that differs from the baseline. Return None if no operands or most operands
     do.
     """
-    mine, theirs = (_constant(each.metrics) for each in (run, baseline))
+    mine, theirs = (_constant(each) for each in (run, baseline))
     both = mine.join(theirs, on=_KEY, suffix="_baseline", maintain_order="left")
     differ = both.filter(pl.col("recipe") != pl.col("recipe_baseline"))
     if differ.is_empty() or len(differ) > thresholds.MOST * len(both):
         return None
     first = differ.row(0, named=True)
-    step = run.metrics.within(differ.head(1)).frame(["recipe"]).drop_nulls("recipe")["step"].min()
+    step = run.within(differ.head(1)).frame(["recipe"]).drop_nulls("recipe")["step"].min()
     assert isinstance(step, int)
     layer, role, now, before = (first[name] for name in (*_KEY, "recipe", "recipe_baseline"))
     return RecipeChange(layer, role, step, now, before, False, tuple(differ.select(_KEY).rows()))

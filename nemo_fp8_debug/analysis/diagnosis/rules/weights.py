@@ -223,8 +223,13 @@ def find_still_weights(facts: Facts) -> Iterator[Finding]:
         )
         evidence += f"; so do those of {len(still.stopped) - 1} more layers" if len(still.stopped) > 1 else ""
         since, name = layer.since, layer.name
-        # Without a baseline, a loss that diverges for another reason may be the explanation.
-        yield Finding("frozen weights", "frozen_weights", "clear", evidence, name, since=since, or_earlier=facts.paired)
+        # A loss that diverges for another reason can leave a layer without gradients, and weight decay keeps the range.
+        yield Finding(
+            *("frozen weights", "frozen_weights", "clear", evidence, name),
+            since=since,
+            may_follow_the_loss=True,
+            or_earlier=facts.paired,
+        )
 
 
 def _find_constant(weights: Metrics) -> list[str]:
