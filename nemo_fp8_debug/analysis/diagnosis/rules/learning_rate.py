@@ -53,7 +53,7 @@ def find_learning_rate(facts: Facts) -> Iterator[Finding]:
     what = f"{format_number(times)} times" if times > 1 else f"1/{format_number(1 / times)} of"
     before = f"after {facts.unit} {both['step'][first - 1]}" if first else "from the start"
     evidence = (
-        f"it left the baseline's {before} and was {what} it at {both['step'][farthest]}: "
+        f"it left the baseline's {before} and was {what} it at {facts.unit} {both['step'][farthest]}: "
         f"{format_number(both['lr'][farthest])} instead of {format_number(both['lr_baseline'][farthest])}"
     )
     strength = "clear" if times > thresholds.FACTOR else "hint"
