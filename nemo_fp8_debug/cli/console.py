@@ -122,7 +122,7 @@ def print_next(out: Console, sentence: str = "", command: Sequence[str] = ()) ->
     sentence = escape_controls(sentence.removeprefix(_NEXT))
     told = escape_controls(shlex.join(["nemo-fp8-debug", *command])) if command else ""
     if _is_file(out):
-        lines = [" ".join(filter(None, [sentence, told]))]
+        lines = list(filter(None, [sentence, told]))
     else:
         wrap = functools.partial(textwrap.wrap, break_long_words=False, break_on_hyphens=False)
         width = out.width - len(_NEXT)
