@@ -61,7 +61,8 @@ def _is_abrupt(loss: LossCurve, step: int) -> bool:
     if len(medians) <= few or not (np.isfinite(before).any() and np.isfinite(after).any()):
         return True
     rise = np.nanmedian(after) - np.nanmedian(before)
-    return bool(np.nanmax(medians[few:] - medians[:-few]) >= thresholds.ABRUPT_PART * rise)
+    with np.errstate(invalid="ignore"):  # two medians may be infinite
+        return bool(np.nanmax(medians[few:] - medians[:-few]) >= thresholds.ABRUPT_PART * rise)
 
 
 @fact
