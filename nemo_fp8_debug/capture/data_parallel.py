@@ -32,7 +32,7 @@ class Sharded:
         return self._of[id(module), name]
 
     def parameter(self, module: nn.Module, name: str) -> Any:
-        """Return the sharded parameter, a DTensor, or None if there is none."""
+        """Return the sharded parameter, a DTensor, or None if the parameter is not sharded."""
         found = self._of.get((id(module), name))
         return found and found[0].sharded_param
 

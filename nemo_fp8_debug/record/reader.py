@@ -69,7 +69,7 @@ def _refuse_links(root: Storage, run: Storage) -> None:
 
 
 def read_fingerprint(run: Address) -> dict[str, Any]:
-    """Return the latest readable fingerprint of a record, or an empty dict if there is none.
+    """Return the latest readable fingerprint of a record, or an empty dict if no fingerprint is readable.
 
     Raises:
         RecordError: the record was written by a release with another schema.

@@ -2,7 +2,7 @@
 
 const MINUS = '−';
 
-/** As `format_number` of `core/text.py` writes it: three significant digits, or more; - where there is none. */
+/** As `format_number` of `core/text.py` writes it: three significant digits, or more; `-` for an absent number. */
 export function number(value, digits = 3, signed = false) {
   if (value == null || Number.isNaN(value)) return '-';
   const sign = value < 0 ? MINUS : signed && value > 0 ? '+' : '';
