@@ -190,6 +190,10 @@ class TestRecipe:
         left_alone = pl.when(pl.col("layer") == CULPRIT).then(pl.lit("not quantized")).otherwise("scale_source")
         alone = replace(one, metrics=Metrics.of(one.metrics.frame().with_columns(scale_source=left_alone)))
         assert not evidence(diagnose(alone, usual), "recipe")
+        # An unknown source in some rows does not hide the operand.
+        in_part = pl.when(pl.col("step") < ONSET).then(None).otherwise(left_alone)
+        unknown = replace(one, metrics=Metrics.of(one.metrics.frame().with_columns(scale_source=in_part)))
+        assert evidence(diagnose(unknown, usual), "recipe")
 
 
 class TestTransient:
