@@ -200,7 +200,7 @@ def rescue_command(
     elif is_applied:
         then = "nemo-fp8-debug diagnose RUN shows whether the plan helped. RUN is the folder of the resumed run."
     else:
-        then = "add a callback to the run and start it again; on a cluster, look for the plan in the log of its nodes."
+        then = "add FP8PlanCallback to the run and start it again, unless all its processes run on other hosts."
     print_next(out, then)
     raise typer.Exit(status)
 

@@ -9,8 +9,9 @@ from .keys import MIXED
 
 #: see `ScaleInUse.source`
 ENGINE, UNKNOWN = "engine", "unknown"
-#: sources of operands that we did not see quantized. Their metrics show what a recipe would do to them
+#: sources of operands that nothing quantizes
 _NOT_CAST = frozenset({"current", "emulated", "not quantized"})
+#: sources of operands that we did not see quantized. Their metrics show what a recipe would do to them
 _AS_IF = _NOT_CAST | {UNKNOWN, None}
 
 #: what is known about a run: it quantizes something, it quantizes nothing, or its casts were not read

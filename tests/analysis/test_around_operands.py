@@ -187,13 +187,20 @@ class TestRecipe:
         other, one = (replace(usual, metrics=Metrics.of(changed)) for changed in others)
         assert not evidence(diagnose(other, usual), "recipe")
         assert "2 other operands differ too" in evidence(diagnose(one, usual), "recipe")[0]
-        left_alone = pl.when(pl.col("layer") == CULPRIT).then(pl.lit("not quantized")).otherwise("scale_source")
-        alone = replace(one, metrics=Metrics.of(one.metrics.frame().with_columns(scale_source=left_alone)))
-        assert not evidence(diagnose(alone, usual), "recipe")
-        # An unknown source in some rows does not hide the operand.
-        in_part = pl.when(pl.col("step") < ONSET).then(None).otherwise(left_alone)
-        unknown = replace(one, metrics=Metrics.of(one.metrics.frame().with_columns(scale_source=in_part)))
-        assert evidence(diagnose(unknown, usual), "recipe")
+        left_alone = (
+            pl.when(pl.col("layer") == CULPRIT).then(pl.lit("not quantized")).otherwise("scale_source").alias("scale_source")
+        )
+        alone = [replace(usual, metrics=Metrics.of(run.metrics.frame().with_columns(left_alone))) for run in (one, usual)]
+        assert not evidence(diagnose(*alone), "recipe")
+
+    @pytest.mark.parametrize("before", ["engine", None])
+    def test_of_an_operand_that_is_no_longer_quantized_is_named(self, baseline: Path, before: str | None) -> None:
+        usual, late = Run.read(baseline), (pl.col("layer") == CULPRIT) & (pl.col("step") >= ONSET)
+        rows = usual.metrics.frame().with_columns(
+            recipe=pl.when(late).then(pl.lit("current-hybrid")).otherwise("recipe"),
+            scale_source=pl.when(late).then(pl.lit("not quantized")).otherwise(pl.lit(before)),
+        )
+        assert evidence(diagnose(replace(usual, metrics=Metrics.of(rows)), usual), "recipe")
 
 
 class TestTransient:

@@ -233,7 +233,7 @@ class TestLikelyHarm:
     def test_a_changed_recipe_or_nan_that_is_gone_explains_no_gap(self, tmp_path: Path, change: str) -> None:
         def changed(step: int) -> Mapping[str, Any]:
             if change == "recipe":
-                return {"recipe": "current"} if step >= ONSET else {}
+                return {"recipe": "current", "scale_source": "emulated"} if step >= ONSET else {}
             return {"nan": 3} if step == ONSET else {}
 
         told = self.apart(tmp_path, 8, change=changed)

@@ -112,8 +112,8 @@ def _may_be_cause(found: Finding, findings: Sequence[Finding], evidence: Circums
         return True
     if found.since > evidence.latest:
         return found.or_earlier
-    # A fault in the first samples existed before any divergence of the loss could cause it.
-    # A loss that is merely above the baseline's loss stops no weight.
+    # A fault in the first samples existed before any divergence of the loss could cause it. A loss that is merely above the
+    # baseline's loss changes neither weights nor what runs between GEMMs.
     needs_divergence = found.kind in ("between", "weights") and not evidence.diverges
     late = found.since >= max(evidence.harmed_since, evidence.settled)
     follows = found.may_follow_the_loss and late and not needs_divergence

@@ -19,7 +19,6 @@ from ..loss.gap import CHECK_DATA, Gap
 from ..loss.outcome import OF_RANGE, LossOutcome
 from ..loss.seeds import Seeds
 from ..runs.grid import measure_interval
-from ..runs.settings import read_rates
 from .answer import Answer
 from .finding import CAUSES, NOT_FP8_ADVICE, Finding
 
@@ -265,7 +264,8 @@ def tell_missed(found: Answer) -> list[str]:
     missed = [f"We could have missed {part}." for part in found.not_compared]
     if found.decision.finding is not None:
         return missed
-    rate = "" if len(read_rates(found.run.steps)) else "the learning rate (not recorded), "
+    is_recorded = found.run.steps["lr"].fill_nan(None).count()
+    rate = "" if is_recorded else "the learning rate (not recorded), "
     unseen = f"{rate}data, gradients, kernels or communication"
     if found.baseline is None:
         missed.append(f"We could have missed a fault in {unseen}, or an operand that was wrong from the first step.")

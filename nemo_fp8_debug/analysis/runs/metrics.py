@@ -50,7 +50,7 @@ class Metrics:
     _operand: Ints
     _step: Ints
     #: required values of columns: for each column, the values that rows must have
-    _only: tuple[tuple[str, tuple[str | None, ...]], ...] = ()
+    _only: tuple[tuple[str, tuple[str, ...]], ...] = ()
 
     @property
     def _is_all(self) -> bool:
@@ -175,7 +175,7 @@ class Metrics:
         """Return the metrics of the operands with some roles."""
         return self.among(self.tensors.filter(pl.col("role").is_in(roles)))
 
-    def only(self, column: str, values: Collection[str | None]) -> Metrics:
+    def only(self, column: str, values: Collection[str]) -> Metrics:
         """Return the metrics of rows that have one of the given values in a column. Keep operands and steps with such
         rows.
         """
@@ -416,13 +416,9 @@ def _renumbered(places: Ints, kept: Bools) -> Ints:
     return numbers[places]
 
 
-def _fits(rows: pl.DataFrame, only: Sequence[tuple[str, Sequence[str | None]]]) -> Bools:
-    """Return whether each row has the required values, of which None is one."""
-    of_each = [
-        pl.col(name).is_in([value for value in values if value is not None]).fill_null(None in values)
-        for name, values in only
-    ]
-    fits = pl.all_horizontal(of_each)
+def _fits(rows: pl.DataFrame, only: Sequence[tuple[str, Sequence[str]]]) -> Bools:
+    """Return whether each row has the required values."""
+    fits = pl.all_horizontal([pl.col(name).is_in(values) for name, values in only]).fill_null(False)
     return rows.select(fits.alias("fits"))["fits"].to_numpy()
 
 

@@ -13,7 +13,6 @@ from ....core.scale_sources import select_quantized
 from ... import thresholds
 from ...runs.grid import find_stretches
 from ...runs.metrics import Metrics
-from ...runs.run import Run
 from ..facts import Facts, Records, fact
 from ..finding import Finding
 from ..rule import rule
@@ -38,8 +37,8 @@ class RecipeChange(NamedTuple):
 @fact
 def recipe_changes(records: Records) -> list[RecipeChange]:
     """Return the changes of recipes in the run, and the differences from the baseline."""
-    run, baseline = _quantized(records.run), None if records.baseline is None else _quantized(records.baseline)
-    found = _changed(run), None if baseline is None else _differs(run, baseline)
+    run, baseline = records.run.metrics, None if records.baseline is None else records.baseline.metrics
+    found = _changed(run.among(_list_quantized(run))), None if baseline is None else _differs(run, baseline)
     return [each for each in found if each is not None]
 
 
@@ -62,9 +61,10 @@ def find_recipe_changes(facts: Facts) -> Iterator[Finding]:
         yield Finding("recipe", "changed_recipe", "clear", evidence, each.layer, each.role, each.step)
 
 
-def _quantized(run: Run) -> Metrics:
-    """Return the metrics of operands that may be quantized. The recipe of the others only says what we computed."""
-    return run.metrics.only("scale_source", select_quantized(run.metrics.unique("scale_source")))
+def _list_quantized(metrics: Metrics) -> pl.DataFrame:
+    """Return layer and role of operands that may be quantized in some sample. For other operands, we assume a recipe."""
+    counts, none = metrics.counts("scale_source"), np.zeros(len(metrics.tensors), dtype=np.int64)
+    return metrics.tensors.filter(pl.Series(sum((counts[source] for source in select_quantized(counts)), none) > 0))
 
 
 def _changed(metrics: Metrics) -> RecipeChange | None:
@@ -90,11 +90,14 @@ def _changed(metrics: Metrics) -> RecipeChange | None:
 
 
 def _differs(run: Metrics, baseline: Metrics) -> RecipeChange | None:
-    """Return the operands with a constant recipe that differs from the baseline. Return None if no operands or most operands
-    do.
+    """Return the quantized operands with a constant recipe that differs from the baseline.
+
+    Return None if no operands or most operands differ.
     """
     mine, theirs = (_constant(each) for each in (run, baseline))
+    quantized = pl.concat([_list_quantized(each).select(_KEY) for each in (run, baseline)])
     both = mine.join(theirs, on=_KEY, suffix="_baseline", maintain_order="left")
+    both = both.join(quantized, on=_KEY, how="semi", maintain_order="left")
     differ = both.filter(pl.col("recipe") != pl.col("recipe_baseline"))
     if differ.is_empty() or len(differ) > thresholds.MOST * len(both):
         return None
