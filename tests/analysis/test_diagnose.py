@@ -105,6 +105,22 @@ class TestAPair:
         assert (found.culprit is not None) == named
         assert len(found.decision.also) == (how_many - 1 if named else 0)
 
+    @pytest.mark.parametrize("lr", [None, 1e-4])
+    def test_values_that_a_rate_may_have_changed_are_less_sure_without_a_recorded_rate(
+        self, tmp_path: Path, lr: float | None
+    ) -> None:
+        def outlier(step: int) -> Mapping[str, Any]:
+            wrong = {"outlier_log2": 14.0, "underflow_pct": 60.0, "mse": 1e-2, "relative_error": 0.3}
+            return wrong if step >= ONSET else {}
+
+        rates = {} if lr is None else {"lr": dict.fromkeys(range(N), lr)}
+        run = write(tmp_path / "run", outlier, falling(left=ONSET), **rates)
+        found = diagnose(run, write(tmp_path / "baseline", **rates))
+        assert found.cause == "outlier"
+        doubt = "The learning rate may be the cause: this run did not record it."
+        assert (doubt in found.verdict()) == (lr is None)
+        assert found.confidence != "high" or lr is not None
+
     def test_a_scale_that_went_wrong_after_the_loss_is_to_be_changed_too(self, tmp_path: Path, baseline: Path) -> None:
         """No loss brings that about, so that the run would not come back without it."""
         turns = itertools.cycle((0, 5 * EVERY))  # of the two operands, in the order of layers

@@ -27,7 +27,7 @@ from ..runs.settings import coverage_notes
 from .decide import Decision
 from .events import Event, list_events
 from .facts import Facts, Records
-from .finding import NOT_FP8, Finding
+from .finding import EXPLAINS, NOT_FP8, Finding
 from .limits import early_warning
 
 #: confidence of a cause with fewer than `_FEWEST` verdicts in the benchmark
@@ -107,9 +107,23 @@ class Answer:
     @cached_property
     def confidence(self) -> str | None:
         """Return `high` (at least 95% of such verdicts are right), `medium` (at least 80%) or `low`, or None without a
-        finding.
+        finding. If an unrecorded learning rate may be the cause, return `medium` at most.
         """
-        return measure_confidence(self.decision, self.facts.paired)
+        measured = measure_confidence(self.decision, self.facts.paired)
+        return "medium" if measured == "high" and self.may_hide_rate else measured
+
+    @property
+    def records_rate(self) -> bool:
+        """Return True if the run recorded its learning rate."""
+        return bool(self.run.steps["lr"].fill_nan(None).count())
+
+    @property
+    def may_hide_rate(self) -> bool:
+        """Return True if the finding could be the consequence of a learning rate that the run did not record."""
+        chosen = self.decision.finding
+        follows = chosen is not None and chosen.may_follow_the_loss and chosen.kind in EXPLAINS["rate"]
+        is_harmed = self.divergence_step is not None or not self.facts.paired
+        return follows and is_harmed and not self.records_rate
 
     @property
     def about_fp8(self) -> bool | None:

@@ -263,9 +263,9 @@ def tell_missed(found: Answer) -> list[str]:
     """Return sentences that name faults that we could have missed. There are fewer if the verdict names a cause."""
     missed = [f"We could have missed {part}." for part in found.not_compared]
     if found.decision.finding is not None:
-        return missed
-    is_recorded = found.run.steps["lr"].fill_nan(None).count()
-    rate = "" if is_recorded else "the learning rate (not recorded), "
+        rate = ["The learning rate may be the cause: this run did not record it."] if found.may_hide_rate else []
+        return rate + missed
+    rate = "" if found.records_rate else "the learning rate (not recorded), "
     unseen = f"{rate}data, gradients, kernels or communication"
     if found.baseline is None:
         missed.append(f"We could have missed a fault in {unseen}, or an operand that was wrong from the first step.")
