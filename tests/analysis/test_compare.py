@@ -122,7 +122,7 @@ class TestVerdict:
     def test_tells_a_slower_fall_from_a_rise(self, tmp_path: Path, baseline: Path) -> None:
         slower = {i: loss * 1.3 for i, loss in falling().items()}
         verdict = summarize(compare(write(tmp_path / "bad", broken, slower), baseline))
-        assert "The loss departed from the baseline's at step 0 and ended 30% above" in verdict
+        assert "The loss departed from the baseline's around step 0 and ended 30% above" in verdict
         assert "does not rise above its own minimum" in verdict
 
     def test_a_twin_that_holds_puts_the_blame_on_the_difference(self, tmp_path: Path, baseline: Path, bad: Path) -> None:
@@ -131,7 +131,7 @@ class TestVerdict:
 
     def test_a_twin_that_diverges_too_acquits_fp8(self, tmp_path: Path, baseline: Path, bad: Path) -> None:
         verdict = summarize(compare(bad, baseline, write(tmp_path / "reference", None, rising(100))))
-        assert "The reference run diverged too, at step 1" in verdict
+        assert "The reference run diverged too at step 1" in verdict
         assert "FP8 does not explain the loss" in verdict
 
     def test_a_run_s_gap_to_a_twin_is_told_if_it_did_not_diverge(self, tmp_path: Path, baseline: Path) -> None:

@@ -225,11 +225,19 @@ class Finding:
     or_earlier: bool = False
     #: whether the fault ended after one or two samples
     is_transient: bool = False
+    #: number of other operands with the same fault, which one change caused
+    others: int = 0
 
     @property
     def operand(self) -> str | None:
         """Return the usual name of the tensor, or None if the finding is about the run as a whole."""
         return f"{SHOWN_AS[self.role]} of {self.layer}" if self.layer and self.role else None
+
+    @property
+    def operands(self) -> str | None:
+        """Return the usual name of the tensor, and the number of others with the same fault."""
+        more = f" and {self.others} other operand{'' if self.others == 1 else 's'}" if self.others else ""
+        return f"{self.operand}{more}" if self.operand else None
 
     @property
     def is_out_of_band(self) -> bool:

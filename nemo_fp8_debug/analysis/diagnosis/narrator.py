@@ -159,7 +159,7 @@ def _tell_trouble(found: Answer, confidence: str | None = None) -> str:
     if chosen.operand is None or "{tensor}" in means:
         layer = f"layer {chosen.layer}" if (chosen.layer or "").isdigit() else chosen.layer
         where = f"in {layer}, " if layer and chosen.operand is None else ""
-        return tell_sentence(f"{where}{means.format(tensor=chosen.operand)} {since}{sure}")
+        return tell_sentence(f"{where}{means.format(tensor=chosen.operands)} {since}{sure}")
     return f"{chosen.operand} went wrong {since}{sure}: {means}."
 
 
@@ -295,7 +295,7 @@ def tell_advice(found: Answer, fix: TensorFix | None) -> list[str]:
     chosen = [found.decision.finding] if found.decision.finding is not None else [*found.decision.likeliest]
     if not chosen and found.cause == "software":
         return [NOT_FP8_ADVICE]
-    changes = [] if fix is None or not (fix.changes or fix.restores) else [_tell_fix(fix, found.run.unit)]
+    changes = [] if fix is None or not (fix.changes or fix.restores) else [_tell_fix(fix, found)]
     told = list(dict.fromkeys(filter(None, [*changes, *(f.advise() for f in chosen)])))
     if found.decision.finding is not None or found.harm != "unknown":
         return told
@@ -307,19 +307,20 @@ def tell_advice(found: Answer, fix: TensorFix | None) -> list[str]:
     return [ask, *told]
 
 
-def _tell_fix(fix: TensorFix, unit: str) -> str:
-    """Return a sentence that names the change that helps a tensor."""
+def _tell_fix(fix: TensorFix, found: Answer) -> str:
+    """Return a sentence that names the change that helps a tensor, and all other operands that need the same change."""
     if fix.restores:
         return f"Restore the FP8 state of {fix.name} (scales and amax histories) from the checkpoint."
-    back = ""
+    back, name, culprit = "", fix.name, found.culprit
     if fix.chosen.kind == "undo" and fix.undo is not None:
-        back = ", as in the baseline" if fix.undo.since is None else f", as before {unit} {fix.undo.since}"
-    what = f"Cast {fix.name} in {fix.chosen.recipe}"
+        back = ", as in the baseline" if fix.undo.since is None else f", as before {found.run.unit} {fix.undo.since}"
+        name = culprit.operands if culprit is not None and culprit.operand == fix.name and culprit.operands else name
+    what = f"Cast {name} in {fix.chosen.recipe}"
     if fix.chosen.recipe == "bf16":
-        what = f"Leave {fix.name} in BF16"
+        what = f"Leave {name} in BF16"
     elif back and len(fix.settings) == 1:
         ((setting, (now, then)),) = fix.settings.items()
-        what = f"Set {setting} of {fix.name} from {now} back to {then}"
+        what = f"Set {setting} of {name} from {now} back to {then}"
     return f"{what}{back}{_tell_gain(fix)}."
 
 
@@ -430,20 +431,22 @@ def tell_loss_headline(loss: LossOutcome, unit: str) -> str:
 def _tell_departure_step(loss: LossOutcome, unit: str, since: int | None) -> str:
     if loss.harm == "likely" and loss.stepped_up is not None:
         return f"jumped to another level at {unit} {loss.stepped_up[0]}"
-    return f"{tell_departure(loss)} at {unit} {since}"
+    return _tell_departed(loss, unit, since)
 
 
-def tell_departure(loss: LossOutcome) -> str:
-    """Return the verb for a harmed loss: *diverged* if the loss rises to the end, *departed* if only a test shows a
-    difference.
+def _tell_departed(loss: LossOutcome, unit: str, since: int | None, too: str = "") -> str:
+    """Return a clause with the step of the harm: a loss *diverged* if it rises to the end, and *departed* if only a test
+    shows a difference. The test smooths losses, so its step is approximate.
 
     If a loss leaves the baseline's loss but still falls, it has departed, even if it later rises to the end.
     """
     if loss.baseline is None:
-        return "diverged" if loss.diverges else "jumped to another level"
-    lowest, since = loss.run.lowest, loss.since
-    falls_on = lowest is not None and since is not None and lowest[0] > since + loss.run.half
-    return "diverged" if loss.diverges and not falls_on else "departed from the baseline's"
+        return f"{'diverged' if loss.diverges else 'jumped to another level'}{too} at {unit} {since}"
+    lowest = loss.run.lowest
+    falls_on = lowest is not None and loss.since is not None and lowest[0] > loss.since + loss.run.half
+    if loss.diverges and not falls_on:
+        return f"diverged{too} at {unit} {since}"
+    return f"departed from the baseline's{too} around {unit} {since}"
 
 
 def tell_loss(loss: LossOutcome, unit: str = "step", since: int | None = None) -> str:
@@ -485,7 +488,7 @@ def _tell_loss_against_baseline(loss: LossOutcome, gap: Gap, unit: str, since: i
     whose = "the baseline's" if loss.seeds is None else "the baselines' mean"
     whose = "the reference run's" if loss.baseline is loss.reference else whose
     if gap.infinite:
-        return f"The loss departed from {whose} at {unit} {since} and ends without a number."
+        return f"The loss departed from {whose} around {unit} {since} and ends without a number."
     end = tell_gap_end(gap, whose, loss.seeds)
     if loss.is_far_below:
         return f"The loss {end}. {CHECK_DATA}"
@@ -493,7 +496,7 @@ def _tell_loss_against_baseline(loss: LossOutcome, gap: Gap, unit: str, since: i
         rise = loss.percents(loss.rise[1], loss.rise[0])
         return f"The loss rose by {rise} at {unit} {loss.rise[0]} and {end}."
     if loss.harm == "harmful":
-        return f"The loss {tell_departure(loss)} at {unit} {since} and {end}."
+        return f"The loss {_tell_departed(loss, unit, since)} and {end}."
     if loss.harm == "likely" and loss.stepped_up is not None:
         step, percent = loss.stepped_up
         return f"The loss jumped by {loss.percents(percent, step)} at {unit} {step} and {end}, so harm is likely."
@@ -549,7 +552,7 @@ def tell_reference(loss: LossOutcome, unit: str = "step") -> str:
         return "The reference run has too few losses to judge."
     if other.harmful_since is not None:
         too = " too" if loss.harmful_since is not None else ""
-        lead = f"The reference run {tell_departure(other)}{too}, at {unit} {other.harmful_since}."
+        lead = f"The reference run {_tell_departed(other, unit, other.harmful_since, too)}."
     elif loss.harmful_since is not None and loss.reference_lasts:
         lead = "The reference run is not harmed."
     else:

@@ -447,8 +447,9 @@ _TABLE: list[tuple[str, str, Check | None]] = [
     ("unfinished", "[{}]", lambda c: ["a name is missing"]),
     ("tensor since", f"<tensor> went wrong {_WHEN}", _check_sample),
     ("blamed since", "^<tensor>: (?:Also wrong by then|Blamed): .*?, since @onset", None),
-    ("recipe or scale since", f"(?:recipe|scale) of <tensor> (?:changed )?{_WHEN}", None),
-    ("recipe from", r"the recipe of <tensor> changed from \S+(?: \S+)? to \S+(?: \S+)? at @onset", None),
+    ("recipe or scale since", rf"(?:recipe|scale) of <tensor>(?: and \d+ other operands?)? (?:changed )?{_WHEN}", None),
+    ("recipe from", r"the recipe changed from \S+(?: \S+)? to \S+(?: \S+)?", None),
+    ("recipe differs", r"the recipe is \S+(?: \S+)?, and \S+(?: \S+)? in the baseline", None),
     ("cause since", rf"^(?!The (?:loss|first NaN|optimizer|re\w+)\b|{_LATE}|.* went wrong)[^;:]*?{_WHEN}{_SURE}", None),
     # What is found in weights or in the loss is measured over several samples.
     ("cause since", f"^{_LATE}.*? {_WHEN.replace('onset', 'late')}{_SURE}", None),
@@ -505,7 +506,7 @@ _TABLE: list[tuple[str, str, Check | None]] = [
     ("gap at the end", f"loss ends {_PERCENT} (?P<side>below) {_WHOSE}", _check_gap),
     (
         "departure",
-        f"[Tt]he loss (?P<verb>diverged|departed from {_WHOSE}|jumped to another level) at @loss_at",
+        f"[Tt]he loss (?P<verb>diverged|departed from {_WHOSE}|jumped to another level) (?:at|around) @loss_at",
         _check_departure,
     ),
     ("jump", f"[Tt]he loss (?:jumped|goes up|rose) by {_PERCENT} at @loss_at(?P<stays> and stays there)?", _check_jump),

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 import polars as pl
 
-from ....core.keys import SHOWN_AS, Key
+from ....core.keys import Key
 from ....core.scale_sources import select_quantized
 from ... import thresholds
 from ...runs.grid import find_stretches
@@ -49,16 +49,11 @@ def find_recipe_changes(facts: Facts) -> Iterator[Finding]:
     Example: dY of layers.0.fc1 is E4M3 from step 80 on, and was E5M2 before.
     """
     for each in recipe_changes(facts):
-        if each.in_the_run:
-            what, too = f"changed from {each.before} to {each.now} at {facts.unit} {each.step}", "changed too"
-        else:
-            what, too = f"is {each.now}, and {each.before} in the baseline", "differ too"
-        others = [key for key in each.keys if key != (each.layer, each.role)]
-        more = f"; {len(others)} other operands {too}" if others else ""
-        if len(others) == 1:
-            more = f"; {SHOWN_AS[others[0][1]]} of {others[0][0]} {too.replace('differ', 'differs')}"
-        evidence = f"the recipe of {SHOWN_AS[each.role]} of {each.layer} {what}{more}"
-        yield Finding("recipe", "changed_recipe", "clear", evidence, each.layer, each.role, each.step)
+        evidence = f"the recipe changed from {each.before} to {each.now}"
+        if not each.in_the_run:
+            evidence = f"the recipe is {each.now}, and {each.before} in the baseline"
+        others = len(each.keys) - 1
+        yield Finding("recipe", "changed_recipe", "clear", evidence, each.layer, each.role, each.step, others=others)
 
 
 def _list_quantized(metrics: Metrics) -> pl.DataFrame:
