@@ -8,8 +8,8 @@ from typing import Any
 import polars as pl
 
 from nemo_fp8_debug.analysis.loss.curve import LossCurve
-from nemo_fp8_debug.analysis.recommendation.options import Budget, Errors, Option
-from nemo_fp8_debug.analysis.recommendation.recommend import Ends, Recommendation, TensorFix
+from nemo_fp8_debug.analysis.recommendation.options import Budget, Option, WorstErrors
+from nemo_fp8_debug.analysis.recommendation.recommend import BF16Ends, Recommendation, TensorFix
 from nemo_fp8_debug.analysis.runs.metrics import Metrics
 from nemo_fp8_debug.analysis.runs.run import Run
 from nemo_fp8_debug.plan.plan import Plan
@@ -30,9 +30,9 @@ def run(**host: Any) -> Run:
     return Run("", {"backend_options": host}, Metrics.of(metrics), losses, pl.DataFrame(schema=SCHEMAS["metrics"]))
 
 
-def recommendation(run: Run, ways: Mapping[tuple[str, str], Ways], ends: Ends | None = None) -> Recommendation:
+def recommendation(run: Run, ways: Mapping[tuple[str, str], Ways], ends: BF16Ends | None = None) -> Recommendation:
     """Of operands that delayed scaling does not do for."""
-    stay, none = Option("stay", "delayed-hybrid", None, False), Errors(0.0, 0.0, 0.0)
+    stay, none = Option("stay", "delayed-hybrid", None, False), WorstErrors(0.0, 0.0, 0.0)
     findings = [
         TensorFix(*key, "", (stay, *(Option(kind, recipe, none, True) for kind, recipe in these)), None)
         for key, these in ways.items()

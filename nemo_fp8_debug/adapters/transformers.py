@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from ..capture.grad_scale import read_scale, was_skipped
+from ..capture.grad_scale import read_loss_scale, was_skipped
 from ..capture.tracing import Hook
 from ..core.arguments import check_arguments
 from ..errors import ConfigError
@@ -88,7 +88,7 @@ class FP8DebugTrainerCallback(TrainerCallback):
         self._losses = []
         with self._run.errors.guard("while reading the learning rate and the loss scale"):
             self._lr = optimizer.param_groups[0]["lr"]
-            self._scale = read_scale(_scaler(optimizer))
+            self._scale = read_loss_scale(_scaler(optimizer))
         self._run.begin_step(state.global_step + 1)
 
     def on_step_end(

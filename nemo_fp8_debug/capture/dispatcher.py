@@ -278,7 +278,7 @@ class Dispatcher:
         """Call `call` when the current backward pass is over, and the engine's own callbacks have run."""
         _queue(self._on_graph_hook(guard, call), _LAST_CALLBACK)
 
-    def at_close(self, call: Callable[[], object]) -> None:
+    def call_after_step(self, call: Callable[[], object]) -> None:
         """Call `call` at the end of the step, even if other calls raise exceptions."""
         self._undo.callback(call)
 

@@ -52,7 +52,7 @@ class GradScale:
             self._dispatcher.watch_returned(root, self._guarded, self._see_output)
         schedules: Any = sys.modules.get("megatron.core.pipeline_parallel.schedules")
         if schedules is not None:
-            self._dispatcher.at_close(watch_calls(schedules, "forward_step", _forward_step, self._see_result))
+            self._dispatcher.call_after_step(watch_calls(schedules, "forward_step", _forward_step, self._see_result))
 
     def show(self, loss: Any, tokens: torch.Tensor | float = 1) -> None:
         """Take a loss that will be backpropagated. It has precedence over losses in the output of root modules.
@@ -127,7 +127,7 @@ def read_loss_and_tokens(result: Any) -> tuple[Any, Any]:
     return result[0], result[1].detach().clone() if len(result) == 3 else 1
 
 
-def read_scale(scaler: Any) -> Any:
+def read_loss_scale(scaler: Any) -> Any:
     """Return the loss scale of a `torch.amp.GradScaler` at this moment, on its device, or None if it is disabled."""
     if scaler is None or not scaler.is_enabled():
         return None
@@ -140,4 +140,4 @@ def was_skipped(before: Any, scaler: Any) -> Any:
 
     The result is on the scale's device.
     """
-    return read_scale(scaler) < before
+    return read_loss_scale(scaler) < before

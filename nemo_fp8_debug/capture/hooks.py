@@ -27,8 +27,8 @@ from ..core.error_guard import Fault, OperandGuard
 from .backends.base import Args, Backend, Kwargs, ScaleInUse, StoredCodes, UnknownCast, is_prepared_later, make_unknown_cast
 from .dispatcher import Dispatcher, Guard, Mode, Pass
 from .gemms import Gemm
-from .operator_mode import AmaxReductions, Reduced, wait_for_backward, wait_for_node, with_shared_amax
-from .optimizer_weights import Masters, beside_master
+from .operator_mode import AmaxReductions, Reduced, defer_until_backward, defer_until_node, with_shared_amax
+from .optimizer_weights import MasterWeights, choose_measured_weight
 from .patching import find_emulation
 from .tensors import view_as_multiplied
 
@@ -157,7 +157,7 @@ class Capture:
         dispatcher: Dispatcher,
         read_casts: bool = True,
         products: Mapping[str, ProductSink] | None = None,
-        masters: Masters | None = None,
+        masters: MasterWeights | None = None,
         copies: CopySink | None = None,
     ) -> None:
         """
@@ -322,7 +322,7 @@ class Capture:
         if watched.stored_seen or not (sink := watched.sinks.get("weight")):
             return
         watched.stored_seen = True
-        x, use, multiplied = beside_master(stored, self._masters)
+        x, use, multiplied = choose_measured_weight(stored, self._masters)
         sink.add(x, call.order + 1, use)
         if self._copies:
             self._copies.see_stored(watched.name, stored)
@@ -339,7 +339,7 @@ class Capture:
         small = tuple(None if torch.is_tensor(a) and a.requires_grad else a for a in args)
         read = self._cast_reader(one, call.kept.arguments, "grad_output", out)
         node = backend.node(y) if read else None
-        waits = wait_for_backward if backend.shares_amax(watched.module) else wait_for_node
+        waits = defer_until_backward if backend.shares_amax(watched.module) else defer_until_node
         wait = waits(self._dispatcher, node) if node else None
         self._dispatcher.watch_gradient(y, one.guard, partial(self._see_gradient, one, call, small, kwargs, read, wait))
 

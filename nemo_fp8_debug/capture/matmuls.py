@@ -88,7 +88,7 @@ class Matmuls(TorchDispatchMode):
 
     def begin(self) -> None:
         """Observe from now on."""
-        self._flow.begin(self._inputs, _INPUTS)
+        self._flow.mark_source(self._inputs, _INPUTS)
         self._inputs = []
         self.__enter__()  # type: ignore[no-untyped-call]
 
@@ -123,7 +123,7 @@ class Matmuls(TorchDispatchMode):
         product = None
         with contextlib.suppress(Exception):  # a product that cannot be read is ignored
             given = [x for x in tree_leaves(args) if isinstance(x, torch.Tensor)]
-            if any(self._flow.of(x) is None for x in given):
+            if any(self._flow.find_origin(x) is None for x in given):
                 self._begin_parameters()
             self.hooked |= any(x._backward_hooks and self._is_of_this_forward(x) for x in given)
             at = _OPERANDS.get(func.overloadpacket.__name__) if func.namespace == "aten" else None
@@ -155,7 +155,7 @@ class Matmuls(TorchDispatchMode):
                     self._flow.begin_parameter(local_of(value), f"{one.path}.{key}" if one.path else key)
 
     def _product(self, a: torch.Tensor, b: torch.Tensor) -> Matmul | None:
-        of_a, of_b = (self._flow.of(x) or Origin(UNTOLD) for x in (a, b))
+        of_a, of_b = (self._flow.find_origin(x) or Origin(UNTOLD) for x in (a, b))
         for x, w, of_x, of_w, turned in ((a, b, of_a, of_b, False), (b, a, of_b, of_a, True)):
             mine = of_w.sources & self._watched
             if mine and _INPUTS not in of_w.sources and not (of_x.sources and _INPUTS not in of_x.sources):
@@ -255,18 +255,18 @@ class Dataflow:
         self._known: dict[_Memory, tuple[Any, Origin]] = {}
         self._parts: dict[int, list[tuple[int, int]]] = {}
 
-    def begin(self, tensors: Iterable[Any], source: str) -> None:
+    def mark_source(self, tensors: Iterable[Any], source: str) -> None:
         """Note tensors of at least 16 bits as a source, unless their memory already has an origin."""
         for x in tensors:
-            if isinstance(x, torch.Tensor) and _is_plain(x) and self.of(x) is None:
+            if isinstance(x, torch.Tensor) and _is_plain(x) and self.find_origin(x) is None:
                 self._note(x, Origin(MOVED, frozenset((source,))))
 
     def begin_parameter(self, x: torch.Tensor, name: str) -> None:
         """Note a parameter as a source. Several parameters may share a storage, as under a sharding optimizer."""
         size = x.numel() * x.element_size()
-        if size and x.untyped_storage().nbytes() > size and self.of(x) is None:
+        if size and x.untyped_storage().nbytes() > size and self.find_origin(x) is None:
             self._parts.setdefault(x.untyped_storage()._cdata, []).append((x.data_ptr(), x.data_ptr() + size))
-        self.begin([x], name)
+        self.mark_source([x], name)
 
     def _memory(self, x: torch.Tensor) -> _Memory:
         number = x.untyped_storage()._cdata
@@ -276,7 +276,7 @@ class Dataflow:
         at = x.data_ptr()
         return number, next((start for start, end in parts if start <= at < end), -1)
 
-    def of(self, x: torch.Tensor) -> Origin | None:
+    def find_origin(self, x: torch.Tensor) -> Origin | None:
         """Return the origin of a tensor, or None if unknown."""
         found = self._known.get(self._memory(x))
         return None if found is None else found[1]
@@ -307,7 +307,7 @@ class Dataflow:
         # A mask selects values and indices locate them, but other integers may be codes.
         places = name != "_to_copy" and (moves or name in _AT_PLACES)
         counted = [x for x in given if x.is_floating_point() or not (places or x.dtype == torch.bool)]
-        origins = [self.of(x) or _NOT_KNOWN for x in counted]
+        origins = [self.find_origin(x) or _NOT_KNOWN for x in counted]
         sources = frozenset[str]().union(*(o.sources for o in origins))
         told = moves or (operator.namespace == "aten" and name in _ARITHMETIC and not _may_round(name, args, kwargs))
         if not told or not all(map(_is_plain, counted)):

@@ -111,7 +111,7 @@ def collect_stats(operands: Sequence[Operand]) -> list[OperandStats]:
 
 def _shard(operand: Operand, known: _UnderScales) -> OperandStats:
     moments, mine = operand.whole_moments, known.of.get(operand.key)
-    total, cast = operand.total, find_cast(operand.casts[0], operand)
+    total, cast = operand.total, describe_cast(operand.casts[0], operand)
     return OperandStats(
         key=operand.key,
         kind=operand.gemm.kind,
@@ -131,7 +131,7 @@ def _shard(operand: Operand, known: _UnderScales) -> OperandStats:
     )
 
 
-def find_cast(use: ScaleInUse, operand: Operand) -> Cast:
+def describe_cast(use: ScaleInUse, operand: Operand) -> Cast:
     """Describe how an operand was cast."""
     words = use.recipe.name, use.format.name, use.source, str(operand.dtype).removeprefix("torch.")
     if not _copy_is_known(operand):
@@ -154,7 +154,7 @@ class _UnderScales:
     def __init__(self, operands: Sequence[Operand]) -> None:
         parts = [(i, o, u, s) for i, o in enumerate(operands) for u, s in zip(o.casts, o.histograms, strict=True)]
         uses = [use for _, _, use, _ in parts]
-        casts = [find_cast(use, operand) for _, operand, use, _ in parts]
+        casts = [describe_cast(use, operand) for _, operand, use, _ in parts]
         histograms = Histograms([histogram for *_, histogram in parts])
         owner = torch.tensor([i for i, *_ in parts], dtype=torch.int64)
         held = [use.scale if isinstance(use.scale, (torch.Tensor, CurrentScaling)) else None for use in uses]

@@ -9,7 +9,7 @@ from typing import ClassVar
 
 import torch
 
-from ..kernels import Asked, ValueStats, count_histogram, count_into, count_nonfinite, measure_values
+from ..kernels import MeasurementRequest, ValueStats, count_histogram, count_into, count_nonfinite, measure_values
 from ..numerics.block_scaling import BlockRule
 from ..numerics.histogram import DTYPES, Histogram
 from ..numerics.metrics import Moments, MomentsFound, QuantizationSums, SumsFound, merge
@@ -100,7 +100,9 @@ class Operand:
         joins_rest = self.rest is not None
         if self.what_if or copy or joins_rest or use.decoded or x.dtype not in DTYPES or isinstance(use.scale, BlockRule):
             tried, copied = (self.what_if, self.tries_current), None if copy is None else copy.rule
-            asked = Asked(self.role, use.rule, use.decoded, *tried, copied, self.counts_block_scales, joins_rest)
+            asked = MeasurementRequest(
+                self.role, use.rule, use.decoded, *tried, copied, self.counts_block_scales, joins_rest
+            )
             self._keep(measure_values(x, counted, asked), use, copy)
         self._nonfinite.append((order, count_nonfinite(counted) if self.calls and not self.moments else None))
         self.dtype = x.dtype

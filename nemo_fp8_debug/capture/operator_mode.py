@@ -121,7 +121,7 @@ def with_shared_amax(use: ScaleInUse, reduced: Reduced) -> ScaleInUse:
     return replace(use, scale=use.scale.scale(amax.reshape(()), use.format.max), amax_group=None)
 
 
-def wait_for_backward(dispatcher: Dispatcher, node: Any) -> Callable[[Callable[[Reduced], None]], None]:
+def defer_until_backward(dispatcher: Dispatcher, node: Any) -> Callable[[Callable[[Reduced], None]], None]:
     """Return a function whose argument is called with the reductions during a node's run. Do not keep the node alive."""
     mode, waiting = AmaxReductions(), list[Callable[[Reduced], None]]()
 
@@ -141,7 +141,7 @@ def wait_for_backward(dispatcher: Dispatcher, node: Any) -> Callable[[Callable[[
     return waiting.append
 
 
-def wait_for_node(dispatcher: Dispatcher, node: Any) -> Callable[[Callable[[Reduced], None]], None]:
+def defer_until_node(dispatcher: Dispatcher, node: Any) -> Callable[[Callable[[Reduced], None]], None]:
     """Return a function whose argument is called once, before a node written in Python runs. Do not keep the node alive.
 
     Call the returned function when the gradient arrives, because hooks run in the order of their registration.

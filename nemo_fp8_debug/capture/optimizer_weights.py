@@ -29,7 +29,7 @@ _STATES = ("master_param", "master_params", "master_weight")
 _STAGE_3 = "DeepSpeedZeroOptimizer_Stage3"
 
 
-class Masters:
+class MasterWeights:
     """Finds master weights of a model's parameters."""
 
     def __init__(self) -> None:
@@ -41,7 +41,7 @@ class Masters:
         """Note an optimizer that steps."""
         self._optimizers.add(optimizer)
 
-    def of(self, parameter: Any) -> tuple[torch.Tensor, int] | None:
+    def find_master(self, parameter: Any) -> tuple[torch.Tensor, int] | None:
         """Return the master weight, flat float32, and the position of its first value in the parameter, or None.
 
         Raises:
@@ -80,7 +80,9 @@ def find_buffers(scanned: Iterable[ScannedModule]) -> list[tuple[nn.Module, Any]
     return [(module, buffer) for module, found in held if isinstance(found, list) for buffer in found]
 
 
-def beside_master(stored: StoredCodes, masters: Masters | None) -> tuple[torch.Tensor, ScaleInUse, ScaleInUse]:
+def choose_measured_weight(
+    stored: StoredCodes, masters: MasterWeights | None
+) -> tuple[torch.Tensor, ScaleInUse, ScaleInUse]:
     """Return the tensor to measure for a weight stored as codes: its master weight if found, otherwise the codes' values.
 
     Returns:
@@ -90,7 +92,7 @@ def beside_master(stored: StoredCodes, masters: Masters | None) -> tuple[torch.T
     as_stored = replace(use, source="stored", decoded=codes)
     if use.source == "not quantized":
         return codes.values, use, use
-    found = masters.of(parameter) if masters else None
+    found = masters.find_master(parameter) if masters else None
     if found is None:
         return codes.values, as_stored, as_stored
     x, start = found
@@ -113,7 +115,7 @@ def find_part_start(buffer: Any, parameter: Any) -> int:
 
 
 @dataclass(frozen=True)
-class Stepped:
+class SteppedWeight:
     """A weight and the tensor that an optimizer updates for it."""
 
     name: str
@@ -123,7 +125,7 @@ class Stepped:
     #: where the weight's values begin in a flat `parameter`, and their number; None if `parameter` has no other values
     place: tuple[int, int] | None = None
 
-    def of(self, x: Any) -> Any:
+    def select_stepped_values(self, x: Any) -> Any:
         """Return the weight's values in a tensor with the layout of `parameter`."""
         if self.place is None or not isinstance(x, torch.Tensor):
             return x
@@ -138,7 +140,7 @@ def find_weight(gemm: Gemm) -> Any:
     return read_raw_weight(gemm.module, f"weight{gemm.part}")
 
 
-def stepped_by(optimizer: Any, gemms: Mapping[str, Gemm]) -> Iterator[Stepped]:
+def stepped_by(optimizer: Any, gemms: Mapping[str, Gemm]) -> Iterator[SteppedWeight]:
     """Yield the weights that an optimizer updates.
 
     Args:
@@ -149,9 +151,9 @@ def stepped_by(optimizer: Any, gemms: Mapping[str, Gemm]) -> Iterator[Stepped]:
         weight = find_weight(gemm)
         own = next((p for p in (weight, getattr(weight, "main_param", None)) if p is not None and id(p) in held), None)
         if own is not None and not _is_flattened(own, weight):
-            yield Stepped(name, weight, own)
+            yield SteppedWeight(name, weight, own)
         elif (place := _in_a_flat_one(weight, held)) is not None:
-            yield Stepped(name, weight, *place)
+            yield SteppedWeight(name, weight, *place)
 
 
 def _is_flattened(own: Any, weight: Any) -> bool:

@@ -26,7 +26,7 @@ from torch import nn
 from ..core.error_guard import enter_again, leave_modes
 from .backends.base import read_raw_weight
 from .backends.in_forward import parameter_name
-from .backends.parallel import count_gradient_ranks, find_copied_part, find_parallel_state
+from .backends.parallel import count_gradient_ranks, find_parallel_state, is_duplicate_master
 from .data_parallel import Sharded, find_active_ddp
 from .dispatcher import Dispatcher
 from .gemms import Gemm
@@ -81,7 +81,7 @@ class WatchedWeight:
     def is_due(self) -> bool:
         """True if this rank should count a part of the gradient."""
         if self.buffer is not None and _is_distributed(self.buffer):
-            return not find_copied_part(self.module) and _part_of_bucket(self.buffer, self.parameter) is not None
+            return not is_duplicate_master(self.module) and _part_of_bucket(self.buffer, self.parameter) is not None
         return self.counts(self.parameter)
 
     def is_counted(self, x: torch.Tensor) -> bool:
@@ -136,7 +136,7 @@ class WeightGradients:
                 self._dispatcher.watch_ready(one.module, self._guard, partial(self._before_forward, one))
         for module in {id(one.reducer): one.reducer for one in self.weights if one.reducer is not None}.values():
             watcher = partial(self._after_reduction, module)
-            self._dispatcher.at_close(watch_calls(module, "finish_grad_sync", _call_first, watcher))
+            self._dispatcher.call_after_step(watch_calls(module, "finish_grad_sync", _call_first, watcher))
 
     def _find(self) -> list[WatchedWeight]:
         sharded, buffers = Sharded(self._scanned), find_buffers(self._scanned)

@@ -19,16 +19,16 @@ from ..analysis.comparison.drift import describe_concentration
 from ..analysis.diagnosis.diagnose import diagnose, diagnose_comparison
 from ..analysis.diagnosis.diagnosis import Diagnosis
 from ..analysis.diagnosis.narrator import (
-    show_move,
+    describe_band_exit,
+    describe_step_distance,
     tell_advice,
     tell_conclusion,
     tell_missed,
     tell_next,
-    tell_steps_apart,
 )
 from ..analysis.diagnosis.ranking import order_by_harm
 from ..analysis.loss.outcome import MAX_GAP
-from ..analysis.recommendation.options import Budget, Errors
+from ..analysis.recommendation.options import Budget, WorstErrors
 from ..analysis.recommendation.recommend import Recommendation, TensorFix
 from ..analysis.recommendation.snippets import PLAN, list_unwritten, make_snippets, write_snippets
 from ..analysis.recommendation.snippets.snippet import Snippet
@@ -211,9 +211,9 @@ def _print_order(out: Console, order: pl.DataFrame, unit: str) -> None:
     )
     rows = []
     for row in order.iter_rows(named=True):
-        when = ABSENT if row["lead"] is None else tell_steps_apart(-row["lead"], 0, unit)
+        when = ABSENT if row["lead"] is None else describe_step_distance(-row["lead"], 0, unit)
         about = str(row["onset"]), row["tensor"], row["layer"]
-        rows.append((*about, show_move(row), format_number(row["excess"]), when))
+        rows.append((*about, describe_band_exit(row), format_number(row["excess"]), when))
     print_table(out, "Order in which tensors left the baseline's band", columns, rows)
 
 
@@ -499,14 +499,14 @@ def _print_fixes(out: Console, found: Recommendation) -> None:
     rows = []
     for finding in found.findings:
         stay, chosen = finding.options[0], finding.chosen
-        metrics = [_show_change(finding, stay.errors, chosen.errors, name) for name in Errors.__annotations__]
+        metrics = [_show_change(finding, stay.errors, chosen.errors, name) for name in WorstErrors.__annotations__]
         cost = ABSENT if finding.cost is None else _show_share(finding.cost)
         about = SHOWN_AS[finding.role], finding.layer, finding.change, finding.why
         rows.append((*about, *metrics, cost, stay.recipe))
     print_table(out, f"Cheapest changes that keep to {bounds} (worst samples)", columns, rows)
 
 
-def _show_change(finding: TensorFix, now: Errors | None, then: Errors | None, name: str) -> str:
+def _show_change(finding: TensorFix, now: WorstErrors | None, then: WorstErrors | None, name: str) -> str:
     shown = [format_number(getattr(errors, name) if errors else None) for errors in (now, then)]
     about = "about " if finding.chosen.approximate and then is not None else ""
     return f"{shown[0]} {ARROW} {about}{shown[1]}" if finding.changes else shown[0]

@@ -85,7 +85,7 @@ class Observation:
         """Return the results of all ranks together. Only the first rank calls this."""
         raise NotImplementedError
 
-    def alone(self, found: Any) -> Any:
+    def compute_single_rank_result(self, found: Any) -> Any:
         """Return the results if no other rank has parts of the tensors. By default, these are this rank's results."""
         return found
 

@@ -26,7 +26,7 @@ def cores() -> int:
 
 
 @contextlib.contextmanager
-def at_most(some: int) -> Iterator[None]:
+def limit_cores(some: int) -> Iterator[None]:
     """Use at most this many cores inside the context."""
     _asked.append(some)
     try:

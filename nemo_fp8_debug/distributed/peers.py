@@ -82,7 +82,7 @@ class Peers:
                     return False
         return True
 
-    def has_warned(self) -> None:
+    def note_warning(self) -> None:
         """Note that a warning was printed, so that ranks that ask later do not warn."""
         self._said = True
         self._send("said", self._addresses)

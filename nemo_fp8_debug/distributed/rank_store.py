@@ -68,7 +68,7 @@ class Ranks:
         try:
             other = value if self.set_if_absent(name, value) else self.read(name)
         except TimeoutError as error:
-            self.go_alone(error)
+            self.continue_single_rank(error)
             return
         if json.dumps(other) != json.dumps(json.loads(json.dumps(value))):
             raise ConfigError(f"ranks differ in their {name}: rank {self.rank} has {value}, another one {other}")
@@ -88,10 +88,10 @@ class Ranks:
             try:
                 return self._start(word, fault)
             except TimeoutError as error:
-                self.go_alone(error)
+                self.continue_single_rank(error)
         return word or {}
 
-    def go_alone(self, error: Exception) -> None:
+    def continue_single_rank(self, error: Exception) -> None:
         """Continue without other ranks, because this rank cannot reach them before training. Only the first rank is
         monitored.
         """
@@ -220,21 +220,21 @@ class Ranks:
         self.patience.renew()
         return json.loads(found)
 
-    def silence(self) -> str | None:
+    def describe_unresponsive_store(self) -> str | None:
         """Return a message if the store does not answer, or None if we see no problem."""
-        return self._run_store.silence()
+        return self._run_store.describe_unresponsive_store()
 
     @property
     def _word(self) -> str:
         return f"word-{self._words}"
 
     def total(self, values: Sequence[torch.Tensor]) -> torch.Tensor:
-        """See `Totals.of`."""
+        """See `Totals.sum_over_ranks`."""
 
         def connect(limit: float) -> Group:
             return self.group("everyone", range(self.world), patience.LONGEST, limit)
 
-        return self._totals.of(values, self.world, connect)
+        return self._totals.sum_over_ranks(values, self.world, connect)
 
     @property
     def device(self) -> torch.device:
@@ -291,7 +291,7 @@ class Ranks:
         with contextlib.suppress(Exception):  # the run may have destroyed the store with its process group
             first = first and self.set_if_absent("over", step, seconds=patience.compute_short_wait())
         if first and self._peers:
-            self._peers.has_warned()
+            self._peers.note_warning()
         return first
 
     def close(self, in_sync: bool = True) -> None:
@@ -331,7 +331,7 @@ class Totals:
         self._everyone: Group | None = None
         self._apart = False
 
-    def of(self, values: Sequence[torch.Tensor], world: int, connect: Callable[[float], Group]) -> torch.Tensor:
+    def sum_over_ranks(self, values: Sequence[torch.Tensor], world: int, connect: Callable[[float], Group]) -> torch.Tensor:
         """Return sums over all ranks, float64, on the run's device. All ranks call this at the same steps.
 
         On a GPU, the result may not be computed yet.

@@ -49,9 +49,9 @@ class Reduction:
         packed = {one.name: one.pack(plan, found.get(one.name), expected) for one in self._observations}
         return encode_arrays({f"{name}{_MARK}{key}": x for name, arrays in packed.items() for key, x in arrays.items()})
 
-    def alone(self, found: Mapping[str, Any]) -> dict[str, Any]:
+    def compute_single_rank_results(self, found: Mapping[str, Any]) -> dict[str, Any]:
         """Return the results by observation without a reduction, if no other rank has parts of the tensors."""
-        return {one.name: one.alone(found[one.name]) for one in self._observations if one.name in found}
+        return {one.name: one.compute_single_rank_result(found[one.name]) for one in self._observations if one.name in found}
 
     def reduce(self, plan: SamplePlan, packed: bytes) -> dict[str, Any] | None:
         """On the first rank of the group, return the combined results of all ranks by observation. On other ranks, return

@@ -50,16 +50,16 @@ class RunStore:
         if self._met() is not dist.group.WORLD:
             self.close()
             raise RuntimeError("the process group in which the ranks met is gone")
-        if silence := self.silence():
+        if silence := self.describe_unresponsive_store():
             raise TimeoutError(silence)
         self._worker = self._worker or Worker("nemo_fp8_debug store")
         answer: Future[T] = self._worker.submit(lambda: question(self._connection()))
         if not wait([answer], seconds).done:
             self._unanswered = answer
-            raise TimeoutError(self.silence() or f"the store answered after more than {seconds:.0f} s")
+            raise TimeoutError(self.describe_unresponsive_store() or f"the store answered after more than {seconds:.0f} s")
         return answer.result()
 
-    def silence(self) -> str | None:
+    def describe_unresponsive_store(self) -> str | None:
         """Return a message if the store still has not answered an earlier question, otherwise None."""
         if self._unanswered is None or self._unanswered.done():
             return None
@@ -70,7 +70,7 @@ class RunStore:
 
         If a thread returned from the call while the interpreter ends, the process would end with an error.
         """
-        if self._socket and self.silence():
+        if self._socket and self.describe_unresponsive_store():
             with contextlib.suppress(OSError):
                 self._socket.shutdown(socket.SHUT_RDWR)
         if self._worker:

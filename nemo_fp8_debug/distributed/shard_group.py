@@ -45,7 +45,7 @@ class ShardGroup:
         return [key for key in every if roles is None or key[1] in roles]
 
     @classmethod
-    def alone(cls, rank: int, kinds: Mapping[str, str]) -> ShardGroup:
+    def make_single_rank(cls, rank: int, kinds: Mapping[str, str]) -> ShardGroup:
         """Return the shard group of a rank that shares no tensor with other ranks."""
         gemms, tensors = _parted(dict(sorted(kinds.items())))
         return cls([rank], gemms, dict.fromkeys(gemms, rank), tensors)
@@ -59,7 +59,7 @@ class ShardGroup:
                 ranks.set_if_absent(f"kinds/{digest_of(kinds)}", dict(kinds))
                 ranks.introduce()
             except TimeoutError as error:
-                ranks.go_alone(error)
+                ranks.continue_single_rank(error)
 
     @classmethod
     def discover(cls, ranks: Ranks, kinds: Mapping[str, str]) -> ShardGroup:
@@ -69,7 +69,7 @@ class ShardGroup:
             RuntimeError: the ranks cannot be connected.
         """
         if ranks.world == 1:
-            return cls.alone(ranks.rank, kinds)
+            return cls.make_single_rank(ranks.rank, kinds)
         ranks.exchange_addresses()
         if ranks.writes:
             _publish(ranks)

@@ -195,7 +195,7 @@ class CastRule(NamedTuple):
         return self.scale.scale(found.whole.amax[0].float() if found else compute_finite_amax(x), self.format.max)
 
 
-class Asked(NamedTuple):
+class MeasurementRequest(NamedTuple):
     """The measurements of a tensor that were requested in addition to its histogram."""
 
     role: str
@@ -231,7 +231,7 @@ class ValueStats:
     copy: SumsFound | None = None
 
 
-def measure_values(x: torch.Tensor, counted: Histogram, asked: Asked) -> ValueStats:
+def measure_values(x: torch.Tensor, counted: Histogram, asked: MeasurementRequest) -> ValueStats:
     """Measure what histograms cannot answer: everything about float32 tensors, block recipes, and stored codes.
 
     Args:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 
-from ..capture.backends.parallel import list_parts
+from ..capture.backends.parallel import count_tensor_parts
 from ..capture.gemms import select_gemms
 from ..core.error_guard import ErrorGuard
 from ..core.keys import ROLES
@@ -29,7 +29,7 @@ from ..record.writer import RunRecord
 from .delivery import Delivery
 from .live_control import LiveControl
 from .model_scan import ModelScan
-from .open_step import RunSetup, Watched
+from .open_step import RunContext, RunSetup
 from .pipeline import Pipeline, find_shard_group
 from .recorder_queue import Recording
 from .run_summary import Summary
@@ -48,7 +48,7 @@ class MonitorParts:
     live_control: LiveControl
     pipeline: Pipeline
     delivery: Delivery
-    watched: Watched
+    watched: RunContext
 
 
 @dataclass(frozen=True)
@@ -124,11 +124,11 @@ def assemble(
     recording.submit_job(live_control.read)
     shard_group, over = find_shard_group(ranks, model.kinds, errors)
     model.scales.emulate(shard_group.keys(ROLES))
-    pipeline = Pipeline(RunSetup(config, ranks, shard_group, model.scales, list_parts()), errors)
+    pipeline = Pipeline(RunSetup(config, ranks, shard_group, model.scales, count_tensor_parts()), errors)
     pipeline.over = over
     delivery = Delivery(ranks, recording, pipeline, live_control, dump, errors, config.layers)
     delivery.report(None)
-    watched = Watched(model, shard_group, ranks.rank, ranks.world, place.attempt, dump, errors, pipeline.observations)
+    watched = RunContext(model, shard_group, ranks.rank, ranks.world, place.attempt, dump, errors, pipeline.observations)
     return MonitorParts(shard_group, schedule, live_control, pipeline, delivery, watched)
 
 

@@ -18,7 +18,7 @@ from ..distributed import Ranks
 from ..record.dump import TensorDump
 from ..record.schema import STEP_SCALARS
 from .live_control import LiveControl
-from .pipeline import Outcome, Pipeline
+from .pipeline import Pipeline, ReducedSample
 from .recorder_queue import Recording
 from .sampled_step import SampledStep
 
@@ -81,7 +81,9 @@ class Delivery:
             self.report(step)
         self._recording.submit_steps(lambda: tabulate_steps(steps))
 
-    def _sample(self, step: int, outcome: Callable[[], Outcome | None], steps: dict[int, StepScalars]) -> Sample | None:
+    def _sample(
+        self, step: int, outcome: Callable[[], ReducedSample | None], steps: dict[int, StepScalars]
+    ) -> Sample | None:
         found = outcome()
         if found is None:
             return None

@@ -11,7 +11,7 @@ from torch import nn
 
 from ..capture.attention import find_attentions
 from ..capture.gemms import Gemm, find_unknown_gemms, is_seen_in_forward, list_gemms, match_gemms, select_gemms
-from ..capture.optimizer_weights import Masters
+from ..capture.optimizer_weights import MasterWeights
 from ..capture.patching import find_emulation
 from ..capture.scales import Scales
 from ..capture.scan import ScannedModule, scan_modules
@@ -54,7 +54,7 @@ class ModelScan:
     features: Mapping[str, FoundModules]
     scales: Scales
     #: master weights of the weights that are stored as FP8 codes
-    masters: Masters
+    masters: MasterWeights
     #: the run's settings
     fingerprint: Mapping[str, Any]
 
@@ -67,7 +67,7 @@ class ModelScan:
 
     def released(self) -> ModelScan:
         """Return a copy without references to the model."""
-        return replace(self, roots=(), known=(), compiled=(), gemms=(), attentions=(), features={}, masters=Masters())
+        return replace(self, roots=(), known=(), compiled=(), gemms=(), attentions=(), features={}, masters=MasterWeights())
 
 
 def scan_gemms(model: Any, config: Config, ranks: int, errors: ErrorGuard) -> ModelScan:
@@ -102,7 +102,7 @@ def scan_gemms(model: Any, config: Config, ranks: int, errors: ErrorGuard) -> Mo
     for module in load_modules("observer"):
         if hasattr(module, "find_modules"):
             features[module.NAME] = module.find_modules(scanned, config, errors)
-    return ModelScan(roots, known, compiled, gemms, find_attentions(scanned), features, scales, Masters(), setup)
+    return ModelScan(roots, known, compiled, gemms, find_attentions(scanned), features, scales, MasterWeights(), setup)
 
 
 def _coverage(scanned: Sequence[ScannedModule], gemms: Sequence[Gemm], config: Config, errors: ErrorGuard) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from ..capture.backends.parallel import find_copied_part
+from ..capture.backends.parallel import is_duplicate_master
 from ..capture.device_to_host import Move
 from ..capture.dispatcher import Dispatcher
 from ..capture.gemms import Gemm, match_gemms
@@ -46,7 +46,7 @@ class RunSetup:
 
 
 @dataclass(frozen=True)
-class Watched:
+class RunContext:
     """Values that the sampled steps of a run share."""
 
     model: ModelScan
@@ -86,7 +86,7 @@ class OpenStep:
     number: int
     #: current options
     config: Config
-    watched: Watched
+    watched: RunContext
     #: GEMMs that hooks can see
     known: Sequence[Gemm]
     #: names of GEMMs that are measured or dumped
@@ -124,7 +124,7 @@ def counted_parts(gemms: Sequence[Gemm], config: Config, dumped: Sequence[str], 
         dumped: patterns of layers that are dumped, in addition to the options' layers.
     """
     chosen = match_gemms(gemms, None if config.layers is None else [*config.layers, *dumped])
-    copied = {(g.name, role): copied_elsewhere(g, role) for g in chosen for role in config.roles if is_shown(g, role)}
+    copied = {(g.name, role): copied_elsewhere(g, role) for g in chosen for role in config.roles if is_hook_visible(g, role)}
     return {key for key, of in copied.items() if (group.first[key[0]] == rank if of is None else not of)}
 
 
@@ -142,11 +142,11 @@ def copied_elsewhere(gemm: Gemm, role: str) -> bool | None:
     """Return whether another rank measures the operand. None: the first rank that has the operand measures it."""
     stored = gemm.backend.stored(gemm.module, gemm.part) if role == "weight" else None
     if stored is not None and getattr(stored.parameter, "main_param_sharded", False):
-        return find_copied_part(gemm.module)
+        return is_duplicate_master(gemm.module)
     return gemm.backend.copied(gemm.module, role)
 
 
-def is_shown(gemm: Gemm, role: str) -> bool:
+def is_hook_visible(gemm: Gemm, role: str) -> bool:
     """Return whether hooks can see an operand."""
     return role not in gemm.unseen
 
@@ -156,7 +156,7 @@ def counts_weight(shard_group: ShardGroup, rank: int, gemm: Gemm) -> Callable[[t
 
     A rank measures its own part of a split tensor. If ranks have copies, only the first rank measures.
     """
-    is_copy, weight = find_copied_part(gemm.module), find_weight(gemm)
+    is_copy, weight = is_duplicate_master(gemm.module), find_weight(gemm)
     if getattr(weight, "main_param_sharded", False):
         return lambda x: not is_copy
     copied = gemm.backend.copied(gemm.module, "weight")

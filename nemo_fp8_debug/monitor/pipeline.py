@@ -32,7 +32,7 @@ Steps = Mapping[int, Mapping[str, float]]
 
 
 @dataclass(frozen=True)
-class Sampled:
+class CapturedStep:
     """The data that this rank captured in a sampled step."""
 
     #: values that must be equal on all ranks before the statistics are added up
@@ -57,7 +57,7 @@ class Sampled:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class ReducedSample:
     """The combined result of all ranks."""
 
     #: rows by table
@@ -81,7 +81,7 @@ class Pipeline:
         self._reduction = Reduction(setup.ranks, setup.shard_group, self.observations)
         self._worker = Worker("nemo_fp8_debug reduction") if setup.ranks.world > 1 else None
         #: outcome of the current sample, or None as soon as ranks are out of sync
-        self._last: Future[Outcome | None] | None = None
+        self._last: Future[ReducedSample | None] | None = None
         self._last_step = -1
         #: whether ranks are out of sync, so that all ranks have stopped sampling
         self.over = False
@@ -89,7 +89,7 @@ class Pipeline:
         self._speaking: threading.Thread | None = None
         setup.ranks.listen(self.end_because)
 
-    def submit(self, sampled: Sampled) -> Callable[[], Outcome | None]:
+    def submit(self, sampled: CapturedStep) -> Callable[[], ReducedSample | None]:
         """Compute the metrics of a sample. With several ranks, this happens in the background.
 
         Returns:
@@ -97,15 +97,15 @@ class Pipeline:
             None on ranks that do not write, and if ranks are out of sync.
         """
         if self._worker is None:
-            return lambda: Outcome(self._alone(sampled), {})
-        self._last_step, self._last = sampled.step, Future[Outcome | None]()
+            return lambda: ReducedSample(self._alone(sampled), {})
+        self._last_step, self._last = sampled.step, Future[ReducedSample | None]()
         worked = self._worker.submit(lambda: self._together(sampled))
         worked.add_done_callback(functools.partial(_pass_on, self._last))
         if self.over:
             _resolve(self._last, None)
         return self._last.result
 
-    def take_part(self, sampled: Sampled) -> None:
+    def take_part(self, sampled: CapturedStep) -> None:
         """Take part in the reduction of a sample that this rank abandoned, because other ranks may continue with the
         sample.
         """
@@ -130,7 +130,9 @@ class Pipeline:
         with self._ending:
             if self.over:
                 return
-            speaking = threading.Thread(target=self._speak, args=(step, (self._ranks.silence() or why)[:500]), daemon=True)
+            speaking = threading.Thread(
+                target=self._speak, args=(step, (self._ranks.describe_unresponsive_store() or why)[:500]), daemon=True
+            )
             speaking.start()
             self._speaking, self.over = speaking, True
         if self._last:
@@ -165,17 +167,17 @@ class Pipeline:
             done |= one.finish(done, scalars)
         return {name: done[name] for name in TABLES if done.get(name)}
 
-    def _collect(self, sampled: Sampled) -> dict[str, Any]:
+    def _collect(self, sampled: CapturedStep) -> dict[str, Any]:
         """Return this rank's statistics by observation."""
         sampled.device_to_host.wait()
         return {one.name: one.collect(sampled.observers.get(one.name), sampled.operands) for one in self.observations}
 
-    def _alone(self, sampled: Sampled) -> Tables:
-        found = self._reduction.alone(self._collect(sampled))
+    def _alone(self, sampled: CapturedStep) -> Tables:
+        found = self._reduction.compute_single_rank_results(self._collect(sampled))
         self._report(sampled, found)
         return self._tables(found, sampled)
 
-    def _tables(self, whole: Mapping[str, Any], sampled: Sampled) -> Tables:
+    def _tables(self, whole: Mapping[str, Any], sampled: CapturedStep) -> Tables:
         kinds = self._shard_group.kinds
         what_if, chosen = self._what_if(sampled.what_if), {name for name in kinds if sampled.chosen(name)}
         made = SampledTables(sampled.step, whole, kinds, chosen, what_if)
@@ -188,7 +190,7 @@ class Pipeline:
         self._others = {r.name: known.get(r.name) or EmulatedScales(r, self._keys) for r in recipes}
         return list(self._others.values())
 
-    def _report(self, sampled: Sampled, whole: Mapping[str, Any]) -> None:
+    def _report(self, sampled: CapturedStep, whole: Mapping[str, Any]) -> None:
         """Warn about missing layers and parts."""
         found = (part for parts in whole.values() if isinstance(parts, list) for part in parts)
         stats = [part for part in found if isinstance(part, OperandStats)]
@@ -216,7 +218,7 @@ class Pipeline:
                 kind="mixed dtypes",
             )
 
-    def _together(self, sampled: Sampled) -> Outcome | None:
+    def _together(self, sampled: CapturedStep) -> ReducedSample | None:
         with contextlib.suppress(Exception):  # the run may have destroyed the store with its process group
             self.over = self.over or self._ranks.is_set("over")
         if self.over:
@@ -232,13 +234,13 @@ class Pipeline:
             self.end(sampled.step, error)
             return None
 
-    def _in_shard_group(self, sampled: Sampled) -> Tables | None:
+    def _in_shard_group(self, sampled: CapturedStep) -> Tables | None:
         """Return the rows of whole tensors on the first rank of the group."""
         plan, found = sampled.plan, dict[str, Any]()
         with self._errors.guard("while collecting a sample"):
             found = self._collect(sampled)
         if self._shard_group.group is None:
-            whole: dict[str, Any] | None = self._reduction.alone(found)
+            whole: dict[str, Any] | None = self._reduction.compute_single_rank_results(found)
         else:
             pack = functools.partial(self._reduction.pack, plan, expected=sampled.expected)
             packed = pack({})  # this rank must take part, even without data
@@ -256,7 +258,7 @@ class Pipeline:
             return self._tables(whole, sampled)
         return None
 
-    def _gathered_at_the_writer(self, mine: Tables | None, sampled: Sampled) -> Outcome | None:
+    def _gathered_at_the_writer(self, mine: Tables | None, sampled: CapturedStep) -> ReducedSample | None:
         leaders, group = self._shard_group.leaders, self._shard_group.leaders_group
         if self._ranks.rank not in leaders:
             return None
@@ -275,10 +277,10 @@ class Pipeline:
             return None
         names = dict.fromkeys(name for part in parts if part for name in part)
         tables = {name: concat_columns([part[name] for part in parts if part and name in part]) for name in names}
-        return Outcome(tables, of_others)
+        return ReducedSample(tables, of_others)
 
 
-def _pass_on(outcome: Future[Outcome | None], worked: Future[Outcome | None]) -> None:
+def _pass_on(outcome: Future[ReducedSample | None], worked: Future[ReducedSample | None]) -> None:
     if error := worked.exception():
         with contextlib.suppress(InvalidStateError):
             outcome.set_exception(error)
@@ -286,7 +288,7 @@ def _pass_on(outcome: Future[Outcome | None], worked: Future[Outcome | None]) ->
         _resolve(outcome, worked.result())
 
 
-def _resolve(outcome: Future[Outcome | None], value: Outcome | None) -> None:
+def _resolve(outcome: Future[ReducedSample | None], value: ReducedSample | None) -> None:
     with contextlib.suppress(InvalidStateError):  # another thread has already ended the sample
         outcome.set_result(value)
 
@@ -302,4 +304,4 @@ def find_shard_group(ranks: Ranks, kinds: Mapping[str, str], errors: ErrorGuard)
             raise
         if ranks.set_if_absent("over", -1):
             errors.warn(f"the ranks cannot be connected, and operands are not looked at: {error}")
-        return ShardGroup.alone(ranks.rank, kinds), True
+        return ShardGroup.make_single_rank(ranks.rank, kinds), True

@@ -25,8 +25,8 @@ from ..core.layer_names import compile_patterns
 from ..core.observation import SamplePlan
 from ..kernels.memory import forget_empty_histograms
 from ..options.config import Config
-from .open_step import OpenStep, StepObserver, Watched, compiled_parts, counted_parts, counts_weight
-from .pipeline import Sampled, Steps
+from .open_step import OpenStep, RunContext, StepObserver, compiled_parts, counted_parts, counts_weight
+from .pipeline import CapturedStep, Steps
 from .schedule import Schedule
 
 _MULTIPLIER = "while measuring the factor of dY"
@@ -37,7 +37,7 @@ _NAMED = 4
 class SampledStep:
     """A sampled step. Its operands are captured from `open` to `detach`."""
 
-    def __init__(self, step: int, watched: Watched, schedule: Schedule) -> None:
+    def __init__(self, step: int, watched: RunContext, schedule: Schedule) -> None:
         """
         Args:
             schedule: its options apply once all ranks have agreed on them.
@@ -111,7 +111,7 @@ class SampledStep:
         model, dispatcher = self._watched.model, self._dispatcher
         model.masters.buffers = [buffer for _, buffer in find_buffers(step.scanned)]
         if self._config.eager:
-            dispatcher.at_close(partial(torch.compiler.set_stance("force_eager").__exit__, None, None, None))
+            dispatcher.call_after_step(partial(torch.compiler.set_stance("force_eager").__exit__, None, None, None))
         self._multiplier = GradScale(model.roots, step.compiled, partial(step.guard, _MULTIPLIER), dispatcher)
         self._multiplier.subscribe()
         self.is_looked_at = bool(step.sinks or step.operands)
@@ -168,7 +168,7 @@ class SampledStep:
         """Release all data, because the step was interrupted or passed on."""
         self._operands, self._observers = {}, {}
 
-    def captured(self, steps: Callable[[], Steps]) -> Sampled:
+    def captured(self, steps: Callable[[], Steps]) -> CapturedStep:
         """Return the captured step.
 
         Args:
@@ -181,7 +181,7 @@ class SampledStep:
         home = DeviceToHostCopy(holders, {device for operand in operands if (device := operand.device)})
         of_sample: Callable[[str], bool] = lambda name: sampled(name) or dumped(name)  # noqa: E731
         plan = SamplePlan(self.step, [recipe.name for recipe in what_if], self._config.copies, self._config.block_scales)
-        return Sampled(plan, operands, observers, expected, what_if, of_sample, steps, home)
+        return CapturedStep(plan, operands, observers, expected, what_if, of_sample, steps, home)
 
 
 def _warn_of_lost(errors: ErrorGuard, step: int, lost: Mapping[str, Sequence[Key]]) -> None:

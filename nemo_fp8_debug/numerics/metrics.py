@@ -60,7 +60,7 @@ class _Columns:
 
 
 @dataclass(frozen=True)
-class InParts(Generic[_T]):
+class UnsummedRow(Generic[_T]):
     """One row, in the parts that a kernel wrote.
 
     Adding these up on the device would cost the host as much as launching the kernel.
@@ -69,9 +69,9 @@ class InParts(Generic[_T]):
     parts: torch.Tensor
     add_up: Callable[[torch.Tensor], _T]
 
-    def moved(self, to: Callable[[torch.Tensor], torch.Tensor]) -> InParts[_T]:
+    def moved(self, to: Callable[[torch.Tensor], torch.Tensor]) -> UnsummedRow[_T]:
         """Return the same row after applying `to` to its parts."""
-        return InParts(to(self.parts), self.add_up)
+        return UnsummedRow(to(self.parts), self.add_up)
 
     @property
     def whole(self) -> _T:
@@ -127,8 +127,8 @@ class QuantizationSums(_Columns):
 
 
 #: result of a kernel: a row, or parts of a row on a device
-MomentsFound = Moments | InParts[Moments]
-SumsFound = QuantizationSums | InParts[QuantizationSums]
+MomentsFound = Moments | UnsummedRow[Moments]
+SumsFound = QuantizationSums | UnsummedRow[QuantizationSums]
 
 
 def total_sums(parts: Sequence[SumsFound]) -> QuantizationSums:

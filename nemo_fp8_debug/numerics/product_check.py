@@ -119,7 +119,7 @@ class Exact:
 
 
 @dataclass(frozen=True)
-class Block:
+class CheckedBlock:
     """A computed block, and the exact block."""
 
     #: [k, l], in the dtype that the GEMM returned
@@ -134,10 +134,10 @@ class Block:
         """A key that is equal for blocks that can be checked together."""
         return self.actual.shape, self.actual.dtype, self.actual.device, self.added is None
 
-    def moved(self, to: Callable[[torch.Tensor], torch.Tensor]) -> Block:
+    def moved(self, to: Callable[[torch.Tensor], torch.Tensor]) -> CheckedBlock:
         """Return the same block after applying `to` to each tensor."""
         added = None if self.added is None else to(self.added)
-        return Block(to(self.actual), self.exact.moved(to), self.how, added)
+        return CheckedBlock(to(self.actual), self.exact.moved(to), self.how, added)
 
 
 def _magnitudes(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -167,10 +167,10 @@ def check_block(
         >>> round(wrong["factor"], 2), wrong["block_ratio"] > 1
         (1.5, True)
     """
-    return check_blocks([Block(actual, exact, how, added)])[0]
+    return check_blocks([CheckedBlock(actual, exact, how, added)])[0]
 
 
-def check_blocks(blocks: Sequence[Block]) -> torch.Tensor:
+def check_blocks(blocks: Sequence[CheckedBlock]) -> torch.Tensor:
     """Compare blocks of one kind with their exact blocks. Return float64 [blocks, `CHECKED`], without host synchronization.
 
     Ratios are error over bound, so correct arithmetic gives at most 1. `factor` is the slope of a regression of the computed
@@ -180,7 +180,7 @@ def check_blocks(blocks: Sequence[Block]) -> torch.Tensor:
     return torch.cat([_checked(blocks[i : i + _TOGETHER]) for i in range(0, len(blocks), _TOGETHER)])
 
 
-def _checked(blocks: Sequence[Block]) -> torch.Tensor:
+def _checked(blocks: Sequence[CheckedBlock]) -> torch.Tensor:
     first = blocks[0]
     roundoff, smallest = _DTYPES[first.actual.dtype]
 

@@ -24,7 +24,7 @@ from ..errors import ConfigError, RecordError
 from . import parquet
 from .parts import (
     SHARED,
-    Owners,
+    EffectiveParts,
     PartDamagedError,
     PartGoneError,
     count_rows,
@@ -261,7 +261,7 @@ def _merge_attempt(run: Storage, table: str, attempt: int, keep: Callable[[set[i
 
 
 def _merge_readable(run: Storage, table: str, parts: Sequence[Part], keep: Callable[[set[int]], set[int]] | None) -> None:
-    owners, found = Owners(table), list[tuple[Part, set[int], set[int]]]()
+    owners, found = EffectiveParts(table), list[tuple[Part, set[int], set[int]]]()
     for part in order_widest_first(parts):
         with _reading(part):
             steps = read_steps(run, table, part)

@@ -154,13 +154,13 @@ def may_have(table: str, part: Part, step: int) -> bool:
     return "layer" not in SCHEMAS[table] or part.first <= step <= part.last
 
 
-class Owners:
+class EffectiveParts:
     """Decides which part's rows count for each step, while parts are added in order.
 
     Example:
         >>> names = [f"attempt-0-{steps}-00000000.parquet" for steps in ("step-5", "steps-0-9")]
         >>> single, merged = (Part.named("metrics", name) for name in names)
-        >>> owners = Owners("metrics")
+        >>> owners = EffectiveParts("metrics")
         >>> owners.add(merged, {0, 5, 9}) == {0, 5, 9}, owners.has(single), owners.add(single, {5})
         (True, True, set())
     """
@@ -172,7 +172,7 @@ class Owners:
         #: first added part of the latest attempt, by step
         self.of_step: dict[int, Part] = {}
 
-    def has(self, part: Part) -> bool:
+    def is_redundant(self, part: Part) -> bool:
         """Return whether a part is a single part, and another part of its attempt already has its step."""
         return not self._is_shared and not part.merged and part.first in self._steps[part.attempt]
 
@@ -191,12 +191,12 @@ class Owners:
         return self.of_step[step].attempt <= part.attempt
 
 
-def read_each(
+def read_effective_parts(
     run: Storage,
     table: str,
     read: Callable[[Part], T],
     use: Callable[[Part, T], None],
-    owners: Owners,
+    owners: EffectiveParts,
     parts: Sequence[Part] | None = None,
     each: Each = map,
 ) -> dict[str, str]:
@@ -225,7 +225,7 @@ def read_each(
         listed.update(new)
         is_any_gone = False
         for is_merged in (True, False):
-            left = [part for part in new if part.merged == is_merged and not owners.has(part)]
+            left = [part for part in new if part.merged == is_merged and not owners.is_redundant(part)]
             for part, found in zip(left, each(tried, left), strict=True):
                 try:
                     if isinstance(found, Exception):

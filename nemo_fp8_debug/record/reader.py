@@ -13,7 +13,16 @@ import pyarrow.compute as pc
 
 from ..errors import ConfigError, RecordError, warn
 from . import migration
-from .parts import SHARED, Owners, list_parts, list_steps, may_have, read_columns, read_each, warn_of_damage
+from .parts import (
+    SHARED,
+    EffectiveParts,
+    list_parts,
+    list_steps,
+    may_have,
+    read_columns,
+    read_effective_parts,
+    warn_of_damage,
+)
 from .schema import SCHEMAS, SECTIONS, STATUS, Part, arrow_schema, parse_attempt
 from .storage import Storage, find_link_out
 
@@ -187,7 +196,7 @@ def read_table(
         rows = rows if only is None else rows.filter(pc.is_in(rows["step"], only))
         return samples, _matching(rows, where)
 
-    owners, found = Owners(table), list[tuple[Part, set[int], pa.Table]]()
+    owners, found = EffectiveParts(table), list[tuple[Part, set[int], pa.Table]]()
 
     def use(part: Part, read: tuple[set[int], pa.Table]) -> None:
         samples, rows = read
@@ -196,7 +205,7 @@ def read_table(
 
     listed = list_parts(run, table)
     parts = listed if step is None else [part for part in listed if may_have(table, part, step)]
-    warn_of_damage(run, table, read_each(run, table, read, use, owners, parts))
+    warn_of_damage(run, table, read_effective_parts(run, table, read, use, owners, parts))
     latest = [_without(rows, {s for s in new if not owners.is_latest(part, s)}) for part, new, rows in found]
     none = pa.Table.from_batches([], schema)  # schema.empty_table() would import pandas, which takes half a second
     frame = pl.concat([_frame(none), *map(_frame, latest)])

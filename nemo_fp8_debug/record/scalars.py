@@ -207,7 +207,7 @@ class Overview:
         share = coverage.get("share_not_observed") if isinstance(coverage, Mapping) else None
         self._coverage = 100 * (1 - share) if isinstance(share, (int, float)) else None
 
-    def of(self, sample: Sample) -> StartHere:
+    def summarize_sample(self, sample: Sample) -> StartHere:
         """Summarize the next sample."""
         self._samples += 1
         found = StartHere()

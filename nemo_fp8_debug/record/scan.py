@@ -24,15 +24,15 @@ from ..errors import RecordError
 from .outline import Outline, Stretch, list_stretches
 from .parts import (
     KEYS,
+    EffectiveParts,
     Ints,
-    Owners,
     PartDamagedError,
     PartGoneError,
     check_values,
     describe_error,
     order_newest_first,
     read_columns,
-    read_each,
+    read_effective_parts,
     read_names,
     read_outline,
     warn_of_damage,
@@ -68,13 +68,13 @@ class TableIndex:
             parts: parts to read first, or None for all parts of the table.
             use: function that is called with each part before its steps count. It may raise the same errors.
         """
-        owners = Owners(table)
+        owners = EffectiveParts(table)
 
         def add(part: Part, outline: Outline) -> None:
             use(part, outline)
             owners.add(part, outline.steps)
 
-        damaged = read_each(run, table, outline_of, add, owners, parts, run_ahead)
+        damaged = read_effective_parts(run, table, outline_of, add, owners, parts, run_ahead)
         return cls(np.array(sorted(owners.of_step), np.int64), owners.of_step, damaged)
 
     @property
@@ -86,7 +86,7 @@ class TableIndex:
         return [(part, list(steps)) for part, steps in runs]
 
     @cached_property
-    def held(self) -> dict[Part, list[int]]:
+    def steps_by_part(self) -> dict[Part, list[int]]:
         """Return the steps of each part, ascending."""
         parts: dict[Part, list[int]] = {}
         for part, steps in self.in_order:
@@ -98,7 +98,7 @@ class TableIndex:
         """Return the parts that have steps. Parts of the latest attempt come first, even if an earlier attempt has later
         steps.
         """
-        return order_newest_first(self.held)
+        return order_newest_first(self.steps_by_part)
 
     @property
     def newest(self) -> Part | None:
@@ -271,7 +271,7 @@ class Scan:
         place = np.empty(len(operands.names), dtype=np.int64)
         place[order] = np.arange(len(order))
         self._layouts = {i: place[layouts[i]] for i in used}
-        self._texts = _texts_of([(self._outlines[part], steps) for part, steps in index.held.items()])
+        self._texts = _texts_of([(self._outlines[part], steps) for part, steps in index.steps_by_part.items()])
         self.schema: Mapping[str, Any] = SCHEMAS[table]
 
     def __reduce__(self) -> tuple[Callable[..., Scan], tuple[str, str, str]]:

@@ -186,7 +186,7 @@ class TensorBoardRecorder(ScalarRecorder):
     def record(self, sample: Sample) -> None:
         """Write one sampled step. If the worst layers have changed, write the layout too."""
         tags = self.scalars(sample)
-        found = self._overview.of(sample)
+        found = self._overview.summarize_sample(sample)
         summary = {tag: value for name, value in found.scalars.items() if (tag := summary_tag(name))}
         self._write(tags.values | summary, sample.step)
         prefix = "worst_tensor/"

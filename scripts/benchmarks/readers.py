@@ -151,14 +151,14 @@ def ours_columns(run: str) -> pl.DataFrame:
     metrics = Metrics.read(Storage(run), held=0)
     prefix = SOME.rstrip("%")
     some = metrics.tensors.filter(pl.col("layer").str.starts_with(prefix))
-    return metrics.among(some).frame(COLUMNS).sort("step", *KEY)
+    return metrics.select_tensors(some).frame(COLUMNS).sort("step", *KEY)
 
 
 def ours_medians(run: str) -> pl.DataFrame:
-    from nemo_fp8_debug.analysis.runs.blocks import map_over_blocks
+    from nemo_fp8_debug.analysis.runs.blocks import map_tensor_chunks
 
     metrics = Metrics.read(Storage(run), held=0)
-    medians = np.concatenate(map_over_blocks(lambda grid: np.median(grid.metric("relative_error"), axis=1), metrics))
+    medians = np.concatenate(map_tensor_chunks(lambda grid: np.median(grid.metric("relative_error"), axis=1), metrics))
     return metrics.tensors.with_columns(median=medians).sort(KEY)
 
 

@@ -30,7 +30,7 @@ from nemo_fp8_debug.analysis.diagnosis.diagnose import diagnose_comparison
 from nemo_fp8_debug.analysis.runs.cluster import DASK, on_cluster
 from nemo_fp8_debug.analysis.story.story import story
 from nemo_fp8_debug.analysis.story.summary import to_json
-from nemo_fp8_debug.core.threads import at_most
+from nemo_fp8_debug.core.threads import limit_cores
 
 RESULTS = Path(__file__).with_suffix(".json")
 
@@ -77,7 +77,7 @@ def of_processes(folder: Path, processes: int) -> float:
 
 
 def _with_one_thread(folder: Path) -> float:
-    with at_most(1):
+    with limit_cores(1):
         return timed(folder, None)[0]
 
 

@@ -12,7 +12,7 @@ from diagnosed_runs import CULPRIT, ONSET, corrupted, falling, write
 from typer.testing import CliRunner
 
 from nemo_fp8_debug.analysis.diagnosis.diagnose import diagnose
-from nemo_fp8_debug.analysis.recommendation.options import Given, Undo, candidates
+from nemo_fp8_debug.analysis.recommendation.options import CurrentCast, RestoredSetting, candidates
 from nemo_fp8_debug.analysis.story.story import story
 from nemo_fp8_debug.cli import app
 from nemo_fp8_debug.numerics.recipe import find_recipe
@@ -88,15 +88,15 @@ def test_an_operand_that_is_asked_for_gets_no_advice_of_the_verdict(tmp_path: Pa
     ("undo", "first"),
     [
         (None, ("margin", "delayed-hybrid(margin=5)")),
-        (Undo("delayed", since=80), ("undo", "delayed-hybrid")),
-        (Undo("delayed(margin=4)", since=80), ("margin", "delayed-hybrid(margin=5)")),
-        (Undo("a framework's own", since=80), ("margin", "delayed-hybrid(margin=5)")),
-        (Undo(None, since=80), ("undo", "delayed-hybrid(margin=4)")),
+        (RestoredSetting("delayed", since=80), ("undo", "delayed-hybrid")),
+        (RestoredSetting("delayed(margin=4)", since=80), ("margin", "delayed-hybrid(margin=5)")),
+        (RestoredSetting("a framework's own", since=80), ("margin", "delayed-hybrid(margin=5)")),
+        (RestoredSetting(None, since=80), ("undo", "delayed-hybrid(margin=4)")),
     ],
     ids=["nothing", "a margin", "the other format alone", "unknown", "a lost scale"],
 )
-def test_the_first_rung_undoes_what_changed(undo: Undo | None, first: tuple[str, str]) -> None:
-    given = Given(find_recipe("delayed(margin=4)"), "e4m3", "input", undo)
+def test_the_first_rung_undoes_what_changed(undo: RestoredSetting | None, first: tuple[str, str]) -> None:
+    given = CurrentCast(find_recipe("delayed(margin=4)"), "e4m3", "input", undo)
     tried = [(kind, recipe.name) for kind, recipe in candidates(given)]
     assert tried[0] == first and tried[-1] == ("bf16", "bf16")
     kinds = [kind for kind, _ in tried]
@@ -104,6 +104,6 @@ def test_the_first_rung_undoes_what_changed(undo: Undo | None, first: tuple[str,
 
 
 def test_what_is_undone_is_tried_once() -> None:
-    given = Given(find_recipe("delayed(margin=4)"), "e4m3", "input", Undo("current", since=80))
+    given = CurrentCast(find_recipe("delayed(margin=4)"), "e4m3", "input", RestoredSetting("current", since=80))
     tried = [recipe.name for _, recipe in candidates(given)]
     assert len(set(tried)) == len(tried) and tried[0] == "current-hybrid"

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from nemo_fp8_debug.analysis import thresholds
 from nemo_fp8_debug.analysis.diagnosis.answer import measure_confidence
-from nemo_fp8_debug.analysis.diagnosis.decide import Circumstances, Decision, decide
+from nemo_fp8_debug.analysis.diagnosis.decide import Decision, DecisionInputs, decide
 from nemo_fp8_debug.analysis.diagnosis.events import KINDS, list_events
 from nemo_fp8_debug.analysis.diagnosis.facts import Fact
 from nemo_fp8_debug.analysis.diagnosis.finding import CAUSES, EXPLAINS, STRENGTHS, Finding
@@ -22,7 +22,7 @@ from nemo_fp8_debug.analysis.loss.curve import LossCurve
 from nemo_fp8_debug.analysis.loss.outcome import LossOutcome
 
 #: harmed from step 100 on, a sample every 10 steps, next to a baseline
-HARMED = Circumstances(harmed_since=100, interval=10, settled=20, paired=True, judged=True)
+HARMED = DecisionInputs(harmed_since=100, interval=10, settled=20, paired=True, judged=True)
 RATE = Finding("learning rate", "learning_rate", "clear", "...", since=60, is_exact=True)
 SCALE = Finding("operand", "corrupted_scale", "clear", "...", "fc1", "input", 80, excess=20.0)
 VALUES = Finding("operand", "outlier", "clear", "...", "fc2", "input", 80, may_follow_the_loss=True, excess=20.0)
@@ -32,7 +32,7 @@ STEPS = Finding("weight steps", "step_size", "clear", "...", "fc1", "update", 90
 FROZEN = Finding("frozen weights", "frozen_weights", "clear", "...", "fc1", since=150)
 
 
-def chosen(*findings: Finding, evidence: Circumstances = HARMED) -> Finding | None:
+def chosen(*findings: Finding, evidence: DecisionInputs = HARMED) -> Finding | None:
     """The finding that is decided on, whatever their order."""
     decided = {decide(order, evidence).finding for order in (findings, findings[::-1])}
     assert len(decided) == 1
@@ -95,7 +95,7 @@ class TestWithoutACause:
             (replace(HARMED, harmed_since=None, judged=False), "unknown"),
         ],
     )
-    def test_says_what_is_known(self, evidence: Circumstances, cause: str) -> None:
+    def test_says_what_is_known(self, evidence: DecisionInputs, cause: str) -> None:
         unknown = Finding("gradient norm", "unknown", "hint", "...", since=50)
         assert decide([], evidence) == decide([unknown], evidence) == Decision(None, cause, likeliest=[])
 
@@ -123,7 +123,7 @@ def findings() -> st.SearchStrategy[Finding]:
 
 @given(st.lists(findings(), max_size=6), st.none() | st.integers(0, 200), st.booleans(), st.booleans())
 def test_any_findings_are_decided_on(found: Sequence[Finding], harmed: int | None, paired: bool, judged: bool) -> None:
-    evidence = Circumstances(harmed, 10, 20, paired, judged)
+    evidence = DecisionInputs(harmed, 10, 20, paired, judged)
     decision = decide(found, evidence)
     assert decision.cause in CAUSES and decision.finding not in (*decision.also, *decision.likeliest)
     if decision.finding is None:

@@ -11,7 +11,7 @@ from fault_injection.records import read_run, truths
 
 from nemo_fp8_debug.analysis.comparison.compare import select_quantized
 from nemo_fp8_debug.analysis.diagnosis.diagnose import diagnose
-from nemo_fp8_debug.analysis.diagnosis.limits import early_warning, find_beyond
+from nemo_fp8_debug.analysis.diagnosis.limits import early_warning, find_over_limit
 from nemo_fp8_debug.analysis.runs.run import Run
 
 
@@ -27,7 +27,7 @@ def test_each_sample_behind_the_first_has_a_score_and_an_operand(tmp_path: Path)
 def test_operands_within_their_limits_never_warn(tmp_path: Path) -> None:
     for change in (corrupted, nothing):
         run = Run.read(write(tmp_path / change.__name__, change))
-        every, few = early_warning(run), early_warning(run, find_beyond(select_quantized(run.metrics)))
+        every, few = early_warning(run), early_warning(run, find_over_limit(select_quantized(run.metrics)))
         assert every.filter(every["score"] > 1).equals(few.filter(few["score"] > 1))
 
 
@@ -41,8 +41,8 @@ def test_the_first_is_an_event_and_in_json(tmp_path: Path) -> None:
 
 def test_a_run_of_few_samples_or_in_high_precision_has_none(tmp_path: Path) -> None:
     run = Run.read(write(tmp_path / "run", corrupted, layers=LAYERS[:1]))
-    few = run.metrics.over(run.metrics.steps[run.metrics.steps < 2 * EVERY])
-    for metrics in (few, run.metrics.over(run.metrics.steps[:0])):
+    few = run.metrics.select_steps(run.metrics.steps[run.metrics.steps < 2 * EVERY])
+    for metrics in (few, run.metrics.select_steps(run.metrics.steps[:0])):
         assert early_warning(Run(run.path, {}, metrics, run.loss)).is_empty()
 
 

@@ -91,7 +91,11 @@ def test_steps_layers_and_rows_can_be_chosen() -> None:
     axis = pl.DataFrame({"step": needed.steps[::2], "sample": needed.steps[::2] * 64})
     names = {"decoder.layers.0.mlp.linear_fc1": "first.fc1"}
     chosen = [
-        each.along(axis).renamed(names).only("format", ["e4m3"]).with_role("weight", "input").without_steps([64 * 20])
+        each.renumber_steps(axis)
+        .renamed(names)
+        .only("format", ["e4m3"])
+        .with_role("weight", "input")
+        .without_steps([64 * 20])
         for each in (needed, of_held)
     ]
     assert 0 < len(chosen[0].steps) < len(needed.steps) and 0 < len(chosen[0].tensors) < len(needed.tensors)

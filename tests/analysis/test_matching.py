@@ -14,7 +14,7 @@ from unlike_runs import CULPRIT, first_out, rows, run_cli, write
 
 from nemo_fp8_debug.analysis.comparison.compare import compare
 from nemo_fp8_debug.analysis.comparison.onset import running_median
-from nemo_fp8_debug.analysis.runs.grid import Paired, median
+from nemo_fp8_debug.analysis.runs.grid import SamplePairs, median
 from nemo_fp8_debug.analysis.story.summary import summarize, tell_conclusion, to_json
 from nemo_fp8_debug.errors import ConfigError
 from nemo_fp8_debug.record.writer import RunRecord
@@ -35,7 +35,7 @@ class TestPairs:
         ],
     )
     def test_samples_that_belong_together(self, baseline: list[int], bad: list[int], pairs: list[tuple[int, int]]) -> None:
-        found = Paired.of(np.array(baseline, np.int64), np.array(bad, np.int64))
+        found = SamplePairs.pair_nearest(np.array(baseline, np.int64), np.array(bad, np.int64))
         assert [(baseline[i], bad[j]) for i, j in zip(found.baseline, found.run, strict=True)] == pairs
 
 

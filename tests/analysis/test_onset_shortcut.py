@@ -50,6 +50,6 @@ def test_nothing_is_lost(monkeypatch: pytest.MonkeyPatch, seed: int, intervals: 
 
 def test_most_steady_tensors_are_left_out_and_those_that_rise_are_not() -> None:
     baseline, run = (record(np.random.default_rng(seed), 5, 0.0).grid for seed in (1, 2))
-    pair = onset.Pair(baseline, run)
+    pair = onset.RunPair(baseline, run)
     left = {evidence.metric: TENSORS - len(onset._may_be_out(evidence, pair)) for evidence in EVIDENCE}
     assert left["nonfinite"] == TENSORS and 0 < left["relative_error"] < TENSORS

@@ -19,7 +19,7 @@ from torch import nn
 from typer.testing import CliRunner, Result
 
 from nemo_fp8_debug import ConfigError, Emulation, Monitor, RecordError
-from nemo_fp8_debug.analysis.recommendation.options import Budget, Flag, Given, candidates
+from nemo_fp8_debug.analysis.recommendation.options import Budget, CurrentCast, Flag, candidates
 from nemo_fp8_debug.analysis.recommendation.recommend import Recommendation, coverage, find_over_budget, flops_of, recommend
 from nemo_fp8_debug.analysis.replay.replay import add_to_record, replay
 from nemo_fp8_debug.analysis.runs.run import Run
@@ -213,7 +213,7 @@ def test_without_histograms_bf16_is_left_and_the_notes_say_why(tmp_path: Path) -
 @pytest.mark.parametrize("role", ["input", "weight", "grad_output"])
 @pytest.mark.parametrize("recipe", ["delayed", "current-e4m3", "mxfp8", "of another tool"])
 def test_nothing_is_tried_twice_and_bf16_is_the_last(recipe: str, role: str) -> None:
-    tried = [r.name for _, r in candidates(Given(find_recipe(recipe), "e4m3", role))]
+    tried = [r.name for _, r in candidates(CurrentCast(find_recipe(recipe), "e4m3", role))]
     assert len(set(tried)) == len(tried) and tried[-1] == "bf16" and recipe not in tried
 
 

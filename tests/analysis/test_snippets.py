@@ -11,7 +11,7 @@ import yaml
 from recommendations import BF16, CURRENT, MARGIN, Ways, recommendation, run
 from small_models.megatron import gpt
 
-from nemo_fp8_debug.analysis.recommendation.recommend import Ends, Recommendation
+from nemo_fp8_debug.analysis.recommendation.recommend import BF16Ends, Recommendation
 from nemo_fp8_debug.analysis.recommendation.snippets import write_snippets
 from nemo_fp8_debug.analysis.recommendation.snippets.megatron import flags_of, make_per_module, make_run_wide
 from nemo_fp8_debug.errors import ConfigError
@@ -19,7 +19,7 @@ from nemo_fp8_debug.errors import ConfigError
 pytestmark = pytest.mark.usefixtures("megatron")
 
 FC1, FC2 = "decoder.layers.1.mlp.linear_fc1", "decoder.layers.1.mlp.linear_fc2"
-ENDS = Ends(1, 2, 8, None)
+ENDS = BF16Ends(1, 2, 8, None)
 
 
 def matched(found: Recommendation, model: torch.nn.Module, folder: Path) -> dict[str, dict[str, Any]]:
@@ -93,7 +93,7 @@ class TestOptionsOfTheRun:
             (BF16, ENDS, {"fp8_recipe": "tensorwise"}),
         ],
     )
-    def test_megatron_takes_them(self, ways: Ways, ends: Ends | None, expected: dict[str, Any]) -> None:
+    def test_megatron_takes_them(self, ways: Ways, ends: BF16Ends | None, expected: dict[str, Any]) -> None:
         from megatron.core.transformer import TransformerConfig
 
         snippet = make_run_wide(recommendation(run(), {("decoder.layers.3.mlp.linear_fc1", "input"): ways}, ends))

@@ -69,7 +69,7 @@ def test_layers_of_healthy_runs_learn() -> None:
 
 
 def standing(ranges: Any) -> Standing:
-    found = Standing.of(2)
+    found = Standing.make_unsampled(2)
     for step, of_range in ranges:
         found.add(step, np.array(of_range))
     return found

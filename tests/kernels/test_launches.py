@@ -16,7 +16,7 @@ from numba.core.datamodel import default_manager
 from nemo_fp8_debug.errors import FP8DebugWarning
 from nemo_fp8_debug.kernels.cuda import launches
 from nemo_fp8_debug.kernels.cuda.launches import _FIELDS, parameters
-from nemo_fp8_debug.kernels.cuda.tile import Codes
+from nemo_fp8_debug.kernels.cuda.tile import CodeRounding
 from nemo_fp8_debug.kernels.memory import DeviceMemory
 from nemo_fp8_debug.numerics.formats import E4M3
 
@@ -27,7 +27,7 @@ def test_fields_of_an_array_are_those_of_numba() -> None:
 
 
 def test_an_array_is_seven_integers_and_a_tuple_its_elements() -> None:
-    x, codes = torch.zeros(10, dtype=torch.int16), Codes.of(E4M3)
+    x, codes = torch.zeros(10, dtype=torch.int16), CodeRounding.from_format(E4M3)
     words = DeviceMemory(x, "u8", 2, 4)
     found = parameters([words, (3, 5), codes, 7])
     assert found == [0, 0, 2, 8, x.data_ptr() + 4, 2, 8, 3, 5, *codes, 7]

@@ -22,7 +22,7 @@ from nemo_fp8_debug.kernels.cuda.sums import total
 from nemo_fp8_debug.numerics import metrics
 from nemo_fp8_debug.numerics.formats import E4M3, E5M2, FloatFormat
 from nemo_fp8_debug.numerics.histogram import HistogramBatch
-from nemo_fp8_debug.numerics.metrics import METRICS, InParts, Moments, QuantizationSums
+from nemo_fp8_debug.numerics.metrics import METRICS, Moments, QuantizationSums, UnsummedRow
 
 TARGET = {"e4m3": ml_dtypes.float8_e4m3fn, "e5m2": ml_dtypes.float8_e5m2}
 FLT_MAX = np.finfo(np.float32).max
@@ -265,7 +265,7 @@ def test_each_row_is_a_table_of_its_own() -> None:
 
 
 def test_what_a_device_left_in_parts_is_added_up_where_it_is_moved_to() -> None:
-    parts = InParts(torch.tensor([[1.0, 0, 2, 3, 4], [2, 1, 0.5, 0, 1]], dtype=torch.float64), total)
+    parts = UnsummedRow(torch.tensor([[1.0, 0, 2, 3, 4], [2, 1, 0.5, 0, 1]], dtype=torch.float64), total)
     at_home = parts.moved(lambda x: 2 * x)
     sums = at_home.moved(lambda x: x / 2).whole
     assert at_home.whole.sum_q2.item() == 10

@@ -44,7 +44,11 @@ def test_counts_and_values_are_those_of_all_rows(
     assert scanned.is_long and not held.is_long
     some = np.array(sorted(data.draw(st.sets(st.integers(0, len(of_steps) - 1)))), dtype=np.int64)
     role = data.draw(st.sampled_from(ROLES))
-    for one, other in ((scanned, held), (scanned.at(some), held.at(some)), (scanned.with_role(role), held.with_role(role))):
+    for one, other in (
+        (scanned, held),
+        (scanned.select_samples(some), held.select_samples(some)),
+        (scanned.with_role(role), held.with_role(role)),
+    ):
         assert_frame_equal(one.tensors, other.tensors)
         assert one.unique("scale_source") == other.unique("scale_source")
         counts, expected = one.counts("scale_source"), other.counts("scale_source")

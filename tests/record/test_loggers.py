@@ -316,14 +316,14 @@ class TestOverview:
     def test_early_warning_is_that_of_the_trigger(self) -> None:
         """Times 8%, the limit of X: what both samples show, or a third of what this one does."""
         overview = Overview()
-        found = [overview.of(sample(i, [{"underflow_pct": u}])) for i, u in enumerate([90, 90, 16, 24, 80])]
+        found = [overview.summarize_sample(sample(i, [{"underflow_pct": u}])) for i, u in enumerate([90, 90, 16, 24, 80])]
         scores = [of.scalars.get("early_warning") for of in found]
         assert scores == [None, None, pytest.approx(2 / 3), 2, pytest.approx(10 / 3)]
         assert found[3].texts["worst_tensor/early_warning"] == "X of decoder.layers.0.mlp.linear_fc1"
 
     def test_nothing_that_is_not_finite(self) -> None:
         rows = [{"layer": f"layers.{i}", "relative_error": e, "nan": 3} for i, e in enumerate([math.nan, None, math.inf])]
-        found = Overview().of(sample(0, rows))
+        found = Overview().summarize_sample(sample(0, rows))
         assert "relative_error/input/worst" not in found.scalars
         assert found.scalars["nan_count"] == 9
 

@@ -16,7 +16,7 @@ import yaml
 from processes import finished, found_in
 from recommendations import BF16, CURRENT, recommendation, run
 
-from nemo_fp8_debug.analysis.recommendation.recommend import Ends
+from nemo_fp8_debug.analysis.recommendation.recommend import BF16Ends
 from nemo_fp8_debug.analysis.recommendation.snippets.megatron import flags_of, make_per_module, make_run_wide
 from nemo_fp8_debug.analysis.recommendation.snippets.te_quantizers import make_quantizers
 from nemo_fp8_debug.analysis.runs.metrics import Metrics
@@ -45,7 +45,7 @@ def test_modules_cast_as_their_recipe_says_and_all_others_as_the_run_does(tmp_pa
         (IN_E4M3, "grad_output"): [("format", "current-e4m3"), *BF16],
     }
     modules = make_per_module(recommendation(run(), ways))
-    options = make_run_wide(recommendation(run(), {(RESCALED, "weight"): CURRENT}, Ends(0, 1, 2, None)))
+    options = make_run_wide(recommendation(run(), {(RESCALED, "weight"): CURRENT}, BF16Ends(0, 1, 2, None)))
     assert modules and options
     values = yaml.safe_load(options.text)
     assert len(values) == 5

@@ -16,7 +16,7 @@ from tab import Tab
 
 from nemo_fp8_debug import Monitor
 from nemo_fp8_debug.analysis.comparison.compare import Comparison, compare
-from nemo_fp8_debug.analysis.comparison.onset import EVIDENCE, Pair, compute_limits
+from nemo_fp8_debug.analysis.comparison.onset import EVIDENCE, RunPair, compute_limits
 from nemo_fp8_debug.analysis.runs.metrics import Metrics, select_common
 from nemo_fp8_debug.record.dump_names import dumped_files
 from nemo_fp8_debug.tensorboard_plugin.records import baseline
@@ -27,8 +27,8 @@ def band(baseline: pl.DataFrame, run: pl.DataFrame, layer: str, role: str, metri
     out), at the run's steps."""
     evidence = next(e for e in EVIDENCE if e.metric == metric)
     rows = (Metrics.of(run.filter(layer=layer, role=role)) for run in (baseline, run))
-    pair = Pair(*(metrics.grid for metrics in select_common(*rows)))
-    expected, found = pair.of(metric)
+    pair = RunPair(*(metrics.grid for metrics in select_common(*rows)))
+    expected, found = pair.compute_medians_and_values(metric)
     limit = compute_limits(evidence, pair)
     columns = {"found": found, "expected": expected, "limit": limit}
     return pl.DataFrame({"step": pair.steps} | {name: values.reshape(-1) for name, values in columns.items()})

@@ -12,7 +12,7 @@ from playwright.sync_api import Locator, Page, expect
 from shown import number, taken_away, title
 from verdict_records import CULPRIT, HOSTILE
 
-from nemo_fp8_debug.analysis.recommendation.options import Budget, Errors
+from nemo_fp8_debug.analysis.recommendation.options import Budget, WorstErrors
 from nemo_fp8_debug.analysis.replay.replay import replay
 from nemo_fp8_debug.analysis.runs.run import Run
 from nemo_fp8_debug.numerics.recipe import parse_recipe
@@ -86,7 +86,7 @@ def test_the_share_within_the_limits_is_that_of_the_budget(frame: Open, run: Run
     by_recipe = [others.filter(recipe=recipe) for recipe in others["recipe"].unique(maintain_order=True)]
     tables = [run.metrics.frame().filter(pl.col("step") == STEP), *by_recipe]
     for text, rows in zip(shown, tables, strict=True):
-        kept = [Budget().met_by(Errors(*errors)) for errors in rows.select(metrics).rows()]
+        kept = [Budget().met_by(WorstErrors(*errors)) for errors in rows.select(metrics).rows()]
         assert f"({sum(kept)} of {len(kept)})" in text
     known = Budget()
     limits = f"relative error {known.relative_error:g}, underflow {known.underflow_pct:g}%, overflow {known.overflow_pct:g}%"

@@ -20,7 +20,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.loggers import Logger, TensorBoardLogger
 
-from ...capture.grad_scale import read_scale, was_skipped
+from ...capture.grad_scale import read_loss_scale, was_skipped
 from ...capture.patching import Watcher, watch_calls
 from ...core.arguments import check_arguments
 from ...core.sample import Recorder
@@ -130,7 +130,7 @@ class FP8DebugCallback(pl.Callback):
             self._lag = _find_lag(trainer, pl_module)
         if self._monitor and self._leave is None:
             self._monitor.begin_step(_logged_step(trainer) + self._lag)
-            self._scale = read_scale(_scaler(trainer))
+            self._scale = read_loss_scale(_scaler(trainer))
             self._leave = self._watch(trainer) if self._monitor.sampling else _nothing
 
     def _watch(self, trainer: pl.Trainer) -> Callable[[], None]:

@@ -23,8 +23,8 @@ from ...core.layer_names import is_aggregate, name_aggregate
 from ...errors import RecordError
 from ..comparison.drift import locate_tensors
 from ..comparison.layer_matching import read_weight_sizes
-from ..comparison.onset import EVIDENCE, IN_A_ROW, OF_GRADIENTS, Evidence
-from ..runs.blocks import Result, compute_in_parts, map_over_blocks
+from ..comparison.onset import EVIDENCE, IN_A_ROW, OF_GRADIENTS, OnsetCriterion
+from ..runs.blocks import Result, compute_in_parts, map_tensor_chunks
 from ..runs.grid import Floats, Grid
 from ..runs.run import Run
 from ..runs.settings import usual_casts
@@ -155,7 +155,7 @@ class Bands:
         told = {"version": VERSION, "families": list(self.families), "runs": self.runs}
         pq.write_table(table.replace_schema_metadata({_METADATA: json.dumps(told).encode()}), path, compression="zstd")
 
-    def of(self, tensors: pl.DataFrame, evidence: Evidence, phase: str) -> tuple[Floats, Floats]:
+    def look_up_bands(self, tensors: pl.DataFrame, evidence: OnsetCriterion, phase: str) -> tuple[Floats, Floats]:
         """Return the columns median and lasting of each tensor's band, in the order of `tensors`.
 
         Values are NaN if the band was learned from too few runs, or from weights of another size.
@@ -211,7 +211,7 @@ class _Operands:
     #: `later`
     phases: Mapping[str, Bools]
 
-    def courses(self) -> Iterator[tuple[Evidence, str, Bools, Floats]]:
+    def courses(self) -> Iterator[tuple[OnsetCriterion, str, Bools, Floats]]:
         """Yield each metric and phase with its samples and values [T, S], scaled so that higher is worse."""
         for evidence in JUDGED:
             values = evidence.scaled(self.grid.metric(evidence.metric))
@@ -235,12 +235,12 @@ def _over_operands(run: Run, do: Callable[[_Operands], Result]) -> list[Result]:
     known = known.select("layer", "role", "purpose", "recipe", "n", part=part)
     do_part = partial(_do_part, do, known, _find_warmed_up(run))
     needed = dict.fromkeys([*(evidence.metric for evidence in JUDGED), "underflow_pct", "overflow_pct"])
-    found = map_over_blocks(partial(compute_in_parts, do_part), metrics.within(known), together=[list(needed)])
+    found = map_tensor_chunks(partial(compute_in_parts, do_part), metrics.within(known), together=[list(needed)])
     return [of_part for of_block in found for of_part in of_block]
 
 
 def _do_part(do: Callable[[_Operands], Result], kinds: pl.DataFrame, warmed_up: float, grid: Grid) -> Result:
-    grid = grid.at(np.arange(min(_FIRST, len(grid.steps)), len(grid.steps)))
+    grid = grid.select_samples(np.arange(min(_FIRST, len(grid.steps)), len(grid.steps)))
     tensors = grid.tensors.join(kinds, on=["layer", "role"], how="left", maintain_order="left")
     warming_up = grid.steps < warmed_up
     return do(_Operands(grid, tensors, {"warm-up": warming_up, "later": ~warming_up}))
@@ -302,7 +302,7 @@ class JudgedRun:
     runs: int
 
     @property
-    def all_covered(self) -> bool:
+    def is_mostly_covered(self) -> bool:
         """Return True if at least nine in ten operands have a band."""
         return len(self.covered) >= 0.9 * self.operands > 0
 
@@ -348,12 +348,12 @@ def _judge(bands: Bands, operands: _Operands) -> pl.DataFrame:
     for evidence, phase, samples, values in operands.courses():
         if evidence.metric == "outlier_log2":  # an outlier is harmless without underflow or overflow
             values = np.where(lost[:, samples] > _COSTS, values, np.nan)
-        median, most = bands.of(tensors, evidence, phase)
+        median, most = bands.look_up_bands(tensors, evidence, phase)
         covered |= ~np.isnan(most) & (phase == "later")
         if not samples.any():
             continue
         with np.errstate(invalid="ignore"):
-            rise = np.fmax(least * evidence.least_of(median), most - median)
+            rise = np.fmax(least * evidence.compute_threshold_above(median), most - median)
             strength = np.nan_to_num((_find_lasting(values) - most[:, None]) / rise[:, None], nan=0.0)
         out = np.flatnonzero((strength > _BEYOND).any(axis=1))
         first = np.argmax(strength[out] > _BEYOND, axis=1)

@@ -18,13 +18,13 @@ from ...errors import ConfigError
 from ...record.schema import TABLES
 from ..loss.gap import find_rise_above
 from ..loss.outcome import MAX_GAP, LossOutcome
-from ..loss.seeds import Beside, choose_baseline_loss
+from ..loss.seeds import BaselineLoss, choose_baseline_loss
 from ..runs.metrics import Metrics
 from ..runs.run import Run
 from ..runs.settings import choose_reference, coverage_notes, list_differences, list_remarks
 from .drift import TAIL, group_tensors, measure_drifts
 from .layer_matching import (
-    count_depths,
+    count_layers,
     has_other_depth,
     match_by_name,
     match_from_output,
@@ -62,7 +62,7 @@ class Comparison:
     max_gap: float = MAX_GAP
     #: the loss to compare with, if it is not the loss of `baseline`: the loss of another baseline, or the mean of several
     #: baselines
-    beside: Beside | None = None
+    beside: BaselineLoss | None = None
 
     @property
     def divergence_step(self) -> int | None:
@@ -74,7 +74,7 @@ class Comparison:
         """Return the result of comparing the run's loss with the baseline's loss."""
         sizes = read_weight_sizes(self.run.metrics)
         same_model = None not in sizes.values() and sizes == read_weight_sizes(self.baseline.metrics)
-        beside = Beside(self.baseline.loss) if self.beside is None else self.beside
+        beside = BaselineLoss(self.baseline.loss) if self.beside is None else self.beside
         found = LossOutcome.of(self.run.loss, beside.curve, self.max_gap, same_model, beside.seeds)
         reference, _ = choose_reference(self.run, self.reference)
         return found if reference is None else replace(found, reference=reference.loss)
@@ -183,7 +183,7 @@ def compare(
     return Comparison(first, second, other, tensors, experts, *split_experts(out_of_band), tuple(notes), max_gap, expected)
 
 
-def _beside(baseline: Run, run: Run, others: Sequence[Run]) -> Beside:
+def _beside(baseline: Run, run: Run, others: Sequence[Run]) -> BaselineLoss:
     """Return the loss with which the run's loss is compared."""
     for other in others:
         if has_other_depth(*_layers_of(baseline, other)) or _differ_in_size(baseline, other):
@@ -237,7 +237,7 @@ def _depths(baseline: Run, run: Run) -> list[str]:
     layers = _layers_of(baseline, run)
     if not has_other_depth(*layers):
         return []
-    counts = list(map(count_depths, layers))
+    counts = list(map(count_layers, layers))
     return [
         f"The baseline has {counts[0]} layers and the run {counts[1]}: layers of one name lie at other depths, so "
         "what sets them apart may be that."

@@ -12,8 +12,8 @@ import polars as pl
 from ...core.keys import SHOWN_AS
 from ...core.layer_names import is_aggregate, name_aggregate
 from ...errors import RecordError
-from ..runs.blocks import compute_by_tensor, map_over_blocks
-from ..runs.grid import Floats, Grid, Paired, median
+from ..runs.blocks import compute_by_tensor, map_tensor_chunks
+from ..runs.grid import Floats, Grid, SamplePairs, median
 from ..runs.metrics import select_common
 from ..runs.run import Run
 
@@ -153,11 +153,13 @@ def measure_drifts(baseline: Run, run: Run) -> pl.DataFrame:
         RecordError: the runs have no tensor or no step in common.
     """
     both = select_common(baseline.metrics, run.metrics)
-    tail = Paired.of(*(each.steps for each in both)).last(TAIL)
+    tail = SamplePairs.pair_nearest(*(each.steps for each in both)).last(TAIL)
     if not len(tail):
         raise RecordError(_nothing_in_common(baseline, run))
-    later = both[0].at(tail.baseline), both[1].at(tail.run)
-    found = pl.concat(map_over_blocks(_later, *later, together=_TOGETHER)).hstack(pl.concat(map_over_blocks(_lost, *both)))
+    later = both[0].select_samples(tail.baseline), both[1].select_samples(tail.run)
+    found = pl.concat(map_tensor_chunks(_later, *later, together=_TOGETHER)).hstack(
+        pl.concat(map_tensor_chunks(_lost, *both))
+    )
     known = found.filter("sampled").drop("sampled").with_columns(pl.col(pl.Float64).fill_nan(None))
     rows = known.with_columns(pl.col("nonfinite_since", "nonfinite_order").cast(pl.Int64))
     return rows.sort(
@@ -234,7 +236,7 @@ def _nonfinite_since(baseline: Grid, run: Grid) -> dict[str, Floats]:
     """Return the first step at which the run's tensor has NaN or infinity and the baseline's has not, and its place in
     execution order.
     """
-    pairs = Paired.of(baseline.steps, run.steps)
+    pairs = SamplePairs.pair_nearest(baseline.steps, run.steps)
     usual, found = (grid.metric("nonfinite")[:, at] for grid, at in ((baseline, pairs.baseline), (run, pairs.run)))
     bad_only = (found > 0) & (usual == 0)
     first, rows = bad_only.argmax(axis=1), np.arange(len(bad_only))

@@ -18,14 +18,14 @@ from .onset import OF_GRADIENTS, OF_OTHER_MODELS
 _KEY = ["layer", "role"]
 
 
-def count_depths(layers: Iterable[str]) -> int:
+def count_layers(layers: Iterable[str]) -> int:
     """Count the layers of a model from the names of its GEMMs. Return 0 if the names have no indices."""
     return len({read_depth(name) for name in layers} - {None})
 
 
 def has_other_depth(baseline: Iterable[str], run: Iterable[str]) -> bool:
     """Return True if the names show that the two models have different depths."""
-    depths = count_depths(baseline), count_depths(run)
+    depths = count_layers(baseline), count_layers(run)
     return all(depths) and depths[0] != depths[1]
 
 
@@ -219,7 +219,7 @@ def _without_others_sizes(run: Run, sizes: Sizes, run_sizes: Sizes, baseline_pat
         raise RecordError(f"{baseline_path} and {run.path} are runs of different models: {example}")
     how.append(f"{len(others)} layers are left out, since they are of different size: {example}.")
     kept = run.metrics.tensors.filter(~pl.col("layer").is_in(others))
-    return replace(run, metrics=run.metrics.among(kept))
+    return replace(run, metrics=run.metrics.select_tensors(kept))
 
 
 def _alone(baseline: Mapping[str, object], run: Mapping[str, object]) -> list[str]:

@@ -19,14 +19,14 @@ import polars as pl
 from ...core.keys import SHOWN_AS
 from ...core.threads import run_ahead
 from ...numerics.limits import LEAST_VALUES
-from ..runs.blocks import map_over_blocks
+from ..runs.blocks import map_tensor_chunks
 from ..runs.grid import Floats, Grid, Ints, lower_median
 from ..runs.metrics import Metrics, select_common
 from ..runs.source import Bools
 
 
 @dataclass(frozen=True)
-class Evidence:
+class OnsetCriterion:
     """A metric by which a tensor can be out of band."""
 
     metric: str
@@ -52,7 +52,7 @@ class Evidence:
     #: least rise as a fraction of the usual value, because the large losses of FP4 vary by percentage points
     least_part: float = 0.0
 
-    def least_of(self, usual: Floats) -> Floats:
+    def compute_threshold_above(self, usual: Floats) -> Floats:
         """Return the least rise above the (scaled) usual value that counts."""
         least: Floats = np.fmax(self.least, self.least_part * usual)
         return least
@@ -71,13 +71,13 @@ class Evidence:
 OF_OTHER_MODELS, OF_GRADIENTS = 2.0, 4.0
 #: ordered so that each entry may cause the next: a stale scale clips values, and clipping causes errors
 EVIDENCE = (
-    Evidence("nonfinite", 0.5),
-    Evidence("scale_ratio_log2", 1.0, good=0.0),  # at values below 0, nothing is clipped
-    Evidence("scale_ratio_log2", 6.0, sign=-1, transient=2.0),
-    Evidence("overflow_pct", 0.05, of_error=True, least_values=LEAST_VALUES, least_part=0.5),
-    Evidence("underflow_pct", 1.0, of_error=True, least_part=0.5),
-    Evidence("relative_error", 0.585, of_error=True, log2=True),  # 0.585 bits are a rise by half
-    Evidence("outlier_log2", 3.0, of_error=True, transient=3.0, anyway=2.5),
+    OnsetCriterion("nonfinite", 0.5),
+    OnsetCriterion("scale_ratio_log2", 1.0, good=0.0),  # at values below 0, nothing is clipped
+    OnsetCriterion("scale_ratio_log2", 6.0, sign=-1, transient=2.0),
+    OnsetCriterion("overflow_pct", 0.05, of_error=True, least_values=LEAST_VALUES, least_part=0.5),
+    OnsetCriterion("underflow_pct", 1.0, of_error=True, least_part=0.5),
+    OnsetCriterion("relative_error", 0.585, of_error=True, log2=True),  # 0.585 bits are a rise by half
+    OnsetCriterion("outlier_log2", 3.0, of_error=True, transient=3.0, anyway=2.5),
 )
 
 
@@ -163,7 +163,7 @@ def find_onsets(baseline: Metrics, run: Metrics) -> pl.DataFrame:
         discoveries (see `select_discoveries`).
     """
     both = select_common(baseline, run)
-    found = map_over_blocks(_rows, *both, together=_TOGETHER)
+    found = map_tensor_chunks(_rows, *both, together=_TOGETHER)
     return select_discoveries(_in_order(found), len(both[0].tensors))
 
 
@@ -178,8 +178,8 @@ def _rows(baseline: Grid, run: Grid) -> list[list[Row]]:
     Only one or two metrics of all tensors fit into memory, so evaluate one metric after another, for some tensors at a time.
     """
 
-    def pair(some: slice, loses_more: Bools | None = None) -> Pair:
-        return Pair(baseline.rows(some), run.rows(some), loses_more)
+    def pair(some: slice, loses_more: Bools | None = None) -> RunPair:
+        return RunPair(baseline.rows(some), run.rows(some), loses_more)
 
     parts = baseline.parts()
     masks = list(run_ahead(lambda some: pair(some).loses_more, parts))
@@ -187,7 +187,7 @@ def _rows(baseline: Grid, run: Grid) -> list[list[Row]]:
     for _, of_metric in itertools.groupby(EVIDENCE, lambda evidence: evidence.metric):
         alike = list(of_metric)
 
-        def out(of_part: tuple[slice, Bools], alike: list[Evidence] = alike) -> list[list[Row]]:
+        def out(of_part: tuple[slice, Bools], alike: list[OnsetCriterion] = alike) -> list[list[Row]]:
             here = pair(*of_part)
             return [list(_out(evidence, here)) for evidence in alike]
 
@@ -220,7 +220,7 @@ _SCHEMA: Mapping[str, type[pl.DataType]] = {
 }
 
 
-class Pair:
+class RunPair:
     """The samples of two runs for the same tensors, limited to the steps of the run that the baseline covers."""
 
     def __init__(self, baseline: Grid, run: Grid, loses_more: Bools | None = None) -> None:
@@ -235,15 +235,15 @@ class Pair:
         self._values: dict[str, Floats] = {}
         self._medians: dict[str, Floats] = {}
         covered = min(baseline.steps, default=0), max(baseline.steps, default=-1)
-        self._run = run.at(np.flatnonzero((run.steps >= covered[0]) & (run.steps <= covered[1])))
+        self._run = run.select_samples(np.flatnonzero((run.steps >= covered[0]) & (run.steps <= covered[1])))
         #: int64 [S]
         self.steps = self._run.steps
         self._loses_more = loses_more
 
-    def rows(self, some: Ints) -> Pair:
+    def rows(self, some: Ints) -> RunPair:
         """Return the pair for some of the tensors, by index."""
         mask = None if self._loses_more is None else self._loses_more[some]
-        return Pair(self._baseline.rows(some), self._run.rows(some), mask)
+        return RunPair(self._baseline.rows(some), self._run.rows(some), mask)
 
     @property
     def loses_more(self) -> Bools:
@@ -252,15 +252,15 @@ class Pair:
         A gradient that vanishes after the first faulty tensor has a lower MSE.
         """
         if self._loses_more is None:
-            expected, found = self.of("mse")
+            expected, found = self.compute_medians_and_values("mse")
             with np.errstate(divide="ignore", invalid="ignore"):
                 more = np.log2(found) - np.log2(expected) > _MORE_LOST
             self._loses_more = more | np.isnan(found) | np.isnan(expected)
         return self._loses_more
 
-    def of(self, metric: str) -> tuple[Floats, Floats]:
+    def compute_medians_and_values(self, metric: str) -> tuple[Floats, Floats]:
         """Return the baseline's running median at the run's steps, and the run's values, [T, S] each."""
-        medians, steps, found = self.medians(metric), self._baseline.steps, self.of_run(metric)
+        medians, steps, found = self.medians(metric), self._baseline.steps, self.read_run_values(metric)
         if np.array_equal(steps, self.steps) and not np.isnan(medians).any():
             return medians, found
         expected = np.full((len(medians), len(self.steps)), np.nan)
@@ -269,7 +269,7 @@ class Pair:
                 expected[i] = np.interp(self.steps, steps[known], of_one[known])
         return expected, found
 
-    def of_run(self, metric: str) -> Floats:
+    def read_run_values(self, metric: str) -> Floats:
         """Return the values of the run, [T, S]."""
         return self._run.metric(metric)
 
@@ -285,7 +285,7 @@ class Pair:
             self._medians = {metric: running_median(self.of_baseline(metric))}
         return self._medians[metric]
 
-    def highest(self, evidence: Evidence) -> Floats:
+    def highest(self, evidence: OnsetCriterion) -> Floats:
         """Return the largest scaled value of the baseline in the samples around each of the run's steps, [T, S].
 
         In the baseline's first samples, scales have initial values, so use the first sample after them instead.
@@ -309,13 +309,13 @@ class Pair:
             return np.where(n > 0, n, np.inf)
 
 
-def compute_limits(evidence: Evidence, pair: Pair) -> Floats:
+def compute_limits(evidence: OnsetCriterion, pair: RunPair) -> Floats:
     """Return the limit of the band, [T, S]. A tensor is out of band above the limit, or below the limit if a fall counts."""
-    expected, _ = pair.of(evidence.metric)
-    return evidence.unscaled(_usual(evidence, expected, pair) + least_rise_of(evidence, pair))
+    expected, _ = pair.compute_medians_and_values(evidence.metric)
+    return evidence.unscaled(_usual(evidence, expected, pair) + compute_rise_threshold(evidence, pair))
 
 
-def compute_least_rise(evidence: Evidence, values: Floats, medians: Floats) -> Floats:
+def compute_baseline_threshold(evidence: OnsetCriterion, values: Floats, medians: Floats) -> Floats:
     """Return the least rise that counts, [T]: a fixed minimum, or more if the baseline itself varies by more.
 
     Args:
@@ -326,43 +326,43 @@ def compute_least_rise(evidence: Evidence, values: Floats, medians: Floats) -> F
     moves = np.abs(evidence.scaled(values) - usual)
     spread = np.nan_to_num(1.4826 * lower_median(moves))  # an estimate of the standard deviation
     farthest = np.nan_to_num(np.fmax.reduce(moves[:, FIRST:], axis=1, initial=0.0))
-    counts = evidence.least_of(lower_median(usual)) if evidence.least_part else evidence.least
+    counts = evidence.compute_threshold_above(lower_median(usual)) if evidence.least_part else evidence.least
     least: Floats = np.fmax(counts, np.fmax(SPREADS * spread, farthest))
     return least
 
 
-def least_of_values(evidence: Evidence, sizes: Floats) -> Floats:
+def compute_size_threshold(evidence: OnsetCriterion, sizes: Floats) -> Floats:
     """Return the least rise in percent that affects enough values, for tensors of these sizes."""
     least: Floats = 100 * evidence.least_values / sizes
     return least
 
 
-def least_rise_of(evidence: Evidence, pair: Pair) -> Floats:
+def compute_rise_threshold(evidence: OnsetCriterion, pair: RunPair) -> Floats:
     """Return the least rise that counts, [T, S], or [T, 1] if it is equal for all samples."""
-    least = compute_least_rise(evidence, pair.of_baseline(evidence.metric), pair.medians(evidence.metric))[:, None]
-    return np.maximum(least, least_of_values(evidence, pair.sizes)) if evidence.least_values else least
+    least = compute_baseline_threshold(evidence, pair.of_baseline(evidence.metric), pair.medians(evidence.metric))[:, None]
+    return np.maximum(least, compute_size_threshold(evidence, pair.sizes)) if evidence.least_values else least
 
 
-def _usual(evidence: Evidence, expected: Floats, pair: Pair) -> Floats:
+def _usual(evidence: OnsetCriterion, expected: Floats, pair: RunPair) -> Floats:
     """Return the usual values, [T, S]. They include the baseline's transients around each step, which medians ignore."""
     usual: Floats = np.fmax(evidence.scaled(expected), pair.highest(evidence))
     return usual
 
 
-def measure_excess(evidence: Evidence, pair: Pair) -> tuple[Floats, Floats, Floats]:
+def measure_excess(evidence: OnsetCriterion, pair: RunPair) -> tuple[Floats, Floats, Floats]:
     """Return the baseline's median, the run's values, and the excess in units of the least rise, [T, S] each.
 
     The excess is -inf in samples that do not count.
     """
-    expected, found = pair.of(evidence.metric)
+    expected, found = pair.compute_medians_and_values(evidence.metric)
     with np.errstate(invalid="ignore"):  # both may be infinite
         excess = evidence.scaled(found) - _usual(evidence, expected, pair)
-    excess /= least_rise_of(evidence, pair)
+    excess /= compute_rise_threshold(evidence, pair)
     counts = ~np.isnan(excess) & (pair.loses_more | (not evidence.of_error) | (excess > evidence.anyway))
     return expected, found, np.where(counts, excess, -np.inf)
 
 
-def _out(evidence: Evidence, pair: Pair) -> Iterator[Row]:
+def _out(evidence: OnsetCriterion, pair: RunPair) -> Iterator[Row]:
     """Yield the rows of the tensors that are out of band by one metric."""
     places = _may_be_out(evidence, pair)
     if not len(places):
@@ -384,12 +384,12 @@ def _out(evidence: Evidence, pair: Pair) -> Iterator[Row]:
             yield (*row, float(found[i, start]), float(expected[i, start]))
 
 
-def _may_be_out(evidence: Evidence, pair: Pair) -> Ints:
+def _may_be_out(evidence: OnsetCriterion, pair: RunPair) -> Ints:
     """Return the indices of the tensors that may be out of band, to skip the others.
 
     In some sample, the value of such a tensor is at least `least` above the baseline's largest value around this step.
     """
-    found = evidence.scaled(pair.of_run(evidence.metric))
+    found = evidence.scaled(pair.read_run_values(evidence.metric))
     with np.errstate(invalid="ignore"):
         within = found - pair.highest(evidence) <= evidence.least
     rises = ~within & ~np.isnan(found)

@@ -8,7 +8,16 @@ import numpy as np
 import polars as pl
 
 from ..runs.grid import Floats, Grid, Ints
-from .onset import EVIDENCE, Evidence, Pair, compute_limits, least_rise_of, list_onsets, measure_excess, select_discoveries
+from .onset import (
+    EVIDENCE,
+    OnsetCriterion,
+    RunPair,
+    compute_limits,
+    compute_rise_threshold,
+    list_onsets,
+    measure_excess,
+    select_discoveries,
+)
 
 
 @dataclass(frozen=True)
@@ -58,21 +67,21 @@ def compute_tensor_band(baseline: Grid, run: Grid, tensors: int) -> TensorBand:
         >>> found.onsets["onset"].to_list(), float(found.metrics["underflow_pct"].high[0])
         ([20], 1.0)
     """
-    pair, onsets = Pair(baseline, run), list_onsets(baseline, run)
+    pair, onsets = RunPair(baseline, run), list_onsets(baseline, run)
     names = dict.fromkeys(evidence.metric for evidence in EVIDENCE)
     metrics = {name: _band([e for e in EVIDENCE if e.metric == name], pair) for name in names}
     return TensorBand(pair.steps, metrics, onsets, not select_discoveries(onsets, tensors).is_empty())
 
 
-def _band(evidence: list[Evidence], pair: Pair) -> MetricBand:
+def _band(evidence: list[OnsetCriterion], pair: RunPair) -> MetricBand:
     """Return the band of a metric, with an upper limit, and with a lower limit if falls count too."""
-    expected, found = (values[0] for values in pair.of(evidence[0].metric))
+    expected, found = (values[0] for values in pair.compute_medians_and_values(evidence[0].metric))
     ends = {e.sign: compute_limits(e, pair)[0] for e in evidence}
     none = np.full_like(expected, np.nan)
     low, high = ends.get(-1, none), ends.get(1, none)
     with np.errstate(invalid="ignore"):
         beyond = (found > high) | (found < low)
     counts = np.any([measure_excess(e, pair)[2][0] > 1 for e in evidence], axis=0)
-    least = float(np.min(least_rise_of(evidence[0], pair)[0], initial=np.inf))
+    least = float(np.min(compute_rise_threshold(evidence[0], pair)[0], initial=np.inf))
     ratio = evidence[0].log2
     return MetricBand(low, expected, high, 2**least if ratio else least, ratio, int(beyond.sum()), int(counts.sum()))

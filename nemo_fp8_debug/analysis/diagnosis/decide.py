@@ -16,7 +16,7 @@ _ORDER = tuple(EXPLAINS)
 
 
 @dataclass(frozen=True)
-class Circumstances:
+class DecisionInputs:
     """The evidence for a decision in addition to findings."""
 
     #: step from which the run is harmed; None if no harm is known
@@ -78,7 +78,7 @@ class Decision:
         return self.finding if self.finding is not None and self.finding.operand else None
 
 
-def decide(findings: Sequence[Finding], evidence: Circumstances) -> Decision:
+def decide(findings: Sequence[Finding], evidence: DecisionInputs) -> Decision:
     """Decide which cause the findings show."""
     candidates = [f for f in findings if _may_be_cause(f, findings, evidence)]
     first = [f for f in candidates if not any(_explains(other, f, evidence) for other in candidates if other is not f)]
@@ -100,10 +100,10 @@ def _rank(found: Finding) -> tuple[int, int, int, bool, float]:
     excess.
     """
     since = -1 if found.since is None else found.since
-    return -found.weight, since, _ORDER.index(found.kind), found.operand is None, -(found.excess or 0.0)
+    return -found.strength_rank, since, _ORDER.index(found.kind), found.operand is None, -(found.excess or 0.0)
 
 
-def _may_be_cause(found: Finding, findings: Sequence[Finding], evidence: Circumstances) -> bool:
+def _may_be_cause(found: Finding, findings: Sequence[Finding], evidence: DecisionInputs) -> bool:
     """Return True if a finding names a cause, and the fault began early enough to cause the harm."""
     unnamed = found.cause == "unknown" and (found.operand is None or found.strength == "hint")
     if found.cause == "none" or unnamed or (found.kind in OF_FP8 and not evidence.by_precision):
@@ -138,12 +138,12 @@ def _tensor(found: Finding) -> tuple[object, ...]:
     return found.role, found.since, found.excess, found.layer and found.layer.rpartition(".")[0]
 
 
-def _explains(other: Finding, found: Finding, evidence: Circumstances) -> bool:
+def _explains(other: Finding, found: Finding, evidence: DecisionInputs) -> bool:
     """Return True if `found` is a consequence of `other`.
 
     If both may have begun at the same step, the order of their kinds decides.
     """
-    if found.kind not in EXPLAINS[other.kind] or other.weight < found.weight:
+    if found.kind not in EXPLAINS[other.kind] or other.strength_rank < found.strength_rank:
         return False
     (began, seen), (other_began, other_seen) = evidence.bracket(found), evidence.bracket(other)
     return other_seen < began or (other_began <= seen and _ORDER.index(other.kind) < _ORDER.index(found.kind))

@@ -20,7 +20,7 @@ from ..recommendation.recommend import Recommendation
 from ..runs.grid import measure_interval
 from ..runs.run import Run
 from ..runs.settings import choose_reference
-from .decide import Circumstances, Decision, decide
+from .decide import Decision, DecisionInputs, decide
 from .diagnosis import Diagnosis
 from .facts import Facts, Records
 from .finding import Finding
@@ -171,7 +171,7 @@ def judge_facts(facts: Facts, leave_out: Collection[str] = ()) -> Judgment:
     Args:
         leave_out: names of rules to skip, for an ablation.
     """
-    findings = sorted(find_all(facts, leave_out), key=lambda f: (-1 if f.since is None else f.since, -f.weight))
+    findings = sorted(find_all(facts, leave_out), key=lambda f: (-1 if f.since is None else f.since, -f.strength_rank))
     loss, stopped_at = _add_rise(facts, findings), find_stop(skipped_steps(facts).run)
     harmed_since = min((step for step in (loss.harmful_since, stopped_at) if step is not None), default=None)
     interval = int(measure_interval(facts.steps))
@@ -182,7 +182,7 @@ def judge_facts(facts: Facts, leave_out: Collection[str] = ()) -> Judgment:
     judged = _is_judged(facts, harmed_since, interval, out) and not in_doubt
     settled = int(facts.steps[min(MADE_UP, len(facts.steps) - 1)]) if len(facts.steps) else 0
     by_precision = loss.differs_from_reference is not False
-    evidence = Circumstances(
+    evidence = DecisionInputs(
         harmed_since, interval, settled, facts.paired, judged, loss.diverges, by_precision, max(2, len(loss.run.steps) // 30)
     )
     decision = decide(findings, evidence)

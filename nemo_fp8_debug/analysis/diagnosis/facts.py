@@ -14,7 +14,7 @@ from ..comparison.compare import Comparison, select_quantized
 from ..loss.outcome import LossOutcome
 from ..runs.grid import Ints
 from ..runs.run import Run
-from .limits import find_beyond
+from .limits import find_over_limit
 
 Value_co = TypeVar("Value_co", covariant=True)
 
@@ -34,11 +34,11 @@ class Records:
 
     @cached_property
     def beyond(self) -> pl.DataFrame:
-        """Return the operands of the run beyond a limit; see `find_beyond`."""
-        return find_beyond(select_quantized(self.run.metrics))
+        """Return the operands of the run beyond a limit; see `find_over_limit`."""
+        return find_over_limit(select_quantized(self.run.metrics))
 
 
-def read_unusual(
+def subtract_baseline_tensors(
     read: Callable[[Run], pl.DataFrame], run: Run, baseline: Run | None, keys: Sequence[str] = ("layer", "role")
 ) -> pl.DataFrame:
     """Return the rows that `read` returns for a run, without tensors for which `read` also returns rows of the baseline.

@@ -17,11 +17,11 @@ _BY_ROLE = {
 }
 
 
-def look_at_producer(layer: str, role: str) -> str:
+def advise_on_producer(layer: str, role: str) -> str:
     """Return a sentence that names the code that produces a tensor.
 
     Example:
-        >>> look_at_producer("layers.0.fc1", "grad_output")
+        >>> advise_on_producer("layers.0.fc1", "grad_output")
         'Look at what computes dY of layers.0.fc1: the backward pass of what follows that GEMM, up to the loss function.'
     """
     producer = _BY_ROLE.get(role)
@@ -35,7 +35,7 @@ def advise_on_nonfinite(layer: str | None, role: str | None, what: str = "", is_
         what: description of the first value with NaN or infinity, if the value is not a tensor of a layer.
         is_sampled: whether operands were sampled at that step.
     """
-    look = look_at_producer(layer, role) if layer and role else f"Look at what computes {what}."
+    look = advise_on_producer(layer, role) if layer and role else f"Look at what computes {what}."
     if not layer and not is_sampled:
         unseen = "no operand was sampled at that step, so any layer may be the source"
         return f"Resume before it with `interval=1`: {unseen}, or what computes {what}. No recipe fixes NaN."
@@ -250,7 +250,7 @@ class Finding:
         return self.of_kind or CAUSES[self.cause].kind
 
     @property
-    def weight(self) -> int:
+    def strength_rank(self) -> int:
         """Return the rank of the finding's strength, larger for stronger findings."""
         return STRENGTHS.index(self.strength)
 

@@ -10,7 +10,7 @@ import polars as pl
 from ...core.keys import GRADIENTS, ROLES, Key
 from ...core.scale_sources import QUANTIZED
 from ...core.text import format_number
-from ..recommendation.options import Flag, Undo
+from ..recommendation.options import Flag, RestoredSetting
 from ..runs.grid import measure_interval
 from ..runs.run import Run
 from ..runs.settings import usual_casts
@@ -96,7 +96,7 @@ def _stretches(found: Answer) -> dict[Key, tuple[int, int]]:
 def _add_undos(found: Answer, flagged: Mapping[Key, Flag], blamed: Finding | None) -> dict[Key, Flag]:
     """Add to each flag the last change of its operand's recipe before the fault."""
     if blamed is not None and blamed.cause == "resumed_without_scales":
-        lost = Undo(None, blamed.since, is_cause=True)
+        lost = RestoredSetting(None, blamed.since, is_cause=True)
         return {key: replace(flag, undo=lost) for key, flag in flagged.items()}
     since = None if blamed is None else blamed.since
     until = {key: flag.out[0] if flag.out is not None else since for key, flag in flagged.items()}
@@ -108,7 +108,7 @@ def _add_undos(found: Answer, flagged: Mapping[Key, Flag], blamed: Finding | Non
     }
 
 
-def _find_undos(run: Run, baseline: Run | None, until: Mapping[Key, int | None]) -> dict[Key, Undo]:
+def _find_undos(run: Run, baseline: Run | None, until: Mapping[Key, int | None]) -> dict[Key, RestoredSetting]:
     """Return the recipes that operands had before a change in the run, or else the recipes in the baseline.
 
     Args:
@@ -119,7 +119,7 @@ def _find_undos(run: Run, baseline: Run | None, until: Mapping[Key, int | None])
     before, slack = _recipes_in(baseline, until), int(measure_interval(run.metrics.steps))
     keys = pl.DataFrame(list(until), schema=dict.fromkeys(_KEY, pl.String), orient="row")
     rows = run.metrics.within(keys).frame(["recipe"]).drop_nulls("recipe")
-    found: dict[Key, Undo] = {}
+    found: dict[Key, RestoredSetting] = {}
     for key, of_key in rows.group_by(_KEY, maintain_order=True):
         mine, names = (str(key[0]), str(key[1])), of_key["recipe"]
         moved = of_key.filter((names != names.shift(1)).fill_null(False))
@@ -128,9 +128,9 @@ def _find_undos(run: Run, baseline: Run | None, until: Mapping[Key, int | None])
         if len(in_time):
             step = in_time["step"][-1]
             earlier = of_key.filter(pl.col("step") < step)["recipe"][-1]
-            found |= {mine: Undo(earlier, step)} if earlier != last else {}
+            found |= {mine: RestoredSetting(earlier, step)} if earlier != last else {}
         elif before.get(mine, last) != last:
-            found[mine] = Undo(before[mine], None)
+            found[mine] = RestoredSetting(before[mine], None)
     return found
 
 

@@ -10,7 +10,7 @@ import polars as pl
 
 from ...numerics.limits import FAR, FORMATS, LEAST_VALUES, LIMITS, MADE_UP
 from ..comparison.compare import select_quantized, split_experts
-from ..runs.blocks import compute_in_parts, map_over_blocks
+from ..runs.blocks import compute_in_parts, map_tensor_chunks
 from ..runs.grid import Floats, Grid
 from ..runs.metrics import Metrics
 from ..runs.run import Run
@@ -19,7 +19,7 @@ from ..runs.run import Run
 COLUMNS = ("n", *LIMITS["input"])
 
 
-def find_beyond(metrics: Metrics, least: float = 1.0) -> pl.DataFrame:
+def find_over_limit(metrics: Metrics, least: float = 1.0) -> pl.DataFrame:
     """Find operands beyond a limit in two consecutive samples, or far beyond a limit in one sample.
 
     Args:
@@ -33,14 +33,14 @@ def find_beyond(metrics: Metrics, least: float = 1.0) -> pl.DataFrame:
     Example:
         >>> nothing = {"layer": ["fc1"] * 5, "role": ["weight"] * 5, "underflow_pct": [0.0] * 5, "overflow_pct": [0.0] * 5}
         >>> off = pl.DataFrame(nothing | {"step": [0, 5, 10, 15, 20], "scale_ratio_log2": [9.0, 0, 0, 7, 7]})
-        >>> find_beyond(Metrics.of(off)).row(0)
+        >>> find_over_limit(Metrics.of(off)).row(0)
         ('fc1', 'weight', 15, 2.3333333333333335)
     """
     limited = select_limited(metrics)
     found = (
         []
         if limited.is_empty()
-        else map_over_blocks(partial(compute_in_parts, partial(_beyond, least)), limited, together=[COLUMNS])
+        else map_tensor_chunks(partial(compute_in_parts, partial(_beyond, least)), limited, together=[COLUMNS])
     )
     rows = [row for of_block in found for of_part in of_block for row in of_part]
     schema = {"layer": pl.String, "role": pl.String, "onset": pl.Int64, "excess": pl.Float64}
@@ -101,7 +101,7 @@ def early_warning(run: Run, beyond: pl.DataFrame | None = None) -> pl.DataFrame:
     the run. Only operands in FP8 have limits and scores.
 
     Args:
-        beyond: the result of `find_beyond` for the run, if known. Then only these operands are read, because no other
+        beyond: the result of `find_over_limit` for the run, if known. Then only these operands are read, because no other
             operand has a score above 1.
 
     Returns:
@@ -115,14 +115,18 @@ def early_warning(run: Run, beyond: pl.DataFrame | None = None) -> pl.DataFrame:
         (['step', 'score', 'layer', 'role'], True)
     """
     limited = select_limited(select_quantized(run.metrics))
-    judged = limited.among(split_experts(limited.tensors)[0])
+    judged = limited.select_tensors(split_experts(limited.tensors)[0])
     if beyond is not None:  # with all steps, because a score depends on the previous one
-        judged = judged.narrowed(judged.tensors.join(beyond, on=["layer", "role"], how="semi", maintain_order="left"))
+        judged = judged.select_keeping_steps(
+            judged.tensors.join(beyond, on=["layer", "role"], how="semi", maintain_order="left")
+        )
     empty = pl.DataFrame(schema={"step": pl.Int64, "score": pl.Float64, "layer": pl.String, "role": pl.String})
     if judged.is_empty() or judged.tensors.is_empty():
         return empty
     found = [
-        rows for block in map_over_blocks(partial(compute_in_parts, _farthest), judged, together=[COLUMNS]) for rows in block
+        rows
+        for block in map_tensor_chunks(partial(compute_in_parts, _farthest), judged, together=[COLUMNS])
+        for rows in block
     ]
     # If several operands have the same score, the first counts.
     return pl.concat([empty, *found]).sort("step", -pl.col("score"), maintain_order=True).unique("step", maintain_order=True)

@@ -64,7 +64,7 @@ def show_value(metric: str, value: float | None) -> str:
     return format_number(value, "%" if metric.endswith("_pct") else "")
 
 
-def show_move(row: Mapping[str, Any], zero_since: int | None = None) -> str:
+def describe_band_exit(row: Mapping[str, Any], zero_since: int | None = None) -> str:
     """Return a clause with the metric by which a tensor is out of band, and the metric's expected and actual value.
 
     Args:
@@ -82,12 +82,12 @@ def show_move(row: Mapping[str, Any], zero_since: int | None = None) -> str:
     return f"{LABELS[row['metric']][0]} {show_value(row['metric'], row['expected'])} -> {show_value(row['metric'], after)}"
 
 
-def tell_steps_apart(step: int, other: int, unit: str) -> str:
+def describe_step_distance(step: int, other: int, unit: str) -> str:
     """Describe the distance of a step from another step in words.
 
     Example:
-        >>> tell_steps_apart(48, 49, "step"), tell_steps_apart(60, 49, "step"), tell_steps_apart(49, 49, "step")
-        ('1 step before', '11 steps after', 'with')
+        >>> [describe_step_distance(step, 49, "step") for step in (48, 60, 49)]
+        ['1 step before', '11 steps after', 'with']
     """
     by = step - other
     return "with" if by == 0 else f"{abs(by)} {unit}{'' if abs(by) == 1 else 's'} {'before' if by < 0 else 'after'}"
@@ -353,7 +353,7 @@ def tell_why(row: Mapping[str, Any], found: Answer, zero_since: int | None = Non
         return f"{what}: {means}, since {found.run.unit} {row['onset']} ({named.evidence}).{zero}"
     if row["onset"] is None:
         return (_tell_badly(row) or _tell_within(row, found)) + zero
-    move = named.evidence if named is not None else show_move(row, zero_since)
+    move = named.evidence if named is not None else describe_band_exit(row, zero_since)
     return f"Not blamed: out of band {_tell_after(row, found)} ({move}). {_tell_badly(row)}".strip() + zero
 
 
@@ -363,9 +363,9 @@ def _tell_after(row: Mapping[str, Any], found: Answer) -> str:
     since = f"since {unit} {onset}"
     if chosen is not None and chosen.since is not None and onset >= chosen.since:
         what = chosen.operand or ("the learning rate" if chosen.cause == "learning_rate" else "the cause")
-        return f"{since}, {tell_steps_apart(onset, chosen.since, unit)} {what}: a consequence"
+        return f"{since}, {describe_step_distance(onset, chosen.since, unit)} {what}: a consequence"
     if found.divergence_step is not None and onset >= found.divergence_step:
-        return f"{since}, {tell_steps_apart(onset, found.divergence_step, unit)} the loss: a consequence"
+        return f"{since}, {describe_step_distance(onset, found.divergence_step, unit)} the loss: a consequence"
     return f"{since}, and the loss does not show it" if found.divergence_step is None else f"{since}, less far than others"
 
 

@@ -12,7 +12,7 @@ import polars as pl
 from ...core.keys import Key
 from ..comparison.compare import Comparison, split_experts
 from ..comparison.drift import SHOWN, TAIL
-from ..runs.blocks import compute_by_tensor, map_over_blocks
+from ..runs.blocks import compute_by_tensor, map_tensor_chunks
 from ..runs.grid import Floats, Grid, median
 from ..runs.run import Run
 from .answer import Answer
@@ -123,11 +123,11 @@ def compute_medians(run: Run, metrics: Sequence[str], most: Sequence[str] = ()) 
     maximum.
     """
     steps = run.metrics.steps
-    later = run.metrics.over(steps[-max(1, round(len(steps) * TAIL)) :])
+    later = run.metrics.select_steps(steps[-max(1, round(len(steps) * TAIL)) :])
     if later.is_empty():
         return later.tensors.with_columns(pl.lit(None, pl.Float64).alias(name) for name in metrics)
     functions = [partial(_of_later, name, name in most) for name in metrics]
-    rows = map_over_blocks(partial(_columns, functions), later)
+    rows = map_tensor_chunks(partial(_columns, functions), later)
     return pl.concat(rows).with_columns(pl.col(metrics).fill_nan(None))
 
 

@@ -149,7 +149,7 @@ def _exactly(apart: Floats, first: int, half: int) -> int:
 _TAIL = 0.01
 
 
-class Scale(NamedTuple):
+class PercentBase(NamedTuple):
     """The value that counts as 100% of a rise or gap, for a loss that crosses zero or comes very near it."""
 
     value: float
@@ -157,12 +157,12 @@ class Scale(NamedTuple):
     is_range: bool
 
     @staticmethod
-    def choose(scale: Scale | None, level: float) -> float:
+    def choose_base_value(scale: PercentBase | None, level: float) -> float:
         """Return the value that counts as 100%: the scale if there is one, otherwise the level."""
         return abs(level) if scale is None else scale.value
 
 
-def measure_scale(losses: Floats) -> Scale | None:
+def measure_scale(losses: Floats) -> PercentBase | None:
     """Return the scale of losses that cross zero or come very near it; None for all other losses.
 
     Percentages of a level near zero are meaningless, so such losses use one scale for all steps: their final level. If the
@@ -180,7 +180,7 @@ def measure_scale(losses: Floats) -> Scale | None:
     if high <= 0 or low >= thresholds.NEAR_ZERO * high:
         return None
     level, whole = abs(float(finite[-max(len(finite) // 10, 1) :].mean())), float(high - low)
-    return Scale(level, False) if low < 0 and level > thresholds.LEVEL_NEAR_ZERO * whole else Scale(whole, True)
+    return PercentBase(level, False) if low < 0 and level > thresholds.LEVEL_NEAR_ZERO * whole else PercentBase(whole, True)
 
 
 @dataclass(frozen=True)
@@ -203,14 +203,14 @@ class LossCurve:
         return cls(table["step"].to_numpy(), losses, running_median(losses, half), half)
 
     @cached_property
-    def scale(self) -> Scale | None:
+    def percent_base(self) -> PercentBase | None:
         """Return the scale for rises above this loss, or None if rises are relative to its level. See `measure_scale`."""
         return measure_scale(self.losses)
 
     @property
     def vanishes(self) -> bool:
         """Return True if the loss falls to a thousandth, so that most gradients are nearly zero."""
-        return self.scale is not None and self.scale.is_range and bool((self.losses >= 0).all())
+        return self.percent_base is not None and self.percent_base.is_range and bool((self.losses >= 0).all())
 
     @property
     def is_negative_from_zero(self) -> bool:
@@ -221,14 +221,16 @@ class LossCurve:
         first = float(np.median(finite[: max(3, len(finite) // 30)]))
         return abs(first) < thresholds.LEVEL_NEAR_ZERO * float(np.ptp(finite))
 
-    def scale_before(self, step: int) -> Scale | None:
+    def measure_base_before(self, step: int) -> PercentBase | None:
         """Return the scale of the losses before a step; see `measure_scale`."""
         return measure_scale(self.losses[self.steps < step])
 
     def raised(self, percent: float) -> LossCurve:
         """Return the curve with all losses raised by a percentage."""
         part, both = percent / 100, (self.losses, self.smooth)
-        losses, smooth = (each + part * (np.abs(each) if self.scale is None else self.scale.value) for each in both)
+        losses, smooth = (
+            each + part * (np.abs(each) if self.percent_base is None else self.percent_base.value) for each in both
+        )
         return LossCurve(self.steps, losses, smooth, self.half)
 
     def same_as(self, other: LossCurve) -> bool:
@@ -280,14 +282,14 @@ class LossCurve:
         return int(self.steps[numbers[-1] + 1 if len(numbers) else 0])
 
     @cached_property
-    def scale_to_lowest(self) -> Scale | None:
+    def percent_base_above_minimum(self) -> PercentBase | None:
         """Return the scale for rises above the smoothed minimum, from the losses up to the minimum. None: use the minimum's
         value.
         """
         return measure_scale(self.losses[: int(np.argmin(self.smooth)) + self.half + 1]) if len(self.smooth) else None
 
     def _whole(self, floor: float) -> float:
-        return Scale.choose(self.scale_to_lowest, floor)
+        return PercentBase.choose_base_value(self.percent_base_above_minimum, floor)
 
     def _least_rise(self, floor: float) -> float:
         # Because of noise, the minimum of a curve is 3 to 4 standard deviations below the curve itself.
@@ -315,7 +317,7 @@ class LossCurve:
             rise = after - before
         at = int(np.argmax(np.where(np.isfinite(rise), rise, -np.inf)))
         step = int(self.steps[at + self.half])
-        whole = Scale.choose(self.scale_before(step), float(before[at]))
+        whole = PercentBase.choose_base_value(self.measure_base_before(step), float(before[at]))
         if not rise[at] > max(thresholds.LEVEL_SIGMAS * noise, thresholds.LEVEL_PART * whole):
             return None
         return step, 100 * float(rise[at]) / whole

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from scipy.special import stdtrit
 
 from .. import thresholds
-from .curve import LossCurve, Scale, find_lasting_start, measure_persistence, running_median, standard_error
+from .curve import LossCurve, PercentBase, find_lasting_start, measure_persistence, running_median, standard_error
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
@@ -39,7 +39,7 @@ class Aligned:
     #: correlation of the two losses' changes from place to place; NaN if there are too few
     correlation: float
     #: the value that counts as 100% of a gap; None: the baseline's level
-    scale: Scale | None = None
+    scale: PercentBase | None = None
 
     @property
     def paired(self) -> bool:
@@ -81,7 +81,7 @@ def align_losses(run: LossCurve, baseline: LossCurve) -> Aligned:
         means = [_means(curve, edges, spacing) for curve in (run, baseline)]
         both = ~np.isnan(means[0]) & ~np.isnan(means[1])
         steps, losses = edges[both].astype(np.int64), (means[0][both], means[1][both])
-    return Aligned(steps, *losses, spacing, _correlation(*losses), baseline.scale)
+    return Aligned(steps, *losses, spacing, _correlation(*losses), baseline.percent_base)
 
 
 def _spacing(steps: Ints) -> int:

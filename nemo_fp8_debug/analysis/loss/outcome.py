@@ -226,6 +226,6 @@ class LossOutcome:
         Args:
             step: step at which the loss rises; None for a gap, or for a rise above the minimum.
         """
-        alone = self.run.scale_to_lowest if step is None else self.run.scale_before(step)
-        scale = alone if self.baseline is None else self.baseline.scale
+        alone = self.run.percent_base_above_minimum if step is None else self.run.measure_base_before(step)
+        scale = alone if self.baseline is None else self.baseline.percent_base
         return f"{format_number(value)}%{OF_RANGE if scale is not None and scale.is_range else ''}"

@@ -11,7 +11,7 @@ import numpy as np
 import polars as pl
 from scipy.special import stdtrit
 
-from .curve import LossCurve, Scale
+from .curve import LossCurve, PercentBase
 from .gap import FEWEST, PART, Floats, Ints, align_losses
 
 #: number of losses in common that is needed to decide if two runs saw the same batches
@@ -47,7 +47,7 @@ class Seeds:
 
 
 @dataclass(frozen=True)
-class Beside:
+class BaselineLoss:
     """The loss that a run is compared with."""
 
     #: loss of one baseline, or the mean loss of several baselines
@@ -58,7 +58,7 @@ class Beside:
     notes: Sequence[str] = ()
 
 
-def choose_baseline_loss(run: tuple[str, LossCurve], baselines: Mapping[str, LossCurve]) -> Beside:
+def choose_baseline_loss(run: tuple[str, LossCurve], baselines: Mapping[str, LossCurve]) -> BaselineLoss:
     """Choose the loss to compare a run with: of the only baseline, of a baseline that saw the run's batches, or the mean of
     several.
 
@@ -75,17 +75,17 @@ def choose_baseline_loss(run: tuple[str, LossCurve], baselines: Mapping[str, Los
     """
     first = next(iter(baselines.values()))
     if len(baselines) == 1:
-        return Beside(first)
+        return BaselineLoss(first)
     counted, notes = _that_count(run, baselines)
     paired = next((name for name, curve in counted.items() if align_losses(run[1], curve).paired), None)
     if paired is not None:
-        return Beside(
+        return BaselineLoss(
             counted[paired], None, [f"{paired} saw the run's batches: the loss is compared with it alone.", *notes]
         )
     if len(counted) < 2:
-        return Beside(next(iter(counted.values()), first), None, notes)
+        return BaselineLoss(next(iter(counted.values()), first), None, notes)
     mean = mean_of([*counted.values()])
-    return Beside(mean, seeds_of([*counted.values()], mean), notes)
+    return BaselineLoss(mean, seeds_of([*counted.values()], mean), notes)
 
 
 def _that_count(run: tuple[str, LossCurve], baselines: Mapping[str, LossCurve]) -> tuple[dict[str, LossCurve], list[str]]:
@@ -111,7 +111,7 @@ def _why_not(run: LossCurve, baseline: LossCurve, most: int) -> str:
     """
     if not baseline.has_enough:
         return "it has too few losses"
-    if baseline.scale is None and not baseline.smooth[-1]:
+    if baseline.percent_base is None and not baseline.smooth[-1]:
         return "its losses end at zero"
     lost = baseline.lost_at if baseline.lost_at is not None else baseline.diverged_at
     if lost is not None:
@@ -172,7 +172,9 @@ def seeds_of(curves: Sequence[LossCurve], mean: LossCurve) -> Seeds:
     n = len(mean.steps)
     last = mean.steps[n - max(round(PART * n), min(FEWEST, n)) :]
     ends = _at(curves, last).mean(axis=1)
-    return Seeds(len(curves), 100 * float(ends.std(ddof=1) / Scale.choose(mean.scale, float(ends.mean()))))
+    return Seeds(
+        len(curves), 100 * float(ends.std(ddof=1) / PercentBase.choose_base_value(mean.percent_base, float(ends.mean())))
+    )
 
 
 def _at(curves: Sequence[LossCurve], steps: Ints) -> Floats:

@@ -10,7 +10,7 @@ import numpy as np
 from scipy.special import ndtri, stdtr
 
 from .. import thresholds
-from .curve import LossCurve, Scale, measure_persistence, running_median, standard_error
+from .curve import LossCurve, PercentBase, measure_persistence, running_median, standard_error
 from .gap import PART, Aligned, Floats, Ints, align_losses
 
 #: number of losses on either side of the step: at most all losses divided by `_PART`, but at least `_FEWEST`
@@ -109,7 +109,7 @@ def _may_have_begun(step: int, sampled: Ints) -> int:
 
 def _rise_at(run: LossCurve, baseline: LossCurve | None, step: int) -> Rise | None:
     """Return the rise at a step, or None if too few losses surround the step; see `measure_rise`."""
-    steps, losses, scale = run.steps, run.losses, run.scale_before(step)
+    steps, losses, scale = run.steps, run.losses, run.measure_base_before(step)
     whole: float | None = None if scale is None else scale.value
     if baseline is not None and baseline.has_enough:
         aligned = align_losses(run, baseline)
@@ -208,7 +208,7 @@ def _of_its_own(aligned: Aligned) -> tuple[Floats, float | None]:
     if (aligned.baseline > 0).all():
         return aligned.run / expected, None
     last = aligned.baseline[known][-max(round(PART * len(aligned.steps)), 1) :]
-    return aligned.run - expected, Scale.choose(aligned.scale, float(last.mean()) if len(last) else 0.0)
+    return aligned.run - expected, PercentBase.choose_base_value(aligned.scale, float(last.mean()) if len(last) else 0.0)
 
 
 def _jumps(series: Floats, behind: int) -> tuple[Floats, float]:

@@ -21,7 +21,7 @@ from ..runs.run import Run
 
 
 @dataclass(frozen=True)
-class Undo:
+class RestoredSetting:
     """A recorded setting to restore for an operand."""
 
     #: the recorded recipe to restore; None: keep the recipe, and restore the FP8 state that was lost when the run was
@@ -41,7 +41,7 @@ class Flag:
     #: first and last step of the first interval in which the operand is out of the baseline's band; None if unknown
     out: tuple[int, int] | None = None
     #: recorded change of the operand, or None
-    undo: Undo | None = None
+    undo: RestoredSetting | None = None
     #: whether only the scale is wrong, so that a scale that follows the values helps
     only_scale: bool = False
 
@@ -57,7 +57,7 @@ _OTHER_FORMAT = {"e4m3": "e5m2", "e5m2": "e4m3"}
 
 
 @dataclass(frozen=True)
-class Errors:
+class WorstErrors:
     """The worst value of each metric of an operand over the samples that count; None if no sample has the metric."""
 
     relative_error: float | None
@@ -65,7 +65,7 @@ class Errors:
     overflow_pct: float | None
 
 
-_NONE = Errors(0.0, 0.0, 0.0)
+_NONE = WorstErrors(0.0, 0.0, 0.0)
 #: recorded errors may exceed the replayed errors of the same recipe by so many percentage points of underflow or overflow,
 #: and by this factor of relative error
 _POINTS, _TIMES = 1.0, 1.5
@@ -104,21 +104,21 @@ class Budget:
             if not getattr(self, name) >= 0:
                 raise ConfigError(f"the limit of {name} must not be below 0: {getattr(self, name)}")
 
-    def broken_by(self, errors: Errors) -> list[str]:
+    def broken_by(self, errors: WorstErrors) -> list[str]:
         """Describe the exceeded limits. Internal."""
         pairs = [(name, getattr(errors, name), getattr(self, name)) for name in _METRICS]
         return [_exceeded(name, value, limit) for name, value, limit in pairs if value is not None and value > limit]
 
-    def worst_of(self, errors: Errors | None) -> str | None:
+    def worst_of(self, errors: WorstErrors | None) -> str | None:
         """Return the metric that exceeds its limit most, or None if no known metric exceeds its limit. Internal."""
         values = {name: getattr(errors, name) for name in _METRICS} if errors is not None else {}
         over = {name: value / (getattr(self, name) or 1e-9) for name, value in values.items() if value is not None}
         worst = max(over, key=over.__getitem__, default=None)
         return worst if worst is not None and over[worst] > 1 else None
 
-    def met_by(self, errors: Errors | None) -> bool:
+    def met_by(self, errors: WorstErrors | None) -> bool:
         """Return True if the errors are known and within all limits. Internal."""
-        return errors is not None and errors != Errors(None, None, None) and not self.broken_by(errors)
+        return errors is not None and errors != WorstErrors(None, None, None) and not self.broken_by(errors)
 
 
 def _exceeded(metric: str, value: float, limit: float) -> str:
@@ -135,7 +135,7 @@ class Option(NamesRecipe):
     #: name of the recipe as in `parse_recipe`; for `stay`, the name in the record
     recipe: str
     #: errors under the recipe; None if the run did not try the recipe and histograms do not show the errors
-    errors: Errors | None
+    errors: WorstErrors | None
     #: whether the option is within the budget, as far as errors are known
     meets: bool
     #: whether errors are approximate, because float32 values were rounded to bfloat16
@@ -147,7 +147,7 @@ def find_cast(recipe: Recipe, role: str) -> Cast:
     return recipe.scaling, recipe.format_of(role).name
 
 
-class Given(NamedTuple):
+class CurrentCast(NamedTuple):
     """The current cast of an operand."""
 
     #: the recorded recipe; None if it is a framework's own recipe that we cannot read
@@ -156,15 +156,15 @@ class Given(NamedTuple):
     format: str
     role: str
     #: recorded change of the operand, or None
-    undo: Undo | None = None
+    undo: RestoredSetting | None = None
 
     @property
-    def scaled(self) -> Recipe:
+    def ladder_start(self) -> Recipe:
         """Return the recipe from which the ladder starts."""
         return self.in_use or _current_in(self.format, self.role)
 
 
-def _undo(given: Given) -> Iterator[tuple[str, Recipe]]:
+def _undo(given: CurrentCast) -> Iterator[tuple[str, Recipe]]:
     undo, recipe = given.undo, given.in_use
     if undo is not None and undo.recipe is not None:
         before = find_recipe(undo.recipe)
@@ -174,8 +174,8 @@ def _undo(given: Given) -> Iterator[tuple[str, Recipe]]:
         yield UNDO, recipe
 
 
-def _rescale(given: Given) -> Iterator[tuple[str, Recipe]]:
-    recipe, scaling = given.scaled, given.scaled.scaling
+def _rescale(given: CurrentCast) -> Iterator[tuple[str, Recipe]]:
+    recipe, scaling = given.ladder_start, given.ladder_start.scaling
     if isinstance(scaling, DelayedScaling):
         for more in (1, 2):
             yield "margin", replace(recipe, scaling=replace(scaling, margin=scaling.margin + more))
@@ -189,21 +189,21 @@ def _rescale(given: Given) -> Iterator[tuple[str, Recipe]]:
             yield "current", current
 
 
-def _use_other_format(given: Given) -> Iterator[tuple[str, Recipe]]:
-    scaling, other = given.scaled.scaling, _OTHER_FORMAT.get(given.format)
+def _use_other_format(given: CurrentCast) -> Iterator[tuple[str, Recipe]]:
+    scaling, other = given.ladder_start.scaling, _OTHER_FORMAT.get(given.format)
     if isinstance(scaling, (DelayedScaling, CurrentScaling)) and other:
         for one in dict.fromkeys([scaling, CurrentScaling()]):
             yield "format", Recipe(one, other)
 
 
-def _scale_blocks(given: Given) -> Iterator[tuple[str, Recipe]]:
+def _scale_blocks(given: CurrentCast) -> Iterator[tuple[str, Recipe]]:
     for block in BLOCKS:
         for choice in ("e4m3", "hybrid") if given.role == "grad_output" else ("e4m3",):
             if Recipe(block(), choice) != given.in_use:
                 yield "block", Recipe(block(), choice)
 
 
-def _leave_fp8(given: Given) -> Iterator[tuple[str, Recipe]]:
+def _leave_fp8(given: CurrentCast) -> Iterator[tuple[str, Recipe]]:
     yield "bf16", BF16_RECIPE
 
 
@@ -211,11 +211,11 @@ def _leave_fp8(given: Given) -> Iterator[tuple[str, Recipe]]:
 LADDER = (_undo, _rescale, _use_other_format, _scale_blocks, _leave_fp8)
 
 
-def candidates(given: Given) -> Iterator[tuple[str, Recipe]]:
+def candidates(given: CurrentCast) -> Iterator[tuple[str, Recipe]]:
     """Yield kinds of changes and their recipes, in order of cost. If a recipe already occurred as `undo`, do not repeat it.
 
     Example:
-        >>> given = Given(find_recipe("delayed(margin=4)"), "e4m3", "input", Undo("delayed", since=80))
+        >>> given = CurrentCast(find_recipe("delayed(margin=4)"), "e4m3", "input", RestoredSetting("delayed", since=80))
         >>> [(kind, recipe.name) for kind, recipe in candidates(given)][:2]
         [('undo', 'delayed-hybrid'), ('margin', 'delayed-hybrid(margin=5)')]
     """
@@ -228,7 +228,7 @@ def candidates(given: Given) -> Iterator[tuple[str, Recipe]]:
                 yield kind, recipe
 
 
-def list_replayable(given: Given) -> Iterator[Recipe]:
+def list_replayable(given: CurrentCast) -> Iterator[Recipe]:
     """Yield the recipes to replay before choosing: the operand's own recipe, and the candidates."""
     if given.in_use:
         yield given.in_use
@@ -241,7 +241,7 @@ def _current_in(fmt: str, role: str) -> Recipe:
     return Recipe(CurrentScaling(), fmt) if fmt in _OTHER_FORMAT and usual.format_of(role).name != fmt else usual
 
 
-class Judged:
+class RecipeErrors:
     """Errors of operands under the recipes in use, under what-if recipes, and under replayed recipes.
 
     Two kinds of samples count: the later half of an operand's samples, and samples in which the operand was out of band.
@@ -264,20 +264,25 @@ class Judged:
         looked_at = known.with_columns(was_out=was_out).filter((rank > n // 2) | was_out).drop("out_first", "out_last")
         self._looked_at = _without_few(_without_rare_clipping(looked_at).drop("was_out"))
         self._samples = {key: n for key, (n,) in _by_key(self._looked_at.group_by(_KEY).len())}
-        self._errors: dict[tuple[Key, Cast], Errors] = {}
+        self._errors: dict[tuple[Key, Cast], WorstErrors] = {}
         self._approximate: set[tuple[Key, Cast]] = set()
         self._note(run.others)
 
-    def in_use(self) -> dict[Key, Errors]:
+    def in_use(self) -> dict[Key, WorstErrors]:
         """Return the errors under the scales in use, for all operands that have metrics."""
-        return {key: Errors(*metrics) for key, metrics in _by_key(_worst(self._looked_at, _KEY))}
+        return {key: WorstErrors(*metrics) for key, metrics in _by_key(_worst(self._looked_at, _KEY))}
 
     def replay(self, wanted: Mapping[Key, Iterable[Recipe]]) -> None:
         """Recompute unknown errors of per-tensor recipes, if the record has histograms."""
         missing: dict[Recipe, list[Key]] = {}
         for key, recipes in wanted.items():
             for recipe in recipes:
-                if key in self._samples and self.of(key, recipe) is None and not recipe.in_blocks and recipe != BF16_RECIPE:
+                if (
+                    key in self._samples
+                    and self.look_up_errors(key, recipe) is None
+                    and not recipe.in_blocks
+                    and recipe != BF16_RECIPE
+                ):
                     missing.setdefault(recipe, []).append(key)
         together: dict[tuple[Key, ...], list[Recipe]] = {}
         for recipe, keys in missing.items():
@@ -286,7 +291,7 @@ class Judged:
             for rows in replay_recipes(self._run.path, of_operands, steps=self._steps(operands), only=set(operands)):
                 self._note(rows)
 
-    def of(self, key: Key, recipe: Recipe) -> Errors | None:
+    def look_up_errors(self, key: Key, recipe: Recipe) -> WorstErrors | None:
         """Return the errors under a recipe, or None if they are unavailable."""
         return self._errors.get((key, find_cast(recipe, key[1])))
 
@@ -307,7 +312,7 @@ class Judged:
         for layer, role, name, *metrics, samples, is_rounded in counted.iter_rows():
             recipe, key = find_recipe(name), (layer, role)
             if recipe is not None and samples == self._samples[key]:
-                self._errors[key, find_cast(recipe, role)] = Errors(*metrics)
+                self._errors[key, find_cast(recipe, role)] = WorstErrors(*metrics)
                 if is_rounded:
                     self._approximate.add((key, find_cast(recipe, role)))
 
@@ -354,14 +359,16 @@ def _by_key(rows: pl.DataFrame) -> Iterator[tuple[Key, tuple[float, ...]]]:
         yield (layer, role), tuple(values)
 
 
-def list_options(key: Key, given: Given, dtype: str, judged: Judged, budget: Budget, flag: Flag) -> tuple[Option, ...]:
+def list_options(
+    key: Key, given: CurrentCast, dtype: str, judged: RecipeErrors, budget: Budget, flag: Flag
+) -> tuple[Option, ...]:
     """Return all options for an operand that exceeds the budget, in order of cost. The last option is BF16."""
     options = []
     astray = _astray(key, given.in_use, judged)
     for kind, recipe in candidates(given):
         if astray and isinstance(recipe.scaling, DelayedScaling) and kind != UNDO:
             continue
-        errors = None if kind == UNDO and given.undo and given.undo.recipe is None else judged.of(key, recipe)
+        errors = None if kind == UNDO and given.undo and given.undo.recipe is None else judged.look_up_errors(key, recipe)
         if recipe == BF16_RECIPE:
             errors = errors or (_NONE if dtype != "float32" else None)  # with 16 bits, BF16 is the run's own precision
         meets = recipe == BF16_RECIPE or budget.met_by(errors) or _helps_anyway(kind, errors, flag)
@@ -369,7 +376,7 @@ def list_options(key: Key, given: Given, dtype: str, judged: Judged, budget: Bud
     return tuple(options)
 
 
-def _helps_anyway(kind: str, errors: Errors | None, flag: Flag) -> bool:
+def _helps_anyway(kind: str, errors: WorstErrors | None, flag: Flag) -> bool:
     """Return True if a change helps although its errors are unknown, because it undoes the cause or because only the scale
     is wrong.
     """
@@ -378,14 +385,14 @@ def _helps_anyway(kind: str, errors: Errors | None, flag: Flag) -> bool:
     return kind == "current" and flag.only_scale and errors is None
 
 
-def _astray(key: Key, in_use: Recipe | None, judged: Judged) -> bool:
+def _astray(key: Key, in_use: Recipe | None, judged: RecipeErrors) -> bool:
     """Return True if errors under the scale in use are much larger than its recipe explains, so that no delayed scale is
     reliable.
 
     A replayed amax history contains only the sampled steps, so small differences do not count.
     """
     now = judged.in_use().get(key)
-    own = judged.of(key, in_use) if in_use is not None and isinstance(in_use.scaling, DelayedScaling) else None
+    own = judged.look_up_errors(key, in_use) if in_use is not None and isinstance(in_use.scaling, DelayedScaling) else None
     if own is None or now is None:
         return False
     more = [(getattr(now, name) or 0.0) - (getattr(own, name) or 0.0) for name in ("underflow_pct", "overflow_pct")]

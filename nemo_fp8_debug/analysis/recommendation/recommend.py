@@ -25,7 +25,19 @@ from ..formatting import make_jsonable
 from ..runs.grid import Ints
 from ..runs.metrics import Metrics
 from ..runs.run import Run
-from .options import STAY, UNDO, Budget, Errors, Flag, Given, Judged, Option, Undo, list_options, list_replayable
+from .options import (
+    STAY,
+    UNDO,
+    Budget,
+    CurrentCast,
+    Flag,
+    Option,
+    RecipeErrors,
+    RestoredSetting,
+    WorstErrors,
+    list_options,
+    list_replayable,
+)
 
 #: operands of each of the three GEMMs of a linear layer: Y = X W, dX = dY W, dW = dY X
 OPERANDS: Mapping[str, tuple[str, str]] = {
@@ -50,7 +62,7 @@ def flops_of(metrics: Metrics) -> dict[str, float]:
         FLOPs by layer, for layers with samples of all three operands. There are entries for single experts, but not for
         aggregates.
     """
-    single = metrics.among(metrics.tensors.filter(~pl.col("layer").map_elements(is_aggregate, pl.Boolean)))
+    single = metrics.select_tensors(metrics.tensors.filter(~pl.col("layer").map_elements(is_aggregate, pl.Boolean)))
     layers = single.tensors["layer"].unique(maintain_order=True)
     place = single.tensors["layer"].replace_strict(layers, range(len(layers)), return_dtype=pl.Int64).to_numpy()
     roles = single.tensors["role"].replace_strict(ROLES, [1 << i for i in range(len(ROLES))], default=0).to_numpy()
@@ -117,7 +129,7 @@ class TensorFix:
     #: metric that exceeds the budget most; None if no known metric exceeds the budget
     metric: str | None = None
     #: recorded change that the first change on the ladder undoes, or None
-    undo: Undo | None = None
+    undo: RestoredSetting | None = None
 
     @property
     def chosen(self) -> Option:
@@ -166,7 +178,7 @@ class TensorFix:
 
 
 @dataclass(frozen=True)
-class Ends:
+class BF16Ends:
     """The numbers of whole blocks in BF16 at either end of the model, if all operands that leave FP8 are in such blocks."""
 
     start: int
@@ -189,7 +201,7 @@ class Recommendation:
     #: as if all measured operands were quantized
     before: float | None
     after: float | None
-    ends: Ends | None
+    ends: BF16Ends | None
     #: sentences about options that could not be tried, and how to try them
     notes: tuple[str, ...]
 
@@ -245,13 +257,13 @@ def recommend(
     # A plan cannot change operands of attention.
     flagged = [(own.get(layer, layer), role) for layer, role in flagged if role in ROLES]
     about = _about(run, flagged)
-    judged = Judged(run, flagged, {key: flag.out for key, flag in flags.items() if flag.out})
+    judged = RecipeErrors(run, flagged, {key: flag.out for key, flag in flags.items() if flag.out})
     now = judged.in_use()
     unknown = [key for key, (recipe, *_) in about.items() if recipe is None]
     about = {key: what for key, what in about.items() if key not in unknown}
     flag_of = {key: flags.get(key) or Flag(_reason(now.get(key), budget)) for key in about}
     too_bad = [key for key in about if not budget.met_by(now.get(key)) or _is_cause(flag_of[key])]
-    given = {key: Given(find_recipe(about[key][0]), about[key][1], key[1], flag_of[key].undo) for key in about}
+    given = {key: CurrentCast(find_recipe(about[key][0]), about[key][1], key[1], flag_of[key].undo) for key in about}
     judged.replay({key: list(list_replayable(given[key])) for key in too_bad})
     flops, in_fp8 = flops_of(run.metrics), _in_fp8(run)
     before = coverage(flops, in_fp8.__contains__)
@@ -281,7 +293,7 @@ def recommend(
     )
 
 
-def _of_unknown_recipes(keys: Sequence[Key], now: Mapping[Key, Errors]) -> list[str]:
+def _of_unknown_recipes(keys: Sequence[Key], now: Mapping[Key, WorstErrors]) -> list[str]:
     """Return a sentence about operands without a recorded recipe, for which no change can be tried."""
     if not keys:
         return []
@@ -302,7 +314,7 @@ def find_over_budget(run: Run, budget: Budget) -> list[Key]:
     aggregates = [key for key in keys if is_aggregate(key[0])]
     in_a_fold = {key for key in keys for layer, role in aggregates if role == key[1] and compile_patterns([layer])(key[0])}
     kept = [key for key in keys if key in aggregates or key not in in_a_fold]
-    return [key for key, errors in Judged(run, kept).in_use().items() if not budget.met_by(errors)]
+    return [key for key, errors in RecipeErrors(run, kept).in_use().items() if not budget.met_by(errors)]
 
 
 def _about(run: Run, flagged: Sequence[Key]) -> dict[Key, tuple[str, str, str]]:
@@ -329,7 +341,7 @@ def _is_cause(flag: Flag) -> bool:
     return flag.undo is not None and flag.undo.is_cause
 
 
-def _reason(errors: Errors | None, budget: Budget) -> str:
+def _reason(errors: WorstErrors | None, budget: Budget) -> str:
     if errors is None:
         return "it has no metrics"
     return ", ".join(budget.broken_by(errors)) or "it keeps the budget"
@@ -375,7 +387,7 @@ def find_block(layer: str) -> int | None:
     return int(found[1]) if found else None
 
 
-def _ends(run: Run, plan: Plan, left: Callable[[Plan], float | None]) -> Ends | None:
+def _ends(run: Run, plan: Plan, left: Callable[[Plan], float | None]) -> BF16Ends | None:
     """Return the blocks at either end of the model if they contain all operands that leave FP8 under the plan, otherwise
     None.
     """
@@ -390,7 +402,9 @@ def _ends(run: Run, plan: Plan, left: Callable[[Plan], float | None]) -> Ends | 
     if start + end > max(1, n * _AT_THE_ENDS):
         return None
     whole = [*range(start), *range(n - end, n)]
-    return Ends(start, end, n, left(Plan(tuple(Change(f"re:^decoder[.]layers[.]{b}[.]", BF16_RECIPE.name) for b in whole))))
+    return BF16Ends(
+        start, end, n, left(Plan(tuple(Change(f"re:^decoder[.]layers[.]{b}[.]", BF16_RECIPE.name) for b in whole)))
+    )
 
 
 def _notes(run: Run, findings: Sequence[TensorFix]) -> list[str]:

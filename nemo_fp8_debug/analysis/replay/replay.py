@@ -156,7 +156,7 @@ def replay_recipes(
         if recipe:
             refuse_blocks(recipe, "replay from histograms, which do not contain blocks (dumps do),")
     metrics = _keep(Metrics.read(run), only)
-    recorded = (metrics if steps is None else metrics.over(np.array(sorted(steps)))).frame()
+    recorded = (metrics if steps is None else metrics.select_steps(np.array(sorted(steps)))).frame()
     scales = _scales(metrics, recipes)
     known = pl.col("grad_scale").is_finite() & (pl.col("grad_scale") != 0)
     multipliers = dict(read_table(run, "steps", ["step", "grad_scale"]).filter(known).iter_rows())

@@ -92,7 +92,7 @@ _REST = 0.25
 _FEWEST = 64
 
 
-def map_over_blocks(do: Callable[..., Result], *runs: Metrics, together: Together = ()) -> list[Result]:
+def map_tensor_chunks(do: Callable[..., Result], *runs: Metrics, together: Together = ()) -> list[Result]:
     """Apply `do` to grids of all runs, for as many tensors at a time as fit into memory.
 
     Return the results in order. If a cluster is in use, its workers share the work; see `cluster`.
@@ -113,7 +113,7 @@ def map_over_blocks(do: Callable[..., Result], *runs: Metrics, together: Togethe
         return [do(*(run.grids(together) for run in runs))]
     some = _slices(tensors, at_once, workers)
     return cluster.map_on_cluster(
-        partial(_of_block, do, together), ([run.narrowed(run.tensors[s]) for run in runs] for s in some)
+        partial(_of_block, do, together), ([run.select_keeping_steps(run.tensors[s]) for run in runs] for s in some)
     )
 
 

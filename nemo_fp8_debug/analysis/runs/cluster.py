@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
 
-from ...core.threads import at_most
+from ...core.threads import limit_cores
 from ...errors import ConfigError
 
 Item = TypeVar("Item")
@@ -52,7 +52,7 @@ def map_on_cluster(do: Callable[[Item], Result], items: Iterable[Item]) -> list[
 
 
 def _alone(do: Callable[[Item], Result], item: Item) -> Result:
-    with at_most(1):
+    with limit_cores(1):
         return do(item)
 
 

@@ -53,20 +53,20 @@ class Grid:
         """Return the grid of some tensors, given by index, with all steps."""
         return replace(self, tensors=self.tensors[some], _tensor=self._tensor[some])
 
-    def among(self, tensors: pl.DataFrame) -> Grid:
+    def select_tensors(self, tensors: pl.DataFrame) -> Grid:
         """Return the grid of some tensors, in the order of `tensors`. Keep the steps at which any of these tensors was
         sampled.
         """
         of_all = self.tensors.with_row_index("at")
         at = tensors.join(of_all, on=KEY, how="left", maintain_order="left")["at"].to_numpy()
         found = replace(self, tensors=tensors, _tensor=self._tensor[at])
-        return found.at(np.flatnonzero(found.sampled.any(axis=0)))
+        return found.select_samples(np.flatnonzero(found.sampled.any(axis=0)))
 
-    def at(self, samples: Ints) -> Grid:
+    def select_samples(self, samples: Ints) -> Grid:
         """Return the grid of some samples, given by index."""
         return replace(self, steps=self.steps[samples], _sample=self._sample[samples])
 
-    def over(self, steps: Ints) -> Grid:
+    def extend_steps(self, steps: Ints) -> Grid:
         """Return the grid over more steps, which include all of its own steps. The added steps have no rows."""
         sample = np.full(len(steps), -1)
         sample[np.searchsorted(steps, self.steps)] = self._sample
@@ -104,14 +104,14 @@ def _span(places: Ints) -> slice | Ints:
 
 
 @dataclass(frozen=True)
-class Paired:
+class SamplePairs:
     """Pairs of samples of two runs, as indices in each run's steps, int64 [P]."""
 
     baseline: Ints
     run: Ints
 
     @classmethod
-    def of(cls, baseline: Ints, run: Ints) -> Paired:
+    def pair_nearest(cls, baseline: Ints, run: Ints) -> SamplePairs:
         """Pair two samples if each is the nearest sample to the other, and they are at most half the longer sampling
         interval apart.
 
@@ -130,10 +130,10 @@ class Paired:
     def __len__(self) -> int:
         return len(self.baseline)
 
-    def last(self, share: float) -> Paired:
+    def last(self, share: float) -> SamplePairs:
         """Return the last part of the pairs, at least one pair."""
         n = max(1, round(len(self) * share))
-        return Paired(self.baseline[-n:], self.run[-n:])
+        return SamplePairs(self.baseline[-n:], self.run[-n:])
 
 
 def _nearest(of: Ints, among: Ints, later: bool) -> Ints:

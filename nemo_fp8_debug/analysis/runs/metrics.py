@@ -23,7 +23,7 @@ from ...record.schema import SCHEMAS
 from ...record.storage import Storage
 from . import cluster
 from .grid import KEY, Floats, Grid, Ints
-from .source import Bools, HeldRows, Source, some_of
+from .source import Bools, InMemoryRows, Source, some_of
 
 Result = TypeVar("Result")
 #: groups of columns that are read together
@@ -82,7 +82,7 @@ class Metrics:
             >>> metrics.tensors.row(0), metrics.steps.tolist(), metrics.frame(["mse"])["mse"].to_list()
             (('fc1', 'input'), [0, 5], [1.0, 2.0])
         """
-        return cls._of(HeldRows(rows))
+        return cls._of(InMemoryRows(rows))
 
     @classmethod
     def read(cls, run: Storage, held: int = HELD) -> Metrics:
@@ -116,20 +116,20 @@ class Metrics:
         """Return the metrics without some steps."""
         return self._over(~np.isin(self.steps, np.array(sorted(steps), dtype=np.int64))) if len(steps) else self
 
-    def at(self, samples: Ints) -> Metrics:
+    def select_samples(self, samples: Ints) -> Metrics:
         """Return the metrics at some steps, given by index, with all operands."""
         kept = np.zeros(len(self.steps), dtype=bool)
         kept[samples] = True
         return replace(self, steps=self.steps[kept], _step=_renumbered(self._step, kept))
 
-    def over(self, steps: Ints) -> Metrics:
+    def select_steps(self, steps: Ints) -> Metrics:
         """Return the metrics at some steps, with the operands that have rows at these steps."""
         return self._over(np.isin(self.steps, steps))
 
     def _over(self, kept: Bools) -> Metrics:
-        return self if kept.all() else self.at(np.flatnonzero(kept))._there()
+        return self if kept.all() else self.select_samples(np.flatnonzero(kept))._there()
 
-    def along(self, axis: pl.DataFrame) -> Metrics:
+    def renumber_steps(self, axis: pl.DataFrame) -> Metrics:
         """Return the metrics with other step numbers. Leave out steps that have no new number.
 
         Args:
@@ -147,16 +147,16 @@ class Metrics:
         """Return the metrics with other layer names."""
         return replace(self, tensors=self.tensors.with_columns(pl.col("layer").replace(dict(names)))) if names else self
 
-    def among(self, tensors: pl.DataFrame) -> Metrics:
+    def select_tensors(self, tensors: pl.DataFrame) -> Metrics:
         """Return the metrics of some operands, in the order of `tensors`. Keep the steps at which any of these operands was
         sampled.
 
         Args:
             tensors: layer and role of operands in these metrics.
         """
-        return self if tensors.select(KEY).equals(self.tensors) else self.narrowed(tensors)._there()
+        return self if tensors.select(KEY).equals(self.tensors) else self.select_keeping_steps(tensors)._there()
 
-    def narrowed(self, tensors: pl.DataFrame) -> Metrics:
+    def select_keeping_steps(self, tensors: pl.DataFrame) -> Metrics:
         """Return the metrics of some operands, with all steps."""
         place = tensors.join(self.tensors.with_row_index("at"), on=KEY, how="left", maintain_order="left")["at"].to_numpy()
         here = np.full(len(self.tensors) + 1, -1)
@@ -165,15 +165,15 @@ class Metrics:
 
     def within(self, keys: pl.DataFrame) -> Metrics:
         """Return the metrics of the operands with layer and role in `keys`."""
-        return self.among(self.tensors.join(keys, on=KEY, how="semi", maintain_order="left"))
+        return self.select_tensors(self.tensors.join(keys, on=KEY, how="semi", maintain_order="left"))
 
     def outside(self, keys: pl.DataFrame) -> Metrics:
         """Return the metrics of the operands with layer and role not in `keys`."""
-        return self.among(self.tensors.join(keys, on=KEY, how="anti", maintain_order="left"))
+        return self.select_tensors(self.tensors.join(keys, on=KEY, how="anti", maintain_order="left"))
 
     def with_role(self, *roles: str) -> Metrics:
         """Return the metrics of the operands with some roles."""
-        return self.among(self.tensors.filter(pl.col("role").is_in(roles)))
+        return self.select_tensors(self.tensors.filter(pl.col("role").is_in(roles)))
 
     def only(self, column: str, values: Collection[str]) -> Metrics:
         """Return the metrics of rows that have one of the given values in a column. Keep operands and steps with such
@@ -186,7 +186,7 @@ class Metrics:
         fitting = sum((counts[value] for value in values if value in counts), none)
         if ((fitting == 0) | (fitting == sum(counts.values(), none))).all():
             # Either all rows of an operand have such a value, or none.
-            return self.among(self.tensors.filter(pl.Series(fitting > 0)))
+            return self.select_tensors(self.tensors.filter(pl.Series(fitting > 0)))
         return replace(self, _only=(*self._only, (column, tuple(values))))._there()
 
     def unique(self, column: str) -> list[str | None]:
@@ -256,7 +256,9 @@ class Metrics:
         workers = min(cluster.count_workers() if self.is_long else 0, len(self.steps))
         if not workers:
             return [do(self)]
-        return cluster.map_on_cluster(do, (self.at(some) for some in np.array_split(np.arange(len(self.steps)), workers)))
+        return cluster.map_on_cluster(
+            do, (self.select_samples(some) for some in np.array_split(np.arange(len(self.steps)), workers))
+        )
 
     def scan(self, columns: Sequence[str]) -> Iterator[pl.DataFrame]:
         """Yield rows, a few steps at a time, with the given columns, tensor (index of the operand) and step."""
@@ -285,12 +287,12 @@ class Metrics:
     def sizes_of_weights(self) -> dict[str, int]:
         """Return the number of values of W by layer, if known."""
         weights = self.with_role("weight")
-        most = _find_largest(weights.at(np.arange(len(weights.steps))[-1:]), whole=True)
+        most = _find_largest(weights.select_samples(np.arange(len(weights.steps))[-1:]), whole=True)
         if (most < 0).any():  # in the last sample, some weights or a rank's part are missing
             most = np.max(weights.over_steps(_find_largest), axis=0)
         return {layer: n for layer, n in zip(weights.tensors["layer"], most.tolist(), strict=True) if n >= 0}
 
-    def gathered(self, columns: Sequence[str], gather: Callable[[pl.DataFrame], pl.DataFrame]) -> pl.DataFrame:
+    def reduce_rows(self, columns: Sequence[str], gather: Callable[[pl.DataFrame], pl.DataFrame]) -> pl.DataFrame:
         """Reduce the rows with `gather`, a few steps at a time. Then reduce the results with `gather` again.
 
         Args:
@@ -299,7 +301,7 @@ class Metrics:
 
         Example:
             >>> metrics = Metrics.of(pl.DataFrame({"step": [0, 5], "layer": "fc1", "role": "input", "mse": [1.0, 2.0]}))
-            >>> metrics.gathered(["mse"], lambda rows: rows.select(pl.max("mse"), pl.sum("count"))).row(0)
+            >>> metrics.reduce_rows(["mse"], lambda rows: rows.select(pl.max("mse"), pl.sum("count"))).row(0)
             (2.0, 2)
         """
         found = self.over_steps(partial(_gather_rows, columns, gather))
@@ -307,7 +309,7 @@ class Metrics:
 
     def last(self, columns: Sequence[str]) -> pl.DataFrame:
         """Return layer, role and the given columns of each operand in its last sample."""
-        rows = self.gathered(columns, lambda rows: rows.unique("tensor", keep="last", maintain_order=True))
+        rows = self.reduce_rows(columns, lambda rows: rows.unique("tensor", keep="last", maintain_order=True))
         return self.named(rows.sort("tensor")).select(*KEY, *columns)
 
     def named(self, rows: pl.DataFrame) -> pl.DataFrame:
@@ -425,7 +427,7 @@ def _fits(rows: pl.DataFrame, only: Sequence[tuple[str, Sequence[str]]]) -> Bool
 def select_common(baseline: Metrics, run: Metrics) -> tuple[Metrics, Metrics]:
     """Restrict both runs' metrics to the tensors that they have in common, in the order of the baseline."""
     tensors = baseline.tensors.join(run.tensors, on=KEY, how="semi", maintain_order="left")
-    return baseline.among(tensors), run.among(tensors)
+    return baseline.select_tensors(tensors), run.select_tensors(tensors)
 
 
 # Each function below reads the rows of some operands and steps once. Callers combine the results of several reads.
@@ -474,7 +476,7 @@ def _find_largest(weights: Metrics, whole: bool = False) -> Ints:
 
 
 def _gather_rows(columns: Sequence[str], gather: Callable[[pl.DataFrame], pl.DataFrame], metrics: Metrics) -> pl.DataFrame:
-    """See `Metrics.gathered`."""
+    """See `Metrics.reduce_rows`."""
     found = gather(metrics.none(columns))
     for rows in metrics.scan(columns):
         found = gather(pl.concat([found, gather(rows.with_columns(count=pl.lit(1, pl.Int64)))], how="diagonal"))

@@ -58,7 +58,9 @@ class Run:
         metrics = Metrics.read(found, held)
         axis = _samples_consumed(str(found), steps, metrics) if by == "samples" else None
         losses = LossCurve.of(_along(axis, steps))
-        return cls(str(found), fingerprint, metrics if axis is None else metrics.along(axis), losses, UNITS[by], axis)
+        return cls(
+            str(found), fingerprint, metrics if axis is None else metrics.renumber_steps(axis), losses, UNITS[by], axis
+        )
 
     @cached_property
     def quantization(self) -> str:
@@ -71,7 +73,7 @@ class Run:
         return _along(self.axis, read_table(self.path, "steps"))
 
     @cached_property
-    def made_up_for(self) -> pl.Series:
+    def loss_scale_skips(self) -> pl.Series:
         """Return the skipped steps that a later optimizer step followed, in runs with a dynamic loss scale.
 
         If gradients overflow while the loss scale adapts, the optimizer skips the step, so this does no harm.
@@ -83,8 +85,8 @@ class Run:
         return steps.filter(pl.col("skipped") & (pl.col("step") < last) & pl.col("loss_scale").is_not_null())["step"]
 
     def without_skipped(self) -> Run:
-        """Return the run without the samples of skipped steps; see `made_up_for`."""
-        return replace(self, metrics=self.metrics.without_steps(self.made_up_for.to_list()))
+        """Return the run without the samples of skipped steps; see `loss_scale_skips`."""
+        return replace(self, metrics=self.metrics.without_steps(self.loss_scale_skips.to_list()))
 
     @cached_property
     def _tables(self) -> dict[str, pl.DataFrame]:

@@ -60,7 +60,7 @@ class Source(Protocol):
         """
 
 
-class HeldRows:
+class InMemoryRows:
     """Rows in memory."""
 
     def __init__(self, rows: pl.DataFrame) -> None:

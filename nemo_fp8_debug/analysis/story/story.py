@@ -18,12 +18,12 @@ from ..comparison.drift import SHOWN
 from ..diagnosis.diagnosis import Diagnosis
 from ..diagnosis.events import Event, sort_events
 from ..diagnosis.narrator import (
+    describe_band_exit,
+    describe_step_distance,
     name_tensor,
-    show_move,
     tell_headline,
     tell_loss,
     tell_loss_headline,
-    tell_steps_apart,
     tell_verdict_reason,
     tell_why,
 )
@@ -31,7 +31,7 @@ from ..diagnosis.ranking import ALSO_WRONG, BLAMED, KEY, compute_medians, rank_t
 from ..diagnosis.rules.zeros import is_zero
 from ..formatting import make_jsonable
 from ..loss.outcome import LossOutcome
-from ..runs.blocks import compute_in_parts, map_over_blocks
+from ..runs.blocks import compute_in_parts, map_tensor_chunks
 from ..runs.grid import Grid, measure_interval
 from ..runs.metrics import Metrics
 from ..runs.run import Run
@@ -212,7 +212,8 @@ def _describe_warning(found: Diagnosis, first: Mapping[str, Any] | None) -> str 
         return None
     step, _, layer, role = found.warning
     unit = found.run.unit
-    return f"{name_tensor(layer, role)} at {unit} {step}, {tell_steps_apart(step, first['since'], unit)} the first tensor."
+    distance = describe_step_distance(step, first["since"], unit)
+    return f"{name_tensor(layer, role)} at {unit} {step}, {distance} the first tensor."
 
 
 def _describe_first(tensors: Sequence[Mapping[str, Any]], found: Diagnosis) -> dict[str, Any] | None:
@@ -226,7 +227,7 @@ def _describe_first(tensors: Sequence[Mapping[str, Any]], found: Diagnosis) -> d
     chosen, unit, loss = found.decision.finding, found.run.unit, found.divergence_step
     began = [step for step in (loss, None if chosen is None else chosen.since) if step is not None]
     consequence = not row["blamed"] and onset is not None and bool(began) and onset >= min(began)
-    apart = "" if loss is None or onset is None else f", {tell_steps_apart(onset, loss, unit)} the loss"
+    apart = "" if loss is None or onset is None else f", {describe_step_distance(onset, loss, unit)} the loss"
     since = "" if onset is None else f" from {unit} {onset} on{apart}"
     told = f"{name_tensor(row['layer'], row['role'])} is out of band{since}"
     key = {"layer": row["layer"], "role": row["role"], "tensor": SHOWN_AS[row["role"]]}
@@ -293,7 +294,7 @@ def _list_events(found: Diagnosis, tensors: list[dict[str, Any]]) -> list[Event]
 
 def _make_event(row: Mapping[str, Any]) -> Event:
     kinds, name = {"scale_ratio_log2": "scale", "nonfinite": "nonfinite"}, name_tensor(row["layer"], row["role"])
-    what = f"{name}: {show_move(row, row['zero_since'])}"
+    what = f"{name}: {describe_band_exit(row, row['zero_since'])}"
     return Event(row["since"], kinds.get(row["metric"], "values"), what, row["layer"], row["role"])
 
 
@@ -308,7 +309,7 @@ def find_zero_since(metrics: Metrics) -> dict[Key, int]:
     """
     if metrics.is_empty():
         return {}
-    found = map_over_blocks(partial(compute_in_parts, _zero_since), metrics, together=[("amax", "nonfinite")])
+    found = map_tensor_chunks(partial(compute_in_parts, _zero_since), metrics, together=[("amax", "nonfinite")])
     return {key: step for of_block in found for of_part in of_block for key, step in of_part}
 
 

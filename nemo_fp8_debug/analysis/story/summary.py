@@ -10,7 +10,7 @@ from ...core.text import format_number
 from ...numerics.metric_names import LABELS
 from ..comparison.compare import Comparison
 from ..comparison.drift import describe_concentration
-from ..diagnosis.narrator import show_move, show_value, tell_loss, tell_reference, tell_steps_apart
+from ..diagnosis.narrator import describe_band_exit, describe_step_distance, show_value, tell_loss, tell_reference
 from ..formatting import make_jsonable
 from ..loss.gap import find_rise_above
 
@@ -138,9 +138,9 @@ def _of_the_first_out(found: Comparison) -> list[str]:
         return ["No tensor leaves the baseline's band."]
     first = found.out_of_band.row(0, named=True)
     unit = found.run.unit
-    before = "" if first["lead"] is None else f", {tell_steps_apart(-first['lead'], 0, unit)} the loss"
+    before = "" if first["lead"] is None else f", {describe_step_distance(-first['lead'], 0, unit)} the loss"
     which = f"{first['tensor']} of {first['layer']}, from {unit} {first['onset']}{before}"
-    return [f"The first tensor out of the baseline's band is {which}: {show_move(first)}."]
+    return [f"The first tensor out of the baseline's band is {which}: {describe_band_exit(first)}."]
 
 
 def _of_the_experts(found: Comparison, aggregate: Mapping[str, Any]) -> list[str]:

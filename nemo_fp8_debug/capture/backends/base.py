@@ -116,7 +116,7 @@ class Backend:
     #: returns dY of a part, from the gradient of the output
     grad: Callable[[torch.Tensor, nn.Module, Args, Kwargs, str], torch.Tensor | None] = lambda grad, *_: grad
     #: returns whether another rank counts this rank's copy; None if all ranks with the module hold copies
-    copied: Callable[[nn.Module, str], bool | None] = parallel.is_copy
+    copied: Callable[[nn.Module, str], bool | None] = parallel.is_duplicate
     #: returns the roles of a part that hooks cannot observe
     unseen: Callable[[nn.Module, str], Collection[str]] = lambda module, part: ()
     #: called after a forward call; returns a function that returns how the engine casts a role of a part. For X and W, call

@@ -15,7 +15,7 @@ def find_parallel_state() -> Any:
     return state if state is not None and state.model_parallel_is_initialized() else None
 
 
-def is_copy(module: nn.Module, role: str) -> bool | None:
+def is_duplicate(module: nn.Module, role: str) -> bool | None:
     """Return True if another rank counts this rank's part of a linear module's `role`.
 
     Return None if all ranks with the module have copies, as for weights without Megatron's groups.
@@ -31,7 +31,7 @@ def is_copy(module: nn.Module, role: str) -> bool | None:
     return bool(within) and not _is_split(module, role, expert)
 
 
-def find_copied_part(module: nn.Module) -> bool:
+def is_duplicate_master(module: nn.Module) -> bool:
     """Return True if another rank counts this rank's part of a master weight. Data-parallel ranks have different parts."""
     state = find_parallel_state()
     if state is None or _kind(module) is not None:
@@ -67,7 +67,7 @@ def find_part(module: nn.Module, what: str) -> int | None:
     return _expert_tensor_rank(state) if expert else int(state.get_tensor_model_parallel_rank())
 
 
-def list_parts() -> dict[str, int]:
+def count_tensor_parts() -> dict[str, int]:
     """Return the number of parts of each kind of tensor that is compared, the same on all ranks."""
     state = find_parallel_state()
     if state is None:

@@ -22,7 +22,7 @@ from ...numerics.histogram import BINS, Histogram, infinity_bin, magnitudes_of
 from ...numerics.metrics import QuantizationSums
 from ..memory import read_address
 from .histogram import occupied
-from .jit import JOB, Work, counts_at, doubles_at, floats_at, jit, job_at, next_share, values_at, work
+from .jit import JOB, Work, counts_at, doubles_at, floats_at, jit, next_share, values_at, view_job_numbers, work
 from .quantize import largest_pattern, rounded, spacing
 from .threads import share_out
 
@@ -82,7 +82,7 @@ def _sums_of_blocks(wide: int, half: bool) -> Work:
 
     @work
     def add_up_blocks(job: int) -> None:
-        numbers = job_at(job)
+        numbers = view_job_numbers(job)
         shares, address, rows, columns, stride, high = numbers[1], numbers[2], numbers[3], numbers[4], numbers[5], numbers[6]
         blocks, first, n = numbers[7], numbers[8], numbers[9]
         tables = carray(floats_at(numbers[10]), n), carray(doubles_at(numbers[11]), n), first

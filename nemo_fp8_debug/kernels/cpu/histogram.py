@@ -9,7 +9,20 @@ import numpy.typing as npt
 from numba.np.numpy_support import carray
 from numpy.lib.stride_tricks import as_strided
 
-from .jit import AHEAD, JOB, Work, add_to, counters_at, counts_at, jit, job_at, next_share, prefetch, values_at, work
+from .jit import (
+    AHEAD,
+    JOB,
+    Work,
+    add_atomically,
+    counters_at,
+    counts_at,
+    jit,
+    next_share,
+    prefetch,
+    values_at,
+    view_job_numbers,
+    work,
+)
 from .threads import ZeroedArrays, share_out
 
 Counts = npt.NDArray[np.int64]
@@ -76,7 +89,7 @@ def _move(private: tuple[Counters, ...], counts: int) -> None:
             for i in range(start, start + 8):
                 count = np.int64(a[i]) + b[i] + c[i] + d[i]
                 if count:
-                    add_to(counts + 8 * i, count)
+                    add_atomically(counts + 8 * i, count)
                 a[i] = b[i] = c[i] = d[i] = 0
 
 
@@ -111,7 +124,7 @@ def _counting() -> Work:
 
     @work
     def count(job: int) -> None:
-        numbers = carray(counts_at(job), JOB + job_at(job)[1])
+        numbers = carray(counts_at(job), JOB + view_job_numbers(job)[1])
         shares, address, rows, columns, stride, step = numbers[1], numbers[2], numbers[3], numbers[4], numbers[5], numbers[6]
         counts = numbers[7]
         while True:

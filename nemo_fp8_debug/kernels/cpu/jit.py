@@ -98,13 +98,13 @@ floats_at, doubles_at = _pointer_to(types.float32), _pointer_to(types.float64)
 
 
 @jit
-def job_at(address: int) -> Any:
+def view_job_numbers(address: int) -> Any:
     """Return the numbers of a job, int64 [16]."""
     return carray(counts_at(address), JOB)
 
 
 @instruction
-def add_to(typing_context: Any, address: Any, number: Any) -> Any:
+def add_atomically(typing_context: Any, address: Any, number: Any) -> Any:
     """Add atomically to the int64 at an address, and return its previous value."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -120,5 +120,5 @@ def next_share(job: int) -> int:
 
     The job's first number counts the shares that threads have taken.
     """
-    share: int = add_to(job, 1)
+    share: int = add_atomically(job, 1)
     return share

@@ -16,7 +16,7 @@ from numba.np.numpy_support import carray
 
 from ...numerics.formats import FloatFormat
 from ...numerics.metrics import SCALE_ROUNDING
-from .jit import JOB, Work, counts_at, floats_at, jit, job_at, next_share, values_at, work
+from .jit import JOB, Work, counts_at, floats_at, jit, next_share, values_at, view_job_numbers, work
 from .jit import counters_at as words_at
 from .threads import share_out
 
@@ -111,7 +111,7 @@ def _reading(dtype: torch.dtype) -> Work:
 
     @work
     def read(job: int) -> None:
-        numbers = carray(counts_at(job), JOB + job_at(job)[1])
+        numbers = carray(counts_at(job), JOB + view_job_numbers(job)[1])
         shares, n = numbers[1], numbers[3]
         x = carray(values(numbers[2]), n)
         while True:

@@ -14,12 +14,12 @@ import torch
 from ...numerics.block_scaling import Block, BlockRule, MXFP8Scaling, compute_block_scales, view_as_matrix
 from ...numerics.formats import E4M3, FloatFormat
 from ...numerics.histogram import BINS, Histogram, infinity_bin, magnitudes_of
-from ...numerics.metrics import InParts, SumsFound
+from ...numerics.metrics import SumsFound, UnsummedRow
 from ..memory import DeviceMemory
 from .histogram import LEAST_BLOCKS
 from .launches import Grid, Stream, multiprocessors
 from .sums import SUMS, total
-from .tile import STRIP, THREADS, TILE, Codes, Values, sums_of
+from .tile import STRIP, THREADS, TILE, CodeRounding, PatternLayout, compile_sum_kernel
 
 #: blocks of threads that fit on a multiprocessor, with 66 registers a thread and at most 37 KiB of shared memory
 RESIDENT = 3
@@ -28,7 +28,12 @@ RESIDENT = 3
 def arguments(shape: torch.Size, block: Block, dtype: torch.dtype, fmt: FloatFormat) -> tuple[Any, ...]:
     """Return the kernel's arguments for a matrix, its blocks, values and codes. Sizes of blocks are powers of two."""
     high, wide = block
-    return tuple(shape), (int(math.log2(high)), int(math.log2(wide // STRIP))), Values.of(dtype), Codes.of(fmt)
+    return (
+        tuple(shape),
+        (int(math.log2(high)), int(math.log2(wide // STRIP))),
+        PatternLayout.from_dtype(dtype),
+        CodeRounding.from_format(fmt),
+    )
 
 
 def whole_words(address: int, columns: int) -> bool:
@@ -48,7 +53,7 @@ def launch(values: Any, words: Any, known: tuple[Any, ...], scales: tuple[Any, A
         grid: where to run.
     """
     shape, block, kind, codes = known
-    sums_of(kind, grid[1]).start(grid, values, words, shape, block, *scales, codes, out)
+    compile_sum_kernel(kind, grid[1]).start(grid, values, words, shape, block, *scales, codes, out)
 
 
 def amax_of_histogram(histogram: Histogram) -> torch.Tensor:
@@ -90,7 +95,7 @@ def block_sums(x: torch.Tensor, rule: BlockRule, role: str, fmt: FloatFormat, co
     scales = DeviceMemory(scale, "f4", len(scale)), DeviceMemory(scale_inv, "f8", len(scale_inv))
     grid = blocks, THREADS, Stream.current(device)
     launch(values, words, known, scales, DeviceMemory(parts, "f8", parts.numel()), grid)
-    return InParts(parts, total)
+    return UnsummedRow(parts, total)
 
 
 @functools.cache

@@ -17,18 +17,18 @@ from numba import uint32, uint64
 
 from ...numerics.formats import BF16, E4M3, FloatFormat
 from ...numerics.metrics import (
-    InParts,
     Moments,
     MomentsFound,
     SumsFound,
+    UnsummedRow,
     moments_of_float32,
     quantization_sums_of_float32,
 )
 from ..memory import DeviceMemory
 from .histogram import LEAST_BLOCKS
 from .launches import Grid, Kernel, Stream, cuda, multiprocessors, on_device
-from .sums import SUMS, fold, keep, nearest, total
-from .tile import Codes
+from .sums import SUMS, fold, nearest, store_thread_sums, total
+from .tile import CodeRounding
 
 #: threads of a block: a power of two
 THREADS = 256
@@ -75,7 +75,7 @@ def _add_moments(pattern: Any, so_far: Any) -> Any:
 def _add_up(mine: Any, room: Any, threads: Any, out: Any) -> None:
     """Write the sums over a block's threads into its row. Reuse shared memory that no thread reads any more."""
     thread, half = cuda.threadIdx.x, threads >> 1
-    keep(mine, room, thread, threads)
+    store_thread_sums(mine, room, thread, threads)
     while half:
         cuda.syncthreads()
         fold(len(mine), room, thread, half, threads)
@@ -177,7 +177,7 @@ def launch_sums(values: Any, scale: Any, fmt: FloatFormat, out: Any, grid: Grid)
         out: float64 [blocks of threads * 5], receives the sums of each block of threads.
         grid: where to run.
     """
-    _sums_of(fmt == BF16).start(grid, values, scale, Codes.of(fmt), out)
+    _sums_of(fmt == BF16).start(grid, values, scale, CodeRounding.from_format(fmt), out)
 
 
 def moments_of_parts(parts: torch.Tensor, n: int) -> Moments:
@@ -214,7 +214,7 @@ def moments(x: torch.Tensor) -> MomentsFound:
     parts = torch.empty(blocks * (MOMENTS + 2), dtype=torch.float64, device=x.device)
     grid = blocks, THREADS, Stream.current(x.device)
     launch_moments(DeviceMemory(values, "u4", x.numel()), DeviceMemory(parts, "f8", len(parts)), grid)
-    return InParts(parts, functools.partial(moments_of_parts, n=x.numel()))
+    return UnsummedRow(parts, functools.partial(moments_of_parts, n=x.numel()))
 
 
 def quantization_sums(x: torch.Tensor, scale: torch.Tensor, fmt: FloatFormat) -> SumsFound:
@@ -237,7 +237,7 @@ def quantization_sums(x: torch.Tensor, scale: torch.Tensor, fmt: FloatFormat) ->
     scale = scale.float()
     patterns, out = DeviceMemory(values, "u4", x.numel()), DeviceMemory(parts, "f8", parts.numel())
     launch_sums(patterns, DeviceMemory(scale, "f4", 1), fmt, out, (blocks, THREADS, Stream.current(x.device)))
-    return InParts(parts, total)
+    return UnsummedRow(parts, total)
 
 
 def _values(x: torch.Tensor) -> tuple[torch.Tensor, int]:

@@ -29,7 +29,7 @@ def nearest(clamped: Any, codes: Any) -> Any:
 
 
 @on_device
-def keep(mine: Any, room: Any, thread: Any, threads: Any) -> None:
+def store_thread_sums(mine: Any, room: Any, thread: Any, threads: Any) -> None:
     """Put a thread's sums, float64, into shared memory: uint64 [sums * threads]."""
     for i in range(len(mine)):
         room[i * threads + thread] = mine[i].view(np.uint64)

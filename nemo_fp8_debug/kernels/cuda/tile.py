@@ -20,13 +20,13 @@ from ...numerics.formats import FloatFormat
 from ...numerics.histogram import infinity_bin
 from ...numerics.metrics import SCALE_ROUNDING
 from .launches import Kernel, cuda, on_device
-from .sums import fold, keep, nearest
+from .sums import fold, nearest, store_thread_sums
 
 #: digits of a float32's mantissa
 _DIGITS = 23
 
 
-class Values(NamedTuple):
+class PatternLayout(NamedTuple):
     """How to read the patterns of a dtype.
 
     If we shift a magnitude's exponent to the place of float32's exponent, it equals the float32 value except for a power of
@@ -40,7 +40,7 @@ class Values(NamedTuple):
     lift: np.float32
 
     @classmethod
-    def of(cls, dtype: torch.dtype) -> Values:
+    def from_dtype(cls, dtype: torch.dtype) -> PatternLayout:
         """Return the values of torch.bfloat16 or torch.float16."""
         kind = torch.finfo(dtype)
         digits, bias = -int(math.log2(kind.eps)), 1 - int(math.log2(kind.tiny))
@@ -51,7 +51,7 @@ class Values(NamedTuple):
         )
 
 
-class Codes(NamedTuple):
+class CodeRounding(NamedTuple):
     """How to turn a value into a code.
 
     After adding 1.5 * 2^23 spacings of the format, float32's own rounding gives the code.
@@ -67,7 +67,7 @@ class Codes(NamedTuple):
     one: np.float64
 
     @classmethod
-    def of(cls, fmt: FloatFormat) -> Codes:
+    def from_format(cls, fmt: FloatFormat) -> CodeRounding:
         """Return the codes of E4M3, E5M2, E2M1 or FP16. In BF16, 1.5 * 2^23 spacings exceed float32 near its max."""
         limit = np.float32(fmt.max)
         return cls(
@@ -209,7 +209,7 @@ def _sums_of_strip(tile: Any, at: Any, amax: Any, scale: Any, scale_inv: Any, ki
 def _add_up(mine: Any, room: Any, threads: Any, out: Any) -> None:
     """Write the sums over a block's threads into its row. Reuse shared memory that no thread reads any more."""
     thread, half = cuda.threadIdx.x, threads >> 1
-    keep(mine, room, thread, threads)
+    store_thread_sums(mine, room, thread, threads)
     while half:
         cuda.syncthreads()
         fold(len(mine), room, thread, half, threads)
@@ -264,7 +264,7 @@ def _add_tile(
 
 
 @functools.cache
-def sums_of(kind: Values, threads: int) -> Any:
+def compile_sum_kernel(kind: PatternLayout, threads: int) -> Any:
     """Compile the kernel for one kind of values and a number of threads. As constants, these cost no instructions.
 
     `cuda_blocks.launch` documents its arguments.

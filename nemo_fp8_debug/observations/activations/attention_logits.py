@@ -87,7 +87,7 @@ def of_operator(func: Any, args: Any, kwargs: Any) -> torch.Tensor | None:
     return logits_of(q, k, 1 / math.sqrt(q.shape[-1]) if scale is None else scale, bool(causal), mask)
 
 
-def of_module(module: nn.Module, args: Args, kwargs: Kwargs) -> torch.Tensor:
+def compute_module_logits(module: nn.Module, args: Args, kwargs: Kwargs) -> torch.Tensor:
     """Return logits of an attention module of Megatron or Transformer Engine.
 
     Raises:

@@ -21,9 +21,9 @@ from ...capture.operands import MEASURED, NO_GEMM, Operand
 from ...capture.scan import ScannedModule, find_inside
 from ...core.error_guard import Fault, OperandGuard
 from ...core.keys import ACTIVATIONS, Key
-from .attention_logits import Scores, attention_sums, of_module, seen_logits
+from .attention_logits import Scores, attention_sums, compute_module_logits, seen_logits
 from .norms import channel_sums, find_norm_input, find_norm_output, roles_of_norm
-from .routers import Choice, Router, find_routers, load_sums, router_sums
+from .routers import Choice, Router, find_routers, router_sums, sum_expert_loads
 
 #: norms of queries and keys: each tensor-parallel rank has its own heads
 _OF_HEADS = re.compile(r"(^|\.)[qk]_?(layer)?_?norm\Z")
@@ -42,7 +42,7 @@ class Site:
         """True if another rank counts the activations of this module."""
         if "attention_logits" in self.roles or _OF_HEADS.search(self.gemm.name):
             return False
-        return bool(parallel.is_copy(self.gemm.module, "input"))
+        return bool(parallel.is_duplicate(self.gemm.module, "input"))
 
 
 def sites_in(
@@ -155,7 +155,7 @@ class ActivationCapture:
             self._add(name, "norm_output", y, next(self._dispatcher.order), channel_sums(y))
 
     def _read_arguments(self, name: str, module: nn.Module, counted: Pass, args: Args, kwargs: Kwargs) -> None:
-        self._add_attention(name, counted, of_module(module, args, kwargs))
+        self._add_attention(name, counted, compute_module_logits(module, args, kwargs))
 
     def _watch_scores(self, name: str, counted: Pass, args: Args, kwargs: Kwargs) -> None:
         counted.kept = Scores(partial(self._add_attention, name, counted))
@@ -197,7 +197,7 @@ class ActivationCapture:
             raise mode.failed or LookupError(_NO_LOGITS)
         if operand.calls:
             with OperandGuard(self._on_fault, name, "router_logits", False):
-                operand.add_further(load_sums(router, mode.chosen, out))
+                operand.add_further(sum_expert_loads(router, mode.chosen, out))
 
 
 def _is_of_megatron(module: nn.Module) -> bool:

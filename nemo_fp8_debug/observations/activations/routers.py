@@ -142,7 +142,7 @@ def router_sums(experts: int, logits: torch.Tensor) -> torch.Tensor:
     return found
 
 
-def load_sums(router: Router, chosen: torch.Tensor | None, out: Any) -> torch.Tensor:
+def sum_expert_loads(router: Router, chosen: torch.Tensor | None, out: Any) -> torch.Tensor:
     """Return two zeros, the number of requested experts (0 if unknown), and each expert's tokens: float64 [3 + experts].
 
     Args:

@@ -10,7 +10,7 @@ import polars as pl
 
 from ...analysis import thresholds
 from ...analysis.diagnosis.courses import LayerCourse, measure_courses
-from ...analysis.diagnosis.facts import Facts, Records, fact, read_unusual
+from ...analysis.diagnosis.facts import Facts, Records, fact, subtract_baseline_tensors
 from ...analysis.diagnosis.finding import Finding
 from ...analysis.diagnosis.rule import rule
 from ...analysis.diagnosis.rules.nonfinite import FirstNonfinite, find_first_nonfinite_row
@@ -91,7 +91,7 @@ def _read_both(records: Records, role: str) -> tuple[pl.DataFrame | None, pl.Dat
 def _read(run: Run) -> pl.DataFrame:
     table = TABLES[0]
     rows = run.table(table.name).filter(pl.col("scale_source") != "what-if", pl.col("role").is_in(list(table.roles)))
-    return rows.filter(~pl.col("step").is_in(run.made_up_for.implode()))
+    return rows.filter(~pl.col("step").is_in(run.loss_scale_skips.implode()))
 
 
 @rule("attention", ("attention_logits",), (attention_logits,))
@@ -123,7 +123,7 @@ def find_attention(facts: Facts) -> Iterator[Finding]:
 
 
 @rule("router", ("router_collapse", "dead_experts"), (router_loads,))
-def find_routers(facts: Facts) -> Iterator[Finding]:
+def find_router_faults(facts: Facts) -> Iterator[Finding]:
     """Name routers that give one expert nearly all tokens, and experts that no longer get any tokens.
 
     Example: the router of layers.1 gives expert 3 98% of the tokens at step 70, and no expert more than 31% before.
@@ -179,4 +179,4 @@ def _where(facts: Facts) -> str:
 
 def find_nonfinite(run: Run, baseline: Run | None) -> list[FirstNonfinite]:
     """Return the first NaN or infinity between GEMMs, unless the baseline has it too."""
-    return find_first_nonfinite_row(read_unusual(lambda each: _read(each).filter(IS_NONFINITE), run, baseline))
+    return find_first_nonfinite_row(subtract_baseline_tensors(lambda each: _read(each).filter(IS_NONFINITE), run, baseline))

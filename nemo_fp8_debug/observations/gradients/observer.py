@@ -65,7 +65,7 @@ class GradientSizes:
         for batch in {id(batch): batch for batch, _, _ in self._found.values()}.values():
             batch.norms, batch.nonzero, batch.nonfinite = to(batch.norms), to(batch.nonzero), to(batch.nonfinite)
 
-    def found(self) -> dict[str, GradientSize]:
+    def read_sizes_by_name(self) -> dict[str, GradientSize]:
         """Return the sizes by name. Wait for the device if the sizes are still on it."""
         batches = {id(batch): batch for batch, _, _ in self._found.values()}
         values = {key: (b.norms.tolist(), b.nonzero.tolist(), b.nonfinite.tolist()) for key, b in batches.items()}
@@ -130,9 +130,9 @@ class GradientStep(StepObserver):
         """See `StepObserver`."""
         self._sizes.move(to)
 
-    def found(self) -> GradientsOfRank:
+    def collect_rank_gradients(self) -> GradientsOfRank:
         """Return what this rank counted."""
-        sizes = self._sizes.found()
+        sizes = self._sizes.read_sizes_by_name()
         return GradientsOfRank({name for name, one in self._weights.items() if name in sizes or one.is_due}, sizes)
 
 
@@ -150,7 +150,7 @@ class GradientObservation(Observation):
 
     def collect(self, mine: GradientStep | None, operands: Sequence[Operand]) -> GradientsOfRank:
         """See `Observation`."""
-        return mine.found() if mine else GradientsOfRank()
+        return mine.collect_rank_gradients() if mine else GradientsOfRank()
 
     def pack(self, plan: SamplePlan, found: GradientsOfRank | None, expected: Collection[Key]) -> Arrays:
         """See `Observation`."""
@@ -171,7 +171,7 @@ class GradientObservation(Observation):
         rows = zip(self._names, sums[_LANE].view(-1, len(_COLUMNS)).tolist(), strict=True)
         return {name: tuple(row[1:]) for name, row in rows if row[1] and row[1] == row[0]}
 
-    def alone(self, found: GradientsOfRank) -> Mapping[str, tuple[float, ...]]:
+    def compute_single_rank_result(self, found: GradientsOfRank) -> Mapping[str, tuple[float, ...]]:
         """See `Observation`."""
         return {name: (1, s.squares, s.zeros, s.nonfinite, s.elements) for name, s in found.sizes.items()}
 

@@ -9,7 +9,7 @@ import numpy as np
 import polars as pl
 
 from ...analysis import thresholds
-from ...analysis.diagnosis.facts import Facts, Records, fact, read_unusual
+from ...analysis.diagnosis.facts import Facts, Records, fact, subtract_baseline_tensors
 from ...analysis.diagnosis.finding import Finding
 from ...analysis.diagnosis.rule import rule
 from ...analysis.diagnosis.rules.nonfinite import WEIGHT_GRADIENT, FirstNonfinite
@@ -84,7 +84,7 @@ class GradientRatio(NamedTuple):
     share: float = 1.0
 
     @property
-    def moved(self) -> float:
+    def norm_change_bits(self) -> float:
         """Bits by which the norm differs from the baseline. A small norm counts less, because it is mostly noise."""
         return min(abs(self.bits), float(np.log2(1 + self.share * abs(2**self.bits - 1))))
 
@@ -147,12 +147,16 @@ def find_first_step(facts: Facts) -> Iterator[Finding]:
     is_exact = mine[0] == theirs[0] and not any(each.weight_bits for each in sizes)
     least = thresholds.FIRST_STEP if is_exact else thresholds.FIRST_STEP_ROUNDED
     explained = {each.layer for each in suspects(facts) if each.since <= step}
-    off = [each for each in sizes if each.moved > max(least, thresholds.NORM_SIGMAS * noise) and each.layer not in explained]
+    off = [
+        each
+        for each in sizes
+        if each.norm_change_bits > max(least, thresholds.NORM_SIGMAS * noise) and each.layer not in explained
+    ]
     agree = f"in {facts.unit} {step}, in which the losses agree"
     if np.abs(bits - usual).max() < 0.5 * abs(usual) and abs(usual) > np.log2(thresholds.FACTOR):
         evidence = f"all dW are {format_number(2**usual)} times the baseline's {agree}"
         yield Finding("first step", "multiplier", "clear", evidence, since=step, is_exact=True)
-    elif len(off) > 1 and sizes[-1].moved > least:
+    elif len(off) > 1 and sizes[-1].norm_change_bits > least:
         # The backward pass reaches the last weight first. A fault there points to the loss or the forward pass.
         evidence = f"{len(off)} of {len(sizes)} dW are not the baseline's {agree}, and the last layer's is one of them"
         advice = "Look at the forward pass of later micro-batches, at the loss, and at what multiplies it."
@@ -171,7 +175,7 @@ def find_first_step(facts: Facts) -> Iterator[Finding]:
 
 def find_nonfinite(run: Run, baseline: Run | None) -> list[FirstNonfinite]:
     """Return the first weight gradient with NaN or infinity, unless the baseline has it too."""
-    rows = read_unusual(lambda each: _read(each).filter(pl.col("nonfinite") > 0), run, baseline, ["layer"])
+    rows = subtract_baseline_tensors(lambda each: _read(each).filter(pl.col("nonfinite") > 0), run, baseline, ["layer"])
     if rows.is_empty():
         return []
     # The backward pass reaches the last layer first.
@@ -182,4 +186,4 @@ def find_nonfinite(run: Run, baseline: Run | None) -> list[FirstNonfinite]:
 
 def _read(run: Run) -> pl.DataFrame:
     rows = run.table("gradients")
-    return rows.filter(~pl.col("step").is_in(run.made_up_for.implode())).sort("step", maintain_order=True)
+    return rows.filter(~pl.col("step").is_in(run.loss_scale_skips.implode())).sort("step", maintain_order=True)

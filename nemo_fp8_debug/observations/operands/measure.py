@@ -31,7 +31,7 @@ _OF_ERRORS = ("underflow_pct", "overflow_pct", "mse", "relative_error", "sqnr_db
 
 
 @dataclass(frozen=True)
-class Measured:
+class OperandMeasurements:
     """Measurements of some tensors, in columns."""
 
     #: metrics as the tensors were cast
@@ -49,7 +49,7 @@ class Measured:
 
 def measure_tensors(
     stats: Sequence[OperandStats], others: Sequence[EmulatedScales] = (), names: Collection[str] = frozenset()
-) -> Measured:
+) -> OperandMeasurements:
     """Return all metrics of the tensors, and of each layer's experts together.
 
     Args:
@@ -75,7 +75,7 @@ def measure_tensors(
     formats = [FORMATS[s.cast.format] for s in operands.rows]
     measured = operands.columns(range(len(stats)), sums, scale, lambda rows: [formats[i] for i in rows]) | described
     _leave_out_errors_of_stored(measured)
-    return Measured(
+    return OperandMeasurements(
         metrics=measured,
         histograms=_histograms(stats, scale),
         what_if=_what_if(stats, operands, others),

@@ -19,7 +19,7 @@ from ...core.error_guard import ErrorGuard
 from ...core.keys import ATTENTION, ATTENTION_BACKWARD, ATTENTION_FORWARD, ROLES, Key, list_roles
 from ...core.observation import Arrays, Lanes, SampledTables, SamplePlan
 from ...core.table import Columns
-from ...monitor.open_step import OpenStep, RunSetup, StepObserver, copied_elsewhere, is_shown
+from ...monitor.open_step import OpenStep, RunSetup, StepObserver, copied_elsewhere, is_hook_visible
 from ...numerics.block_scaling import BlockRule
 from ...numerics.metric_columns import unscale_columns
 from ...numerics.tensor_scaling import CurrentScaling
@@ -47,7 +47,7 @@ class OperandStep(StepObserver):
         self._attention_sinks: dict[Key, OperandSink] = {}
         for role in step.config.roles:
             for gemm in step.known:
-                if is_shown(gemm, role):
+                if is_hook_visible(gemm, role):
                     _add_operand(step, gemm, role)
         found = match_gemms(step.watched.model.attentions, step.config.layers)
         self._attentions = [gemm for gemm in found if id(gemm.module) not in step.compiled]
@@ -133,7 +133,7 @@ class OperandObservation(TensorObservation):
     def _observe(self, amax: Mapping[Key, float]) -> None:
         self._scales.observe({key: value for key, value in amax.items() if key[1] in ROLES})
 
-    def alone(self, found: Stats) -> Stats:
+    def compute_single_rank_result(self, found: Stats) -> Stats:
         """See `Observation`."""
         self._observe({stat.key: stat.amax for stat in found})
         return found

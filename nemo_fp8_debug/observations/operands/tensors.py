@@ -24,7 +24,7 @@ from ...distributed import Ranks
 from ...numerics.block_scaling import CODES
 from ...numerics.histogram import BINS, Histogram
 from ...numerics.metrics import Moments, QuantizationSums
-from .measure import Measured, measure_tensors
+from .measure import OperandMeasurements, measure_tensors
 
 Stats = list[OperandStats]
 #: bins of a histogram that are sent together: a binade of bfloat16, an eighth of a binade of float16
@@ -82,7 +82,7 @@ class TensorObservation(Observation):
         """See `Observation`."""
         return self._sums.whole(plan, sums, extremes)
 
-    def measure(self, sampled: SampledTables) -> Measured:
+    def measure(self, sampled: SampledTables) -> OperandMeasurements:
         """Return the metrics of whole tensors."""
         return measure_tensors(sampled.whole[self.name], sampled.what_if, sampled.chosen)
 

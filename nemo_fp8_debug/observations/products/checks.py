@@ -11,7 +11,7 @@ import torch
 from ...capture.tensors import take_local_part
 from ...numerics.block_scaling import view_as_matrix
 from ...numerics.gemm_error import spread_places
-from ...numerics.product_check import CHECKED, FLOAT32, Accumulation, Block, Exact, check_blocks
+from ...numerics.product_check import CHECKED, FLOAT32, Accumulation, CheckedBlock, Exact, check_blocks
 from .verification import CHANGED, GATHERED, NOT_SEEN
 
 #: largest number of partial sums that a GEMM is split into
@@ -58,7 +58,7 @@ def _of_fp8(device: torch.device, terms: int, splits: bool) -> Accumulation:
 
 
 @dataclass(frozen=True)
-class Used:
+class MultipliedRows:
     """Rows of an operand as the GEMM multiplied them."""
 
     #: [k, c], or None if unknown
@@ -78,14 +78,14 @@ class CheckQueue:
     LONGEST = 512
 
     def __init__(self) -> None:
-        self._waiting: list[tuple[ProductChecks, str, Block]] = []
+        self._waiting: list[tuple[ProductChecks, str, CheckedBlock]] = []
         self._checks: list[ProductChecks] = []
 
     def serve(self, checks: ProductChecks) -> None:
         """Also move the tensors of these checks when the waiting blocks are moved."""
         self._checks.append(checks)
 
-    def add(self, checks: ProductChecks, product: str, block: Block) -> None:
+    def add(self, checks: ProductChecks, product: str, block: CheckedBlock) -> None:
         """Add a block."""
         self._waiting.append((checks, product, block))
         if len(self._waiting) >= self.LONGEST:
@@ -100,7 +100,7 @@ class CheckQueue:
     def run(self) -> None:
         """Check the waiting blocks, and pass each result to its owner."""
         waiting, self._waiting = self._waiting, []
-        kinds: dict[tuple[object, ...], list[tuple[ProductChecks, str, Block]]] = defaultdict(list)
+        kinds: dict[tuple[object, ...], list[tuple[ProductChecks, str, CheckedBlock]]] = defaultdict(list)
         for entry in waiting:
             kinds[entry[2].kind].append(entry)
         for entries in kinds.values():
@@ -149,7 +149,7 @@ class ProductChecks:
         self._changed = None if self._changed is None else to(self._changed)
         self.found_of = {product: to(found) for product, found in self.found_of.items()}
 
-    def gradient(self, dy: torch.Tensor) -> None:
+    def add_observed_gradient(self, dy: torch.Tensor) -> None:
         """Note dY as it was observed.
 
         Args:
@@ -157,7 +157,7 @@ class ProductChecks:
         """
         self._note_gradient("seen", dy)
 
-    def multiplied_gradient(self, dy: torch.Tensor) -> None:
+    def add_multiplied_gradient(self, dy: torch.Tensor) -> None:
         """Note dY as the GEMM receives it, perhaps changed by hooks, without host synchronization."""
         self._note_gradient("multiplied", view_as_matrix(take_local_part(dy.detach())))
 
@@ -168,7 +168,9 @@ class ProductChecks:
             if shape == other:
                 self._changed = ~((seen == now) | (seen.isnan() & now.isnan())).all()
 
-    def operands(self, product: str, a: Used, b: Used, splits: bool = False, exact: torch.Tensor | None = None) -> None:
+    def add_product_operands(
+        self, product: str, a: MultipliedRows, b: MultipliedRows, splits: bool = False, exact: torch.Tensor | None = None
+    ) -> None:
         """Note the operands of a product, A and B of A B^T.
 
         Args:
@@ -176,16 +178,16 @@ class ProductChecks:
             exact: A B^T in float64, if it is known.
         """
         if a.rows is None or b.rows is None:
-            self.cannot_tell(product, a.reason or b.reason)
+            self.mark_uncheckable(product, a.reason or b.reason)
         elif a.rows.shape[1] != b.rows.shape[1]:
-            self.cannot_tell(product, GATHERED)
+            self.mark_uncheckable(product, GATHERED)
         else:
             fp8 = a.quantized and b.quantized
             self._how[product] = accumulation_of(a.rows.device, a.rows.dtype, a.rows.shape[1], fp8, splits)
             self._exact[product] = Exact.product(a.rows, b.rows, exact), (a.of, b.of)
             self._compare(product)
 
-    def returned(
+    def add_product_result(
         self, product: str, result: torch.Tensor, bias: torch.Tensor | None = None, before: torch.Tensor | None = None
     ) -> None:
         """Copy a block of a product's result.
@@ -213,11 +215,11 @@ class ProductChecks:
         """Return True if the result of a product was seen."""
         return product in self._returned or product in self._shapes
 
-    def cannot_tell(self, product: str, reason: int) -> None:
+    def mark_uncheckable(self, product: str, reason: int) -> None:
         """Note a reason, an index into `REASONS`, why a product cannot be checked. The first reason stays."""
         self._reasons.setdefault(product, reason)
 
-    def is_not_computed(self, product: str) -> None:
+    def mark_not_computed(self, product: str) -> None:
         """Note that the run does not compute a product, because its gradient is not needed."""
         self._not_computed.add(product)
 
@@ -226,18 +228,18 @@ class ProductChecks:
             return
         (exact, shape), returned = self._exact.pop(product), self._returned.pop(product)
         if shape != returned.shape:
-            self.cannot_tell(product, GATHERED)
+            self.mark_uncheckable(product, GATHERED)
         else:
             self._shapes[product] = shape
-            self._queue.add(self, product, Block(returned.block, exact, self._how[product], returned.added))
+            self._queue.add(self, product, CheckedBlock(returned.block, exact, self._how[product], returned.added))
 
-    def found(self) -> dict[str, torch.Tensor]:
+    def collect_product_errors(self) -> dict[str, torch.Tensor]:
         """Return the results by product in host memory, float64 in the order of `verification.FOUND`."""
         self._queue.run()
         if self._changed is not None and bool(self._changed):
             for product in ("dgrad", "wgrad"):
                 self.found_of.pop(product, None)
-                self.cannot_tell(product, CHANGED)
+                self.mark_uncheckable(product, CHANGED)
         of = {
             product: torch.cat([torch.tensor([0.0, *self._shapes[product]], dtype=torch.float64), found.cpu()])
             for product, found in self.found_of.items()

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ...numerics.product_check import CHECKED, Accumulation, Block, Exact, check_blocks
+from ...numerics.product_check import CHECKED, Accumulation, CheckedBlock, Exact, check_blocks
 from .verification import (
     GRADIENT_NOT_SEEN,
     OF_RANKS,
@@ -143,7 +143,7 @@ class _Added:
             return math.nan, math.inf
         return float((self.exact * self.reduced).sum()) / size, error / size
 
-    def block(self, factor: float, loose: float) -> Block:
+    def block(self, factor: float, loose: float) -> CheckedBlock:
         """Return the block to check. Only single values have limits, because these are proven.
 
         Args:
@@ -152,7 +152,7 @@ class _Added:
         """
         bound = (self.bound + self.exact.abs() * loose) / (1 - loose)
         rows, columns = (torch.zeros(n, dtype=torch.float64) for n in self.exact.shape)
-        return Block(self.reduced / factor, Exact(self.exact, bound, rows, columns, terms=1), _EXACT)
+        return CheckedBlock(self.reduced / factor, Exact(self.exact, bound, rows, columns, terms=1), _EXACT)
 
     def found(self, checked: torch.Tensor | None) -> torch.Tensor:
         """Return the result, float64 in the order of `OF_RANKS`.
@@ -194,7 +194,7 @@ def compared(rows: Mapping[str, Sequence[torch.Tensor]]) -> dict[tuple[str, str]
     return found
 
 
-def _checked(blocks: Mapping[int, Block]) -> dict[int, torch.Tensor]:
+def _checked(blocks: Mapping[int, CheckedBlock]) -> dict[int, torch.Tensor]:
     kinds = defaultdict[object, list[int]](list)
     for i, block in blocks.items():
         kinds[block.kind].append(i)

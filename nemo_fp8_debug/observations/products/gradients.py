@@ -297,7 +297,7 @@ class ReducedGradients:
             one.reduced = None if one.reduced is None else to(one.reduced)
             one.held = None if one.held is None else to(one.held)
 
-    def found(self) -> Mapping[str, GradientParts]:
+    def collect_gradient_parts(self) -> Mapping[str, GradientParts]:
         """Return this rank's parts by layer."""
         return {name: parts for name, one in self._gradients.items() if (parts := _parts(one)) is not None}
 

@@ -23,7 +23,7 @@ from ...numerics.gemm_error import PRODUCTS, SUMS
 from .checks import CheckQueue
 from .gradient_parts import GradientParts, GradientSums
 from .gradients import ReducedGradients
-from .samples import Chosen, Products
+from .samples import ProductOptions, Products
 from .table import OUTPUT_METRICS, OUTPUTS, VERIFICATION
 from .verification import FOUND, ProductsFound, WorstProducts, verification_columns
 
@@ -113,7 +113,7 @@ class ProductStep(StepObserver):
 
     def __init__(self, step: OpenStep) -> None:
         config = step.config
-        chosen = Chosen(config.output_rows, config.verify_rows, keeps_gradients="update" in config.states)
+        chosen = ProductOptions(config.output_rows, config.verify_rows, keeps_gradients="update" in config.states)
         gemms = {gemm.name: gemm for gemm in step.known if gemm.name in step.chosen and not gemm.backend.in_forward}
         self._queue, options = CheckQueue(), (chosen, step.number, step.guard)
         self.products = {
@@ -163,7 +163,7 @@ class ProductObservation(Observation):
             return ProductsOfRank()
         outputs = {key: sums for one in mine.products.values() for key, sums in one.sums().items()}
         products = {key: checked for one in mine.products.values() for key, checked in one.checks().items()}
-        return ProductsOfRank(outputs, products, mine.gradients.found() if mine.gradients else {})
+        return ProductsOfRank(outputs, products, mine.gradients.collect_gradient_parts() if mine.gradients else {})
 
     def pack(self, plan: SamplePlan, found: ProductsOfRank | None, expected: Collection[Key]) -> Arrays:
         """See `Observation`."""
@@ -199,10 +199,10 @@ class ProductObservation(Observation):
         verified = self._verified.of_all(sums[4]) | self._gradients.of_all(sums[6])
         return ProductsOfRanks({key: row for key, row in rows if row[-1] > 0}, verified)
 
-    def alone(self, found: ProductsOfRank) -> ProductsOfRanks:
+    def compute_single_rank_result(self, found: ProductsOfRank) -> ProductsOfRanks:
         """See `Observation`."""
         gradients = self._gradients.of_all(self._gradients.rows(found.gradients))
-        return ProductsOfRanks(found.outputs, self._verified.alone(found.products) | gradients)
+        return ProductsOfRanks(found.outputs, self._verified.compute_single_rank_result(found.products) | gradients)
 
     def rows(self, sampled: SampledTables) -> dict[str, Columns]:
         """See `Observation`."""

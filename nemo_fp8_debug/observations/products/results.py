@@ -50,10 +50,10 @@ class Results:
         self._kwargs = kwargs
         for product, roles in _OPERANDS.items():
             if set(roles) & set(gemm.unseen):
-                checks.cannot_tell(product, INSIDE)
+                checks.mark_uncheckable(product, INSIDE)
         why = UNKNOWN_CAST if gemm.backend.foreign(gemm.module) else HOOKED if changes_operands(gemm.module) else 0
         for product in _OPERANDS if why else ():
-            checks.cannot_tell(product, why)
+            checks.mark_uncheckable(product, why)
         #: shape of Y as this rank computes it
         self.shape = self._shape(args, kwargs)
 
@@ -82,27 +82,27 @@ class Results:
 
     def _see_output(self, y: torch.Tensor) -> None:
         if is_quantized(y) or self._gemm.part.startswith("fc1"):
-            self._checks.cannot_tell("fprop", INSIDE)
+            self._checks.mark_uncheckable("fprop", INSIDE)
         elif adds_up(self._gemm.module, "fprop"):
             if not self._checks.is_returned("fprop"):
-                self._checks.cannot_tell("fprop", ADDED_UP)
+                self._checks.mark_uncheckable("fprop", ADDED_UP)
         elif (mine := self._part_of_sequence("column", self._mine(y))) is not None:
             bias = find_bias(self._gemm.module)
-            self._checks.returned("fprop", mine, None if bias is None else view_as_multiplied(bias))
+            self._checks.add_product_result("fprop", mine, None if bias is None else view_as_multiplied(bias))
 
     def _see_gradients(self, y: torch.Tensor, x: torch.Tensor | None, weight: torch.Tensor | None) -> None:
         found = find_product_node(y, x, weight)
         if found is None:
             for product in ("dgrad", "wgrad"):
-                self._checks.cannot_tell(product, NOT_SEEN)
+                self._checks.mark_uncheckable(product, NOT_SEEN)
             return
         for product, place in (("dgrad", found.x), ("wgrad", found.weight)):
             if product == "dgrad" and x is not None and not x.requires_grad:
-                self._checks.is_not_computed(product)
+                self._checks.mark_not_computed(product)
             elif place is None:
-                self._checks.cannot_tell(product, INSIDE)
+                self._checks.mark_uncheckable(product, INSIDE)
             elif not found.needs(place):
-                self._checks.is_not_computed(product)
+                self._checks.mark_not_computed(product)
         mode = None
         if adds_up(self._gemm.module, "dgrad") and weight is not None and weight.dim() == 2:
             mode = BeforeSums(self._checks, "dgrad", (y.numel() // max(y.shape[-1], 1), weight.shape[1]))
@@ -125,7 +125,7 @@ class Results:
         if find_emulation(self._gemm.module) is None and grads and isinstance(grads[0], torch.Tensor):
             mine = self._mine(grads[0])
             if mine is not None:
-                self._checks.multiplied_gradient(mine)
+                self._checks.add_multiplied_gradient(mine)
 
     def _mine(self, x: torch.Tensor) -> torch.Tensor | None:
         """Return the rows that belong to this GEMM, if the module runs several GEMMs."""
@@ -146,11 +146,11 @@ class Results:
                 return
             mine = grad if grad is None or product == "wgrad" else self._part_of_sequence("row", self._mine(grad))
             if mine is None:
-                self._checks.cannot_tell(product, NOT_SEEN)
+                self._checks.mark_uncheckable(product, NOT_SEEN)
             elif adds_up(self._gemm.module, product):  # and we saw no collective before which we could take the result
-                self._checks.cannot_tell(product, ADDED_UP)
+                self._checks.mark_uncheckable(product, ADDED_UP)
             else:
-                self._checks.returned(product, mine)
+                self._checks.add_product_result(product, mine)
 
 
 class BeforeSums(Collectives):
@@ -169,7 +169,7 @@ class BeforeSums(Collectives):
         for x in tree_leaves(args) if "reduce" in func.overloadpacket.__name__ else ():
             is_matrix = isinstance(x, torch.Tensor) and x.dim() > 1 and x.is_floating_point() and x.element_size() > 1
             if is_matrix and tuple(view_as_matrix(x).shape) == self.shape:
-                self._checks.returned(self._product, x)
+                self._checks.add_product_result(self._product, x)
 
 
 class MainGrad:
@@ -192,7 +192,7 @@ class MainGrad:
     def end(self) -> None:
         """Pass on the gradient after the GEMM has run."""
         if (grad := self._gradient()) is not None:
-            self._checks.returned("wgrad", grad, before=self._before)
+            self._checks.add_product_result("wgrad", grad, before=self._before)
         self._before = None
 
 

@@ -26,7 +26,7 @@ from ...kernels import quantize_dequantize
 from ...numerics.block_scaling import BlockRule, view_as_matrix
 from ...numerics.gemm_error import PRODUCTS, RowSample, Side, Terms, compute_product_scale, spread_places, take_rows
 from ...numerics.tensor_scaling import CurrentScaling
-from .checks import CheckQueue, ProductChecks, Used
+from .checks import CheckQueue, MultipliedRows, ProductChecks
 from .results import BeforeSums, Results
 from .verification import BY_CHANCE, STORED, UNKNOWN_CAST, UNKNOWN_COPY
 
@@ -39,7 +39,7 @@ def _scale(m: torch.Tensor, cast: ScaleInUse) -> torch.Tensor | BlockRule:
 
 
 @dataclass(frozen=True)
-class Chosen:
+class ProductOptions:
     """The measurements of products to make in addition to observing operands."""
 
     #: number of rows and columns of each product to measure errors on
@@ -61,7 +61,7 @@ class _Kept:
 
     #: the rows and their quantized values, or None if they are not needed or not known
     rows: RowSample | None
-    used: Used
+    used: MultipliedRows
 
 
 class Products:
@@ -71,7 +71,7 @@ class Products:
         self,
         gemm: Gemm,
         operands: Mapping[str, Operand],
-        chosen: Chosen,
+        chosen: ProductOptions,
         step: int,
         guard: Callable[[str], AbstractContextManager[None]],
         queue: CheckQueue,
@@ -113,7 +113,7 @@ class Products:
                 operand = self._operands[role]
                 self._counted |= role != "weight" and operand.is_counted(x)
                 if role == "grad_output" and self._checks:
-                    self._checks.gradient(m)
+                    self._checks.add_observed_gradient(m)
                 self._take(role, m, use or operand.in_use)
 
     @property
@@ -174,22 +174,22 @@ class Products:
         scale: torch.Tensor | BlockRule | None,
         use: ScaleInUse,
         cast: ScaleInUse | None,
-    ) -> Used:
+    ) -> MultipliedRows:
         """Return the rows as the GEMM multiplies them."""
         if not self._checks:
-            return Used(None, len(of))
+            return MultipliedRows(None, len(of))
         if reason := _untold(side, use, cast):
-            return Used(None, len(of), reason)
+            return MultipliedRows(None, len(of), reason)
         assert cast is not None
         if use.decoded is not None:
             codes = view_as_matrix(use.decoded.values)
-            return Used((codes.t() if side[1] else codes).index_select(0, at), len(of), quantized=True)
+            return MultipliedRows((codes.t() if side[1] else codes).index_select(0, at), len(of), quantized=True)
         if not _is_quantized(cast):
-            return Used(view_as_multiplied(of.index_select(0, at) if rows is None else rows.values), len(of))
+            return MultipliedRows(view_as_multiplied(of.index_select(0, at) if rows is None else rows.values), len(of))
         assert rows is not None and scale is not None
         if not find_emulation(self._gemm.module):
-            return Used(rows.quantized, len(of), quantized=True)
-        return Used(_emulated(side, of, at, rows, scale, cast), len(of))
+            return MultipliedRows(rows.quantized, len(of), quantized=True)
+        return MultipliedRows(_emulated(side, of, at, rows, scale, cast), len(of))
 
     def _multiply(self, product: str, first: Side, second: Side) -> None:
         """Compute a product once both operands have arrived. It cannot be computed from parts that do not match."""
@@ -204,7 +204,7 @@ class Products:
                     self.weight_gradient = terms.values, terms.values + terms.error
             if self._checks:
                 splits = self._gemm.backend.splits_accumulator(self._gemm.module, product)
-                self._checks.operands(product, a.used, b.used, splits, _exact(a, b, terms))
+                self._checks.add_product_operands(product, a.used, b.used, splits, _exact(a, b, terms))
 
     def move(self, to: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Replace each sum by the result of `to`."""
@@ -220,8 +220,12 @@ class Products:
         return {(self.name, product): torch.cat([sums.cpu(), torch.ones(1)]) for product, sums in self._sums.items()}
 
     def checks(self) -> dict[tuple[str, str], torch.Tensor]:
-        """Return this rank's `ProductChecks.found`, even if its operands are copies of another rank's."""
-        return {(self.name, product): found for product, found in self._checks.found().items()} if self._checks else {}
+        """Return this rank's `ProductChecks.collect_product_errors`, even if its operands are copies of another rank's."""
+        return (
+            {(self.name, product): found for product, found in self._checks.collect_product_errors().items()}
+            if self._checks
+            else {}
+        )
 
 
 def _exact(a: _Kept, b: _Kept, terms: Terms | None) -> torch.Tensor | None:

@@ -175,7 +175,7 @@ class WorstProducts:
         """
         self._keys, self._rank = keys, rank
 
-    def alone(self, found: ProductsFound) -> dict[tuple[str, str], torch.Tensor]:
+    def compute_single_rank_result(self, found: ProductsFound) -> dict[tuple[str, str], torch.Tensor]:
         """Return what `of_all` would return if there is only one rank."""
         return {key: of_a_rank(of, self._rank, is_worst=True) for key, of in found.items()}
 

@@ -17,7 +17,7 @@ from ...capture.backends.parallel import find_part
 from ...capture.backends.transformer_engine.casts import is_quantized
 from ...capture.dispatcher import Dispatcher
 from ...capture.gemms import Gemm
-from ...capture.optimizer_weights import Masters, is_split_by_zero, stepped_by
+from ...capture.optimizer_weights import MasterWeights, is_split_by_zero, stepped_by
 from ...capture.tensors import is_dtensor, take_local_part
 from ...numerics.formats import is_representable
 from .comparison import Checksums
@@ -55,7 +55,7 @@ class ReplicaChecks:
     def __init__(
         self,
         gemms: Sequence[Gemm],
-        masters: Masters,
+        masters: MasterWeights,
         guard: Callable[[str], AbstractContextManager[None]],
         is_alone: bool = False,
     ) -> None:
@@ -94,7 +94,7 @@ class ReplicaChecks:
         with self._guard(_COMPARING):
             codes, parameter = stored.decoded(), stored.parameter
             self.see(name, "weight", codes.values)
-            master = self._masters.of(parameter)
+            master = self._masters.find_master(parameter)
             if master is not None and master[0].numel():
                 values, start = master
                 mine = codes if values.numel() == codes.values.numel() else codes.part(start, values.numel())
@@ -110,7 +110,7 @@ class ReplicaChecks:
             return
         if parameter.dtype not in (torch.bfloat16, torch.float16):
             return
-        master = self._masters.of(parameter)
+        master = self._masters.find_master(parameter)
         if master is not None and master[0].numel():
             values, start = master
             mine = parameter.detach().reshape(-1)[start : start + values.numel()]
@@ -126,7 +126,7 @@ class ReplicaChecks:
         """Replace each checksum by the result of `to`."""
         self._found = {key: (part, to(found)) for key, (part, found) in self._found.items()}
 
-    def found(self) -> Checksums:
+    def collect_checksums(self) -> Checksums:
         """Return the number of each part and 31 bits of its checksum, by (layer, what)."""
         return {
             key: (part, int(found) if key[1] == "master" else _folded(int(found)))

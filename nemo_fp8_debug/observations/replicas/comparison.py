@@ -62,7 +62,7 @@ class ReplicaComparison:
             rows[slot] = torch.tensor([1, top, bottom, top * self._rank, bottom * self._rank], dtype=torch.float64)
         return rows
 
-    def of_all(self, added: torch.Tensor, extremes: torch.Tensor) -> dict[tuple[str, str], Compared]:
+    def of_all(self, added: torch.Tensor, extremes: torch.Tensor) -> dict[tuple[str, str], ReplicaResult]:
         """Return the comparison of all tensors on any rank, by (layer, what).
 
         Args:
@@ -78,14 +78,14 @@ class ReplicaComparison:
         return found
 
 
-def _wrong(row: torch.Tensor, any_is: bool) -> Compared:
+def _wrong(row: torch.Tensor, any_is: bool) -> ReplicaResult:
     """Return the result of a comparison that each rank makes alone. A 1 means wrong."""
     held, top, _, of_top, _ = row.tolist()
     apart = int(top) if any_is else 0
-    return Compared(int(held), apart, int(of_top) if apart == 1 else None)
+    return ReplicaResult(int(held), apart, int(of_top) if apart == 1 else None)
 
 
-def _compared(rows: torch.Tensor) -> Compared:
+def _compared(rows: torch.Tensor) -> ReplicaResult:
     ranks = apart = 0
     alone: list[int] = []
     for held, top, bottom, of_top, of_bottom in rows.tolist():
@@ -101,7 +101,7 @@ def _compared(rows: torch.Tensor) -> Compared:
         else:
             alone += [-1, -1]
     known = len(alone) == 1 and alone[0] >= 0
-    return Compared(ranks, apart, alone[0] if known else None)
+    return ReplicaResult(ranks, apart, alone[0] if known else None)
 
 
 #: the number of the part and its checksum, by (layer, what)
@@ -109,7 +109,7 @@ Checksums = Mapping[tuple[str, str], tuple[int, int]]
 
 
 @dataclass(frozen=True)
-class Compared:
+class ReplicaResult:
     """The comparison of a tensor's copies, over all its parts."""
 
     #: number of ranks with a copy that another rank also has
@@ -125,7 +125,7 @@ class Compared:
         return "no copy" if not self.ranks else "apart" if self.apart else "equal"
 
 
-def replica_columns(found: Mapping[tuple[str, str], Compared], kinds: Mapping[str, str]) -> dict[str, list[Any]]:
+def replica_columns(found: Mapping[tuple[str, str], ReplicaResult], kinds: Mapping[str, str]) -> dict[str, list[Any]]:
     """Return a row for each tensor that ranks may have copies of.
 
     Args:

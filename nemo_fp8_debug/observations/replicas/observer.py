@@ -14,10 +14,10 @@ from ...core.observation import Arrays, Lanes, Observation, SampledTables, Sampl
 from ...core.table import Columns
 from ...monitor.open_step import OpenStep, RunSetup, StepObserver
 from .checksums import ReplicaChecks
-from .comparison import Checksums, Compared, ReplicaComparison, replica_columns
+from .comparison import Checksums, ReplicaComparison, ReplicaResult, replica_columns
 from .table import TABLES
 
-_Compared = Mapping[tuple[str, str], Compared]
+_Compared = Mapping[tuple[str, str], ReplicaResult]
 
 
 def make_observation(setup: RunSetup) -> ReplicaObservation | None:
@@ -58,7 +58,7 @@ class ReplicaObservation(Observation):
 
     def collect(self, mine: ReplicaStep | None, operands: Sequence[Operand]) -> Checksums:
         """See `Observation`."""
-        return mine.checks.found() if mine else {}
+        return mine.checks.collect_checksums() if mine else {}
 
     def pack(self, plan: SamplePlan, found: Checksums | None, expected: Collection[Key]) -> Arrays:
         """See `Observation`."""
@@ -76,7 +76,7 @@ class ReplicaObservation(Observation):
         """See `Observation`."""
         return self._copies.of_all(sums[5], extremes)
 
-    def alone(self, found: Checksums) -> _Compared:
+    def compute_single_rank_result(self, found: Checksums) -> _Compared:
         """Return the comparisons within this rank: weights with their masters."""
         slots = self._copies.slots(found)
         extremes = self._copies.extremes(slots)

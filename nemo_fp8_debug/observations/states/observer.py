@@ -53,7 +53,7 @@ class StateStep(StepObserver):
 
     def close(self) -> Collection[Key]:
         """See `StepObserver`."""
-        if self._is_open and self._capture.unseen:
+        if self._is_open and self._capture.has_no_optimizer_step:
             why = "it skipped the step, or its parameters are flattened (FSDP1), or do not belong to the model"
             self._errors.warn(f"the optimizer's states were not observed: {why}", kind="states")
         return ()

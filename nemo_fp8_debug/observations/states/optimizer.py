@@ -20,7 +20,7 @@ from ...capture.dispatcher import Dispatcher
 from ...capture.gemms import Gemm
 from ...capture.operand_stats import OperandStats
 from ...capture.operands import Operand, UncastOperand
-from ...capture.optimizer_weights import Stepped, stepped_by
+from ...capture.optimizer_weights import SteppedWeight, stepped_by
 from ...capture.tensors import is_dtensor
 from ...capture.weight_gradients import WeightGradient
 from ...core.keys import STATES, Key
@@ -192,7 +192,7 @@ class StateCapture:
         dispatcher.watch_optimizer(partial(self._guard, _LOOKING), self._before, self._after)
 
     @property
-    def unseen(self) -> bool:
+    def has_no_optimizer_step(self) -> bool:
         """True if no optimizer updated any of the weights."""
         return bool(self._gemms) and not self._stepped
 
@@ -214,30 +214,30 @@ class StateCapture:
                 if apart and known.calls:  # `.grad` was counted, but the optimizer uses another gradient
                     known = self._operands[key] = _counted_anew(known)
                 if not known.calls and not known.copies:
-                    self._take(*key, stepped.of(_gradient(optimizer, stepped.parameter)))
+                    self._take(*key, stepped.select_stepped_values(_gradient(optimizer, stepped.parameter)))
             if self._wants(stepped.name, "update"):
-                self._earlier[stepped.name] = stepped.of(stepped.parameter).detach().clone()
+                self._earlier[stepped.name] = stepped.select_stepped_values(stepped.parameter).detach().clone()
                 self._begin_sample(stepped, optimizer)
 
     def _after(self, optimizer: Any) -> None:
         for stepped in stepped_by(optimizer, self._gemms):
             for role in _NAMES:
                 self._take_state(stepped, role, optimizer)
-            now = stepped.of(stepped.parameter).detach()
+            now = stepped.select_stepped_values(stepped.parameter).detach()
             if stepped.parameter is not stepped.weight:
                 self._take(stepped.name, "master_weight", now)
             if (earlier := self._earlier.pop(stepped.name, None)) is not None:
                 self._take(stepped.name, "update", now.float() - earlier.float())
                 self._end_sample(stepped, optimizer)
 
-    def _begin_sample(self, stepped: Stepped, optimizer: Any) -> None:
+    def _begin_sample(self, stepped: SteppedWeight, optimizer: Any) -> None:
         gradient = _gradient(optimizer, stepped.parameter)
         if self._rows and stepped.place is None and gradient is not None:
             with self._guard(_LOOKING), contextlib.suppress(*_NOT_WHOLE):
                 held = _held(stepped, optimizer)
                 self._samples[stepped.name] = UpdateSample(self._rows, self._step, *held, gradient)
 
-    def _end_sample(self, stepped: Stepped, optimizer: Any) -> None:
+    def _end_sample(self, stepped: SteppedWeight, optimizer: Any) -> None:
         sample, operand = self._samples.pop(stepped.name, None), self._operands[stepped.name, "update"]
         adam = adam_of(optimizer, stepped.parameter) if sample else None
         if sample and adam and operand.calls:  # otherwise another rank counts the step
@@ -245,12 +245,16 @@ class StateCapture:
                 held = _held(stepped, optimizer)
                 operand.add_further(sample.sums(adam, *held, self._products(stepped.name)))
 
-    def _take_state(self, stepped: Stepped, role: str, optimizer: Any) -> None:
+    def _take_state(self, stepped: SteppedWeight, role: str, optimizer: Any) -> None:
         state = optimizer.state.get(stepped.parameter, {})
         name = next((name for name in _NAMES[role] if name in state), None)
         if name is not None and self._wants(stepped.name, role):
             with self._guard(_LOOKING):
-                self._take(stepped.name, role, stepped.of(_decoded(state[name], optimizer, stepped.parameter, name)))
+                self._take(
+                    stepped.name,
+                    role,
+                    stepped.select_stepped_values(_decoded(state[name], optimizer, stepped.parameter, name)),
+                )
 
     def _wants(self, name: str, role: str) -> bool:
         return (name, role) in self._operands and (name, role) not in self._seen
@@ -271,7 +275,7 @@ def _gradient(optimizer: Any, parameter: Any) -> Any:
     return getattr(parameter, "decoupled_grad" if getattr(optimizer, "use_decoupled_grad", False) else "grad", None)
 
 
-def _held(stepped: Stepped, optimizer: Any) -> tuple[Any, Any, Any]:
+def _held(stepped: SteppedWeight, optimizer: Any) -> tuple[Any, Any, Any]:
     """Return the weight that an optimizer adds to, and its decoded moments. Missing moments are None."""
     parameter, found = stepped.parameter, dict[str, Any]()
     state = optimizer.state.get(parameter, {})

@@ -9,7 +9,7 @@ import polars as pl
 
 from ...analysis import thresholds
 from ...analysis.diagnosis.courses import LayerCourse, measure_courses
-from ...analysis.diagnosis.facts import Facts, Records, fact, read_unusual
+from ...analysis.diagnosis.facts import Facts, Records, fact, subtract_baseline_tensors
 from ...analysis.diagnosis.finding import Finding
 from ...analysis.diagnosis.rule import rule
 from ...analysis.diagnosis.rules.nonfinite import OPTIMIZER, WEIGHT_GRADIENT, FirstNonfinite
@@ -45,7 +45,9 @@ def lost_steps(records: Records) -> pl.DataFrame:
 
     Steps without a learning rate do not count. Weights that do not change in the baseline do not count either.
     """
-    mine = read_unusual(lambda run: _read(run, "update").filter(norm=0.0), records.run, records.baseline, ["layer"])
+    mine = subtract_baseline_tensors(
+        lambda run: _read(run, "update").filter(norm=0.0), records.run, records.baseline, ["layer"]
+    )
     moved = _read(records.run, "weight_gradient").filter(pl.col("norm") > 0).select("step", "layer")
     rates = records.run.steps.filter(pl.col("lr") > 0).select("step")
     still = mine.join(moved, on=["step", "layer"], how="semi", maintain_order="left")
@@ -89,12 +91,12 @@ def _is_off(course: LayerCourse) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
 def _read(run: Run, *roles: str) -> pl.DataFrame:
     rows = run.table(TABLES[0].name).filter(pl.col("scale_source") != "what-if")
     rows = rows.filter(pl.col("role").is_in(roles)) if roles else rows
-    return rows.filter(~pl.col("step").is_in(run.made_up_for.implode()))
+    return rows.filter(~pl.col("step").is_in(run.loss_scale_skips.implode()))
 
 
 def find_nonfinite(run: Run, baseline: Run | None) -> list[FirstNonfinite]:
     """Return the first NaN or infinity in gradients and optimizer states, unless the baseline has it too."""
-    rows = read_unusual(lambda each: _read(each).filter(IS_NONFINITE), run, baseline)
+    rows = subtract_baseline_tensors(lambda each: _read(each).filter(IS_NONFINITE), run, baseline)
     if rows.is_empty():
         return []
     order = pl.col("role").replace_strict({role: i for i, role in enumerate(STATES)}, return_dtype=pl.Int64)

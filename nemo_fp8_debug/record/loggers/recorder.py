@@ -63,7 +63,7 @@ class LoggerRecorder(Recorder):
 
     def record(self, sample: Sample) -> None:
         """Send one sampled step."""
-        found = self._overview.of(sample)
+        found = self._overview.summarize_sample(sample)
         scalars = found.scalars | (self._every_tensor.scalars(sample).values if self._every_tensor else {})
         rows = {sample.step: _named(scalars)}
         texts = {PREFIX + name: text for name, text in found.texts.items()}

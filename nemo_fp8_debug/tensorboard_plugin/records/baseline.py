@@ -80,7 +80,7 @@ class LayerNames:
 
     def _of_all(self, record: Storage) -> Layers:
         def read(index: RecordIndex) -> Layers:
-            layouts = (self._parts.find_layout(record, part) for part in index.held)
+            layouts = (self._parts.find_layout(record, part) for part in index.steps_by_part)
             different = dict.fromkeys(layout.tensors for layout in layouts if layout)
             return dict.fromkeys(layer for tensors in different for layer in tensors.layers)
 
@@ -180,8 +180,8 @@ class TensorBands:
             rows, steps = self._rows(run, index, key), index.steps
             if only_quantized and (judged := self._steps_quantized(run, index)) is not None:
                 rows, steps = rows.filter(pl.col("scale_source").is_in([ENGINE, MIXED])), judged
-            steps = steps[~np.isin(steps, self._run(run).made_up_for.to_numpy())]
-            return Metrics.of(rows.filter(pl.col("step").is_in(steps))).grid.over(steps)
+            steps = steps[~np.isin(steps, self._run(run).loss_scale_skips.to_numpy())]
+            return Metrics.of(rows.filter(pl.col("step").is_in(steps))).grid.extend_steps(steps)
 
         return self._parts.read_settled(run, read)
 
@@ -191,11 +191,11 @@ class TensorBands:
         def of_part(part: Part) -> pa.Table | None:
             if (layout := self._parts.find_layout(run, part)) is None:
                 return None
-            rows = [row for step in index.held[part] if (row := layout.row(step, key)) is not None]
+            rows = [row for step in index.steps_by_part[part] if (row := layout.row(step, key)) is not None]
             read = partial(self._read_rows, run, part, rows, layout.is_wide)
             return self._parts.read_unless_damaged(run, part, "band", read) if rows else None
 
-        tables = [pl.DataFrame(table) for table in run_ahead(of_part, list(index.held)) if table is not None]
+        tables = [pl.DataFrame(table) for table in run_ahead(of_part, list(index.steps_by_part)) if table is not None]
         if not tables:
             raise refuse_tensor(run, *key)
         rows = pl.concat([table.with_columns(pl.col("scale_source").cast(pl.String)) for table in tables])
@@ -213,7 +213,7 @@ class TensorBands:
     def _find_quantized(self, run: Storage, index: RecordIndex) -> Array | None:
         steps: list[int] = []
         is_engine = False
-        for part, held in index.held.items():
+        for part, held in index.steps_by_part.items():
             if (only := self._only_source(run, part)) is not None:
                 is_engine |= only == ENGINE
                 steps += held if only in (ENGINE, MIXED) else []
@@ -236,7 +236,7 @@ class TensorBands:
 
     def _tensors(self, run: Storage) -> set[tuple[str, str]]:
         def read(index: RecordIndex) -> set[tuple[str, str]]:
-            found = (self._parts.find_layout(run, part) for part in index.held)
+            found = (self._parts.find_layout(run, part) for part in index.steps_by_part)
             return {key for tensors in {layout.tensors for layout in found if layout} for key in tensors}
 
         return self._parts.read_settled(run, read)

@@ -10,7 +10,13 @@ from typing import Any
 
 import numpy as np
 
-from ...analysis.comparison.onset import EVIDENCE, Evidence, compute_least_rise, least_of_values, running_median
+from ...analysis.comparison.onset import (
+    EVIDENCE,
+    OnsetCriterion,
+    compute_baseline_threshold,
+    compute_size_threshold,
+    running_median,
+)
 from ...analysis.formatting import make_jsonable
 from ...core.threads import run_ahead
 from ...record.schema import Part
@@ -150,7 +156,7 @@ class Extents:
     def _of_parts(self, run: Storage, index: RecordIndex, metric: str, wanted: Callable[[int], bool]) -> list[Extent]:
         """Return the range and counts of each part over its wanted steps."""
         found = []
-        for part, steps in index.held.items():
+        for part, steps in index.steps_by_part.items():
             if kept := [step for step in steps if wanted(step)]:
                 read = partial(self._of_part, run, part, metric, kept)
                 found.append(self._parts.read_unless_damaged(run, part, metric, read))
@@ -189,7 +195,7 @@ def pack_spread(parts: PartMatrices, run: Storage, metric: str) -> bytes:
 
     def read(index: RecordIndex) -> bytes:
         rise, fall = _evidence_of(metric)
-        layouts = {part: layout for part in index.held if (layout := parts.find_layout(run, part))}
+        layouts = {part: layout for part in index.steps_by_part if (layout := parts.find_layout(run, part))}
         tensors = list_tensors(layouts)
         at_once = max(_BLOCK, _CELLS // max(1, len(index.steps)))
         least = np.empty((2, len(tensors)), "<f4")
@@ -199,7 +205,7 @@ def pack_spread(parts: PartMatrices, run: Storage, metric: str) -> bytes:
             blocks = [slice(begin, begin + _BLOCK) for begin in range(0, values.shape[1], _BLOCK)]
             least[:, some] = np.concatenate(list(run_ahead(partial(_least, values, rise, fall), blocks)), axis=1)
         if rise.least_values:
-            least[0] = np.maximum(least[0], least_of_values(rise, _sizes(parts, run, index, tensors)))
+            least[0] = np.maximum(least[0], compute_size_threshold(rise, _sizes(parts, run, index, tensors)))
         if not fall:
             least[1] = least[0]
         header = {"log2": rise.log2, "floor": rise.floor if rise.log2 else 0.0, "least": rise.least}
@@ -208,22 +214,22 @@ def pack_spread(parts: PartMatrices, run: Storage, metric: str) -> bytes:
     return parts.read_settled(run, read)
 
 
-def _least(values: Array, rise: Evidence, fall: Evidence | None, some: slice) -> Array:
+def _least(values: Array, rise: OnsetCriterion, fall: OnsetCriterion | None, some: slice) -> Array:
     """Return the least rise and the least fall that count for some tensors, [2, tensors]."""
     block = np.ascontiguousarray(values[:, some].T)
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
         medians = running_median(block)
-        return np.stack([compute_least_rise(evidence, block, medians) for evidence in (rise, fall or rise)])
+        return np.stack([compute_baseline_threshold(evidence, block, medians) for evidence in (rise, fall or rise)])
 
 
-def _evidence_of(metric: str) -> tuple[Evidence, Evidence | None]:
+def _evidence_of(metric: str) -> tuple[OnsetCriterion, OnsetCriterion | None]:
     """Return the evidence for rises, and the evidence for falls (None if falls count like rises)."""
     known = [evidence for evidence in EVIDENCE if evidence.metric == metric]
     if known:
         return next(e for e in known if e.sign > 0), next((e for e in known if e.sign < 0), None)
     if metric in _LEAST:
-        return Evidence(metric, _LEAST[metric]), None
-    return Evidence(metric, _HALF_AGAIN, log2=True, floor=float(np.finfo(np.float64).tiny)), None
+        return OnsetCriterion(metric, _LEAST[metric]), None
+    return OnsetCriterion(metric, _HALF_AGAIN, log2=True, floor=float(np.finfo(np.float64).tiny)), None
 
 
 def _values(
@@ -244,7 +250,7 @@ def _values(
     values = np.full((len(index.steps), len(tensors)), np.nan, np.float32)
 
     def fill(part: Part) -> None:
-        layout, mine = layouts[part], index.held[part]
+        layout, mine = layouts[part], index.steps_by_part[part]
         columns, here = of_sets[layout.tensors]
         found = parts.find_metric(run, part, layout, metric)[np.searchsorted(layout.steps, mine)]
         values[np.ix_(np.searchsorted(index.steps, mine), here)] = found[:, columns]

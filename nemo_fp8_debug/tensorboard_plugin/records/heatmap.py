@@ -122,7 +122,7 @@ def pack_heatmap(parts: PartMatrices, run: Storage, metric: str, first: int | No
 
         def of_part(part: Part) -> tuple[Array, Array]:
             """Return the indices of the columns that a part contributes to, and the part's worst values in each."""
-            mine = np.array(index.held[part])
+            mine = np.array(index.steps_by_part[part])
             mine = mine[(mine >= begin) & (mine <= end)]
             at, starts = np.unique(np.searchsorted(stretches, (mine - begin) // width), return_index=True)
             rows = np.searchsorted(layouts[part].steps, mine)

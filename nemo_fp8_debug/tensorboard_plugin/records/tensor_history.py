@@ -40,7 +40,7 @@ def read_timeline(parts: PartMatrices, run: Storage, layer: str, role: str, metr
         so_far = TextsSoFar()
         of_part = partial(_of_part, parts, run, index, (layer, role), metrics, so_far)
         columns: dict[str, list[Any]] = {name: [] for name in ("step", *metrics, *TEXTS)}
-        for found in run_ahead(of_part, list(index.held)):
+        for found in run_ahead(of_part, list(index.steps_by_part)):
             for name, values in found.items():
                 columns[name] += values
         if not columns["step"]:
@@ -65,7 +65,7 @@ def _of_part(
     """Return step, metrics and texts of a tensor at a part's steps, as columns."""
     if (layout := parts.find_layout(run, part)) is None:
         return {}
-    places = {step: row for step in index.held[part] if (row := layout.row(step, key)) is not None}
+    places = {step: row for step in index.steps_by_part[part] if (row := layout.row(step, key)) is not None}
     if not places:
         return {}
     if layout.is_wide:
@@ -82,7 +82,7 @@ class TextsSoFar:
     def __init__(self) -> None:
         self._known: dict[Key, str | None] = {}
 
-    def told(self, outline: Outline, places: Sequence[int]) -> dict[str, list[str | Key]]:
+    def look_up_texts(self, outline: Outline, places: Sequence[int]) -> dict[str, list[str | Key]]:
         """Return the strings, or their keys, of some rows of a part by column, for columns that need not be read."""
         told: dict[str, list[str | Key]] = {}
         for name in TEXTS:
@@ -92,7 +92,9 @@ class TextsSoFar:
                 told[name] = list(keys)
         return told
 
-    def kept(self, outline: Outline, places: Sequence[int], rows: pa.Table, names: Sequence[str]) -> dict[str, list[Any]]:
+    def keep_texts(
+        self, outline: Outline, places: Sequence[int], rows: pa.Table, names: Sequence[str]
+    ) -> dict[str, list[Any]]:
         """Store strings that were read, and return them by column. For a damaged column, return keys, because another part
         may have the same strings.
         """
@@ -120,11 +122,11 @@ def _of_rows(
     """Return metrics and strings. Read only the tensor's rows."""
     names = dict.fromkeys(column for name in metrics for column in list_columns(parts.table, name))
     outline = parts.outline(run, part)
-    texts = so_far.told(outline, places)
+    texts = so_far.look_up_texts(outline, places)
     missing = [name for name in TEXTS if name not in texts]
     rows = _some_rows(parts, run, part, (*names, *missing), places)
     values = {name: list_numbers(compute_values(rows, parts.table, name)) for name in metrics}
-    return values | texts | so_far.kept(outline, places, rows, missing)
+    return values | texts | so_far.keep_texts(outline, places, rows, missing)
 
 
 def _some_rows(parts: PartMatrices, run: Storage, part: Part, names: Sequence[str], places: Sequence[int]) -> pa.Table:

@@ -23,7 +23,7 @@ Floats = npt.NDArray[np.float64]
 
 def strongest(baseline: Metrics, run: Metrics) -> Floats:
     """[T]: how many times the least rise that counts each tensor shows at most, by any metric; below 1 it is within."""
-    pair = onset.Pair(*(metrics.grid for metrics in select_common(baseline, run)))
+    pair = onset.RunPair(*(metrics.grid for metrics in select_common(baseline, run)))
     found = np.zeros(len(pair.tensors))
     for evidence in onset.EVIDENCE:
         if evidence.metric != "nonfinite":

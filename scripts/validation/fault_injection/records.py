@@ -143,7 +143,7 @@ class StoredRun(Run):
     def until(self, step: int) -> StoredRun:
         """What it was before a step."""
         steps = self.table_of_steps.filter(pl.col("step") < step)
-        metrics = self.metrics.over(self.metrics.steps[self.metrics.steps < step])
+        metrics = self.metrics.select_steps(self.metrics.steps[self.metrics.steps < step])
         return replace(self, metrics=metrics, loss=LossCurve.of(steps), table_of_steps=steps)
 
 

@@ -55,7 +55,7 @@ def _read_factors(run: Run) -> pl.DataFrame:
         steady = (scale == scale.shift(1)).fill_null(True) & (scale == scale.shift(-1)).fill_null(True)
         rows = rows.filter(scale.is_not_null()).filter(steady & scale.is_finite() & (scale > 0))
     rows = rows.filter(pl.col("grad_scale").is_finite())
-    calls = run.metrics.with_role("grad_output").gathered(
+    calls = run.metrics.with_role("grad_output").reduce_rows(
         ["calls"], lambda some: some.group_by("step").agg(pl.col("calls").cast(pl.Float64).median())
     )
     known = rows.join(calls.select("step", "calls"), on="step", how="left")
@@ -181,7 +181,7 @@ def sizes_against_baseline(records: Records) -> pl.DataFrame:
 def _first_sizes(metrics: Metrics) -> pl.DataFrame:
     n = len(metrics.steps)
     first = metrics.steps[MADE_UP : max(MADE_UP + thresholds.FEW, n // 8)]
-    rows = metrics.with_role("grad_output", "weight").over(first).frame(["amax"])
+    rows = metrics.with_role("grad_output", "weight").select_steps(first).frame(["amax"])
     rows = rows.filter((pl.col("amax") > 0) & pl.col("amax").is_finite())
     return rows.group_by("layer", "role", maintain_order=True).agg(level=pl.col("amax").log(2).median())
 
@@ -215,7 +215,7 @@ def gradient_norms(records: Records) -> GradientNorms:
     known = (pl.col("amax") > 0) & pl.col("amax").is_finite()
     move = _find_move(_read_norms(run), None if baseline is None else _read_norms(baseline))
     steps = _samples_around(gradients.steps, None if move is None else move.step)
-    rows = gradients.over(steps).frame(["amax"]).filter(known)
+    rows = gradients.select_steps(steps).frame(["amax"]).filter(known)
     return GradientNorms(
         _read_norms(run),
         None if baseline is None else _read_norms(baseline),
@@ -236,7 +236,7 @@ def _samples_around(steps: Ints, step: int | None) -> Ints:
 
 def _read_norms(run: Run) -> pl.DataFrame:
     rows = run.steps.select("step", "grad_norm").filter(pl.col("grad_norm").is_not_null())
-    rows = rows.filter(~pl.col("step").is_in(run.made_up_for.implode()))
+    rows = rows.filter(~pl.col("step").is_in(run.loss_scale_skips.implode()))
     return rows.unique("step", keep="last").sort("step")
 
 

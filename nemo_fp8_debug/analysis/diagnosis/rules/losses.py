@@ -45,7 +45,7 @@ def find_level(facts: Facts) -> Iterator[Finding]:
     step, percent = loss.stepped_up
     if not _is_abrupt(loss, step):
         return
-    scale = loss.scale_before(step)
+    scale = loss.measure_base_before(step)
     unit = OF_RANGE if scale is not None and scale.is_range else ""
     evidence = f"the loss goes up by {format_number(percent)}%{unit} around {facts.unit} {step} and stays there"
     advice = "Look at what changed around then: data, labels, masks, the loss function, the batch size, a resumed state."

@@ -12,7 +12,7 @@ from ....core.keys import ROLES, SHOWN_AS
 from ....core.table import load_modules
 from ...runs.metrics import IS_NONFINITE
 from ...runs.run import Run
-from ..facts import Facts, Records, fact, read_unusual
+from ..facts import Facts, Records, fact, subtract_baseline_tensors
 from ..finding import Finding, advise_on_nonfinite
 from ..rule import rule
 
@@ -86,12 +86,12 @@ def find_first_nonfinite(facts: Facts) -> Iterator[Finding]:
 
 
 def _weights_are_finite(run: Run, step: int) -> bool:
-    weights = run.metrics.over(np.array([step])).with_role("weight").frame(["nan", "inf"])
+    weights = run.metrics.select_steps(np.array([step])).with_role("weight").frame(["nan", "inf"])
     return len(weights) > 0 and weights.filter(IS_NONFINITE).is_empty()
 
 
 def _of_operands(run: Run, baseline: Run | None) -> list[FirstNonfinite]:
-    return find_first_nonfinite_row(read_unusual(_lost_operands, run, baseline))
+    return find_first_nonfinite_row(subtract_baseline_tensors(_lost_operands, run, baseline))
 
 
 def find_first_nonfinite_row(rows: pl.DataFrame) -> list[FirstNonfinite]:
@@ -106,7 +106,7 @@ def find_first_nonfinite_row(rows: pl.DataFrame) -> list[FirstNonfinite]:
 
 def _lost_operands(run: Run) -> pl.DataFrame:
     """Return the first row with NaN or infinity of each operand."""
-    operands = run.metrics.gathered(
+    operands = run.metrics.reduce_rows(
         ["nan", "inf", "nonfinite_order"],
         lambda rows: rows.filter(IS_NONFINITE).unique("tensor", keep="first", maintain_order=True),
     )
@@ -133,4 +133,4 @@ def _norms(run: Run) -> pl.DataFrame:
 
 def _lost_norms(run: Run) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
     rows = _norms(run).filter(~pl.col("grad_norm").is_finite())
-    return rows.filter(~pl.col("step").is_in(run.made_up_for.implode()))["step"].to_numpy()
+    return rows.filter(~pl.col("step").is_in(run.loss_scale_skips.implode()))["step"].to_numpy()

@@ -23,8 +23,8 @@ from ...runs.metrics import IS_NONFINITE, Metrics
 from ...runs.run import Run
 from ...runs.settings import usual_casts
 from ..facts import Facts, Records, fact
-from ..finding import CAUSES, Finding, advise_on_nonfinite, look_at_producer
-from ..limits import find_beyond, select_limited
+from ..finding import CAUSES, Finding, advise_on_nonfinite, advise_on_producer
+from ..limits import find_over_limit, select_limited
 from ..rule import rule
 from .losses import resumes
 
@@ -114,7 +114,7 @@ def judged_samples(records: Records) -> Ints:
     """
     run, baseline = records.run, records.baseline
     if baseline is None:
-        covered = records.bands is not None and records.bands.all_covered
+        covered = records.bands is not None and records.bands.is_mostly_covered
         limited = run.quantization != QUANTIZED or not select_limited(select_quantized(run.metrics)).is_empty()
         return (
             run.metrics.steps
@@ -123,7 +123,7 @@ def judged_samples(records: Records) -> Ints:
         )
     known = pl.col("relative_error").is_not_null() | IS_NONFINITE
     columns = ["relative_error", "nan", "inf"]
-    steps: Ints = run.metrics.gathered(columns, lambda rows: rows.filter(known).unique("step"))["step"].sort().to_numpy()
+    steps: Ints = run.metrics.reduce_rows(columns, lambda rows: rows.filter(known).unique("step"))["step"].sort().to_numpy()
     ends = (baseline.metrics.steps[0], baseline.metrics.steps[-1]) if len(baseline.metrics.steps) else (0, -1)
     within: Ints = steps[(steps >= ends[0]) & (steps <= ends[1])]
     return within
@@ -350,7 +350,7 @@ def _name(suspect: Suspect, cause: str, strength: str, evidence: str) -> Finding
     if cause == "nonfinite":
         advice = advise_on_nonfinite(suspect.layer, suspect.role)
     elif cause == "dead":
-        advice = look_at_producer(suspect.layer, suspect.role)
+        advice = advise_on_producer(suspect.layer, suspect.role)
     return Finding("operand", cause, strength, evidence, suspect.layer, suspect.role, suspect.since, advice)
 
 
@@ -410,7 +410,9 @@ def _against_baseline(records: Records) -> list[Suspect]:
     # amount.
     far = split_experts(records.beyond)[0].join(named, on=_KEY, how="anti")
     if len(far):
-        theirs = find_beyond(select_quantized(baseline.metrics.within(far.select(_KEY))), 0.0).rename({"excess": "usual"})
+        theirs = find_over_limit(select_quantized(baseline.metrics.within(far.select(_KEY))), 0.0).rename(
+            {"excess": "usual"}
+        )
         both = far.join(theirs.select(*_KEY, "usual"), on=_KEY, how="left", maintain_order="left")
         far = both.filter(pl.col("excess") > thresholds.TIMES_USUAL * pl.col("usual").fill_null(0.0)).drop("usual")
     chosen += [(*each, "limits") for each in _strongest_first(far, run)]
@@ -489,7 +491,7 @@ def _comparable(comparison: Comparison) -> pl.DataFrame:
     others = rows.join(alike, on=_KEY, how="anti", maintain_order="left")
     if others.is_empty():
         return rows
-    far = find_beyond(select_quantized(run.metrics.within(others)))
+    far = find_over_limit(select_quantized(run.metrics.within(others)))
     counts = pl.concat([alike.select(_KEY), far.select(_KEY)])
     known = counts.select(operand=pl.struct(_KEY))["operand"].implode()
     return rows.filter(pl.col("metric").is_in(_OF_VALUES) | pl.struct(_KEY).is_in(known))
@@ -528,11 +530,11 @@ def take_beginning(metrics: Metrics) -> Metrics:
     """Return the first samples with their steps scaled to cover the whole run. Return no samples if there are too few."""
     n = round(len(metrics.steps) * thresholds.BEGINNING)
     if n < 2 * thresholds.FEW:
-        return metrics.over(metrics.steps[:0])
+        return metrics.select_steps(metrics.steps[:0])
     first = pl.Series("step", metrics.steps[:n])
     stretch = (metrics.steps[-1] - metrics.steps[0]) / (metrics.steps[n - 1] - metrics.steps[0])
     spread = (pl.lit(metrics.steps[0]) + (pl.col("step") - metrics.steps[0]) * stretch).round().cast(pl.Int64)
-    return metrics.along(first.to_frame().select("step", sample=spread))
+    return metrics.renumber_steps(first.to_frame().select("step", sample=spread))
 
 
 def _strongest_first(out_of_band: pl.DataFrame, run: Run) -> list[tuple[str, str, int, float, int]]:
@@ -559,4 +561,4 @@ def _order_of_nonfinite(run: Run, tensors: pl.DataFrame) -> pl.DataFrame:
         known = rows.drop_nulls(column)
         return known.join(wanted, left_on=["tensor", "step"], right_on=["tensor", "onset"], how="semi")
 
-    return metrics.named(metrics.gathered([column], choose)).select(*_KEY, onset="step", order=column)
+    return metrics.named(metrics.reduce_rows([column], choose)).select(*_KEY, onset="step", order=column)

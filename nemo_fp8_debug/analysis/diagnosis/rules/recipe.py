@@ -38,7 +38,7 @@ class RecipeChange(NamedTuple):
 def recipe_changes(records: Records) -> list[RecipeChange]:
     """Return the changes of recipes in the run, and the differences from the baseline."""
     run, baseline = records.run.metrics, None if records.baseline is None else records.baseline.metrics
-    found = _changed(run.among(_list_quantized(run))), None if baseline is None else _differs(run, baseline)
+    found = _changed(run.select_tensors(_list_quantized(run))), None if baseline is None else _differs(run, baseline)
     return [each for each in found if each is not None]
 
 

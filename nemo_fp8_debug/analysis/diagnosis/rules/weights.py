@@ -238,9 +238,11 @@ def _find_constant(weights: Metrics) -> list[str]:
     if len(weights.steps) < thresholds.LASTING or weights.tensors.is_empty():
         return []
     # Weights rarely stand still. Otherwise, only the last samples are read.
-    at_the_end = _count_values(weights.at(np.arange(len(weights.steps))[-thresholds.LASTING :]))
+    at_the_end = _count_values(weights.select_samples(np.arange(len(weights.steps))[-thresholds.LASTING :]))
     moved = weights.tensors[at_the_end.filter(pl.col("values") > 1)["tensor"]]
-    weights = weights.narrowed(weights.tensors.join(moved, on=["layer", "role"], how="anti", maintain_order="left"))
+    weights = weights.select_keeping_steps(
+        weights.tensors.join(moved, on=["layer", "role"], how="anti", maintain_order="left")
+    )
     if weights.tensors.is_empty():
         return []
     same = _count_values(weights).filter(pl.col("values") == 1, pl.col("samples") >= thresholds.LASTING)
@@ -250,7 +252,9 @@ def _find_constant(weights: Metrics) -> list[str]:
 def _count_values(weights: Metrics) -> pl.DataFrame:
     """Return tensor, values (how many combinations of range, outliers and kurtosis it has), and samples."""
     names = (_RANGE, "outlier_log2", "kurtosis")
-    found = weights.gathered(names, lambda rows: rows.group_by("tensor", *names, maintain_order=True).agg(pl.sum("count")))
+    found = weights.reduce_rows(
+        names, lambda rows: rows.group_by("tensor", *names, maintain_order=True).agg(pl.sum("count"))
+    )
     return found.group_by("tensor", maintain_order=True).agg(values=pl.len(), samples=pl.sum("count"))
 
 
@@ -261,17 +265,17 @@ def _find_stopped(run: Run) -> dict[str, StillLayer]:
     """
     weights = _without_codes(run.metrics.with_role("weight"))
     blocks = _blocks(weights.tensors["layer"].to_list())
-    weights = weights.narrowed(weights.tensors.filter(pl.col("layer").is_in(list(blocks))))
+    weights = weights.select_keeping_steps(weights.tensors.filter(pl.col("layer").is_in(list(blocks))))
     if len(weights.steps) <= thresholds.LASTING or not blocks:
         return {}
     # Weights rarely stop changing, so usually only the last samples are read.
-    at_the_end = _measure_standing(weights.at(np.arange(len(weights.steps))[-thresholds.LASTING :]))
+    at_the_end = _measure_standing(weights.select_samples(np.arange(len(weights.steps))[-thresholds.LASTING :]))
     still = weights.tensors.filter(pl.Series((at_the_end.moves == 0) & (at_the_end.samples == thresholds.LASTING)))
     candidates = _most_of(blocks, still["layer"].to_list())
     if not candidates or len(candidates) > len(set(blocks.values())) / 2:
         return {}
     layers = [layer for of in candidates.values() for layer in of]
-    before = weights.narrowed(still.filter(pl.col("layer").is_in(layers)))
+    before = weights.select_keeping_steps(still.filter(pl.col("layer").is_in(layers)))
     standing = _measure_standing(before)
     moved = {
         layer: int(since)
@@ -328,7 +332,7 @@ class Standing:
     moves: Ints
 
     @classmethod
-    def of(cls, tensors: int) -> Standing:
+    def make_unsampled(cls, tensors: int) -> Standing:
         """Return the state of weights without a sample."""
         none = np.zeros(tensors, dtype=np.int64)
         return cls(np.full(tensors, np.nan), np.full(tensors, np.nan), none, none.copy(), none.copy())
@@ -359,14 +363,14 @@ class Standing:
 
 
 def _measure_standing(weights: Metrics) -> Standing:
-    found = Standing.of(len(weights.tensors))
+    found = Standing.make_unsampled(len(weights.tensors))
     for stretch in weights.over_steps(partial(_measure_stretch)):
         found += stretch
     return found
 
 
 def _measure_stretch(weights: Metrics) -> Standing:
-    found = Standing.of(len(weights.tensors))
+    found = Standing.make_unsampled(len(weights.tensors))
     for rows in weights.scan([_RANGE]):
         ordered = rows.sort("step", maintain_order=True)
         tensor, value = ordered["tensor"].to_numpy(), ordered[_RANGE].cast(pl.Float64).to_numpy()

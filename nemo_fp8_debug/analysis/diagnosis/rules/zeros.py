@@ -12,12 +12,12 @@ import polars as pl
 from ....core.keys import GRADIENTS, SHOWN_AS, Key
 from ....core.layer_names import name_aggregate
 from ....numerics.limits import MADE_UP
-from ...runs.blocks import compute_in_parts, map_over_blocks
+from ...runs.blocks import compute_in_parts, map_tensor_chunks
 from ...runs.grid import Grid, Ints
 from ...runs.metrics import Metrics
 from ...runs.source import Bools
 from ..facts import Facts, Records, fact
-from ..finding import Finding, look_at_producer
+from ..finding import Finding, advise_on_producer
 from ..rule import rule
 
 #: largest number of layers that a sentence lists
@@ -82,7 +82,7 @@ def find_zeros(facts: Facts) -> Iterator[Finding]:
             first.layer,
             role,
             since,
-            look_at_producer(first.layer, role),
+            advise_on_producer(first.layer, role),
             may_follow_the_loss=not of_all,
         )
 
@@ -110,10 +110,10 @@ def is_zero(grid: Grid) -> Bools:
 def _find(metrics: Metrics) -> dict[Key, tuple[int, bool, bool]]:
     # A single expert may get no tokens, but all experts of a layer together always get tokens.
     of_expert = pl.col("layer").map_elements(lambda layer: name_aggregate(layer) is not None, pl.Boolean)
-    metrics = metrics.narrowed(metrics.tensors.filter(~of_expert))
+    metrics = metrics.select_keeping_steps(metrics.tensors.filter(~of_expert))
     if metrics.is_empty() or metrics.tensors.is_empty():
         return {}
-    of_blocks = map_over_blocks(partial(compute_in_parts, _zero_samples), metrics, together=[("amax", "n", "nonfinite")])
+    of_blocks = map_tensor_chunks(partial(compute_in_parts, _zero_samples), metrics, together=[("amax", "n", "nonfinite")])
     each = {key: _since(key[1], *of) for of_block in of_blocks for of_part in of_block for key, of in of_part}
     return {key: zeros for key, zeros in each.items() if zeros is not None}
 

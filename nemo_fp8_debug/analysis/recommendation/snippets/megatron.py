@@ -20,7 +20,7 @@ from ....numerics.recipe import BF16_RECIPE, Recipe, find_recipe
 from ....numerics.tensor_scaling import CurrentScaling, DelayedScaling
 from ...comparison.compare import select_quantized
 from ..options import STAY, find_cast
-from ..recommend import Ends, Recommendation, TensorFix, find_block
+from ..recommend import BF16Ends, Recommendation, TensorFix, find_block
 from .snippet import Snippet, comment_lines, find_module, first_for_all
 
 NAME, OPTIONS = "megatron_modules.yaml", "transformer_config.yaml"
@@ -119,7 +119,7 @@ def flags_of(values: dict[str, Any]) -> list[str]:
     return flags
 
 
-def _at_an_end(finding: TensorFix, ends: Ends | None) -> bool:
+def _at_an_end(finding: TensorFix, ends: BF16Ends | None) -> bool:
     block = find_block(finding.layer)
     return ends is not None and block is not None and (block < ends.start or block >= ends.blocks - ends.end)
 
@@ -127,13 +127,13 @@ def _at_an_end(finding: TensorFix, ends: Ends | None) -> bool:
 def _in_use(found: Recommendation) -> Recipe | None:
     """Return the recipe of most operands, or None if Megatron has no options for this recipe."""
     metrics = select_quantized(found.run.metrics)
-    counts = metrics.gathered(["recipe"], lambda rows: rows.group_by("recipe", maintain_order=True).agg(pl.sum("count")))
+    counts = metrics.reduce_rows(["recipe"], lambda rows: rows.group_by("recipe", maintain_order=True).agg(pl.sum("count")))
     names = counts.sort("count", descending=True, maintain_order=True)
     recipe = find_recipe(names["recipe"][0])
     return recipe if recipe and _can_be_said(recipe) else None
 
 
-def _menu(findings: list[TensorFix], ends: Ends | None) -> list[Recipe]:
+def _menu(findings: list[TensorFix], ends: BF16Ends | None) -> list[Recipe]:
     """Return the recipes from the options of all findings that Megatron supports, each with the formats `hybrid` and
     `e4m3`.
     """

@@ -14,7 +14,7 @@ from ..base import Args, Backend, Kwargs, ScaleInUse, read_raw_weight
 from . import casts
 from .layers import FLOAT8_LINEAR, MXFP8_LINEAR, NVFP4_LINEAR, find_class, name_layer_class
 from .trial import forget_trials
-from .weights import find_uncast, is_torchao, weight_in_high_precision
+from .weights import is_torchao, require_uncast, weight_in_high_precision
 
 
 def _owns(module: nn.Module) -> bool:
@@ -27,7 +27,7 @@ def _owns(module: nn.Module) -> bool:
 
 
 def _input(module: nn.Module, args: Args, kwargs: Kwargs, part: str) -> torch.Tensor:
-    x: torch.Tensor = find_uncast(args[0] if args else kwargs["input"])
+    x: torch.Tensor = require_uncast(args[0] if args else kwargs["input"])
     kind = name_layer_class(module)
     if kind == NVFP4_LINEAR:  # ignores autocast
         return x.to(torch.bfloat16)
@@ -49,7 +49,7 @@ def _weight(module: nn.Module, args: Args, kwargs: Kwargs, part: str) -> torch.T
 
 
 def _grad(grad: torch.Tensor, *_: Any) -> torch.Tensor:
-    return find_uncast(grad)
+    return require_uncast(grad)
 
 
 def _cast(module: nn.Module, kwargs: Kwargs, part: str, role: str, out: torch.Tensor) -> Any:

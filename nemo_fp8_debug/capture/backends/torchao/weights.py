@@ -21,7 +21,7 @@ def is_torchao(x: Any) -> bool:
     return type(getattr(x, "_local_tensor", x)).__module__.partition(".")[0] == "torchao"
 
 
-def find_uncast(x: torch.Tensor) -> torch.Tensor:
+def require_uncast(x: torch.Tensor) -> torch.Tensor:
     """Return the tensor itself.
 
     Raises:

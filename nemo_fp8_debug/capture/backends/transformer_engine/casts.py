@@ -109,7 +109,7 @@ _FARTHEST = 8
 
 
 @dataclass(frozen=True)
-class Held:
+class QuantizerSlot:
     """The place where a call keeps the quantizer of an operand."""
 
     #: attribute of the autograd node's state, such as `input_quantizer`, and the index if the attribute is a list
@@ -119,7 +119,9 @@ class Held:
     slot: int
 
 
-def find_cast(module: Any, role: str, held: Held, out: torch.Tensor, known: Kwargs) -> Callable[[], ScaleInUse]:
+def defer_cast_lookup(
+    module: Any, role: str, held: QuantizerSlot, out: torch.Tensor, known: Kwargs
+) -> Callable[[], ScaleInUse]:
     """Return a function that returns how the call that returned `out` casts `role`. For dY, call it in the backward.
 
     Args:
@@ -164,7 +166,7 @@ def autocast_depth() -> int | None:
     return next((getattr(state, name) for name in names if hasattr(state, name)), None)
 
 
-def _forward_cast(module: Any, role: str, held: Held, call: Any) -> ScaleInUse:
+def _forward_cast(module: Any, role: str, held: QuantizerSlot, call: Any) -> ScaleInUse:
     debug = getattr(call, "debug", False) if call is not None else getattr(module, "debug_enabled_in_this_iteration", False)
     if not hasattr(module, "fp8"):
         raise UnknownCast("its module does not show whether it runs in FP8")
@@ -173,7 +175,9 @@ def _forward_cast(module: Any, role: str, held: Held, call: Any) -> ScaleInUse:
     return _quantizer_of(module, role, held, call, debug)(module.fp8_meta.get("recipe"))
 
 
-def _quantizer_of(module: Any, role: str, held: Held, call: Any, debug: bool = False) -> Callable[[Any], ScaleInUse]:
+def _quantizer_of(
+    module: Any, role: str, held: QuantizerSlot, call: Any, debug: bool = False
+) -> Callable[[Any], ScaleInUse]:
     """Return a function from the recipe to the cast, for the quantizer of the call or of the module."""
     found = getattr(call, held.name, None)
     if isinstance(found, (list, tuple)) and held.number is not None:
@@ -196,7 +200,7 @@ def _alone(use: ScaleInUse, role: str) -> ScaleInUse:
     return use if use.columnwise is None else without_copy(use, role)
 
 
-def _multiplies_copy(module: Any, role: str, held: Held, call: Any) -> bool:
+def _multiplies_copy(module: Any, role: str, held: QuantizerSlot, call: Any) -> bool:
     """Return True if the backward of a call is known to multiply the column-wise copy of an operand."""
     if call is None or not getattr(call, "fp8", False) or getattr(call, "backward_override", None) is not None:
         return False

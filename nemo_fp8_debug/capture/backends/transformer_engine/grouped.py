@@ -9,7 +9,7 @@ import torch
 
 from ...tensors import view_as_multiplied
 from ..base import Args, Kwargs, ScaleInUse, UnknownCast, read_raw_weight
-from .casts import Held, find_cached_weight_cast, find_call, find_cast, is_quantized
+from .casts import QuantizerSlot, defer_cast_lookup, find_cached_weight_cast, find_call, is_quantized
 from .linear import first_argument, named_weight
 from .stored import is_read, read_stored_weight
 
@@ -56,7 +56,9 @@ def cast(module: Any, kwargs: Kwargs, part: str, role: str, out: torch.Tensor) -
     """Return a function that returns how the call that returned `out` casts `role`."""
     if role == "grad_output":
         _check_row_wise(find_call(out))
-    read = find_cast(module, role, Held(f"{role}_quantizers", int(part), _slot(module, int(part), role)), out, kwargs)
+    read = defer_cast_lookup(
+        module, role, QuantizerSlot(f"{role}_quantizers", int(part), _slot(module, int(part), role)), out, kwargs
+    )
     return (lambda: find_cached_weight_cast(module, kwargs, f"weight{part}", read)) if role == "weight" else read
 
 

@@ -9,7 +9,7 @@ import torch
 
 from ...tensors import view_as_multiplied
 from ..base import Args, Kwargs, ScaleInUse, read_raw_weight
-from .casts import Held, find_cached_weight_cast, find_cast, is_quantized
+from .casts import QuantizerSlot, defer_cast_lookup, find_cached_weight_cast, is_quantized
 from .linear import compute_norm, first_argument, named_weight
 from .stored import is_read, read_stored_weight
 
@@ -39,7 +39,7 @@ def unseen(module: Any, part: str) -> Collection[str]:
 def cast(module: Any, kwargs: Kwargs, part: str, role: str, out: torch.Tensor) -> Callable[[], ScaleInUse]:
     """Return a function that returns how the call that returned `out` casts `role`."""
     slot = _fc2_grad_slot(module) if role == "grad_output" else _FORWARD[part, role]
-    read = find_cast(module, role, Held(f"{part}_{role}_quantizer", None, slot), out, kwargs)
+    read = defer_cast_lookup(module, role, QuantizerSlot(f"{part}_{role}_quantizer", None, slot), out, kwargs)
     return (lambda: find_cached_weight_cast(module, kwargs, f"{part}_weight", read)) if role == "weight" else read
 
 

@@ -9,13 +9,13 @@ import torch
 
 from ...tensors import view_as_multiplied
 from ..base import Args, Kwargs, ScaleInUse, read_raw_weight
-from .casts import Held, find_active_recipe, find_cached_weight_cast, find_cast, is_quantized
+from .casts import QuantizerSlot, defer_cast_lookup, find_active_recipe, find_cached_weight_cast, is_quantized
 from .stored import is_read, read_stored_weight
 
 _HELD = {
-    "input": Held("input_quantizer", None, 0),
-    "weight": Held("weight_quantizer", None, 1),
-    "grad_output": Held("grad_output_quantizer", None, 0),
+    "input": QuantizerSlot("input_quantizer", None, 0),
+    "weight": QuantizerSlot("weight_quantizer", None, 1),
+    "grad_output": QuantizerSlot("grad_output_quantizer", None, 0),
 }
 
 
@@ -53,7 +53,7 @@ def unseen(module: Any, part: str) -> Collection[str]:
 
 def cast(module: Any, kwargs: Kwargs, part: str, role: str, out: torch.Tensor) -> Callable[[], ScaleInUse]:
     """Return a function that returns how the call that returned `out` casts `role`."""
-    read = find_cast(module, role, _HELD[role], out, kwargs)
+    read = defer_cast_lookup(module, role, _HELD[role], out, kwargs)
     return (lambda: find_cached_weight_cast(module, kwargs, "weight", read)) if role == "weight" else read
 
 
