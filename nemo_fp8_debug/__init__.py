@@ -1,14 +1,15 @@
 """See what FP8 does to a training run, tensor by tensor.
 
-All public names are in this module: `from nemo_fp8_debug import Monitor`. `__all__` lists them, and `help` of each explains
-it. The packages below are marked "Internal." and may change without notice.
+Import all public names from this module: `from nemo_fp8_debug import Monitor`. `__all__` lists the names, and `help`
+explains each of them. The subpackages are marked "Internal." and may change without notice.
 
 - Watch a run: `FP8DebugCallback` (Lightning, NeMo), `FP8DebugTrainerCallback` (Hugging Face), `FP8DebugBridgeCallback`
   (Megatron-Bridge), `FP8DebugForwardStep` (Megatron-LM), `Monitor` (any loop), and their options in `Config`.
-- Read its record: `read_record`, `dumped_files`, `read_dump`; `sql_views` for DuckDB and Spark.
-- Explain it: `compare`, `diagnose` and its `story`, `recommend` with a `Budget`, `replay`; `audit` for a checkpoint;
+- Read the record of a run: `read_record`, `dumped_files`, `read_dump`; `sql_views` for DuckDB and Spark.
+- Explain a record: `compare`, `diagnose` and its `story`, `recommend` with a `Budget`, `replay`; `audit` for a checkpoint;
   `on_cluster` for long records.
-- Change it: `Plan` and `Change`, `apply_plan`, `name_modules`, `FP8PlanCallback`, `Emulation`, `FP8EmulationCallback`.
+- Change a run: `Plan` and `Change`, `apply_plan`, `name_modules`, `FP8PlanCallback`, `Emulation`,
+  `FP8EmulationCallback`.
 - Errors and warnings: `ConfigError`, `RecordError`, `FP8DebugWarning`.
 """
 
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
     from .record.reader import read_record
     from .record.views import sql_views
 
-#: module of each name; only callbacks import Lightning, and only names that need torch import it
+#: module of each public name. We import this module on first use, so that Lightning and torch are imported only if needed
 _FROM = {
     "Budget": "analysis.recommendation.options",
     "Change": "plan.plan",

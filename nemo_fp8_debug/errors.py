@@ -10,12 +10,12 @@ from contextvars import ContextVar
 _heard: ContextVar[list[str] | None] = ContextVar("heard", default=None)
 
 
-#: characters that we keep at the beginning and the end of a message that is longer than both
+#: numbers of characters that we keep at the beginning and at the end of a message that is longer than their sum
 _FIRST, _LAST = 1200, 400
 
 
 def one_line(text: str) -> str:
-    """Return a message as one line that a terminal can show. Shorten it in the middle if it is very long.
+    """Return a message as one line that a terminal can show. Shorten a very long message in the middle.
 
     Example:
         >>> one_line("no layer\\x1b[2J of\\nthis name")
@@ -29,7 +29,7 @@ def one_line(text: str) -> str:
 
 
 class _SaidInOneLine(ValueError):
-    """An error for users, shown in one line, because names in its message may come from anywhere."""
+    """An error with a one-line message, because names in the message may contain line breaks or control characters."""
 
     def __init__(self, message: object = "") -> None:
         super().__init__(one_line(str(message)))
@@ -38,7 +38,8 @@ class _SaidInOneLine(ValueError):
 class ConfigError(_SaidInOneLine):
     """The user's configuration cannot be used. The message says what is wrong and what to do.
 
-    It is raised when the configuration is read or the run starts, never after the first training step. It is a `ValueError`.
+    This error is raised when the configuration is read or the run starts, never after the first training step. It is a
+    `ValueError`.
 
     Example:
         >>> from nemo_fp8_debug import Config, ConfigError
@@ -51,7 +52,7 @@ class ConfigError(_SaidInOneLine):
 
 
 class RecordError(_SaidInOneLine):
-    """A recorded run cannot be read. The message names the file and the problem. It is a `ValueError`.
+    """A recorded run cannot be read. The message names the file and the problem. This error is a `ValueError`.
 
     Example:
         >>> from nemo_fp8_debug import RecordError, read_record
@@ -64,7 +65,7 @@ class RecordError(_SaidInOneLine):
 
 
 class FP8DebugWarning(UserWarning):
-    """The monitor had an error, or cannot see something. The run goes on.
+    """The monitor had an error, or cannot observe part of the run. The run continues.
 
     Example:
         >>> import warnings
@@ -74,7 +75,7 @@ class FP8DebugWarning(UserWarning):
 
 
 def warn(message: str) -> None:
-    """Warn. If warnings are turned into errors, log instead, because our warnings must never stop a run."""
+    """Show a warning. If Python turns warnings into errors, log the message instead, so that it never stops a run."""
     message, heard = one_line(message), _heard.get()
     if heard is not None:
         heard.append(message)
@@ -87,7 +88,7 @@ def warn(message: str) -> None:
 
 @contextlib.contextmanager
 def capture_warnings() -> Iterator[list[str]]:
-    """Collect this thread's warnings in a list instead of showing them, for callers that show them themselves."""
+    """Collect this thread's warnings in a list instead of showing them. The caller shows them later."""
     heard: list[str] = []
     token = _heard.set(heard)
     try:
@@ -97,5 +98,5 @@ def capture_warnings() -> Iterator[list[str]]:
 
 
 def is_exception_underway() -> bool:
-    """Return whether an exception is passing through the caller, or has ended the program."""
+    """Return whether the caller runs while an exception is handled, or an exception has ended the program."""
     return sys.exc_info()[0] is not None or getattr(sys, "last_value", None) is not None

@@ -49,7 +49,7 @@ def train(output: str, steps: int, interval: int, float8: str | None = None) -> 
             with accelerator.accumulate(gpt):
                 loss = nn.functional.cross_entropy(gpt(batch["tokens"]).flatten(0, 1), batch["labels"].flatten())
                 losses.append(loss.detach())
-                monitor.watch_loss(loss)  # before Accelerate divides it, so that dY is also recorded in its units
+                monitor.watch_loss(loss)  # before Accelerate divides it, so that dY is also recorded in units of this loss
                 accelerator.backward(loss)
                 if accelerator.sync_gradients:
                     accelerator.clip_grad_norm_(gpt.parameters(), 1.0)

@@ -48,12 +48,12 @@ def train(output: str, steps: int, interval: int, stage: int) -> None:
     with closing(Monitor(engine, output, interval=interval)) as monitor:
         losses: list[torch.Tensor] = []
         for batch in data:
-            if not losses:  # the micro-batches of a step are one sample
+            if not losses:  # the micro-batches of a step form one sample
                 monitor.begin_step(engine.global_steps)
             logits = engine(batch["tokens"].to(engine.device))
             loss = nn.functional.cross_entropy(logits.float().flatten(0, 1), batch["labels"].to(engine.device).flatten())
             losses.append(loss.detach())
-            monitor.watch_loss(loss)  # measures DeepSpeed's factor of the gradients, whatever loss scale it reports
+            monitor.watch_loss(loss)  # measures the factor by which DeepSpeed multiplies gradients
             engine.backward(loss)
             last, loss_scale = engine.is_gradient_accumulation_boundary(), getattr(optimizer, "loss_scale", None)
             engine.step()  # this may change the loss scale
@@ -76,7 +76,7 @@ if __name__ == "__main__":
     parser.add_argument("--output", default="runs/deepspeed_zero")
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--interval", type=int, default=10)
-    parser.add_argument("--stage", type=int, default=3, choices=range(4), help="of ZeRO")
+    parser.add_argument("--stage", type=int, default=3, choices=range(4), help="stage of ZeRO")
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # the deepspeed launcher passes this
     options = parser.parse_args()
     train(options.output, options.steps, options.interval, options.stage)

@@ -27,7 +27,7 @@ def train(output: str, steps: int, interval: int, device: torch.device) -> None:
     windows = TextWindows(4 * ACCUMULATED * steps * dist.get_world_size(), 64)
     data = iter(DataLoader(windows, batch_size=4, sampler=DistributedSampler(windows, shuffle=False)))
 
-    # Create the monitor on every rank. The first rank writes. The accumulated batches of a step are one sample.
+    # Create the monitor on every rank. The first rank writes. The accumulated batches of a step form one sample.
     with closing(Monitor(gpt, output, interval=interval)) as monitor:
         for step in range(steps):
             with monitor.step(step) as report:
@@ -36,7 +36,7 @@ def train(output: str, steps: int, interval: int, device: torch.device) -> None:
                     gpt.set_requires_gradient_sync(micro_batch == ACCUMULATED - 1)
                     batch = {name: value.to(device) for name, value in next(data).items()}
                     loss = nn.functional.cross_entropy(gpt(batch["tokens"]).flatten(0, 1).float(), batch["labels"].flatten())
-                    monitor.watch_loss(loss)  # before it is divided, so that dY is also recorded in its units
+                    monitor.watch_loss(loss)  # before the division, so that dY is also recorded in units of this loss
                     (loss / ACCUMULATED).backward()
                     total += loss.detach() / ACCUMULATED
                 optimizer.step()

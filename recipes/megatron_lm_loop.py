@@ -35,7 +35,7 @@ SEQUENCE, MICRO_BATCH, MICRO_BATCHES = 64, 2, 2
 
 @contextlib.contextmanager
 def one_process() -> Iterator[None]:
-    """Make Megatron's groups for a single process."""
+    """Create Megatron's process groups for a single process."""
     backend = "nccl" if torch.cuda.is_available() else "gloo"
     torch.distributed.init_process_group(backend, store=torch.distributed.HashStore(), rank=0, world_size=1)
     with contextlib.nullcontext() if torch.cuda.is_available() else megatron_on_cpu():

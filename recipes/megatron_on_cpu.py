@@ -23,7 +23,7 @@ FACTORIES = (
 
 
 class _Stream:
-    """Replaces a CUDA stream or event. On a CPU everything is in order already."""
+    """A replacement for CUDA streams and events. On a CPU, operations always run in order."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
     def __enter__(self) -> _Stream:
@@ -104,7 +104,7 @@ def megatron_on_cpu() -> Iterator[None]:
         **{(torch, name): _on_cpu(getattr(torch, name)) for name in FACTORIES.split()},
     }
     if moe := sys.modules.get("megatron.core.transformer.moe.moe_utils"):
-        stands_in.setdefault((moe, "te_general_gemm"), None)  # used, but not imported without Transformer Engine
+        stands_in.setdefault((moe, "te_general_gemm"), None)  # used, but imported only with Transformer Engine
     if nemo_io := sys.modules.get("nemo.lightning.io.pl"):
         stands_in[nemo_io, "_fix_tensors_device"] = lambda checkpoint: checkpoint
     with contextlib.ExitStack() as stack:
@@ -115,7 +115,7 @@ def megatron_on_cpu() -> Iterator[None]:
 
 
 def _do_without_cuda_rng(megatron_random: Any, stack: contextlib.ExitStack) -> None:
-    """Avoid CUDA's random state, like Megatron's inference tracker from 0.13 on. In 0.11 this tracker cannot be created."""
+    """Avoid CUDA's random state: use Megatron's inference tracker (0.13 and later), or disable forks of the random state."""
     initialize = megatron_random.initialize_rng_tracker
     if "force_reset" in inspect.signature(initialize).parameters:
         initialize(inference_rng_tracker=True, force_reset=True)

@@ -1,4 +1,4 @@
-"""A small GPT trained by real NeMo in FP8: `python recipes/nemo_gpt.py baseline`, or another name of `VARIANTS`.
+"""Train a small GPT in FP8 with real NeMo: `python recipes/nemo_gpt.py baseline`, or another name in `VARIANTS`.
 
 All runs have the same weights at the start and the same batches. On a CPU, the operands of each GEMM are quantized under the
 recipe and multiplied in BF16. With `--engine te`, the same recipe runs on GPUs with Transformer Engine.
@@ -28,7 +28,7 @@ from text import VOCABULARY, Text
 
 from nemo_fp8_debug import FP8DebugCallback, FP8EmulationCallback, FP8PlanCallback
 
-#: Megatron's name for an FP8 recipe with per-tensor scales from earlier steps
+#: Megatron's delayed scaling, an FP8 recipe with per-tensor scales from earlier steps
 DELAYED = {"name": "delayed", "fp8_format": "hybrid", "amax_history_len": 16, "amax_compute_algo": "max"}
 
 
@@ -86,7 +86,7 @@ class StaleScale(pl.Callback):
         if trainer.global_step < self.step:
             return
         for state in self.emulation.state_dict()["states"]:
-            if STALE in state["columns"]:  # not if a plan changes the scaling of this operand
+            if STALE in state["columns"]:  # false if a plan changes the scaling of this operand
                 scale = state["scale"][state["columns"].index(STALE)]
                 self.scale = scale / OUTLIER if self.scale is None else self.scale
                 scale.copy_(self.scale)
@@ -119,7 +119,7 @@ def model(variant: Variant, steps: int, te: bool) -> llm.GPTModel:
 
 
 class Save(pl.Callback):
-    """Saves checkpoints `FOLDER/step_N`."""
+    """A callback that saves checkpoints `FOLDER/step_N`."""
 
     def __init__(self, folder: Path, interval: int) -> None:
         self.folder, self.interval = folder, interval
@@ -141,7 +141,7 @@ def train(
     save_interval: int = 0,
     resume: str | None = None,
 ) -> None:
-    """Run one variant. TensorBoard events, record and checkpoints go to OUTPUT/NAME.
+    """Train one variant. TensorBoard events, record and checkpoints go to OUTPUT/NAME.
 
     Args:
         recipe: recipe of emulated FP8.
@@ -188,9 +188,9 @@ if __name__ == "__main__":
     parser.add_argument("--steps", type=int, default=240)
     parser.add_argument("--interval", type=int, default=10)
     parser.add_argument("--engine", choices=("emulated", "te"), default="emulated", help="te: Transformer Engine on a GPU")
-    parser.add_argument("--recipe", default=DELAYED, help="of emulated FP8, as 'delayed(margin=1)'")
-    parser.add_argument("--plan", help="file of a plan of changes, as `nemo-fp8-debug recommend` writes it")
+    parser.add_argument("--recipe", default=DELAYED, help="recipe of emulated FP8, for example 'delayed(margin=1)'")
+    parser.add_argument("--plan", help="file with a plan, as written by `nemo-fp8-debug recommend`")
     parser.add_argument("--save-interval", type=int, default=0, help="steps between checkpoints")
-    parser.add_argument("--resume", help="checkpoint to go on from")
+    parser.add_argument("--resume", help="checkpoint to continue from")
     arguments = vars(parser.parse_args())
     train(arguments.pop("run"), **arguments)

@@ -24,12 +24,12 @@ class Text(pl.LightningDataModule):
         )
 
     def train_dataloader(self) -> DataLoader:
-        self.data_sampler.init_global_step = self.trainer.global_step  # the sampler counts from the step of the resume
+        self.data_sampler.init_global_step = self.trainer.global_step  # the sampler counts from the resumed run's first step
         return DataLoader(TextWindows(1_000_000, self.sequence))
 
     def state_dict(self) -> dict[str, int]:
         return {"consumed_samples": self.trainer.global_step * self.data_sampler.global_batch_size}
 
     def load_state_dict(self, state_dict: dict[str, int]) -> None:
-        """Let the sampler continue after the samples that the run of the checkpoint has seen."""
+        """Let the sampler continue after the samples that were consumed before the checkpoint."""
         self.data_sampler.init_consumed_samples = self.data_sampler.prev_consumed_samples = state_dict["consumed_samples"]

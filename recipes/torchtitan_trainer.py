@@ -31,7 +31,7 @@ class MonitoredTrainer(Trainer):
             options: further options of Monitor.
         """
         if not config.training.disable_cuda_graphs:
-            raise ValueError("no layer can be seen in a CUDA graph; add --training.disable_cuda_graphs")
+            raise ValueError("CUDA graphs run no hooks, so layers cannot be sampled; add --training.disable_cuda_graphs")
         super().__init__(config)
         output = os.path.join(config.dump_folder, "fp8_debug")
         self.monitor = Monitor(self.model_parts, output, interval=interval, **options)
@@ -46,7 +46,7 @@ class MonitoredTrainer(Trainer):
         self._losses = []
         with self.monitor.step(self.step) as report:
             super().train_step(data_iterator)
-            # Each loss is a sum over this rank's tokens, divided by the tokens of all ranks that share it.
+            # Each loss is a sum over this rank's tokens, divided by the number of tokens on all ranks of the mesh `loss`.
             ranks = self.parallel_dims.get_optional_mesh("loss")
             report(loss=torch.stack(self._losses).sum() * (ranks.size() if ranks else 1))
 

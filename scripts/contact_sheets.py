@@ -1,4 +1,4 @@
-"""Takes every view of the tab in three widths, light and dark, and joins them into one picture a view, to look at.
+"""Take screenshots of every view of the tab in three window sizes, light and dark, and join them into one picture per view.
 
 `.venv/bin/python scripts/contact_sheets.py runs/demo --output sheets`
 """
@@ -17,19 +17,19 @@ from nemo_fp8_debug.tensorboard_plugin.web import link
 
 #: width and height of windows
 SIZES = ((1024, 768), (1440, 900), (2560, 1440))
-#: as TensorBoard's address has them
+#: for each theme, what to append to TensorBoard's address
 THEMES = {"light": "", "dark": "/?darkMode=true&"}
 VIEWS = ("verdict", "course", "map", "timeline", "distribution", "what_if", "runs", "fingerprints")
 #: pixels between two pictures
 GAP = 24
-#: milliseconds after the last answer in which a view is drawn
+#: milliseconds to wait after the last response, so that the view is drawn
 PAUSE_MS = 1500
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("logdir", nargs="?", type=Path, default=Path("runs/demo"), help="default: %(default)s")
-    parser.add_argument("--output", type=Path, default=Path("contact_sheets"), help="a folder; default: %(default)s")
+    parser.add_argument("--output", type=Path, default=Path("contact_sheets"), help="output folder; default: %(default)s")
     arguments = parser.parse_args()
     arguments.output.mkdir(parents=True, exist_ok=True)
     rows: dict[str, list[list[Image.Image]]] = {view: [] for view in VIEWS}
@@ -47,7 +47,7 @@ def main() -> None:
 
 
 def opened(chromium: Browser, address: str, width: int, height: int) -> Page:
-    """The tab with its verdict, at the first tensor that the verdict names."""
+    """Open the tab with the verdict, and select the first tensor that the verdict names."""
     page = chromium.new_page(viewport={"width": width, "height": height})
     page.goto(link(address, view="verdict"))
     tab = page.frame_locator("iframe")
@@ -59,7 +59,7 @@ def opened(chromium: Browser, address: str, width: int, height: int) -> Page:
 
 
 def picture(page: Page, view: str) -> Image.Image:
-    """The window on a view."""
+    """Return a screenshot of the window with a view."""
     tab = page.frame_locator("iframe")
     tab.locator(f"#tab-{view}").click()
     tab.locator(f"#view[aria-labelledby=tab-{view}]").wait_for()
@@ -69,7 +69,7 @@ def picture(page: Page, view: str) -> Image.Image:
 
 
 def joined(rows: list[list[Image.Image]]) -> Image.Image:
-    """Pictures in rows, on gray."""
+    """Join rows of pictures into one picture, on gray."""
     width = max(sum(one.width + GAP for one in row) for row in rows) + GAP
     height = sum(max(one.height for one in row) + GAP for row in rows) + GAP
     sheet = Image.new("RGB", (width, height), "gray")

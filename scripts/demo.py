@@ -1,4 +1,4 @@
-"""Train four variants of recipes/nemo_gpt.py, diagnose the two bad ones, and repair the one that FP8 broke."""
+"""Train four variants of recipes/nemo_gpt.py, diagnose the two bad runs, and repair the run that FP8 broke."""
 
 from __future__ import annotations
 
@@ -38,16 +38,16 @@ ABOUT = {
     RESCUED: "stale_scale, resumed with the advised change",
 }
 VARIANTS = tuple(name for name in ABOUT if name != RESCUED)
-#: steps from a sample to the next
+#: steps between samples
 INTERVAL = 10
-#: seconds between two lines of progress, and those that a run has to end by itself
+#: seconds between two lines of progress, and seconds that a run gets to end by itself
 REPORTED, ENDS_WITHIN = 10, 5
 PORT = 6006
 
 
 @dataclass(frozen=True)
 class Rescue:
-    """A run to resume: from which step, with which changes, and the options of the recipe that do so."""
+    """A run to resume: the step, the changes in words, and the options of `train` in the recipe."""
 
     step: int
     changes: str
@@ -63,14 +63,14 @@ def main() -> int:
     parser.add_argument(
         "--output", type=Path, default=ROOT / "runs" / "demo", help="folder of the records; never overwritten"
     )
-    parser.add_argument("--steps", type=int, default=240, help="of each run")
+    parser.add_argument("--steps", type=int, default=240, help="number of steps of each run")
     arguments = parser.parse_args()
     output = fresh_folder(arguments.output)
     output.mkdir(parents=True)
     try:
         train_all(output, arguments.steps)
     except (KeyboardInterrupt, Stopped):
-        print(f"\nStopped. What was recorded so far is in {output}", file=sys.stderr)
+        print(f"\nStopped. The data recorded so far is in {output}", file=sys.stderr)
         return 130
     except RuntimeError as error:
         print(error, file=sys.stderr)
@@ -79,16 +79,16 @@ def main() -> int:
 
 
 def fresh_folder(wanted: Path) -> Path:
-    """`wanted`, or the first of `wanted-2`, `wanted-3`, ... that does not exist: earlier runs stay as they are."""
+    """Return `wanted`, or the first of `wanted-2`, `wanted-3`, ... that does not exist, so that earlier runs are kept."""
     candidates = [wanted, *(wanted.with_name(f"{wanted.name}-{i}") for i in range(2, 1000))]
     return next(c for c in candidates if not c.exists())
 
 
 def train_all(output: Path, steps: int) -> None:
-    """Train all variants at once, diagnose the bad ones, and repair the one that FP8 broke.
+    """Train all variants at once, diagnose the bad runs, and repair the run that FP8 broke.
 
     Raises:
-        RuntimeError: a run failed. The others are ended.
+        RuntimeError: a run failed. All other runs are ended.
         Stopped: somebody ended the demo. All runs are ended.
     """
     signal.signal(signal.SIGTERM, stop)
@@ -107,7 +107,7 @@ def train_all(output: Path, steps: int) -> None:
 
 def train_runs(wanted: dict[str, dict[str, Any]], output: Path, steps: int) -> None:
     """Train variants at once, each with its own options of the recipe, and print their progress."""
-    fork = multiprocessing.get_context("fork")  # importing NeMo takes as long as a fourth of a run
+    fork = multiprocessing.get_context("fork")  # do not import NeMo again, which takes a fourth of a run's time
     runs: dict[str, BaseProcess] = {
         name: fork.Process(target=run, args=(name, output, steps, options)) for name, options in wanted.items()
     }
@@ -124,16 +124,16 @@ def stop(*_: object) -> None:
 
 
 def import_nemo(log: Path) -> None:
-    """Import what the runs share. The number of threads is set by demo.sh, which is before torch is imported."""
+    """Import the modules that all runs use. demo.sh sets the number of threads, because that must precede this import."""
     os.environ["TORCHDYNAMO_DISABLE"] = "1"  # megatron-core's fusions compile for longer than this model trains
     with printing_to(log):
         import nemo_gpt  # noqa: F401
-    gc.freeze()  # or each run would go through the objects of all modules, and copy their memory
+    gc.freeze()  # otherwise, garbage collection in each run would touch, and so copy, the memory of all modules
 
 
 @contextlib.contextmanager
 def printing_to(log: Path) -> Iterator[None]:
-    """What this process prints, its libraries included, goes to `log`."""
+    """Redirect all output of this process, including that of its libraries, to `log`."""
     streams = sys.stdout, sys.stderr
     own = [os.dup(stream.fileno()) for stream in streams]
     with log.open("w") as file:
@@ -153,9 +153,9 @@ def run(name: str, output: Path, steps: int, options: dict[str, Any]) -> None:
     """Train one variant, in a process that ends with the demo."""
     from nemo_gpt import train
 
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes of a terminal; the demo ends its runs
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes, but the demo ends its runs itself
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: the kernel ends it where the demo no longer can
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: if the demo dies, the kernel ends this process
     with printing_to(output / f"{name}.log"):
         sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
         try:
@@ -166,7 +166,7 @@ def run(name: str, output: Path, steps: int, options: dict[str, Any]) -> None:
 
 
 def watch(runs: dict[str, BaseProcess], output: Path, steps: int) -> None:
-    """Print where the runs are until all have ended."""
+    """Print the progress of the runs until all have ended."""
     began, shown = time.monotonic(), {-1}
     print(write_row("time", "left", "step", *runs))
     while any(process.is_alive() for process in runs.values()):
@@ -182,11 +182,11 @@ def watch(runs: dict[str, BaseProcess], output: Path, steps: int) -> None:
 def failure(log: Path) -> str:
     lines = log.read_text(errors="replace").split("\n")
     last = next((line for line in reversed(lines) if line.strip()), "it printed nothing")
-    return f"The run '{log.stem}' failed: {last.strip()}\nAll that it printed is in {log}"
+    return f"The run '{log.stem}' failed: {last.strip()}\nIts full output is in {log}"
 
 
 def read_losses(log: Path) -> dict[int, str]:
-    """Return the loss of each sampled step, from the titles of the tables that a run has printed."""
+    """Return the loss of each sampled step, from the titles of the tables in a run's log."""
     found = re.findall(
         r"(?:FP8|what FP8 would do) at step (\d+), loss ([\d.]+|nan|inf)",
         log.read_text(errors="replace") if log.exists() else "",
@@ -195,7 +195,7 @@ def read_losses(log: Path) -> dict[int, str]:
 
 
 def progress(losses: dict[str, dict[int, str]], steps: int, seconds: float) -> str:
-    """Return a row of the losses of all runs at the last step that all have sampled."""
+    """Return a table row with the losses of all runs at the last step that all runs have sampled."""
     common = set.intersection(*map(set, losses.values()))
     step, first = max(common, default=0), min(common, default=0)
     left = f"{seconds * (steps - step) / max(step - first, INTERVAL):.0f} s" if common else "?"
@@ -203,12 +203,12 @@ def progress(losses: dict[str, dict[int, str]], steps: int, seconds: float) -> s
 
 
 def write_row(passed: str, left: str, step: str, *losses: str) -> str:
-    """Return a row of the table of progress, which fits 80 columns."""
+    """Return a row of the progress table. It fits into 80 columns."""
     return f"{passed:>6}{left:>8}{step:>6}" + "".join(f"{each[:13]:>15}" for each in losses)
 
 
 def end(runs: dict[str, BaseProcess]) -> None:
-    """End what still runs."""
+    """End all runs that have not ended yet."""
     started = [process for process in runs.values() if process.pid is not None]
     for process in started:
         process.terminate()
@@ -219,7 +219,7 @@ def end(runs: dict[str, BaseProcess]) -> None:
 
 
 def diagnose_runs(output: Path) -> dict[str, Diagnosis]:
-    """Return what is wrong with each of the two bad runs."""
+    """Return the diagnoses of the two bad runs, by name."""
     from nemo_fp8_debug import diagnose
 
     return {
@@ -229,13 +229,13 @@ def diagnose_runs(output: Path) -> dict[str, Diagnosis]:
 
 
 def advise(output: Path, diagnosis: Diagnosis, checkpoints: int) -> Rescue | None:
-    """Write the advised plan, and return it with the checkpoint to resume from. None: there is nothing to change."""
+    """Write the recommended plan. Return how to resume with it, or None if there is no change or no checkpoint."""
     from nemo_fp8_debug import recommend
 
     plan = recommend(output / "stale_scale", output / "baseline").plan
     if diagnosis.culprit is None or diagnosis.culprit.since is None or not plan.changes:
         return None
-    step = (diagnosis.culprit.since - INTERVAL) // checkpoints * checkpoints  # the sample before was good
+    step = (diagnosis.culprit.since - INTERVAL) // checkpoints * checkpoints  # the sample before this step was good
     resume = output / "stale_scale" / "checkpoints" / f"step_{step}"
     if not resume.exists():
         return None
@@ -247,7 +247,7 @@ def advise(output: Path, diagnosis: Diagnosis, checkpoints: int) -> Rescue | Non
 
 
 def report(output: Path, verdicts: dict[str, Diagnosis], rescue: Rescue | None) -> None:
-    """Print how the runs ended, the verdicts, the repair, and where to see what they rest on."""
+    """Print the final losses, the verdicts, the repair, and the commands that show the details."""
     from nemo_fp8_debug import diagnose
     from nemo_fp8_debug.analysis.diagnosis.narrator import tell_loss
 
@@ -270,21 +270,21 @@ def report(output: Path, verdicts: dict[str, Diagnosis], rescue: Rescue | None) 
 
 
 def compare_ends(output: Path, names: Sequence[str], first: int) -> str:
-    """Return a table of the runs: what each is, its mean loss from a step on, and how far the baseline's is."""
+    """Return a table with each run's mean loss from a step on, its gap to the baseline's mean loss, and its description."""
     from nemo_fp8_debug.analysis.runs.run import Run
 
     losses = {name: Run.read(output / name).loss for name in names}
     ends = {name: float(np.nanmean(each.losses[each.steps >= first])) for name, each in losses.items()}
     lines = [f"{'run':14}{'loss':>6}{'to baseline':>13}   what it is"]
     for name, end in ends.items():
-        percent = round(100 * (end / ends["baseline"] - 1), 1) + 0.0  # and not -0.0
+        percent = round(100 * (end / ends["baseline"] - 1), 1) + 0.0  # adding 0.0 turns -0.0 into 0.0
         gap = "" if name == "baseline" else f"{percent:+.1f}%".replace("-", "\N{MINUS SIGN}")
         lines.append(f"{name:14}{end:6.2f}{gap:>13}   {ABOUT[name]}")
     return "\n".join(lines)
 
 
 def free_port(wanted: int) -> int:
-    """`wanted`, or the first port after it that nobody listens on."""
+    """Return `wanted`, or the first port after it on which no process listens."""
     for port in range(wanted, wanted + 100):
         with socket.socket() as tried, contextlib.suppress(OSError):
             tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -27,7 +27,7 @@ GATE = _VALIDATION / "gate_coverage.json"
 PRODUCTS = _VALIDATION / "product_faults" / "results.json"
 _MARKS = {"right": "✔", "nothing": "○", "cannot tell": "?", "wrong": "✖"}
 _WAYS = ("same batches", "other seed", "alone")
-#: questions of the benchmark's counts, and how the page puts them
+#: names of questions in the benchmark's counts, with the page's words for each question
 _QUESTIONS = {
     "culprit first": "first tensor right",
     "cause": "cause right",
@@ -37,9 +37,9 @@ _QUESTIONS = {
     "clean, accused": "healthy run accused",
     "a sentence is false": "verdict with a false sentence",
 }
-#: those that the page also answers for runs that were sampled more often
+#: questions that the page also answers for runs that were sampled more often
 _BY_INTERVAL = ("culprit first", "cause")
-#: the same of the held-out set
+#: names of questions in the held-out set's counts, with the page's words for each question
 _HELD_OUT_QUESTIONS = {
     "tensor right, faults of an operand": "first tensor right",
     "cause right": "cause right",
@@ -53,7 +53,7 @@ _HELD_OUT_QUESTIONS = {
     "clean, called harmed": "healthy run called harmed",
     "a sentence is false": "verdict with a false sentence",
 }
-#: faults of one product, by the name of their kernel
+#: names of faults of one product in the results, with the page's words for each fault
 _PRODUCT_FAULTS = {
     "power_of_two": "scale wrong by a power of two",
     "factor": "factor of 1 + 2^-6",
@@ -65,7 +65,7 @@ _PRODUCT_FAULTS = {
     "rounded_sums": "sums kept in BF16",
 }
 _DTYPES = {"bfloat16": "BF16", "float16": "FP16", "float32": "float32"}
-#: subjects of thresholds, by the first threshold of each
+#: subjects of thresholds, by the first threshold of each subject
 _SUBJECTS = {
     "IN_A_ROW": "duration",
     "SCALE_OFF": "operands",
@@ -75,7 +75,7 @@ _SUBJECTS = {
     "MAX_GAP": "loss",
     "HIGH": "confidence",
 }
-#: share of flipped bits that counts as found, and the least chance that the page shows
+#: share of found flips from which a bit counts as found, and the smallest probability that the page shows
 _FOUND, _LEAST_CHANCE = 0.95, 0.05
 
 
@@ -89,7 +89,7 @@ def list_causes() -> Iterator[tuple[str, ...]]:
 
 
 def list_thresholds() -> Iterator[tuple[str, ...]]:
-    """Yield the thresholds of each subject with their values. The code has the reasons."""
+    """Yield the thresholds of each subject with their values. The reasons are in the code."""
     yield "subject", "thresholds"
     by_subject: dict[str, list[str]] = {}
     subject = ""
@@ -128,7 +128,7 @@ def list_reliability() -> Iterator[tuple[str, ...]]:
 
 
 def count_confidence(reports: Sequence[Mapping[str, Any]]) -> dict[str, tuple[int, int]]:
-    """Return by confidence how many verdicts on bug reports are right, and how many there are."""
+    """Return by confidence how many verdicts on bug reports are not wrong, and how many verdicts there are."""
     verdicts = [said for each in reports for said in each["said"].values()]
     found = {}
     for level in ("high", "medium"):
@@ -138,7 +138,7 @@ def count_confidence(reports: Sequence[Mapping[str, Any]]) -> dict[str, tuple[in
 
 
 def list_report_counts() -> Iterator[tuple[str, ...]]:
-    """Yield how often tensor and cause are right on bug reports: all, and those that nobody had looked at."""
+    """Yield how often tensor and cause are right, for each group of bug reports."""
     reports = json.loads(REPORTS.read_text(encoding="utf-8"))
     yield "reports", "count", *_WAYS
     groups = {
@@ -166,7 +166,7 @@ def list_reports() -> Iterator[tuple[str, ...]]:
 
 
 def list_gates() -> Iterator[tuple[str, ...]]:
-    """Yield how often `gate` is right, and how far from the limit a gap must be for it to decide."""
+    """Yield how often `gate` is right, and how far from the limit a gap must be for a decision."""
     results = json.loads(GATE.read_text(encoding="utf-8"))
     groups = ("the same batches", "other batches")
     lengths = list(results[groups[0]]["by steps"])
@@ -180,7 +180,7 @@ def list_gates() -> Iterator[tuple[str, ...]]:
 
 
 def list_clean_products() -> Iterator[tuple[str, ...]]:
-    """Yield how many products of healthy models were checked on each CPU, and how near the farthest came to its bound."""
+    """Yield how many products of healthy models were checked on each CPU, and the largest error relative to its bound."""
     clean = [found["clean"] for found in json.loads(PRODUCTS.read_text(encoding="utf-8")).values()]
     yield "blocks", "values", "called wrong", "largest error over its bound"
     yield (
@@ -192,7 +192,7 @@ def list_clean_products() -> Iterator[tuple[str, ...]]:
 
 
 def list_product_faults() -> Iterator[tuple[str, ...]]:
-    """Yield how often a faulty product was named, for faults that were named equally often."""
+    """Yield how often faulty products were named. Faults with equal shares form one row."""
     faults: dict[tuple[str, ...], list[str]] = {}
     for name, by_dtype in _of_products("recall").items():
         shares = (100 * by_dtype[dtype]["named"] / by_dtype[dtype]["runs"] for dtype in ("bfloat16", "float32"))
@@ -203,7 +203,7 @@ def list_product_faults() -> Iterator[tuple[str, ...]]:
 
 
 def list_flips() -> Iterator[tuple[str, ...]]:
-    """Yield the lowest bit from which on nearly every flip in a checked value is found."""
+    """Yield the lowest bit such that nearly all flips of this bit and of all higher bits are found in checked values."""
     yield "dtype", "bits", "Y", "dX", "dW"
     for dtype, by_product in _of_products("flips").items():
         first = {}
@@ -215,7 +215,7 @@ def list_flips() -> Iterator[tuple[str, ...]]:
 
 
 def list_touched() -> Iterator[tuple[str, ...]]:
-    """Yield the chance that a sample checks a value that is wrong."""
+    """Yield the probability that a sample checks at least one wrong value, by the share of wrong values."""
     yield "wrong", "chance"
     for name, share in _of_products("touched").items():
         what, amount = name.split()
@@ -229,14 +229,14 @@ def _of_products(part: str) -> Any:
 
 
 def _mark(said: Mapping[str, Any]) -> str:
-    """Return the worse mark of tensor and cause, and if both are right, whether the verdict names a cause."""
+    """Return the worse mark of tensor and cause. If both are right, return `right`, or `nothing` without a cause."""
     pair = said["scores"]["tensor"], said["scores"]["cause"]
     right = "nothing" if said["cause"] in ("none", "unknown") else "right"
     return next((mark for mark in ("wrong", "cannot tell") if mark in pair), right)
 
 
 def _name_cause(said: Mapping[str, Any]) -> str:
-    """Return cause, tensor and first step of a verdict; if it has no cause, what else its headline says."""
+    """Return cause, tensor and first step of a verdict. If it has no cause, return the first sentence of its headline."""
     if said["cause"] in ("none", "unknown"):
         first = said["headline"].partition(". ")[0]
         return "" if first == "We found nothing wrong" else first
@@ -280,7 +280,7 @@ TABLES: dict[str, Callable[[], Iterator[tuple[str, ...]]]] = {
 
 
 def write_tables(text: str) -> str:
-    """Return the page with each table between its marks."""
+    """Return the text of a page, with up-to-date tables between their marks."""
     for name, rows in TABLES.items():
         if f"<!-- {name} -->" not in text:
             continue

@@ -1,8 +1,8 @@
-"""Takes the screenshots of the docs: TensorBoard over a demo's folder, and a report, in headless Chromium.
+"""Take the screenshots of the docs in headless Chromium: TensorBoard with the runs of a demo, and a report.
 
 `.venv/bin/python scripts/screenshots.py runs/demo`
 
-The demo has to end with the verdict of the committed records, which is what the pages show.
+The demo must end with the same verdict as the committed records, because the docs quote that verdict.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from nemo_fp8_debug.tensorboard_plugin.web import link
 RECORDS = Path(__file__).parent / "validation" / "main_job" / "records"
 IMAGES = Path(__file__).parents[1] / "docs" / "images"
 SIZE = {"width": 1500, "height": 1000}
-#: views of the tab, and what each waits for
+#: views of the tab, each with a selector of what must be drawn
 VIEWS = {
     "map": "[data-panel=run] [data-drawn]",
     "course": "[data-drawn*=underflow]",
@@ -37,8 +37,8 @@ VIEWS = {
 
 def main() -> None:
     runs = Path(sys.argv[1])
-    if verdict_of(runs) != verdict_of(RECORDS):  # another CPU adds up in another order
-        sys.exit(f"The verdict of {runs} is not that of {RECORDS}; make them anew: scripts/validation/main_job/train.py")
+    if verdict_of(runs) != verdict_of(RECORDS):  # another CPU may sum in another order
+        sys.exit(f"The verdicts of {runs} and {RECORDS} differ; make new records: scripts/validation/main_job/train.py")
     IMAGES.mkdir(exist_ok=True)
     with browser.tensorboard("--logdir", runs) as address, browser.chromium() as chromium:
 
@@ -61,7 +61,7 @@ def main() -> None:
 
 
 def verdict_of(runs: Path) -> object:
-    """Return the headline of the run that FP8 breaks."""
+    """Return the headline of the verdict on the run that FP8 breaks."""
     return diagnose(runs / "stale_scale", runs / "baseline").to_json()["headline"]
 
 

@@ -1,18 +1,19 @@
-"""Count what makes the package hard to hold in mind: hooks, walks, circles, readers, names and sizes.
+"""Count what makes the package hard to understand: hooks, walks over the model, import circles, tables, names and sizes.
 
     python scripts/structure.py                               # a table of figures
-    python scripts/structure.py --against main                # the same, before and after
-    python scripts/structure.py --list "walks over the model" # the places behind a figure
+    python scripts/structure.py --against main                # also the figures of main, in a column before
+    python scripts/structure.py --list "walks over the model" # the places that a figure counts
     python scripts/structure.py --keep main                   # put the figures of a commit into structure.json
 
-It parses the package and imports nothing. A file names a table of the record if its text has the table's name, as a string,
+The script parses the package and imports nothing. A file names a table of the record if it contains the table's name as a
+string in one of these places:
 
-- as an argument of a call, an index, one side of a comparison, a default or a value of what is called table, schema or rows;
-- in a list, or among the keys of a dict, in which at least half of the strings are names of tables or options;
-- as a `name` or `NAME`;
+- an argument, index, comparison, default or value of something with a name such as table, schema or rows;
+- a list, or the keys of a dict, in which at least half of the strings are names of tables or options;
+- the value of a variable `name` or `NAME`.
 
-or if it defines, reads or sets the option of that name in a `config`. Files that define the table do not count. Neither do
-strings that only equal its name, such as a key of a checkpoint, and names of variables.
+A file also names the table if it defines, reads or sets the option of the same name in a `config`. We leave out files that
+define the table. Variables of the same name do not count. Neither do equal strings elsewhere, such as keys of a checkpoint.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ _LATEST_IN_SQL = re.compile(r"max\(attempt\)|order by attempt", re.IGNORECASE)
 
 
 class Place(NamedTuple):
-    """Where something is, and what it is."""
+    """A place in the code, and what is there."""
 
     file: str
     line: int
@@ -102,13 +103,13 @@ def read_commit(commit: str, package: str) -> Files:
 
 
 def parse(texts: dict[str, str]) -> Files:
-    """Parse texts by their paths."""
+    """Parse the texts of files, given by path."""
     modules = {path: path.removesuffix(".py").removesuffix("/__init__").replace("/", ".") for path in texts}
     return [File(path, modules[path], texts[path], ast.parse(texts[path])) for path in sorted(texts)]
 
 
 def name_of(node: ast.AST) -> str:
-    """Return the last part of a dotted name, and "" for anything else."""
+    """Return the last part of a dotted name, or "" for anything else."""
     return node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""
 
 
@@ -122,7 +123,7 @@ def calls(files: Files, pattern: str) -> list[Place]:
 
 
 def count_statements(files: Files) -> int:
-    """Count statements; docstrings are none."""
+    """Count statements, except docstrings."""
     nodes = [node for file in files for node in file.nodes]
     documented = [node for node in nodes if isinstance(node, ast.Module | ast.ClassDef | FunctionNode)]
     return sum(isinstance(node, ast.stmt) for node in nodes) - sum(
@@ -131,7 +132,7 @@ def count_statements(files: Files) -> int:
 
 
 def named_functions(files: Files) -> list[Place]:
-    """List functions and methods, except dunders, which Python names."""
+    """List functions and methods, except dunders, whose names Python defines."""
     found = [(file, node) for file in files for node in file.nodes if isinstance(node, FunctionNode)]
     return [file.place(node, node.name) for file, node in found if not re.fullmatch(r"__\w+__", node.name)]
 
@@ -140,7 +141,7 @@ def named_functions(files: Files) -> list[Place]:
 
 
 def modes(files: Files) -> list[Place]:
-    """List classes that are dispatch or function modes, also by way of a class of the package."""
+    """List classes that derive from a dispatch or function mode, directly or through a class of the package."""
     found: list[Place] = []
     known, before = {"TorchDispatchMode", "TorchFunctionMode"}, 0
     while len(known) > before:
@@ -151,7 +152,7 @@ def modes(files: Files) -> list[Place]:
 
 
 def observers(files: Files) -> list[Place]:
-    """List classes that keep hook handles in an attribute, or remove those that they keep."""
+    """List classes that store hook handles in an attribute, or remove hook handles."""
     return [file.place(node, node.name) for file, node in classes(files) if any(map(_is_handle, ast.walk(node)))]
 
 
@@ -167,11 +168,11 @@ def _is_handle(node: ast.AST) -> bool:
         values = [name_of(each.func) for each in ast.walk(node.value) if isinstance(each, ast.Call)]
         return any(isinstance(target, ast.Attribute) for target in node.targets) and any(map(_ANY_HOOK.fullmatch, values))
     is_removal = isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "remove"
-    return is_removal and not node.args  # that of a list takes an argument
+    return is_removal and not node.args  # list.remove takes an argument
 
 
 def walks(files: Files) -> list[Place]:
-    """List walks over modules of a model: `.named_modules()` and its like, and `._modules.values()`."""
+    """List walks over modules of a model: `.named_modules()` and similar methods, and `._modules.values()`."""
     nodes = [(file, node) for file in files for node in file.nodes if isinstance(node, ast.Call)]
     return [file.place(node, ast.unparse(node)) for file, node in nodes if _WALK.search(ast.unparse(node.func))]
 
@@ -180,10 +181,10 @@ def walks(files: Files) -> list[Place]:
 
 
 def row_choosers(files: Files) -> list[Place]:
-    """List functions, and SQL in constants, that choose which parts' rows count.
+    """List functions and SQL constants that choose the parts of a record whose rows count.
 
-    Such a function mentions steps, and orders or looks up attempts, or puts merged parts before single ones. Such SQL takes
-    the greatest attempt.
+    Such a function mentions steps. It also compares or looks up attempts, or sorts merged parts before single parts. Such
+    SQL selects the largest attempt.
     """
     found = []
     for file in files:
@@ -220,7 +221,7 @@ def _is_choice(node: ast.AST) -> bool:
 def table_names(files: Files) -> dict[str, set[str]]:
     """Return the tables of the record, each with the files that define it.
 
-    They are the keys of a dict called SCHEMAS, or the first arguments of `Table(...)`.
+    Table names are the keys of a dict called SCHEMAS, or the first arguments of `Table(...)`.
     """
     found: dict[str, set[str]] = {}
     for file in files:
@@ -244,7 +245,7 @@ def option_names(files: Files) -> set[str]:
 
 
 def namers(files: Files, table: str, definitions: set[str], known: Collection[str]) -> list[Place]:
-    """List files, except those that define `table`, that name it or the option of its name.
+    """List files that name a table or the option of the same name. Leave out files that define the table.
 
     Args:
         known: names of all tables and options.
@@ -261,7 +262,7 @@ def _names(node: ast.AST, table: str, known: Collection[str]) -> bool:
 
 
 def _values_about_tables(node: ast.AST) -> list[ast.AST]:
-    """Return what is handed to, compared with, or kept as something that is called a table or its name."""
+    """Return the nodes that are passed to, compared with, or assigned to something with a name such as table or schema."""
     if isinstance(node, ast.Call):
         return [*node.args, *(each.value for each in node.keywords)] if _ABOUT_TABLES.search(ast.unparse(node.func)) else []
     if isinstance(node, ast.Subscript):
@@ -280,7 +281,7 @@ def _values_about_tables(node: ast.AST) -> list[ast.AST]:
 
 
 def _is_option(node: ast.AST, option: str) -> bool:
-    """Return True if an option is defined, read of a config, or set in a call that makes one."""
+    """Return True if the node defines an option, reads it from a config, or sets it in a call that makes a config."""
     if isinstance(node, ast.Attribute):
         return node.attr == option and name_of(node.value).lower().endswith("config")
     if isinstance(node, ast.Call):
@@ -303,7 +304,7 @@ def _strings(nodes: Iterable[ast.AST | None]) -> set[str]:
 
 
 def find_imports(files: Files) -> list[tuple[File, File, Place]]:
-    """List who imports whom; imports for types alone and inside functions count as well."""
+    """List importing file, imported file and place of each import, including imports for types and inside functions."""
     by_module = {file.module: file for file in files}
     return [
         (file, by_module[module], file.place(node, f"imports {by_module[module].path}"))
@@ -334,12 +335,12 @@ def imported_once(files: Files) -> list[Place]:
 
 
 def file_circles(files: Files) -> Figure:
-    """Count circles of files."""
+    """Count import circles of files."""
     return count_circles([(file.module, other.module, place) for file, other, place in find_imports(files)])
 
 
 def sibling_circles(files: Files) -> Figure:
-    """Count circles of files and packages that lie in one package."""
+    """Count import circles of files and packages that are in the same package."""
     edges = []
     for file, other, place in find_imports(files):
         a, b = file.module.split("."), other.module.split(".")
@@ -351,7 +352,7 @@ def sibling_circles(files: Files) -> Figure:
 
 
 def count_circles(edges: list[tuple[str, str, Place]]) -> Figure:
-    """Count groups of nodes that all reach each other; the places are the imports within one."""
+    """Count groups of nodes that all reach each other. The places are the imports within a group."""
     graph: dict[str, set[str]] = {}
     for start, end, _ in edges:
         graph.setdefault(start, set()).add(end)
@@ -371,7 +372,7 @@ def _reach(graph: dict[str, set[str]], start: str) -> set[str]:
 
 
 def uses_of(files: Files, function: str) -> list[Place]:
-    """List where a function is called or handed on; imports of it are no use."""
+    """List the places where a function is called or passed on. Imports do not count."""
     nodes = [(file, node) for file in files for node in file.nodes if isinstance(node, ast.Name | ast.Attribute)]
     return [file.place(node, function) for file, node in nodes if name_of(node) == function]
 
@@ -432,7 +433,7 @@ def keep(commit: str, package: str) -> None:
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--package", type=Path, default=ROOT / "nemo_fp8_debug", help="folder of the package to measure")
-    parser.add_argument("--against", metavar="COMMIT", help="print the figures of this commit in a column before")
+    parser.add_argument("--against", metavar="COMMIT", help="also print the figures of this commit, in the first column")
     parser.add_argument("--list", metavar="FIGURE", help="print the places that a figure counts")
     parser.add_argument("--keep", metavar="COMMIT", help="put the figures of this commit into structure.json")
     chosen = parser.parse_args(arguments)

@@ -1,6 +1,6 @@
-"""Turn events of Megatron-Bridge, and calls of a Megatron-LM script's `forward_step`, into calls of a Monitor.
+"""Turn events of Megatron-Bridge, and calls of `forward_step` in a Megatron-LM script, into calls of a Monitor.
 
-Bridge logs a step's losses under the number of completed steps, this step included.
+Megatron-Bridge logs a step's losses under the number of completed steps, which includes this step.
 
 Megatron-LM's `pretrain()` does not signal when a step begins or ends. It calls the script's function for every micro-batch,
 and stores the number of completed steps in `args.curr_iteration`. A step begins with the first call after this number has
@@ -24,13 +24,13 @@ from .session import HostRun
 if TYPE_CHECKING:
     from megatron.bridge.training.callbacks import Callback, CallbackContext
 else:
-    # Bridge accepts any object with methods of these names. Importing its class would require Transformer Engine.
+    # Megatron-Bridge accepts any object with these methods. Importing its class Callback would require Transformer Engine.
     Callback = object
 
 
 @check_arguments(options_of=Config)
 class FP8DebugBridgeCallback(Callback):  # type: ignore[misc]
-    """Measures the operands of linear layers every `interval` steps. Arguments are the fields of `Config`.
+    """A callback that measures operands of linear layers every `interval` steps. Arguments are the fields of `Config`.
 
     The record goes to `fp8_debug` next to the TensorBoard events, or next to the checkpoints if there are no events.
 
@@ -58,7 +58,7 @@ class FP8DebugBridgeCallback(Callback):  # type: ignore[misc]
         with self._run.errors.guard("while looking for the output folder"):
             config = context.state.cfg
             folder = config.logger.tensorboard_dir or config.checkpoint.save
-        with contextlib.suppress(Exception):  # only the early warning needs this
+        with contextlib.suppress(Exception):  # only the early warning needs these numbers
             steps = context.state.train_state.step + 1, int(context.state.cfg.train.train_iters)
         self._run.start(context.model, folder, steps)
 
@@ -85,7 +85,7 @@ class FP8DebugBridgeCallback(Callback):  # type: ignore[misc]
 
 @check_arguments(options_of=Config)
 class FP8DebugForwardStep:
-    """Wraps a script's `forward_step` function, and measures operands in its calls. Arguments are the fields of `Config`.
+    """A wrapper of a script's `forward_step` function that measures operands in its calls.
 
     The record goes to `fp8_debug` next to the TensorBoard events, or next to the checkpoints if there are no events. Steps
     are numbered from 1, as Megatron-LM logs them. If you do not call `close`, the last step may be missing.
@@ -96,7 +96,7 @@ class FP8DebugForwardStep:
 
     Raises:
         ConfigError: on construction or before the first forward pass, if a value cannot be used, no GEMM matches, the output
-            folder cannot be written, or a virtual pipeline splits the model. After that, no error stops the run.
+            folder cannot be written, or a virtual pipeline splits the model. Later, no error of the monitor stops the run.
 
     Example:
         >>> def forward_step(data_iterator, model):  # the script's own
@@ -117,7 +117,7 @@ class FP8DebugForwardStep:
         self._losses: list[tuple[torch.Tensor, Any]] = []
 
     def __call__(self, data_iterator: Any, model: torch.nn.Module, *rest: Any, **options: Any) -> Any:
-        """Run a micro-batch."""
+        """Call the script's function for a micro-batch, and return its result."""
         if not torch.is_grad_enabled():
             self._end_step()
             return self._forward_step(data_iterator, model, *rest, **options)
@@ -144,12 +144,12 @@ class FP8DebugForwardStep:
         self._run.start(model, args.tensorboard_dir or args.save, (first, last) if last else None)
 
     def _watched(self, loss_function: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap the loss function, which the last pipeline stage calls after `forward_step`."""
+        """Return a loss function that also records the loss. The last pipeline stage calls it after `forward_step`."""
 
         def watched(*arguments: Any, **options: Any) -> Any:
             result = loss_function(*arguments, **options)
             with self._run.errors.guard("while reading the loss"):
-                # Megatron later divides the loss in place.
+                # Copy the loss, because Megatron later divides it in place.
                 loss, tokens = result[0].detach().clone(), result[1] if len(result) == 3 else 1
                 self._losses.append((loss, tokens))
                 self._run.watch_loss(*read_loss_and_tokens(result))
@@ -165,6 +165,6 @@ class FP8DebugForwardStep:
             self._run.end_step(loss=loss)
 
     def close(self) -> None:
-        """End training, and record all remaining data."""
+        """Record all remaining data. Call this when training has ended."""
         self._end_step()
         self._run.close()

@@ -1,4 +1,4 @@
-"""The common part of all adapters: a monitor that starts with a run, and ends with the run or the process."""
+"""The common part of the adapters: a monitor that starts with a run, and ends when the run or the process ends."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from ..options.config import Config
 
 
 def start_monitor(make: Callable[[], Monitor], raises: bool) -> Monitor | None:
-    """Return the result of `make`. If it fails, warn and return None.
+    """Return the monitor that `make` returns. If `make` fails, warn and return None.
 
     Args:
-        raises: whether an error is raised, so that it ends the run.
+        raises: whether an error of `make` ends the run, instead of causing a warning. A ConfigError always does.
 
     Raises:
-        ConfigError: as for `Monitor`. All ranks raise, or no rank does, because a rank that continued alone would wait
-            forever.
+        ConfigError: as for `Monitor`. Either all ranks raise it or none does, because a rank that continued
+            without the others would wait forever.
     """
     try:
         return make()
@@ -38,7 +38,7 @@ def start_monitor(make: Callable[[], Monitor], raises: bool) -> Monitor | None:
 
 
 class HostRun:
-    """A run of a framework. Before the start, the object contains only plain values, so launchers can copy and pickle it."""
+    """A run of a framework. Before `start`, this object has only plain values, so that launchers can copy and pickle it."""
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         """
@@ -75,12 +75,12 @@ class HostRun:
             return False
         if steps:
             self._monitor.expect_steps(*steps)
-        # The frameworks do not report an exception that ends the run, so close the monitor when the process ends.
+        # Frameworks send no event when an exception ends the run, so also close the monitor when the process ends.
         atexit.register(self.close)
         return True
 
     def begin_step(self, step: int) -> None:
-        """Call before the forward pass."""
+        """Begin a step. Call this before the forward pass."""
         self.errors.step = partial(int, step)  # a partial can be pickled
         if self._monitor:
             self._monitor.begin_step(step)
@@ -91,7 +91,7 @@ class HostRun:
             self._monitor.watch_loss(loss, tokens)
 
     def end_step(self, **scalars: Any) -> None:
-        """Call after the backward pass, with scalars as for `Monitor.end_step`."""
+        """End a step. Call this after the backward pass, with scalars as for `Monitor.end_step`."""
         if self._monitor:
             self._monitor.end_step(**scalars)
 

@@ -1,8 +1,8 @@
 """Turn events of Hugging Face's Trainer into calls of a Monitor.
 
-A sample begins in `on_step_begin`. Its number is the step under which the Trainer logs the loss, `global_step + 1`. The
-sample ends in `on_step_end`, or in the `on_log` right after it, which has the gradient norm. Begin and end occur once for
-each optimizer step, so accumulated batches are one sample.
+A sample begins in `on_step_begin`. Its step number is `global_step + 1`, under which the Trainer logs the loss. The sample
+ends in `on_step_end` or, if the Trainer logs this step, in the next `on_log`, which receives the gradient norm. These events
+occur once per optimizer step, so accumulated batches are one sample.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from .session import HostRun
 
 @check_arguments(options_of=Config)
 class FP8DebugTrainerCallback(TrainerCallback):
-    """Measures the operands of linear layers every `interval` steps. Arguments are the fields of `Config`.
+    """A callback that measures operands of linear layers every `interval` steps. Arguments are the fields of `Config`.
 
-    The record goes to `fp8_debug` in `args.output_dir`. A resumed run continues it.
+    The record goes to `fp8_debug` in `args.output_dir`. A resumed run continues the record.
 
     Args:
         options: fields of `Config`, such as `interval=100`.
@@ -58,8 +58,8 @@ class FP8DebugTrainerCallback(TrainerCallback):
     ) -> None:
         """Find the GEMMs and open the record."""
         self._close()
-        # torch_compile=True and `accelerate launch` can set this. The model that callbacks receive does not show that it is
-        # compiled.
+        # torch_compile=True and `accelerate launch` can set this variable. The model that callbacks receive does not show
+        # that the Trainer compiles it.
         if os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no").lower() != "no":
             raise ConfigError(
                 "the Trainer compiles the whole model (torch_compile, or dynamo_backend of accelerate), where a hook would "
@@ -69,14 +69,14 @@ class FP8DebugTrainerCallback(TrainerCallback):
             self._hook = model.register_forward_hook(Hook(self._see_loss, model), with_kwargs=True)
 
     def _see_loss(self, model: nn.Module, args: Any, kwargs: Mapping[str, Any], output: Any) -> None:
-        """Store the loss of a batch. The Trainer passes only averages to callbacks, and waits for the device to compute
-        them.
+        """Store the loss of a batch. The Trainer passes only averaged losses to callbacks, and waits for the device to
+        compute them.
         """
         with self._run.errors.guard("while reading the loss"):
             first = output[0] if isinstance(output, tuple) else None
             loss = output.get("loss") if isinstance(output, Mapping) else first
             if torch.is_tensor(loss) and loss.requires_grad and loss.numel() == 1:
-                # Copy it, because the Trainer changes it in place.
+                # Copy the loss, because the Trainer changes it in place.
                 self._losses.append(loss.detach().clone().reshape(()))
                 self._summed = kwargs.get("num_items_in_batch") is not None
 
@@ -94,13 +94,13 @@ class FP8DebugTrainerCallback(TrainerCallback):
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, optimizer: Any = None, **rest: Any
     ) -> None:
-        """End the sample, unless the step will be logged."""
+        """End the sample, unless the Trainer logs this step. Then `on_log` ends the sample."""
         self._scalars = {"lr": self._lr, "loss_scale": self._scale}
         if self._scale is not None:
             self._scalars["skipped"] = was_skipped(self._scale, _scaler(optimizer))
         if self._losses:
-            # If the model divides the loss, it divides by the tokens of the step, perhaps of all processes. Otherwise the
-            # Trainer divides the loss by the number of batches.
+            # If the model divides the loss, it divides by the step's number of tokens, perhaps over all processes. Otherwise
+            # the Trainer divides the loss by the number of batches.
             shared = self._summed and getattr(args, "average_tokens_across_devices", False)
             losses = torch.stack(self._losses) * (args.world_size if shared else 1)
             self._scalars["loss"] = losses.sum() if self._summed else losses.mean()
@@ -112,14 +112,14 @@ class FP8DebugTrainerCallback(TrainerCallback):
     ) -> None:
         """End the sample of the step that is logged."""
         logged = {"grad_norm": (logs or {}).get("grad_norm")}
-        if args.logging_steps == 1:  # if a model returns no loss, the Trainer logs an average
+        if args.logging_steps == 1:  # the logged average is then this step's loss, used if the model returns no loss
             logged["loss"] = (logs or {}).get("loss")
         self._end_step(**logged)
 
     def on_evaluate(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, metrics: Any = None, **rest: Any
     ) -> None:
-        """Record the losses of an evaluation: `eval_loss`, or `eval_NAME_loss` if there are several sets."""
+        """Record the losses of an evaluation: `eval_loss`, or `eval_NAME_loss` if there are several evaluation sets."""
         losses = {name: value for name, value in (metrics or {}).items() if name.endswith("_loss")}
         self._run.report_validation(state.global_step, losses)
 
@@ -141,5 +141,5 @@ class FP8DebugTrainerCallback(TrainerCallback):
 
 
 def _scaler(optimizer: Any) -> Any:
-    """Return Accelerate's GradScaler if Accelerate scales losses."""
+    """Return Accelerate's GradScaler if Accelerate scales losses, otherwise None."""
     return getattr(optimizer, "scaler", None)

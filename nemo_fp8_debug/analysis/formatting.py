@@ -1,4 +1,4 @@
-"""Values for JSON."""
+"""Convert values to plain JSON values."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ import polars as pl
 
 
 def make_jsonable(value: Any) -> Any:
-    """Return a value as JSON has it, with null for NaN and infinities.
+    """Return a value in a form that JSON can represent. NaN and infinities become None.
 
-    A table becomes a list of rows. An object becomes what its `to_json` returns, or else the fields of its dataclass.
+    A table becomes a list of rows. An object with a method `to_json` becomes the result of this method. Any other dataclass
+    becomes a dictionary of its fields.
 
     Example:
         >>> make_jsonable({"loss": np.float32("nan"), "rows": pl.DataFrame({"step": [0, 10]})})

@@ -1,1 +1,1 @@
-"""Count the GEMM operands of a running model into histograms. Internal."""
+"""Observe the GEMM operands of a running model, and collect them in histograms. Internal."""

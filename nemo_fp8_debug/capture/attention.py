@@ -1,9 +1,10 @@
 """Observe operands of Transformer Engine's FP8 attention, if its unfused emulation shows them.
 
-With `NVTE_UnfusedDPA_Emulate_FP8=1`, its `UnfusedDotProductAttention` passes Q, K, V, S and O through autograd nodes that
-quantize and dequantize, and in the backward dO, dP, dQ, dK and dV. Each node holds its quantizer, from which we read the
-cast. A hook before a node sees the gradients that the node receives in the backward. The node does not keep its inputs of
-the forward. So during the call a torch mode watches the results of functions, and calls each function unchanged.
+With `NVTE_UnfusedDPA_Emulate_FP8=1`, `UnfusedDotProductAttention` passes Q, K, V, S and O through autograd nodes that
+quantize and dequantize them. In the backward, such nodes do the same with dO, dP, dQ, dK and dV. We read the cast from the
+quantizer that each node keeps. A hook on each node receives gradients in the backward. A node does not keep its inputs of
+the forward. To find these inputs, a torch mode observes the results of all functions during the call of the attention. The
+mode calls each function unchanged.
 
 The fused kernels do not show operands. If an attention ran in FP8 with these kernels, we warn.
 """
@@ -33,7 +34,7 @@ from .gemms import Gemm
 from .hooks import OperandSink
 from .scan import ScannedModule
 
-#: the roles of each node, by the name that Transformer Engine gives its quantizer
+#: the roles of each node, by Transformer Engine's name for the quantizer of the node
 FORWARD = {"QKV_quantizer": ("query", "key", "value"), "S_quantizer": ("probabilities",), "O_quantizer": ("context",)}
 BACKWARD = {
     "dO_quantizer": ("grad_context",),
@@ -41,13 +42,13 @@ BACKWARD = {
     "dQKV_quantizer": ("grad_query", "grad_key", "grad_value"),
 }
 _NODE = "FP8EmulationFuncBackward"
-#: number of function results to remember. A node comes soon after the function that made its input
+#: number of recent function results to remember. A node runs soon after the function that computes its input
 _REMEMBERED = 4
 #: number of consecutive nodes of the emulation
 _CHAIN = 2
 #: quantizers with one scale for a tensor; their operands may have any layout
 _PER_TENSOR = ("Float8Quantizer", "Float8CurrentScalingQuantizer", "IdentityQuantizer")
-#: quantizers with blocks along the dimension that a product sums over, which are tokens for V and dV
+#: quantizers whose blocks run along the dimension that a product sums over. For V and dV, this is the token dimension
 _IN_BLOCKS = ("MXFP8Quantizer",)
 _ALONG_TOKENS = ("value", "grad_value")
 _BACKEND = Backend("Transformer Engine attention", lambda module: False, lambda *_: None, lambda *_: None, lambda out: out)
@@ -88,13 +89,13 @@ def _asks(recipe: Any) -> bool:
 
 
 def is_emulated() -> bool:
-    """Return True if the environment enables the emulation and disables all faster attentions of Transformer Engine."""
+    """Return True if the environment enables the emulation and disables the faster attention kernels."""
     get = os.environ.get
     return get("NVTE_UnfusedDPA_Emulate_FP8") == "1" and get("NVTE_FLASH_ATTN") == get("NVTE_FUSED_ATTN") == "0"
 
 
 class AttentionCapture:
-    """Observes attentions in one sampled step."""
+    """An observer of attentions in one sampled step."""
 
     def __init__(
         self,
@@ -152,7 +153,7 @@ class AttentionCapture:
             self.unseen[gemm.name] = None
 
     def _take_node(self, gemm: Gemm, node: Any, inputs: Callable[[], Sequence[torch.Tensor | None]]) -> None:
-        """Observe the operands of a node of the emulation that a forward has made.
+        """Observe the operands of an emulation node that a forward has made.
 
         Args:
             inputs: returns the input tensors of the node.
@@ -217,7 +218,7 @@ def _as_cast(x: torch.Tensor, role: str, use: ScaleInUse) -> torch.Tensor:
 
 
 class _Watching(TorchFunctionMode):
-    """Calls every function unchanged, and finds nodes of the emulation in the functions' arguments."""
+    """A mode that calls every function unchanged, and finds emulation nodes through the functions' arguments."""
 
     def __init__(self, given: Sequence[Any], found: Callable[[Any, Callable[[], Any]], None]) -> None:
         super().__init__()
@@ -234,7 +235,7 @@ class _Watching(TorchFunctionMode):
             self.look_at(args)
         out = func(*args, **(kwargs or {}))
         if self._on:
-            # A function inside a node receives the node's inputs. Nodes run without gradients.
+            # Functions inside a node receive the node's inputs, and their results have no gradients.
             self._remember(*args[:1], out)
         return out
 
@@ -259,7 +260,7 @@ class _Watching(TorchFunctionMode):
         self._recent.clear()
 
     def look_at(self, tensors: Sequence[Any]) -> None:
-        """Report each node of the emulation that made one of these tensors, once."""
+        """Report each emulation node that made one of these tensors, but each node only once."""
         for x in tensors:
             node = x.grad_fn if isinstance(x, torch.Tensor) else None
             for made in reversed(list(_chain(node))):
@@ -283,7 +284,7 @@ class _Watching(TorchFunctionMode):
 
 
 def _chain(node: Any) -> Iterator[Any]:
-    """Yield nodes of the emulation, last first. An output in FP8 has one more node."""
+    """Yield consecutive emulation nodes from `node` backwards. Skip the additional node of an output in FP8."""
     if type(node).__name__ == "_QuantizeFuncBackward":
         node = node.next_functions[0][0]
     for _ in range(_CHAIN):

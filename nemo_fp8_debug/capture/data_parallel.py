@@ -1,4 +1,4 @@
-"""Find parameters that FSDP2 has sharded, and the DistributedDataParallel module whose forward runs."""
+"""Find parameters that FSDP2 has sharded, and the DistributedDataParallel module whose forward is running."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from .scan import ScannedModule
 
 
 def find_active_ddp() -> Any:
-    """Return the DistributedDataParallel module of torch whose forward runs, or None."""
+    """Return torch's DistributedDataParallel module whose forward is running, or None."""
     of: Any = sys.modules.get("torch.nn.parallel.distributed")
     return getattr(getattr(of, "DistributedDataParallel", None), "_active_ddp_module", None)
 
 
 class Sharded:
-    """Parameters of FSDP2. They replace a module's weight while the weight is not gathered."""
+    """The sharded parameters of FSDP2. Each replaces a weight of a module while the weight is not gathered."""
 
     def __init__(self, scanned: Iterable[ScannedModule]) -> None:
         self._of: dict[tuple[int, str], tuple[Any, Any]] = {}
@@ -28,7 +28,7 @@ class Sharded:
                 self._of[id(info.module), info.param_name] = one, group
 
     def find(self, module: nn.Module, name: str) -> tuple[Any, Any]:
-        """Return FSDP2's state of a parameter, and FSDP2's state of the group that is gathered with this parameter."""
+        """Return FSDP2's states of a parameter, and of the group of parameters that are gathered together with it."""
         return self._of[id(module), name]
 
     def parameter(self, module: nn.Module, name: str) -> Any:

@@ -1,6 +1,6 @@
-"""Copy the tensors of a sampled step from devices to the host after the step, in another stream than the training.
+"""Copy the tensors of a sampled step from devices to the host after the step, in a stream that the training does not use.
 
-All tensors of a device are joined for one copy. We copy only the occupied bins of histograms.
+One copy transfers all tensors of a device. Of each histogram, we copy only the occupied bins.
 """
 
 from __future__ import annotations
@@ -18,26 +18,26 @@ from ..numerics.histogram import BINS
 
 #: number of histograms that are searched at once (2 MiB)
 GROUP = 8
-#: returns the replacement of a tensor
+#: function that returns the replacement of a tensor
 Move = Callable[[torch.Tensor], torch.Tensor]
-#: occupied bins of a group of histograms, end to end: positions, int64 [N], and counts, int64 [N]
+#: occupied bins of a group of concatenated histograms: their positions, int64 [N], and their counts, int64 [N]
 Bins = tuple[torch.Tensor, torch.Tensor]
 
 
 class Holder(Protocol):
-    """Holds tensors until a step is measured."""
+    """An object that keeps tensors until their step is measured."""
 
     def move(self, to: Move) -> None:
         """Replace each tensor by the result of `to`."""
 
 
 class DeviceToHostCopy:
-    """A copy that the training thread prepares after a step without waiting, and a background thread makes."""
+    """A copy to the host. The training thread prepares it after a step without waiting, and a background thread makes it."""
 
     def __init__(self, holders: Sequence[Holder], devices: Collection[torch.device]) -> None:
         """
         Args:
-            holders: hold tensors on any device.
+            holders: objects that keep tensors, on any device.
             devices: devices of these tensors.
         """
         self._holders = holders
@@ -86,7 +86,7 @@ def _by_device(holders: Sequence[Holder]) -> list[list[torch.Tensor]]:
 
 @functools.cache
 def _stream(device: torch.device) -> torch.cuda.Stream:
-    """Return the stream for copies, always the same, because torch reuses freed memory only within a stream."""
+    """Return the stream for copies. It is always the same, because torch reuses freed memory only within a stream."""
     return torch.cuda.Stream(device)
 
 
@@ -117,7 +117,7 @@ def _is_histogram(x: torch.Tensor) -> bool:
 
 
 def _thinned(histograms: Sequence[torch.Tensor]) -> list[Bins]:
-    """Return the occupied bins, group by group. Each group waits for the device once, which limits device memory."""
+    """Return the occupied bins, group by group. Groups limit device memory, but each group waits for the device once."""
     found = []
     for i in range(0, len(histograms), GROUP):
         counts = torch.cat(list(histograms[i : i + GROUP]))
@@ -129,7 +129,7 @@ def _thinned(histograms: Sequence[torch.Tensor]) -> list[Bins]:
 def _filled(groups: Sequence[Bins], n: int) -> Iterator[torch.Tensor]:
     """Yield the `n` histograms from the result of `_thinned`."""
     for i, (where, there) in enumerate(groups):
-        counts = np.zeros((min(GROUP, n - GROUP * i), BINS), np.int64)  # most of this memory is never touched
+        counts = np.zeros((min(GROUP, n - GROUP * i), BINS), np.int64)  # most of this memory is never written
         counts.reshape(-1)[where.numpy()] = there.numpy()
         yield from torch.from_numpy(counts)
 
@@ -145,7 +145,7 @@ def _bytes(x: torch.Tensor) -> torch.Tensor:
 
 
 def unpacked(bytes_of_all: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return the tensors as views of the result of `packed`, in their order."""
+    """Return tensors like those of `like`, in the same order, as views of the result of `packed`."""
     order = sorted(range(len(like)), key=lambda i: _width(like[i]))
     parts = bytes_of_all.split([like[i].numel() * like[i].element_size() for i in order])
     found = {i: part.view(like[i].dtype).view(like[i].shape) for i, part in zip(order, parts, strict=True)}

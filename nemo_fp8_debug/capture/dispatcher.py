@@ -1,6 +1,6 @@
-"""The dispatcher of events for a sampled step. It alone installs hooks on the run, and it removes all of them.
+"""Dispatch the events of a sampled step. Only the dispatcher installs hooks on the run, and it removes all of them.
 
-Observers subscribe to events and hold no hooks:
+Observers subscribe to events, and install no hooks themselves:
 
 watch_calls      a module is entered and has returned, in both cases before all other hooks
 watch_ready      a module's forward is about to run: other hooks have gathered or replaced its operands
@@ -11,8 +11,8 @@ watch_optimizer  any optimizer is about to step, and has stepped
 after_backward   the current backward pass is over
 at_close         the step is over
 
-Each subscriber provides a guard, which decides what a fault in the subscriber costs. Hooks do nothing while torch.compile
-traces them.
+Each subscriber provides a guard, which decides what is lost after an error in the subscriber. Hooks do nothing while
+torch.compile traces them.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ from .tracing import Hook
 #: returns a context that keeps a subscriber's exceptions out of the run
 Guard = Callable[[], AbstractContextManager[Any]]
 
-#: Engines queue callbacks in a backward pass, and callbacks may queue further callbacks. After this many rounds, all have
-#: run.
+#: number of rounds after which we assume that all callbacks have run. Engines queue callbacks in a backward pass, and
+#: callbacks may queue further callbacks
 _LAST_CALLBACK = 4
 _SKIPPED, _COUNTED, _FIRST, _AGAIN, _TRANSFORMED = range(5)
 
 
 class Transformed(Exception):
-    """A forward under a transform of torch.func (vmap, grad, jvp).
+    """An error for a forward under a transform of torch.func (vmap, grad, jvp).
 
-    We do not count it, because its tensors represent others.
+    We do not count such a forward, because its tensors only wrap other tensors.
     """
 
 
@@ -66,7 +66,7 @@ class Pass:
 
     #: place in the order of execution
     order: int
-    #: whether the pass counts. A first forward under `no_grad` does not count, but its recompute does
+    #: whether the observer counts this pass. It does not count a first forward under `no_grad`, but counts the recompute
     counts: bool
     #: the observer's own data
     kept: Any = None
@@ -100,9 +100,9 @@ class _Call:
         self.modes: Sequence[tuple[_Observer, Mode]] = ()
 
     def begin_modes(self) -> None:
-        """Begin the modes that observers have requested.
+        """Begin the modes that observers have passed to `Pass.watch`.
 
-        Call this outside of guards, because guards hide and restore other modes.
+        Call this outside of guards, because guards leave all modes and enter them again.
         """
         for observer, seen in self.passes.items():
             modes, seen.modes = seen.modes, ()
@@ -120,7 +120,7 @@ class _Call:
 class _Module:
     """A module with hooks, and the subscribers to its events.
 
-    It has few objects, because each costs garbage collection time.
+    It consists of few objects, because each additional object makes garbage collection slower.
     """
 
     __slots__ = ("calls", "has_counted", "observers", "ready", "returned", "waiting")
@@ -138,15 +138,15 @@ class _Module:
     def decide(self, module: nn.Module, call: _Call) -> int:
         """Decide for all observers whether a forward that begins counts.
 
-        Activation recomputation runs a forward twice, the second time inside backward. The forward inside backward counts
-        only if the first forward could not count: under `no_grad`, that forward left no output to hook. The recompute takes
-        over the places and the observers' data of the first forward, because an engine casts with the same scales again,
-        even if these scales have been updated since.
+        Activation recomputation runs a forward twice, the second time inside backward. The second forward counts only if the
+        first one ran under `no_grad`, and so had no output on which a gradient hook is possible. The second forward takes
+        over the first one's places in the order of execution and its observers' data. The engine casts with the same scales
+        in both forwards, even if it has updated these scales in between.
         """
         if torch._C._functorch.peek_interpreter_stack() is not None:
             return _TRANSFORMED
         if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
-            return _SKIPPED  # each replay of the graph would count again, in memory that is used for other things by then
+            return _SKIPPED  # each replay of the CUDA graph would count again, in reused memory
         if torch._C._current_graph_task_id() != -1:  # inside backward, so this is a recompute
             if self.has_counted or not self.waiting:
                 return _SKIPPED
@@ -179,7 +179,7 @@ class EventHook:
                 call(*arguments)
 
     def forget(self) -> None:
-        """Do nothing from now on and release everything, because the graph may outlive the step."""
+        """Do nothing from now on, and release all references, because the graph may outlive the step."""
         self._call, self._guard = None, contextlib.nullcontext
 
 
@@ -191,7 +191,7 @@ class Dispatcher:
         self.order: Iterator[int] = itertools.count(step=3)
         self._modules: dict[nn.Module, _Module] = {}
         self._optimizer: dict[str, list[tuple[Guard, Callable[[Any], None]]]] = {}
-        # Tensors and nodes exist for a micro-batch only, and so do their hooks.
+        # Hooks on tensors and nodes disappear with these objects after a micro-batch, so a weak set is enough.
         self._on_graph: weakref.WeakSet[EventHook] = weakref.WeakSet()
         self._handles: list[RemovableHandle] = []
         self._undo = contextlib.ExitStack()
@@ -205,7 +205,7 @@ class Dispatcher:
         left: Callable[[Pass, Args, Kwargs, Any], None],
         applies: Callable[[Kwargs], bool] | None = None,
     ) -> None:
-        """Observe the calls of a module's forward that count, and first passes whose recompute will count.
+        """Observe each forward of a module that counts, and each first forward whose recompute will count.
 
         The last subscriber receives each event first, and gets the earliest place in the order of execution.
 
@@ -275,7 +275,7 @@ class Dispatcher:
                 self._optimizer[name].append((guard, call))
 
     def after_backward(self, guard: Guard, call: Callable[[], None]) -> None:
-        """Call `call` when the current backward pass is over, and the engine's own callbacks have run."""
+        """Call `call` after the current backward pass and the engine's own callbacks."""
         _queue(self._on_graph_hook(guard, call), _LAST_CALLBACK)
 
     def call_after_step(self, call: Callable[[], object]) -> None:
@@ -360,7 +360,7 @@ class Dispatcher:
 
 
 def _run(guard: Guard, call: Callable[[], None]) -> None:
-    """Call a function outside of the guard, and pass its exception to the guard."""
+    """Call a function outside of the guard. If the function raises an exception, raise it again inside the guard."""
     try:
         call()
     except Exception as error:

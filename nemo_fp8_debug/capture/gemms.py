@@ -34,7 +34,7 @@ class Gemm:
 
     @property
     def kind(self) -> str:
-        """Role of the GEMM in its layer, such as `linear_fc2`: the last part of its name, without an expert's number."""
+        """Kind of the GEMM within its layer, such as `linear_fc2`: the last part of its name, without an expert's number."""
         name = self.name.rpartition(".")[0] if self.part.isdigit() else self.name
         return name.rpartition(".")[2]
 
@@ -45,7 +45,7 @@ class Gemm:
 
 
 def find_gemms(roots: Sequence[nn.Module], in_forward: bool = False) -> list[Gemm]:
-    """Return every GEMM of a model whose module a backend supports, in module order.
+    """Return every GEMM of a model that a backend supports, in the order of modules.
 
     Args:
         roots: the model, or its chunks if a virtual pipeline splits it.
@@ -78,7 +78,7 @@ def is_seen_in_forward(gemm: Gemm) -> bool:
 
 
 def _part_of_name(part: str, parts: int) -> str:
-    """Return the suffix of a part's name. Experts are numbered over all ranks."""
+    """Return the suffix that a part adds to the GEMM's name. Experts are numbered over all ranks."""
     number = str(int(part) + find_first_expert(parts)) if part.isdigit() else part
     return f".{number}" if number else ""
 
@@ -99,13 +99,13 @@ def find_unknown_gemms(scanned: Iterable[ScannedModule]) -> dict[str, str]:
 
 
 def match_gemms(gemms: Iterable[Gemm], patterns: Sequence[str] | None) -> list[Gemm]:
-    """Return the GEMMs whose names match, perhaps none."""
+    """Return the GEMMs whose names match a pattern. The list may be empty."""
     matches = compile_patterns(patterns)
     return [g for g in gemms if matches(g.name)]
 
 
 def select_gemms(gemms: Iterable[Gemm], patterns: Sequence[str] | None) -> list[Gemm]:
-    """Return the GEMMs whose names match.
+    """Return the GEMMs whose names match a pattern.
 
     Raises:
         ConfigError: no name matches. The message lists similar names.
@@ -127,7 +127,7 @@ def select_gemms(gemms: Iterable[Gemm], patterns: Sequence[str] | None) -> list[
 
 
 def drop_ends(gemms: Sequence[Gemm], first: int, last: int) -> list[Gemm]:
-    """Leave out GEMMs of the first `first` and last `last` transformer layers, by the `layers.N` in their names.
+    """Return all GEMMs except those of the first `first` and last `last` transformer layers, by `layers.N` in their names.
 
     Raises:
         ConfigError: no layer is left.

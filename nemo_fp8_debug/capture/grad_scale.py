@@ -1,10 +1,10 @@
-"""Measure the multiplier of a sampled step's dY at the loss, because code that scales the loss does not report its factor.
+"""Measure the factor by which a sampled step's gradients are multiplied. Code that scales the loss does not report it.
 
-Loss scaling and gradient accumulation multiply the loss before its backward, in some engines more than once. The gradient
-that arrives at the loss, d(backpropagated value)/d(loss), is a factor of every gradient of this loss.
+Loss scaling and gradient accumulation multiply the loss before its backward, in some engines more than once. We read this
+multiplier from the gradient that arrives at the loss: d(backpropagated value)/d(loss).
 
-We find losses in the output of a root module and in Megatron's schedules. A framework or the user may also show us a loss.
-Tensor hooks receive the gradients of losses. We replace no tensors, and do not wait for a device.
+We find losses in the output of a root module and in Megatron's schedules. A framework or the user may also pass a loss to
+`show`. Tensor hooks receive the gradients of losses. We replace no tensors, and do not wait for a device.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import nn
 from .dispatcher import Dispatcher
 from .patching import Watcher, watch_calls
 
-#: relative rounding error of a multiplier; each of its factors is rounded
+#: relative rounding error of a multiplier, which is a product of rounded factors
 _ROUNDING = 1e-6
 
 
@@ -55,11 +55,11 @@ class GradScale:
             self._dispatcher.call_after_step(watch_calls(schedules, "forward_step", _forward_step, self._see_result))
 
     def show(self, loss: Any, tokens: torch.Tensor | float = 1) -> None:
-        """Take a loss that will be backpropagated. It has precedence over losses in the output of root modules.
+        """Watch a loss that will be backpropagated. Such losses have precedence over losses in the output of root modules.
 
         Args:
             loss: ignored unless it is a scalar tensor with gradient.
-            tokens: number of tokens that `loss` is a sum over, if the reported loss is the mean over tokens.
+            tokens: number of tokens that `loss` is summed over, if the reported loss is the mean over tokens.
         """
         with self._guarded():
             self._watch(loss, tokens, self._of_shown)
@@ -96,7 +96,7 @@ class GradScale:
 
 
 def _forward_step(original: Callable[..., Any], tell: Watcher, step: Callable[..., Any], *rest: Any, **options: Any) -> Any:
-    """Call a forward step of Megatron's schedules, which divide the loss in place right after the loss function."""
+    """Call a forward step of Megatron's schedules, and report its loss before the schedule divides it in place."""
 
     def with_loss(*arguments: Any, **more: Any) -> Any:
         output, loss_function = step(*arguments, **more)
@@ -121,7 +121,7 @@ def _loss_of(output: Any) -> Any:
 
 
 def read_loss_and_tokens(result: Any) -> tuple[Any, Any]:
-    """Return loss and tokens from a Megatron loss function, which returns (mean, logs) or (sum, tokens, logs)."""
+    """Return loss and tokens from the result of a Megatron loss function: (mean, logs) or (sum, tokens, logs)."""
     if not isinstance(result, tuple) or len(result) not in (2, 3):
         return None, 1
     return result[0], result[1].detach().clone() if len(result) == 3 else 1
@@ -131,12 +131,12 @@ def read_loss_scale(scaler: Any) -> Any:
     """Return the loss scale of a `torch.amp.GradScaler` at this moment, on its device, or None if it is disabled."""
     if scaler is None or not scaler.is_enabled():
         return None
-    scale = getattr(scaler, "_scale", None)  # created with the first loss
+    scale = getattr(scaler, "_scale", None)  # the scaler creates it when it scales the first loss
     return scaler._init_scale if scale is None else scale.detach().clone()
 
 
 def was_skipped(before: Any, scaler: Any) -> Any:
-    """Return whether the optimizer has skipped its step since the scale was `before`. The scale falls only after a skip.
+    """Return whether the optimizer skipped its step after the scale was `before`. Only a skip makes the scale fall.
 
     The result is on the scale's device.
     """

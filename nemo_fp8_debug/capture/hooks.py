@@ -1,14 +1,14 @@
 """Observe GEMM modules during one sampled step, and pass on each operand of each GEMM exactly once.
 
 Where we observe each operand, and why:
-X and W  When a forward is entered, before all other hooks, so that no intervention has replaced operands yet. At this point
-         we only find W. We read its values after the forward, before all other forward hooks. By then, an optimizer that
-         gathers updated weights during the forward (Megatron's overlap_param_gather) has finished.
+X and W  At the start of a forward, before all other hooks, so that no intervention has replaced operands yet. At this point
+         we only find the tensor W. We read its values after the forward, before all other forward hooks. By then, an
+         optimizer has gathered updated weights, if it does so during the forward (Megatron's overlap_param_gather).
          If an engine gathers W only for the forward (ZeRO-3, FSDP2), or splits X and W among ranks (DTensor), we find X and
          W after the forward, before the engine releases them.
-dY       In a tensor hook on the output, set before any other code sees the output. The hook gets the gradient before any
-other
-         code changes it. Unlike a module's backward hook, it works for inputs without gradient and outputs changed in place.
+dY       In a tensor hook on the output, set before other code receives the output. So no other code has changed the
+         gradient yet. Unlike a module's backward hook, a tensor hook also works if inputs have no gradient, or if the
+         output is changed in place.
 Operands that exist only inside a module, as in Transformer Engine's LayerNormMLP, are not observed.
 """
 
@@ -36,7 +36,7 @@ _NOTHING: Mapping[str, Any] = {}
 
 
 class OperandSink(Protocol):
-    """Receives an operand of one GEMM, one tensor for each call."""
+    """A receiver of one operand of one GEMM: one tensor per call."""
 
     gemm: Gemm
 
@@ -50,23 +50,23 @@ class OperandSink(Protocol):
 
 
 class ProductSink(Protocol):
-    """Receives the operands of one GEMM, with the forward call of each."""
+    """A receiver of all operands of one GEMM, together with the forward call of each operand."""
 
-    #: rows of the call's dW, computed exactly and from quantized operands
+    #: some rows of the call's dW, computed twice: from exact operands, and from quantized operands
     weight_gradient: tuple[torch.Tensor, torch.Tensor] | None
 
     @property
     def sees_sums(self) -> bool:
-        """Return True if the module sums its output over ranks, and we check the summands."""
+        """Return True if the module sums its output over ranks, and we check this sum's terms."""
 
     def watch_sums(self) -> Mode | None:
-        """Return a mode that sees the sums of the call that is about to run, or None if they are not checked."""
+        """Return a mode that observes sums over ranks in the next call, or None if we do not check them."""
 
     def begin_call(self, args: Args, kwargs: Kwargs) -> None:
         """Prepare for a forward call that counts."""
 
     def add(self, role: str, x: torch.Tensor, call: int, use: ScaleInUse | None) -> None:
-        """Take an operand, which may change later.
+        """Take an operand. Copy what is needed, because the tensor may change later.
 
         Args:
             call: forward call of the operand.
@@ -84,10 +84,10 @@ class ProductSink(Protocol):
 
 
 class CopySink(Protocol):
-    """Receives this rank's X and W of all GEMMs."""
+    """A receiver of this rank's X and W of all GEMMs."""
 
     def see(self, name: str, role: str, x: torch.Tensor) -> None:
-        """Take a tensor, which may change later."""
+        """Take a tensor. Copy what is needed, because the tensor may change later."""
 
     def see_stored(self, name: str, stored: StoredCodes) -> None:
         """Take a weight that is stored as codes."""
@@ -95,7 +95,7 @@ class CopySink(Protocol):
 
 @dataclass(eq=False, slots=True)
 class _WatchedGemm:
-    """The plan for one GEMM in this step."""
+    """How we observe one GEMM in this step."""
 
     gemm: Gemm
     #: sinks of the operands that hooks see, by role
@@ -118,12 +118,12 @@ class _WatchedGemm:
 
 @dataclass(eq=False, slots=True)
 class _WatchedModule:
-    """The plan for one module, made when the step begins."""
+    """How we observe one module in this step. This is decided when the step begins."""
 
     module: nn.Module
     backend: Backend
     gemms: list[_WatchedGemm]
-    #: whether we observe X after the forward, because X or its cast is not known before
+    #: whether we observe X only after the forward, because X or its cast is unknown before
     takes_inputs_later: bool
     #: whether ranks may share the amax of the module's casts
     shares_amax: bool
@@ -135,7 +135,7 @@ class _WatchedModule:
 
 @dataclass(eq=False, slots=True)
 class _KeptOfCall:
-    """Values that a call leaves for its end and its recompute."""
+    """Values from the start of a call, for use at its end and in its recompute."""
 
     #: facts from before the call
     arguments: Kwargs
@@ -148,7 +148,7 @@ class _KeptOfCall:
 
 
 class Capture:
-    """Observes the operands of GEMMs whose modules are called with X."""
+    """An observer of the operands of GEMMs whose modules receive X as an argument."""
 
     def __init__(
         self,
@@ -163,21 +163,21 @@ class Capture:
         """
         Args:
             sinks: receive the operands, by (GEMM name, role).
-            on_fault: called after a fault, which costs only that operand or the record of its cast.
+            on_fault: called after an error. Only one operand, or the record of its cast, is lost.
             dispatcher: dispatcher of the step.
             read_casts: whether backends determine how operands are cast.
             products: receive the operands together with their forward calls, by GEMM name.
             masters: finds master weights of weights that are stored as codes.
-            copies: receives tensors that other ranks may have copies of.
+            copies: receives tensors of which other ranks may have copies.
         """
         self._on_fault, self._dispatcher, self._read_casts = on_fault, dispatcher, read_casts
         self._products, self._masters, self._copies = products or {}, masters, copies
-        self._untold: dict[Callable[[], str], str] = {}  # why casts cannot be determined in this step, by function
+        self._untold: dict[Callable[[], str], str] = {}  # reasons why casts cannot be determined in this step
         self._watched: list[_WatchedGemm] = []
         self._modules = {module: self._watch(module, of) for module, of in _by_module(sinks).items()}
 
     def _watch(self, module: nn.Module, sinks: Mapping[str, Mapping[str, OperandSink]]) -> _WatchedModule:
-        """Plan once what the hooks of a module will do at each call.
+        """Decide what the hooks of a module will do at each call.
 
         Args:
             sinks: sinks by GEMM and role.
@@ -257,7 +257,7 @@ class Capture:
             _multiply(watched, role, x, call, use)
 
     def _note_casts(self, watched: _WatchedModule, out: Any, kept: _KeptOfCall) -> None:
-        """Note how a call that has just returned casts X and W, because the engine may update scales before a recompute.
+        """Note how X and W were cast in the call that has just returned. Before a recompute, the engine may update scales.
 
         W is reported once per step with the cast of its first call, even if later calls cast W again.
         """
@@ -277,7 +277,7 @@ class Capture:
     def _cast_reader(
         self, watched: _WatchedGemm, kwargs: Kwargs, role: str, out: Any
     ) -> Callable[[Reduced], ScaleInUse] | None:
-        """Return a function that determines the cast of a role in a call. None if the backend never quantizes."""
+        """Return a function that determines the cast of a role in a call, or None if the backend never quantizes."""
         if watched.cast is None or role not in watched.sinks:
             return None
         gemm = watched.gemm
@@ -367,7 +367,7 @@ class Capture:
         read: Callable[[Reduced], ScaleInUse] | None,
         reduced: Reduced,
     ) -> None:
-        """Observe dY as soon as its cast is known: immediately, or after the backward in which ranks share its amax."""
+        """Observe dY as soon as its cast is known: immediately or, if ranks share its amax, after the node's backward."""
         with self._guarded(watched.name, "grad_output"):
             use = read(reduced) if read else None
             watched.sinks["grad_output"].add(dy, next(self._dispatcher.order), use)

@@ -1,8 +1,8 @@
 """Observe the operands of products inside a module's forward, in one sampled step.
 
-This is for modules whose arguments are not operands (`backends.in_forward`), and for subclasses of `nn.Linear` with a
-forward of their own, which may change operands. If we cannot follow how such a Linear computes its operands, we measure its
-arguments and its parameter instead, with the source `unknown`.
+We use this for modules whose arguments are not operands (`backends.in_forward`), and for subclasses of `nn.Linear` whose own
+forward may change operands. If we cannot follow how such a Linear computes its operands, we measure its arguments and its
+parameter instead, with the source `unknown`.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class _SeenCall:
 
 
 class MatmulCapture:
-    """Observes modules whose products are inside their forward, in one sampled step."""
+    """An observer of modules that multiply inside their forward, in one sampled step."""
 
     def __init__(
         self,
@@ -52,11 +52,11 @@ class MatmulCapture:
         read_casts: bool = True,
         products: Mapping[str, ProductSink] | None = None,
     ) -> None:
-        """Take the arguments of `hooks.Capture`."""
+        """Create an observer from the same arguments as `hooks.Capture`."""
         self._sinks, self._on_fault, self._read_casts = sinks, on_fault, read_casts
         self._products, self._dispatcher = products or {}, dispatcher
         self._weights: set[str] = set()
-        #: names of GEMMs whose module ran, although no torch operator multiplied their parameter
+        #: names of GEMMs whose module ran, but whose parameter was not multiplied by any torch operator
         self.not_multiplied: dict[str, None] = {}
 
     def subscribe(self) -> None:
@@ -116,7 +116,7 @@ class MatmulCapture:
         return partial(self._hook_gradient, gemm, call, place, found.turned)
 
     def _place(self, call: _SeenCall) -> int:
-        """Return a place in the order of execution. Products of a recompute take the places of the first pass."""
+        """Return the next place in the order of execution. In a recompute, return the places of the first forward again."""
         again = torch._C._current_graph_task_id() != -1
         return call.counted.order if again or not call.seen else next(self._dispatcher.order)
 
@@ -184,7 +184,7 @@ def _check_rows(gemm: Gemm) -> None:
 
 
 def _has_functions_of_others(out: Any, inputs: Any) -> bool:
-    """Return True if a forward has put foreign functions into the autograd graph, which may change gradients."""
+    """Return True if a forward has added functions from outside torch to the graph. They may change gradients."""
     ends = set(_nodes(inputs))
     waiting = [node for node in _nodes(out) if node not in ends]
     seen = set(waiting)

@@ -1,12 +1,11 @@
-"""Find the matrix products with a parameter inside a module's forward, by watching torch's operators.
+"""Find products of inputs and parameters inside a module's forward, by watching torch's operators.
 
 A mode calls every operator unchanged during the forward. For `mm`, `addmm`, `bmm`, `baddbmm` and `_grouped_mm`, it
 determines which operand comes from a parameter and which from the inputs. We measure the values that the operator
 multiplies, no matter how they were computed.
 
-We track the origin of values by their memory, so views need no special treatment. Only the operators listed here preserve a
-known origin. After any other operator, such as a library's kernel or a rounding, and after a cast to an 8-bit type, the
-origin is `UNTOLD`.
+We track the origin of values by their memory, so views need no special treatment. If an operator is not listed here, such as
+a library's kernel or a rounding, its results have the origin `UNTOLD`. A cast to an 8-bit type has the same effect.
 """
 
 from __future__ import annotations
@@ -38,12 +37,12 @@ _INPUTS = ""
 
 @dataclass(frozen=True)
 class Matmul:
-    """A product of inputs and a parameter. The rows of both matrices run along the summed dimension."""
+    """A product of inputs and a parameter. In both matrices, the product sums over the values of a row."""
 
     #: name of the parameter
     parameter: str
     x: torch.Tensor
-    #: returns W, or None if the product multiplies computed parts of the parameter
+    #: returns W, or None if the product multiplies only parts that were computed from the parameter
     weight: Callable[[], torch.Tensor | None]
     #: whether we know that nothing has quantized X, or W, before the product
     x_is_told: bool
@@ -53,7 +52,7 @@ class Matmul:
 
 
 class Matmuls(TorchDispatchMode):
-    """Finds the products of one forward call."""
+    """A mode that finds the products in one forward call."""
 
     def __init__(
         self,
@@ -67,8 +66,8 @@ class Matmuls(TorchDispatchMode):
             module: the module whose forward runs.
             parameters: names of the parameters to look for.
             inputs: arguments of the module.
-            found: receives each product, and returns a function. This function receives the output, once it is part of the
-                autograd graph, and whether other code had already put a hook on it.
+            found: receives each product, and returns a function. When the output is part of the autograd graph, this
+                function receives the output, and whether other code has already put a hook on it.
         """
         super().__init__()  # type: ignore[no-untyped-call]
         self._module, self._watched, self._found = module, set(parameters), found
@@ -112,7 +111,7 @@ class Matmuls(TorchDispatchMode):
         finally:
             enter_again(modes)
         out = func(*args, **kwargs)
-        with contextlib.suppress(Exception):  # the origin of values is unknown if following them fails
+        with contextlib.suppress(Exception):  # after an error, the origin of the results is unknown
             self._flow.follow(func, args, kwargs, out)
             self._remember(func, out)
         return out
@@ -121,7 +120,7 @@ class Matmuls(TorchDispatchMode):
         self._take: Callable[[torch.Tensor, bool], None] | None = None
         self._give_out()
         product = None
-        with contextlib.suppress(Exception):  # a product that cannot be read is ignored
+        with contextlib.suppress(Exception):  # after an error, the product is ignored
             given = [x for x in tree_leaves(args) if isinstance(x, torch.Tensor)]
             if any(self._flow.find_origin(x) is None for x in given):
                 self._begin_parameters()
@@ -137,7 +136,7 @@ class Matmuls(TorchDispatchMode):
             self._take = None
 
     def _give_out(self) -> None:
-        """Pass on outputs. They are part of the graph only after the operator that makes them has returned."""
+        """Pass on outputs of earlier products. An output is part of the graph only after its operator has returned."""
         waiting, self._waiting = self._waiting, []
         for out, take in waiting:
             take(out, bool(out._backward_hooks))
@@ -148,7 +147,7 @@ class Matmuls(TorchDispatchMode):
         return not mine and x.grad_fn is not None and x.untyped_storage()._cdata not in self._input_memory
 
     def _begin_parameters(self) -> None:
-        """Note the parameters that the module holds now, because a sharding engine may have gathered them since."""
+        """Note the module's present parameters. A sharding engine may have gathered them only after the forward began."""
         for one in self._scanned:
             for key, value in (*one.module._parameters.items(), *one.module._buffers.items()):
                 if value is not None and type(local_of(value)) in (torch.Tensor, nn.Parameter):
@@ -173,14 +172,14 @@ class Matmuls(TorchDispatchMode):
         return None
 
     def _which(self, names: frozenset[str], weight: torch.Tensor) -> str | None:
-        """Return the only one of several parameters with as many values as the operand, otherwise None."""
+        """If several parameters are possible, return the only one with as many values as the operand, or None."""
         if len(names) == 1:
             return next(iter(names))
         fitting = [name for name in names if local_of(find_parameter(self._module, name)).numel() == weight.numel()]
         return fitting[0] if len(fitting) == 1 else None
 
     def _weight(self, key: str, multiplied: torch.Tensor, origin: Origin) -> torch.Tensor | None:
-        """Return the whole parameter if it was only moved, or the operand if it was computed from the whole parameter."""
+        """Return the parameter if it was only moved, the operand if it was computed from the whole parameter, or None."""
         parameter: Any = find_parameter(self._module, key)
         if origin.made == MOVED and origin.sources == {key}:
             out, k = parameter.shape[-2:]
@@ -196,10 +195,10 @@ def local_of(x: Any) -> torch.Tensor:
     return part
 
 
-#: how values were made from their sources: in an unknown way; by arithmetic that does not quantize; or only moved, or cast
-#: to another type of at least 16 bits
+#: how values were made from their sources: in an unknown way (UNTOLD), by arithmetic that does not quantize (COMPUTED), or
+#: only by moving them or casting them to another type of at least 16 bits (MOVED)
 UNTOLD, COMPUTED, MOVED = range(3)
-#: adding a number of at least this size may be a trick to round values
+#: addends of at least this size may be meant to round the values
 _ROUNDING_ADDEND = 64.0
 
 
@@ -226,7 +225,7 @@ _ARITHMETIC = _names(
 )
 #: operators whose integer arguments are positions
 _AT_PLACES = _names("_grouped_mm index_add index_add_ index_reduce scatter_add scatter_add_ scatter_reduce")
-#: operators that round if an addend is large
+#: operators that round values if an addend is large
 _SUMS = frozenset(("add", "add_", "sub", "sub_", "rsub"))
 #: namespaces of collectives, which move values between ranks
 _COLLECTIVES = ("c10d", "_c10d_functional", "fsdp")
@@ -243,7 +242,7 @@ class Origin:
 
 
 _NOT_KNOWN = Origin(UNTOLD)
-#: a storage, and where this parameter begins if several parameters share the storage
+#: address of a storage, and offset of a parameter in this storage if several parameters share it
 _Memory = tuple[int, int]
 
 
@@ -251,12 +250,12 @@ class Dataflow:
     """The origins of tensors, by their memory. It keeps no tensor alive."""
 
     def __init__(self) -> None:
-        # A weak reference keeps the number of a storage from being reused.
+        # A weak reference to a storage keeps the address of this storage from being reused.
         self._known: dict[_Memory, tuple[Any, Origin]] = {}
         self._parts: dict[int, list[tuple[int, int]]] = {}
 
     def mark_source(self, tensors: Iterable[Any], source: str) -> None:
-        """Note tensors of at least 16 bits as a source, unless their memory already has an origin."""
+        """Note tensors with values of at least 16 bits as a source, unless their memory already has an origin."""
         for x in tensors:
             if isinstance(x, torch.Tensor) and _is_plain(x) and self.find_origin(x) is None:
                 self._note(x, Origin(MOVED, frozenset((source,))))
@@ -304,7 +303,7 @@ class Dataflow:
     def _made(self, operator: Any, given: Sequence[torch.Tensor], args: Sequence[Any], kwargs: Any) -> Origin:
         name = str(operator._schema.name).partition("::")[2]
         moves = name in _MOVES or operator.namespace in _COLLECTIVES
-        # A mask selects values and indices locate them, but other integers may be codes.
+        # Masks and indices have no effect on the origin, but other integers may be codes.
         places = name != "_to_copy" and (moves or name in _AT_PLACES)
         counted = [x for x in given if x.is_floating_point() or not (places or x.dtype == torch.bool)]
         origins = [self.find_origin(x) or _NOT_KNOWN for x in counted]

@@ -1,4 +1,4 @@
-"""Statistics of an operand after a sampled step: on one rank, or summed over ranks for the whole tensor."""
+"""Statistics of an operand after a sampled step: of one rank's part, or of the whole tensor, summed over ranks."""
 
 from __future__ import annotations
 
@@ -36,35 +36,35 @@ class Cast(NamesRecipe):
 
 @dataclass
 class OperandStats:
-    """Statistics of a rank's part of an operand in a step, over all micro-batches. Statistics of parts add up."""
+    """Statistics of a rank's part of an operand in a step, over all micro-batches. The statistics of parts can be summed."""
 
     #: (layer, role)
     key: Key
-    #: role of the GEMM in its layer, see `Gemm.kind`
+    #: kind of the GEMM, see `Gemm.kind`
     kind: str
     cast: Cast
     #: histogram of all calls together
     histogram: Histogram
     #: largest finite magnitude
     amax: float
-    #: one row for float32 operands, whose histograms are rounded
+    #: one row if the operand is float32, because its histogram is rounded; otherwise None
     moments: Moments | None
     #: one row under the scales in use, or None under current scaling, because the scale needs the whole tensor's amax
     sums: QuantizationSums | None
-    #: one row under each recipe that histograms cannot evaluate, by name
+    #: one row for each what-if recipe that histograms cannot evaluate, by name
     what_if: dict[str, QuantizationSums] = field(default_factory=dict)
-    #: one row for the copy that another product multiplies, if it is measured and all calls have one
+    #: one row for the copy that another product multiplies, if we measure it and all calls have such a copy
     copy: QuantizationSums | None = None
     #: smallest and largest scale in use, or None if unknown yet, or if blocks have their own scales
     scales: tuple[float, float] | None = None
-    #: histograms with one scale each, if they are kept separate, with their casts and scales
+    #: separate histograms with one scale each, together with the cast and the scale of each; empty if none are kept
     parts: Sequence[tuple[Cast, float | None, Histogram]] = ()
-    #: how often each block scale occurs, int64 [257], if enabled
+    #: number of blocks with each scale, int64 [257], or None if this is not enabled
     block_scales: torch.Tensor | None = None
-    #: further sums that a histogram cannot give, float64. The feature `activations` has such sums
+    #: other sums that cannot be computed from a histogram, float64, as for the option `activations`
     further: torch.Tensor | None = None
     calls: int = 0
-    #: place in the order of execution of the first call that held NaN or infinity
+    #: place in the order of execution of the first call with NaN or infinity
     nonfinite_order: int | None = None
     #: ranks whose statistics are included
     ranks: int = 1
@@ -73,12 +73,12 @@ class OperandStats:
 
     @property
     def one_scale(self) -> bool:
-        """True if the operand was cast, or is measured, with one scale."""
+        """True if one scale applies to the whole operand, in its cast or only in our measurement."""
         return self.scales is None or self.scales[0] == self.scales[1]
 
 
 def add_up_stats(key: Key, stats: Sequence[OperandStats]) -> OperandStats:
-    """Combine operands of the same recipe, format and dtype. Leave out sums, because scales may still be unknown."""
+    """Combine statistics with the same recipe, format and dtype. Leave out sums, because scales may still be unknown."""
     first = stats[0]
     direct = [s.moments for s in stats if s.moments]
     orders = [s.nonfinite_order for s in stats if s.nonfinite_order is not None]
@@ -101,7 +101,7 @@ def add_up_stats(key: Key, stats: Sequence[OperandStats]) -> OperandStats:
 
 
 def collect_stats(operands: Sequence[Operand]) -> list[OperandStats]:
-    """Return the statistics of each operand that was seen at least once."""
+    """Return the statistics of each operand that was observed at least once."""
     seen = [o for o in operands if o.calls]
     for operand in seen:
         operand.add_up()
@@ -141,7 +141,7 @@ def describe_cast(use: ScaleInUse, operand: Operand) -> Cast:
 
 
 def _copy_is_known(operand: Operand) -> bool:
-    """Return True if all calls have a copy with the same cast."""
+    """Return True if every call has a copy, and all copies have the same cast."""
     return 0 < len(operand.copy_casts) == operand.calls and all(c == operand.copy_casts[0] for c in operand.copy_casts)
 
 
@@ -149,7 +149,7 @@ Parts = list[tuple[Cast, float | None, Histogram]]
 
 
 class _UnderScales:
-    """Operands with known scales on this rank: each histogram under the scale of its cast."""
+    """Results for operands on this rank whose scales are known. Each histogram is evaluated under the scale of its cast."""
 
     def __init__(self, operands: Sequence[Operand]) -> None:
         parts = [(i, o, u, s) for i, o in enumerate(operands) for u, s in zip(o.casts, o.histograms, strict=True)]
@@ -164,7 +164,7 @@ class _UnderScales:
         counted = [row for row, (_, operand, *_) in enumerate(parts) if not operand.sums]
         of_counted = histograms.select(counted).quantization_sums(scales[counted], [formats[row] for row in counted])
         sums = of_counted.sum_by_owner(owner[counted], len(operands)).each()
-        #: sums, smallest and largest scale, and histograms with their scales, by key
+        #: by key: sums, the smallest and the largest scale, and histograms with their scales
         self.of: dict[tuple[str, str], tuple[QuantizationSums, tuple[float, float] | None, Parts]] = {}
         found: list[Parts] = [[] for _ in operands]
         for (i, _, _, histogram), cast, scale in zip(parts, casts, scales.double().tolist(), strict=True):
@@ -180,7 +180,7 @@ class _UnderScales:
 
 
 def _amax(operands: Sequence[Operand], histograms: Histograms, uses: Sequence[ScaleInUse]) -> torch.Tensor:
-    """Return the amax for the cast of each histogram, float32 [P]. It is exact even if float32 histograms are rounded."""
+    """Return the amax that each histogram's cast uses, float32 [P]. It is exact, although float32 histograms are rounded."""
     amax, inf, i = histograms.amax(), histograms.moments.inf.clone(), 0
     for operand in operands:
         if len(operand.moments) == len(operand.histograms):

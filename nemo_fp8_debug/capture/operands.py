@@ -1,4 +1,4 @@
-"""The collection of an operand's data in a sampled step."""
+"""Collect an operand's data in a sampled step."""
 
 from __future__ import annotations
 
@@ -19,39 +19,39 @@ from .backends.base import Backend, ScaleInUse
 from .gemms import Gemm
 from .tensors import take_local_part
 
-#: largest number of an operand's histograms that are kept separate, because each may have another scale. Later calls are
-#: measured immediately, so that many micro-batches need no more device memory
+#: largest number of separate histograms of an operand. We keep them separate because their scales may differ. Further calls
+#: are measured immediately, so that device memory does not grow with the number of micro-batches
 KEPT_APART = 2
 MEASURED = (*DTYPES, torch.float32)
 
 
 @dataclass
 class Operand:
-    """One operand of one GEMM in one step: the sum over all its micro-batches and calls."""
+    """The data of one operand of one GEMM in one step, summed over all micro-batches and calls."""
 
     gemm: Gemm
     role: str
     #: cast of calls whose own cast is unknown
     in_use: ScaleInUse
-    #: what-if recipes. If a histogram cannot evaluate a recipe, each tensor is measured immediately
+    #: what-if recipes. If a histogram is not enough to evaluate a recipe, we measure each tensor immediately
     what_if: Sequence[Recipe] = ()
-    #: returns whether this rank counts its tensor, because no other rank counts a copy
+    #: returns whether this rank counts its tensor. If ranks have copies, only one of them counts the tensor
     is_counted: Callable[[torch.Tensor], bool] = lambda x: True
     #: dtype of the observed tensor
     dtype: torch.dtype | None = None
-    #: histograms with one scale each, and the cast of each. Calls under the same scale share a histogram. If the scale
-    #: follows the tensor, each call has its own histogram
+    #: histograms with one scale each, and the cast of each. Calls with the same scale share a histogram. If the scale
+    #: depends on the tensor, each call has its own histogram
     histograms: list[Histogram] = field(default_factory=list)
     casts: list[ScaleInUse] = field(default_factory=list)
-    #: histogram of all further calls; the cast of each such call, and its sums under its scale
+    #: histogram of all further calls; and, for each of these calls, the cast and the sums under its scale
     rest: Histogram | None = None
     rest_casts: list[ScaleInUse] = field(default_factory=list)
     rest_sums: list[QuantizationSums] = field(default_factory=list)
-    #: direct measurements of float32 operands, one row for each call
+    #: measurements of float32 operands without a histogram, one row for each call
     moments: list[MomentsFound] = field(default_factory=list)
-    #: direct sums of float32 operands and under block recipes, one row for each call
+    #: sums for float32 operands and for block recipes, computed without a histogram, one row for each call
     sums: list[SumsFound] = field(default_factory=list)
-    #: direct sums under what-if recipes, by name, one row for each call
+    #: sums under what-if recipes, computed without a histogram, by name, one row for each call
     what_if_sums: dict[str, list[SumsFound]] = field(default_factory=dict)
     #: whether to measure the copy that another product multiplies; the cast and the sums of each call's copy
     measures_copies: bool = False
@@ -60,15 +60,15 @@ class Operand:
     #: whether to count block scales; their counts, from `count_block_scales`
     counts_block_scales: bool = False
     block_scales: torch.Tensor | None = None
-    #: further sums over all calls, which features define because a histogram cannot give them: float64, or None
+    #: other sums over all calls that cannot be computed from a histogram, such as for `activations`: float64, or None
     further: torch.Tensor | None = None
     calls: int = 0
     #: number of calls whose tensor another rank counts
     copies: int = 0
-    #: whether to measure float32 values under what-if recipes whose scale follows the tensor
+    #: whether to measure float32 values also under what-if recipes whose scale depends on the tensor
     tries_current: ClassVar[bool] = False
-    #: the place of each call in the order of execution, and its number of non-finite values, or the total number so far.
-    #: None if the call's moments, or the histogram of the only call, have this number
+    #: for each call, its place in the order of execution, and the number of non-finite values in this call or in all calls
+    #: so far. The number is None if the call's moments, or the histogram of the only call, contain it
     _nonfinite: list[tuple[int, torch.Tensor | int | None]] = field(default_factory=list)
 
     @property
@@ -77,14 +77,14 @@ class Operand:
         return self.gemm.name, self.role
 
     def add(self, x: torch.Tensor, order: int, use: ScaleInUse | None = None) -> None:
-        """Count another tensor. Keep no reference to the tensor.
+        """Add another tensor to the data. Keep no reference to the tensor.
 
         Args:
             order: place of the call in the step's order of execution.
             use: cast in this call, if known.
         """
         if self.role == "weight" and (self.calls or self.copies):
-            return  # every micro-batch has the same weight
+            return  # every micro-batch multiplies the same weight
         part_of_others = use is not None and use.decoded is not None and not x.numel()
         if part_of_others or not self.is_counted(x):
             self.copies += 1
@@ -109,11 +109,11 @@ class Operand:
         self.calls += 1
 
     def add_further(self, sums: torch.Tensor) -> None:
-        """Add the sums of one more call, float64 of the same length in each call."""
+        """Add the sums of one more call, float64. They have the same length in each call."""
         self.further = sums if self.further is None else self.further + sums
 
     def _count(self, x: torch.Tensor, use: ScaleInUse) -> Histogram:
-        """Count a call. Return its histogram, or the histogram of several calls if no call is measured in blocks."""
+        """Count a call. Return its own histogram, or one that several calls share if no what-if recipe has blocks."""
         joins = self.casts and not self.rest and _one_scale(use, self.casts[-1], x.dtype)
         if joins and not any(isinstance(recipe.scaling, BlockRule) for recipe in self.what_if):
             count_into(self.histograms[-1], x)
@@ -150,7 +150,7 @@ class Operand:
             self.copy_sums.append(found.copy)
 
     def _count_nonfinite(self) -> None:
-        """Note the first call's non-finite values before other calls share its histogram. No host synchronization."""
+        """Note the first call's non-finite values before other calls share its histogram. Do not wait for the device."""
         if self.calls == 1 and not self.moments:
             self._nonfinite = [(order, count_nonfinite(self.histograms[0])) for order, _ in self._nonfinite]
 
@@ -176,14 +176,14 @@ class Operand:
         self._nonfinite = [(order, to(n) if isinstance(n, torch.Tensor) else n) for order, n in self._nonfinite]
 
     def add_up(self) -> None:
-        """Add up sums that kernels have left in parts, on their present device."""
+        """Add up partial sums of kernels, on the device where they are."""
         self.moments = [m.whole for m in self.moments]
         self.sums, self.copy_sums = [s.whole for s in self.sums], [s.whole for s in self.copy_sums]
         self.what_if_sums = {name: [s.whole for s in sums] for name, sums in self.what_if_sums.items()}
 
     @property
     def whole_moments(self) -> Moments | None:
-        """Direct measurements of all calls together (one row), in host memory."""
+        """Measurements (`moments`) of all calls together, as one row in host memory."""
         return merge(Moments.concat([m.whole for m in self.moments]).cpu()) if self.moments else None
 
     @property
@@ -193,12 +193,12 @@ class Operand:
 
     @property
     def deferred(self) -> bool:
-        """True if one scale applies to all calls, and follows from the amax of the whole operand after the step."""
+        """True if one scale applies to all calls, and the amax of the whole operand determines it after the step."""
         return all(map(_follows_the_whole, self.casts)) and not self.sums
 
     @functools.cached_property
     def total(self) -> Histogram:
-        """The histogram of all calls together. No call may follow."""
+        """The histogram of all calls together. Do not add calls afterwards."""
         first, *others = self._kept()
         return sum(others, first)
 
@@ -215,12 +215,12 @@ def _without_codes(use: ScaleInUse) -> ScaleInUse:
 
 
 def _follows_the_whole(use: ScaleInUse) -> bool:
-    """Return True if no engine casts with this scale. The scale then does not depend on how ranks split the operand."""
+    """Return True for current scaling outside an engine. This scale does not depend on how ranks split the operand."""
     return use.source != "engine" and isinstance(use.scale, CurrentScaling)
 
 
 def _one_scale(use: ScaleInUse, other: ScaleInUse, dtype: torch.dtype) -> bool:
-    """Return True if the same scale is known to apply to two calls. Do not read from a device, which would block the run."""
+    """Return True if two calls certainly have the same scale. Do not read from a device, which would block the run."""
     if use is other and isinstance(use.scale, torch.Tensor):
         return True
     if _follows_the_whole(use) and _follows_the_whole(other):
@@ -230,11 +230,11 @@ def _one_scale(use: ScaleInUse, other: ScaleInUse, dtype: torch.dtype) -> bool:
     return use.format == other.format and use.scale.device.type == "cpu" and bool(use.scale == other.scale)
 
 
-#: backend of modules that are not observed as GEMMs
+#: backend for modules that we do not observe as GEMMs
 NO_GEMM = Backend("no GEMM", lambda module: False, lambda *_: None, lambda *_: None, lambda out: out)
 
 
 class UncastOperand(Operand):
-    """A tensor that no GEMM casts, in one step. If float32, it is measured under what-if recipes that follow the tensor."""
+    """The data of a tensor that no GEMM casts. What-if recipes whose scale depends on the tensor also apply to float32."""
 
     tries_current = True

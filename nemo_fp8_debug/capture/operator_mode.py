@@ -1,4 +1,4 @@
-"""Dispatch modes for hooks, which call every operator unchanged, and amaxes that ranks share.
+"""Define dispatch modes that observe operators and call them unchanged, and find amaxes that ranks share.
 
 Some engines reduce the amax over a group of ranks during a call, and cast with the largest amax. A rank's shard does not
 determine the scale of such a cast, and the call may not keep the scale. So if ranks may share the amax, we watch the
@@ -23,12 +23,12 @@ from .backends.base import ScaleInUse, UnknownCast
 from .dispatcher import Dispatcher
 
 _NAMESPACES = ("c10d", "_c10d_functional")
-#: group of ranks and amax of each reduction, in order
+#: the group of ranks and the amax of each reduction, in order
 Reduced = Sequence[tuple[Any, torch.Tensor]]
 
 
 class OperatorMode(TorchDispatchMode):
-    """Sees operators between `begin` and `end`, in the thread that called `begin`."""
+    """A mode that observes operators between `begin` and `end`, in the thread that called `begin`."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -43,7 +43,7 @@ class OperatorMode(TorchDispatchMode):
         self.__enter__()  # type: ignore[no-untyped-call]
 
     def end(self) -> None:
-        """Stop observing. Modes that were entered later stay."""
+        """Stop observing. Modes that were entered later stay active."""
         if not any(mode is self for mode in _python_dispatch._get_current_dispatch_mode_stack()):
             return
         later = []
@@ -57,13 +57,13 @@ class OperatorMode(TorchDispatchMode):
 def over_dtensors(types: Any) -> bool:
     """Return True if an operator is called with DTensors.
 
-    It then calls operators on this rank's parts, which we also see.
+    Such an operator calls other operators on this rank's parts, which we observe instead.
     """
     return any(kind.__name__ == "DTensor" and kind.__module__.startswith("torch.distributed") for kind in types)
 
 
 class Collectives(OperatorMode):
-    """Sees the collectives between `begin` and `end`."""
+    """A mode that observes the collectives between `begin` and `end`."""
 
     def before(self, func: Any, args: Any) -> None:
         """Observe a collective that is about to run."""
@@ -75,7 +75,7 @@ class Collectives(OperatorMode):
         """Call `func` unchanged, and observe it if it is a collective."""
         if getattr(func, "namespace", "") not in _NAMESPACES:
             return func(*args, **(kwargs or {}))
-        with suppress(Exception):  # the result is unknown if observing fails
+        with suppress(Exception):  # after an error, the collective is ignored
             self.before(func, args)
         out = func(*args, **(kwargs or {}))
         with suppress(Exception):
@@ -84,7 +84,7 @@ class Collectives(OperatorMode):
 
 
 class AmaxReductions(Collectives):
-    """Sees reductions of a single float32 value over ranks."""
+    """A mode that observes reductions of a single float32 value over ranks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -104,11 +104,11 @@ class AmaxReductions(Collectives):
 
 
 def with_shared_amax(use: ScaleInUse, reduced: Reduced) -> ScaleInUse:
-    """Return the cast of an operand with the scale of the shared amax, if ranks share it.
+    """Return the cast of an operand. If ranks share the amax, use the scale that follows from their shared amax.
 
     Args:
-        reduced: reductions during the engine's function. This function casts the operand before any other reduction in the
-            group.
+        reduced: reductions during the engine's function. The first reduction in the operand's group is that of its
+            amax.
 
     Raises:
         UnknownCast: no reduction was seen.
@@ -122,7 +122,10 @@ def with_shared_amax(use: ScaleInUse, reduced: Reduced) -> ScaleInUse:
 
 
 def defer_until_backward(dispatcher: Dispatcher, node: Any) -> Callable[[Callable[[Reduced], None]], None]:
-    """Return a function whose argument is called with the reductions during a node's run. Do not keep the node alive."""
+    """Return a function that takes a callback. After the node has run, the callback receives the reductions in this run.
+
+    Do not keep the node alive.
+    """
     mode, waiting = AmaxReductions(), list[Callable[[Reduced], None]]()
 
     def begin(*_: Any) -> None:
@@ -137,14 +140,15 @@ def defer_until_backward(dispatcher: Dispatcher, node: Any) -> Callable[[Callabl
             for take in takes:
                 take(mode.seen)
 
-    dispatcher.watch_node(node, nullcontext, begin, end)  # a guard would leave the mode
+    dispatcher.watch_node(node, nullcontext, begin, end)  # a guard would leave the mode too early
     return waiting.append
 
 
 def defer_until_node(dispatcher: Dispatcher, node: Any) -> Callable[[Callable[[Reduced], None]], None]:
-    """Return a function whose argument is called once, before a node written in Python runs. Do not keep the node alive.
+    """Return a function that takes a callback. The callback is called once, before a node written in Python runs.
 
-    Call the returned function when the gradient arrives, because hooks run in the order of their registration.
+    Call the returned function when the gradient arrives, because hooks run in the order of their registration. Do not keep
+    the node alive.
     """
     held = weakref.ref(node)  # a strong reference would be a cycle: node, hook of the tensor, this function
 
@@ -153,7 +157,7 @@ def defer_until_node(dispatcher: Dispatcher, node: Any) -> Callable[[Callable[[R
 
         def last(*_: Any) -> None:
             while waiting:
-                waiting.pop()(())  # no rank reduces before the node runs
+                waiting.pop()(())  # empty, because no amax is reduced before the node runs
 
         if node is None:
             last()

@@ -1,9 +1,9 @@
-"""Find an optimizer's tensors of GEMM weights: master weights of weights stored as codes, and the parameters it updates.
+"""Find an optimizer's tensors for GEMM weights: master weights of weights stored as codes, and updated parameters.
 
 Megatron's optimizers keep a master weight in the parameter's attribute `main_param`. Megatron's distributed optimizer gives
-each rank a part. Other optimizers keep the master weight in their state, which we see when they step. An optimizer may
-update the parameter itself, a float32 copy, a part of a copy, or a slice of a flat tensor with parts of many parameters
-(DeepSpeed's ZeRO).
+each rank a part. Other optimizers keep the master weight in their state, where we find it when they step. An optimizer may
+update the parameter itself, a float32 copy, a part of a copy, or (in DeepSpeed's ZeRO) a slice of a flat tensor with
+parts of many parameters.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .scan import ScannedModule
 _STATES = ("master_param", "master_params", "master_weight")
 
 
-#: optimizer class under which ranks have different parts of weights, and no copies
+#: optimizer class with which ranks have different parts of weights, but never copies
 _STAGE_3 = "DeepSpeedZeroOptimizer_Stage3"
 
 
@@ -42,7 +42,7 @@ class MasterWeights:
         self._optimizers.add(optimizer)
 
     def find_master(self, parameter: Any) -> tuple[torch.Tensor, int] | None:
-        """Return the master weight, flat float32, and the position of its first value in the parameter, or None.
+        """Return the flat float32 master weight and the index of its first value in the parameter, or None if not found.
 
         Raises:
             LookupError: ranks keep parts of the master weight, and this rank's part is unknown.
@@ -61,7 +61,7 @@ class MasterWeights:
         return None
 
     def _part(self, parameter: Any) -> tuple[torch.Tensor, int]:
-        """Return this rank's part, which may be empty."""
+        """Return this rank's part of a master weight, which may be empty, and the index of its first value."""
         main = parameter.main_param
         if main is None:
             return torch.empty(0, device=parameter.device), 0
@@ -74,7 +74,7 @@ class MasterWeights:
 
 
 def find_buffers(scanned: Iterable[ScannedModule]) -> list[tuple[nn.Module, Any]]:
-    """Return Megatron's gradient buffers, with the module of each. Ranks may keep parts of a buffer."""
+    """Return Megatron's gradient buffers, each with its module. Ranks may keep different parts of a buffer."""
     names = "buffers", "expert_parallel_buffers"
     held = [(one.module, vars(one.module).get(name)) for one in scanned for name in names]
     return [(module, buffer) for module, found in held if isinstance(found, list) for buffer in found]
@@ -86,7 +86,7 @@ def choose_measured_weight(
     """Return the tensor to measure for a weight stored as codes: its master weight if found, otherwise the codes' values.
 
     Returns:
-        The tensor, which may be a rank's part, its cast, and the cast of all values of the codes.
+        The tensor, or only this rank's part of it; the cast of this tensor or part; and the cast of all codes.
     """
     codes, use, parameter = stored.decoded(), stored.cast(), stored.parameter
     as_stored = replace(use, source="stored", decoded=codes)
@@ -134,7 +134,7 @@ class SteppedWeight:
 
 
 def find_weight(gemm: Gemm) -> Any:
-    """Return the parameter that a GEMM multiplies, as its module holds it, or None if the parameter's name is unknown."""
+    """Return the parameter that a GEMM multiplies, as its module stores it, or None if the parameter's name is unknown."""
     if gemm.part and not gemm.part.isdigit():
         return None
     return read_raw_weight(gemm.module, f"weight{gemm.part}")
@@ -157,12 +157,12 @@ def stepped_by(optimizer: Any, gemms: Mapping[str, Gemm]) -> Iterator[SteppedWei
 
 
 def _is_flattened(own: Any, weight: Any) -> bool:
-    """Return True if the weight itself is a flat part (FSDP1). Such a part does not show whether other ranks have copies."""
+    """Return True if the parameter is a flat part of a weight (FSDP1). It does not show whether other ranks have copies."""
     return own is weight and own.dim() < 2
 
 
 def is_split_by_zero(weight: Any) -> bool:
-    """Return True if ranks have different parts of a weight's states."""
+    """Return True if ranks have different parts of the optimizer's state for a weight."""
     return hasattr(weight, "_z3_optimizer") or hasattr(weight, "_hp_mapping")
 
 
@@ -177,7 +177,7 @@ def _in_a_flat_one(weight: Any, held: Mapping[int, Any]) -> tuple[Any, tuple[int
             return None
         group, begin, padded = stage_3.grad_position[stage_3.get_param_id(weight)]
         flat = stage_3.fp32_partitioned_groups_flat[group]
-        behind = dist.get_rank(weight.ds_process_group) * padded  # zeros pad the last parts
+        behind = dist.get_rank(weight.ds_process_group) * padded  # the last parts are padded with zeros
         count = min(max(weight.ds_numel - behind, 0), padded)
         return (flat, (begin, count)) if id(flat) in held and count and begin + count <= flat.numel() else None
     mapping = getattr(weight, "_hp_mapping", None)

@@ -16,7 +16,7 @@ from ..numerics.tensor_scaling import CurrentScaling
 
 
 class CastOverride(Protocol):
-    """Casts the operands of a module instead of its engine."""
+    """An object that casts a module's operands in place of the module's engine."""
 
     @property
     def recipes(self) -> Mapping[str, Recipe]:
@@ -31,8 +31,8 @@ class CastOverride(Protocol):
 
 #: modules whose operands are quantized by emulation
 EMULATED: weakref.WeakKeyDictionary[nn.Module, CastOverride] = weakref.WeakKeyDictionary()
-#: recipes that engines use for modules instead of the run's recipe, or None for high precision. The hooks that set them run
-#: after the hooks that read them
+#: for each switched module, the recipe that its engine uses instead of the run's recipe, or None for high precision. Hooks
+#: that switch recipes run after hooks that read recipes
 SWITCHED: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
 
 
@@ -43,7 +43,7 @@ def find_emulation(module: nn.Module) -> CastOverride | None:
 
 #: called with what was observed; must not raise an exception
 Watcher = Callable[[Any], None]
-#: receives a function, a watcher and arguments; calls the function with the arguments, and reports to the watcher
+#: receives a function, a watcher and arguments. Calls the function with the arguments, and reports to the watcher
 Call = Callable[..., Any]
 
 _ABSENT = object()
@@ -59,7 +59,7 @@ class PatchedFunction:
         self._watchers: list[Watcher] = []
 
     def __call__(self, *arguments: Any, **options: Any) -> Any:
-        """Run when the framework calls the function."""
+        """Call the original function, and report to the watchers. The framework calls this."""
         return self._call(self._original, self._tell, *arguments, **options)
 
     def _tell(self, seen: Any) -> None:
@@ -83,7 +83,7 @@ class PatchedFunction:
 
 
 def watch_calls(holder: Any, name: str, call: Call, watcher: Watcher) -> Callable[[], None]:
-    """Watch the calls of `holder.name`, of a module or an object. Return a function that stops watching."""
+    """Watch the calls of a function in a Python module or an object. Return a function that stops watching."""
     current = vars(holder).get(name)
     if not isinstance(current, PatchedFunction):
         current = PatchedFunction(holder, name, call)

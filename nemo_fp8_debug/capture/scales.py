@@ -1,4 +1,4 @@
-"""Choose the scale and format for measuring each operand: read from the operand's quantizer, or emulated."""
+"""Choose the scale and format for measuring each operand. They are read from the operand's quantizer, or emulated."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from .backends.base import ScaleInUse, make_unknown_cast, make_unquantized_cast
 from .gemms import Gemm, is_seen_in_forward
 from .patching import SWITCHED, find_emulation
 
-#: recipe for measuring a run without FP8. It needs only the tensor itself
+#: recipe for measuring a run without FP8. It needs no history, only the tensor itself
 SHADOW = Recipe(CurrentScaling())
 
 
 class Scales:
-    """Chooses at the start of a sampled step how to determine each operand's scale."""
+    """The choice of how to determine each operand's scale, made at the start of a sampled step."""
 
     def __init__(self, gemms: Sequence[Gemm], recipe: Recipe | None, asked: str | Mapping[str, Any]) -> None:
         """
         Args:
             gemms: GEMMs of this rank.
-            recipe: recipe to measure with, or None for the casts of the run itself.
+            recipe: recipe under which to measure, or None to measure the run's own casts.
             asked: the recipe as the user wrote it.
         """
-        #: whether to measure the casts of the run itself
+        #: whether to measure the run's own casts
         self.auto = recipe is None
         configured = [r for g in gemms if (r := g.backend.recipe(g.module))]
         recipes = [e.recipes[role] for g in gemms if (e := find_emulation(g.module)) for role in ROLES if e.quantizes(role)]
@@ -49,11 +49,11 @@ class Scales:
         }
 
     def emulate(self, keys: Sequence[Key]) -> None:
-        """Keep histories of these operands, including operands on other ranks that measure the same tensors."""
+        """Keep amax histories of these operands, including operands on other ranks that measure the same tensors."""
         self._emulated = EmulatedScales(self._recipe, keys)
 
     def in_use(self, gemm: Gemm, role: str) -> ScaleInUse:
-        """Return how operand `role` of `gemm` is cast in the step that begins."""
+        """Return how operand `role` of `gemm` is cast in the step that is beginning."""
         if self.auto and (engine := find_emulation(gemm.module)):
             if not engine.quantizes(role):
                 return make_unquantized_cast(role)

@@ -1,4 +1,4 @@
-"""The only walk over a model. Code that classifies modules reads the result of this walk."""
+"""Walk over all modules of a model. All code that classifies modules reads the result of this walk."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import nn
 from ..core.layer_names import WRAPPERS
 from .backends.parallel import find_first_expert
 
-#: names of lists of a rank's experts in Megatron and DeepSpeed, two levels below the module that holds their group
+#: names of lists of a rank's experts in Megatron and DeepSpeed. The module two levels above has the group of ranks
 _EXPERT_LISTS = ("local_experts", "deepspeed_experts")
 
 
@@ -32,7 +32,7 @@ class ScannedModule:
 
     @cached_property
     def root(self) -> nn.Module:
-        """Return the module that the scan began with."""
+        """Return the root module of the scan that contains this module."""
         return self.holder.root if self.holder else self.module
 
     @cached_property
@@ -104,7 +104,7 @@ def find_inside(module: nn.Module) -> set[int]:
 
 
 def _walk(root: nn.Module, seen: set[int]) -> list[ScannedModule]:
-    """Return the modules of a root, and add their ids to `seen`. Skip modules whose id is already there.
+    """Return the modules of a root, and add their ids to `seen`. Skip modules whose id is already in `seen`.
 
     Each sampled step walks through hundreds of modules, so this function must be as fast as `named_modules`.
     """

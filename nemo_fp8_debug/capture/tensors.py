@@ -1,8 +1,8 @@
 """Read a tensor as its GEMM multiplies it: in the dtype of autocast, and only this rank's part of a DTensor.
 
 We do not know in advance how ranks share an operand. Under FSDP2, a weight is a DTensor until it is gathered. Under tensor
-parallelism, a weight remains a DTensor. With both, a weight is gathered over one dimension of the mesh and remains split
-over the other. So we read the placements of a tensor when we see it.
+parallelism, a weight remains a DTensor. With both, a weight is gathered over one dimension of the device mesh and
+remains split over the other. So we read the placements of a tensor when we see it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def is_counted(x: torch.Tensor, rank: int, first: int | None) -> bool:
     Args:
         x: the operand as this rank has it.
         rank: number of this rank.
-        first: the first of several ranks, or of several meshes of ranks, that have copies. None if they have parts.
+        first: the first of several ranks (or meshes of ranks) that have copies, or None if they have different parts.
 
     Raises:
         TypeError: ranks hold summands of the operand, and no rank has the sum.
@@ -53,7 +53,7 @@ def is_counted(x: torch.Tensor, rank: int, first: int | None) -> bool:
 
 
 def is_never_counted(x: torch.Tensor) -> bool:
-    """Return False, because another rank counts this rank's part of an operand."""
+    """Return False. Use this function if another rank counts this rank's part of an operand."""
     return False
 
 

@@ -1,4 +1,4 @@
-"""Recognize modules that were compiled after a monitor was attached, because our hooks must not change the graph."""
+"""Detect modules that were compiled after a monitor was attached. Our hooks must not change the compiled graph."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from torch import nn
 
 from .scan import ScannedModule
 
-#: names (`_name_of`) of modules with a hook that Dynamo has traced
+#: names (from `_name_of`) of modules whose hook Dynamo has traced
 _traced: set[str] = set()
 
 
-#: names of modules that have had a hook. We use names because an id could be reused for another module
+#: names of modules that have, or had, a hook. We do not use ids, because an id may be reused for another module
 _names: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
 _numbers = itertools.count(1)
 
@@ -43,14 +43,14 @@ class Hook:
         """
         Args:
             call: function to call, if any.
-            module: module of a hook that only observes. Inside torch.compile, the hook only notes that the module is
-            compiled.
+            module: module that the hook observes, or None if the hook must also run inside torch.compile. There, a hook
+                with a module only notes that the module is compiled.
         """
         self._call = call
         self._name = "" if module is None else _name_of(module)
 
     def __call__(self, *arguments: Any) -> Any:
-        """Run when torch calls the hook."""
+        """Call the hook's function, unless Dynamo is tracing an observing hook. Torch calls this."""
         if self._name and torch.compiler.is_compiling():
             _note(self._name)
             return None

@@ -1,15 +1,16 @@
 """Observe gradients of weights over all micro-batches and ranks, before other code unscales, clips or uses them.
 
 A hook on each weight notes when a backward pass reaches the weight. We pass on the gradient after the pass and the engine's
-own callbacks. The gradient after a later micro-batch replaces it, so the last gradient is complete. When we read it:
+own callbacks. After a later micro-batch, we pass on the gradient again, so that the last one in a step is complete. We read
+gradients at these times:
 
-DDP       after the pass, when DDP's callback has summed the gradient over ranks. Under `no_sync`, a pass has no such sum
+DDP       after the pass, when DDP's callback has summed the gradient over ranks. Under `no_sync`, DDP computes no such sum
 FSDP2     after the pass, like DDP. Each rank has a part of the gradient
 Megatron  when `finish_grad_sync` of Megatron's DDP returns, from `main_grad`
-an optimizer that steps inside backward: when the gradient arrives, because it is gone at the end of the pass
+If an optimizer steps inside backward: when the gradient arrives, because it no longer exists at the end of the pass
 
-We leave out weights whose gradients are summed over ranks in another way. A rank's summand would look like the whole
-gradient.
+We leave out weights whose gradients are summed over ranks in another way, because we could mistake a rank's summand for the
+whole gradient.
 """
 
 from __future__ import annotations
@@ -56,19 +57,19 @@ class WatchedWeight:
 
     names: list[str]
     module: nn.Module
-    #: module that holds the weight, and its name there
+    #: module that contains the weight, and the name of the weight in this module
     holder: nn.Module
     key: str
     #: tensor with the gradient: the weight or, under FSDP2, its sharded parameter
     parameter: Any
-    #: whether this rank counts its tensor in the weight's layout
+    #: returns whether this rank counts a tensor with the weight's layout
     counts: Callable[[torch.Tensor], bool]
     is_sharded: bool = False
     #: whether the module adds to `main_grad`, and autograd receives no gradient
     is_fused: bool = False
     #: whether other ranks have summands that DDP must add up
     needs_ddp: bool = False
-    #: whether DDP adds up the summands in the coming pass
+    #: whether DDP adds up the summands in the next pass
     is_synced: bool = False
     #: Megatron's buffer, and its DDP
     buffer: Any = None
@@ -90,7 +91,7 @@ class WatchedWeight:
 
 
 class WeightGradients:
-    """Gradients of one sampled step on this rank."""
+    """An observer of weight gradients in one sampled step on this rank."""
 
     def __init__(
         self,
@@ -105,8 +106,8 @@ class WeightGradients:
         Args:
             gemms: the GEMMs of these weights.
             scanned: the modules of the model in this step.
-            ranks: number of ranks that hold parts of the same tensors.
-            counts: returns for a GEMM a test whether this rank counts a tensor in its weight's layout.
+            ranks: number of ranks that have parts of the same tensors.
+            counts: returns, for a GEMM, a function that decides if this rank counts a tensor with the weight's layout.
             guard: returns a context that keeps an exception out of the training loop.
             dispatcher: dispatcher of the step.
         """
@@ -121,7 +122,7 @@ class WeightGradients:
         self._ddp: dict[int, set[int]] = {}
 
     def watch(self, call: Callable[[Sequence[WeightGradient]], None]) -> Sequence[WatchedWeight]:
-        """Call `call` with gradients each time they are complete so far. Return the weights that are watched."""
+        """Call `call` each time we pass on gradients. Return the weights that are watched."""
         if not self._calls:
             self.weights = self._find()
         self._calls.append(call)
@@ -198,7 +199,7 @@ class WeightGradients:
         one._version = None if kept is None else kept._version
         of_ranks = one.is_sharded or one.needs_ddp
         if grad is not None and not of_ranks and getattr(one.parameter, "_post_accumulate_grad_hooks", None):
-            # A hook may step the optimizer, and clear the gradient before the end of the pass.
+            # Another hook may step the optimizer and clear the gradient before the pass ends.
             self._hand_over([WeightGradient(one.names, grad if kept is None else None)])
         self._arrived.append(one)
         if of_ranks:
@@ -209,7 +210,7 @@ class WeightGradients:
             self._dispatcher.after_backward(self._guard, self._after_backward)
 
     def _after_backward(self) -> None:
-        """Pass on gradients that this pass reached, and gradients of earlier passes that may now be summed over ranks."""
+        """Pass on gradients of weights that this pass reached, and earlier gradients that may now be summed over ranks."""
         arrived, self._arrived = {id(one): one for one in self._arrived}, []
         found = [found for one in (arrived | self._of_ranks).values() if (found := self._look(one)) is not None]
         self._hand_over(found)
@@ -226,7 +227,7 @@ class WeightGradients:
         return WeightGradient(one.names, None if one.needs_ddp and not one.is_synced else grad)
 
     def _after_reduction(self, module: Any, _: Any) -> None:
-        """Pass on the gradients that one of Megatron's DDPs has added up."""
+        """Pass on the gradients that one of Megatron's DDP modules has summed over ranks."""
         with self._guard():
             found = list[WeightGradient]()
             for one in [one for one in self.weights if one.reducer is module]:
@@ -251,7 +252,7 @@ class WeightGradients:
 
 
 def _place_of(gemm: Gemm) -> tuple[nn.Module, str] | None:
-    """Return the module that holds the parameter of a GEMM, and its name there."""
+    """Return the module that contains the parameter of a GEMM, and the name of the parameter in this module."""
     if gemm.backend.in_forward:
         path, _, key = parameter_name(gemm.module, gemm.part).rpartition(".")
         return gemm.module.get_submodule(path), key

@@ -1,4 +1,4 @@
-"""The command line, `nemo-fp8-debug COMMAND`. Commands are imported when asked for. Internal."""
+"""The command line, `nemo-fp8-debug COMMAND`. Each command is imported only when it is used. Internal."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typer.main import get_command
 from .._version import __version__
 from .console import explain_errors
 
-#: the module of each command; we import no other, because torch takes seconds
+#: the module of each command; we import only the module of the command in use, because importing torch takes seconds
 COMMANDS = {
     "compare": "explain",
     "diagnose": "explain",
@@ -35,20 +35,20 @@ COMMANDS = {
 
 
 def load_command(name: str) -> tuple[Callable[..., None], Sequence[str]]:
-    """Return the function of a command, and examples of the words after its name."""
+    """Return a command's function, and examples of its arguments."""
     module = importlib.import_module(f".{COMMANDS[name]}", __package__)
     return getattr(module, f"{name}_command"), module.EXAMPLES[name]
 
 
 class _Command(TyperCommand):
-    """A command whose help shows what to write, and no Python types."""
+    """A command whose help shows no Python types."""
 
     def get_params(self, ctx: Any) -> Any:
         return _hide_types(super().get_params(ctx))
 
 
 def _hide_types(params: Sequence[Any]) -> Sequence[Any]:
-    """Leave types out of the help of flags and arguments, and braces out of the usage."""
+    """Remove types from the help of flags and arguments, and braces from the usage. Return the parameters."""
     for param in params:
         if param.param_type_name == "argument":
             vars(param).update(display_type_rich=lambda ctx: None, get_usage_pieces=lambda ctx, name=param.metavar: [name])
@@ -58,7 +58,7 @@ def _hide_types(params: Sequence[Any]) -> Sequence[Any]:
 
 
 class _Commands(TyperGroup):
-    """Commands by name, each from its module."""
+    """The group of all commands. It imports a command's module when the command is used."""
 
     def get_params(self, ctx: Any) -> Any:
         return _hide_types(super().get_params(ctx))
@@ -69,14 +69,14 @@ class _Commands(TyperGroup):
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         if cmd_name not in COMMANDS:
             return None
-        # Torch warns; some commands import it late, or in another process.
+        # Hide a warning of torch, which some commands import late or in another process.
         warnings.filterwarnings("ignore", "The pynvml package", FutureWarning)
         os.environ.setdefault("PYTHONWARNINGS", "ignore:The pynvml package:FutureWarning")
         command, endings = load_command(cmd_name)
         examples = (escape(f"nemo-fp8-debug {cmd_name} {rest}") for rest in endings)
         alone = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich")
-        # Each example is a paragraph, because Typer joins lines.
-        # Typer breaks lines where the docstring does.
+        # Each example in the epilog is a paragraph, because Typer joins the lines of the epilog.
+        # In the help, Typer keeps the docstring's line breaks, so join the lines of each paragraph.
         told = "\n\n".join(" ".join(part.split()) for part in (command.__doc__ or "").split("\n\n"))
         epilog = "\n\n".join(["[bold]Examples[/]", *examples])
         make = alone.command(cmd_name, cls=_Command, help=told, epilog=epilog)

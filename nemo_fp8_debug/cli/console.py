@@ -1,4 +1,4 @@
-"""Options of several commands, and how commands print text, tables, JSON, errors and the next step."""
+"""Options that several commands share, and functions that print text, tables, JSON, errors and the next step."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from ..analysis.formatting import make_jsonable
 from ..core.text import ELLIPSIS, PLAINLY, Column, find_width, lay_out, read_columns
 from ..errors import ConfigError, FP8DebugWarning, RecordError
 
-#: arguments and options of several commands
-Record = Annotated[str, typer.Argument(metavar="RUN", help="folder of the run, or one above it; or an fsspec address")]
+#: arguments and options that several commands share
+Record = Annotated[str, typer.Argument(metavar="RUN", help="folder of the run, or a folder above it, or an fsspec address")]
 By = Annotated[str, typer.Option(metavar="step|samples", help="match the runs by step, or by consumed samples")]
-Top = Annotated[int, typer.Option(metavar="N", help="rows of each table, at most", min=1)]
+Top = Annotated[int, typer.Option(metavar="N", help="maximum number of rows in each table", min=1)]
 AsJson = Annotated[bool, typer.Option("--json", help="print JSON")]
 AsWholeJson = Annotated[bool, typer.Option("--json", help="print JSON, with every tensor")]
-#: of commands that read long records
+#: option of commands that read long records
 Cluster = Annotated[
     str | None,
     typer.Option(
@@ -40,20 +40,20 @@ Cluster = Annotated[
     ),
 ]
 
-#: columns of text if there is no terminal
+#: width of text, in columns, if there is no terminal
 _NO_TERMINAL = 200
 _NEXT = "Next: "
 
 
 class _Console(Console):
-    """A console for names from records and plans of others: it shows control characters and makes no emoji."""
+    """A console that escapes control characters and makes no emoji, because records and plans may come from other people."""
 
     def render_str(self, text: str, **named: Any) -> Text:
         return super().render_str(escape_controls(text), **named | {"emoji": False})
 
 
 def escape_controls(text: str) -> str:
-    """Return a text with control characters made visible, so that no record steers the terminal.
+    """Return a text with escaped control characters, so that a record cannot control the terminal.
 
     Example:
         >>> escape_controls("fc1\\x1b[2J")
@@ -63,7 +63,9 @@ def escape_controls(text: str) -> str:
 
 
 def console(stderr: bool = False) -> Console:
-    """Return standard output, or standard error, as wide as `COLUMNS` says, or else the terminal; 200 columns if neither."""
+    """Return a console for standard output or standard error. Its width is `COLUMNS`, otherwise the terminal's, otherwise
+    200.
+    """
     stream = sys.stderr if stderr else sys.stdout
     if isinstance(stream, TextIOWrapper):
         stream.reconfigure(errors=PLAINLY)
@@ -72,7 +74,7 @@ def console(stderr: bool = False) -> Console:
 
 
 def print_text(out: Console, text: str, style: str = "") -> None:
-    """Print prose: wrapped between words in a terminal, a line a paragraph in a file unless `COLUMNS` is set."""
+    """Print a paragraph. Wrap its lines in a terminal or if `COLUMNS` is set. Otherwise print it as one line."""
     out.print(Text(escape_controls(text), style), soft_wrap=_is_file(out))
 
 
@@ -83,11 +85,11 @@ def _is_file(out: Console) -> bool:
 def print_table(
     out: Console, title: str, columns: Sequence[Column], rows: Sequence[Sequence[str]], styles: Sequence[str] = ()
 ) -> None:
-    """Print a table after a blank line; nothing if it has no rows.
+    """Print a blank line and a table. Print nothing if the table has no rows.
 
     Args:
-        rows: a text for each column.
-        styles: of the rows; none if left out.
+        rows: rows of cells, one text for each column.
+        styles: the style of each row, or nothing to print all rows without a style.
     """
     if not rows:
         return
@@ -105,7 +107,7 @@ def _print_lines(out: Console, lines: Sequence[str], style: str = "") -> None:
 
 
 def print_notes(out: Console, notes: Sequence[str]) -> None:
-    """Print notes, a paragraph each, after a blank line."""
+    """Print a blank line, then each note as a paragraph."""
     for place, note in enumerate(notes):
         if not place:
             out.print()
@@ -113,11 +115,12 @@ def print_notes(out: Console, notes: Sequence[str]) -> None:
 
 
 def print_next(out: Console, sentence: str = "", command: Sequence[str] = ()) -> None:
-    """Print what to do next, the last paragraph of a command.
+    """Print what to do next, as the last paragraph of a command's output.
 
     Args:
         sentence: what to do.
-        command: words of a command of ours that does it. If the command is broken into lines, it stays one command.
+        command: arguments of `nemo-fp8-debug` that do it. If we break the command into lines, you can still paste it as one
+            command.
     """
     sentence = escape_controls(sentence.removeprefix(_NEXT))
     told = escape_controls(shlex.join(["nemo-fp8-debug", *command])) if command else ""
@@ -143,7 +146,7 @@ def repeat_option(option: str, values: Sequence[object] | None) -> list[str]:
 
 
 def print_json(value: Any) -> None:
-    """Print a value as JSON, for programs and people: a line a key, and a line a row of a table."""
+    """Print a value as JSON, with one line for each key and for each row of a table."""
     for piece in _json(make_jsonable(value), "\n"):
         sys.stdout.write(piece)
     print()
@@ -152,7 +155,7 @@ def print_json(value: Any) -> None:
 def _json(value: Any, line: str) -> Iterator[str]:
     """
     Args:
-        line: the end of a line, with the indent of the next.
+        line: a line break, followed by the indent of the next line.
     """
     inner = f"{line}  "
     if isinstance(value, Mapping) and value:
@@ -173,10 +176,10 @@ def show_progress(*phases: str) -> Iterator[Callable[[], None]]:
     """Show a progress bar on standard error, if that is a terminal.
 
     Args:
-        phases: what is done, in order.
+        phases: descriptions of the phases, in order.
 
     Yields:
-        a function to call when a phase is over.
+        A function to call at the end of each phase.
 
     Example:
         >>> with show_progress("reading runs/bad", "comparing") as over:
@@ -196,7 +199,7 @@ def show_progress(*phases: str) -> Iterator[Callable[[], None]]:
 
 
 def explain_errors(command: Callable[..., None], status: int) -> Callable[..., None]:
-    """Return the command with our errors and warnings as one line each on standard error.
+    """Return a command that prints each of our errors and warnings as one line on standard error.
 
     Args:
         status: exit status after an error.

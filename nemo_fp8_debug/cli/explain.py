@@ -83,7 +83,7 @@ EXAMPLES = {
 
 
 def compare_command(
-    run: Annotated[list[Path], typer.Argument(metavar="RUN...", help="folder of a run, or one above it")],
+    run: Annotated[list[Path], typer.Argument(metavar="RUN...", help="folder of a run, or a folder above it")],
     baseline: Annotated[
         Path | None, typer.Option(metavar="BASELINE", help="a good run to compare with; required", show_default=False)
     ] = None,
@@ -101,7 +101,7 @@ def compare_command(
     html: Annotated[Path | None, typer.Option(metavar="FILE", help="also write a report that opens in any browser")] = None,
     cluster: Cluster = None,
 ) -> None:
-    """Compare runs with a good one: the losses, and the tensors that drifted farthest."""
+    """Compare runs with a good run: their losses, and the tensors that drifted farthest."""
     if baseline is None:
         raise ConfigError("--baseline is missing; name a good run: compare RUN --baseline BASELINE")
     if html is not None:
@@ -117,7 +117,7 @@ def compare_command(
             comparisons.append(compare(run_read, first, other, by, rename or ()))
             over()
         ranked = [order_by_harm(found.tensors.to_dicts(), diagnose_comparison(found)) for found in comparisons]
-    if html is not None:  # before anything is printed: whoever reads that may stop reading
+    if html is not None:  # before we print, because a reader of the output may end this process
         from ..tensorboard_plugin.page.report import ReportSubject, write_report
 
         paths = [run.path for run in others]
@@ -135,7 +135,7 @@ def compare_command(
 
 
 def _read_runs(paths: list[Path], by: str) -> list[Run]:
-    """Read runs at the same time, without the samples of skipped steps, as `diagnose` does."""
+    """Read several runs in parallel. Leave out samples of skipped steps, as `diagnose` does."""
     with ThreadPoolExecutor() as pool:
         return list(pool.map(lambda path: Run.read(path, by).without_skipped(), paths))
 
@@ -144,7 +144,7 @@ def _print_comparison(found: Comparison, tensors: Sequence[Mapping[str, Any]], t
     """
     Args:
         tensors: rows of `found.tensors` in the order of harm.
-        top: rows of each table; None: print everything.
+        top: largest number of rows in each table, or None to print everything.
     """
     out = console()
     print_text(out, tell_comparison(found))
@@ -232,10 +232,10 @@ def _print_groups(out: Console, found: Comparison) -> None:
 
 
 def _print_feature(out: Console, module: ModuleType, rows: pl.DataFrame) -> None:
-    """Print what a feature observed of both runs.
+    """Print a feature's table of both runs.
 
     Args:
-        module: `two_runs` of the feature.
+        module: the feature's module `two_runs`.
     """
     columns = (*TENSOR, *(Column(heading, "text", rank=i) for i, heading in enumerate(module.HEADINGS)))
     cells = [(row["tensor"], row["layer"], *module.show_row(row)) for row in rows.iter_rows(named=True)]
@@ -243,7 +243,7 @@ def _print_feature(out: Console, module: ModuleType, rows: pl.DataFrame) -> None
 
 
 def _tried_states(found: Comparison) -> pl.DataFrame:
-    """Return what each format that was tried would do to the optimizers' tensors, the worst weights first."""
+    """Return the errors of the optimizers' tensors under each format that was tried, worst first."""
     rows = found.what_if().filter(pl.col("role").is_in(list(STATES)))
     return rows.sort("relative_error", descending=True, nulls_last=True, maintain_order=True)
 
@@ -254,7 +254,7 @@ def _print_other_formats(out: Console, tried: pl.DataFrame) -> None:
     for row in tried.iter_rows(named=True):
         metrics = [format_number(row[metric]) for metric in ("underflow_pct", "relative_error")]
         rows.append((SHOWN_AS[row["role"]], row["layer"], row["recipe"], *metrics))
-    print_table(out, "Other formats for what the run's optimizers keep", columns, rows)
+    print_table(out, "Optimizer states under other formats", columns, rows)
 
 
 def _print_differences(out: Console, settings: Sequence[Mapping[str, Any]]) -> None:
@@ -274,12 +274,12 @@ def _show_medians(row: Mapping[str, Any], metric: str) -> str:
 
 # --- diagnose -------------------------------------------------------------------------------------------------------------
 
-#: columns that the events take at most, how many of them are listed, and how many findings
+#: largest width of the events in columns, and largest numbers of events and of findings in the lists
 _WIDEST, _EVENTS, _FINDINGS = 110, 10, 8
 
 
 def diagnose_command(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="folder of the run to explain, or one above it")],
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="folder of the run to explain, or a folder above it")],
     baseline: Annotated[
         list[Path] | None,
         typer.Option(
@@ -296,11 +296,11 @@ def diagnose_command(
     by: By = "step",
     max_gap: Annotated[
         float,
-        typer.Option(metavar="PERCENT", help="loss gap over the baseline from which on it counts as harm, e.g. 2"),
+        typer.Option(metavar="PERCENT", help="smallest loss gap over the baseline that counts as harm, e.g. 2"),
     ] = MAX_GAP,
     bands: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="bands of your healthy runs, a file of `learn`, to judge by without a baseline"),
+        typer.Option(metavar="FILE", help="bands of your healthy runs, written by `learn`; used if there is no baseline"),
     ] = None,
     as_json: AsJson = False,
     as_markdown: Annotated[bool, typer.Option("--markdown", help="print Markdown, for an issue")] = False,
@@ -321,7 +321,9 @@ def diagnose_command(
 
 
 def _print_advice(found: Diagnosis, run: Path, baselines: Sequence[Path] | None) -> None:
-    """Print the advice and the command that writes its plan, or else the command that accepts or shows the run."""
+    """Print the advice and the command that writes its plan. Without advice, print the command that accepts or shows the
+    run.
+    """
     runs = [str(run), *repeat_option("--baseline", baselines)]
     if advice := " ".join(tell_next(found, found.advice)):
         has_plan = found.fix is not None and found.fix.changes
@@ -375,19 +377,19 @@ _DEFAULT = Budget()
 
 
 def recommend_command(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="folder of the run to fix, or one above it")],
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="folder of the run to fix, or a folder above it")],
     baseline: Annotated[
         list[Path] | None,
         typer.Option(
             "--baseline",
             "--good",
             metavar="BASELINE",
-            help="a good run: only operands that left its band are looked at; repeat it for other seeds",
+            help="a good run: we check only operands that left its band; repeat it for other seeds",
         ),
     ] = None,
     operand: Annotated[
         list[str] | None,
-        typer.Option(metavar="LAYER:ROLE", help="look at this operand: LAYER:X, LAYER:W or LAYER:dY; may be repeated"),
+        typer.Option(metavar="LAYER:ROLE", help="check this operand: LAYER:X, LAYER:W or LAYER:dY; may be repeated"),
     ] = None,
     output: Annotated[
         Path | None, typer.Option(metavar="FOLDER", help="folder for the plan and the files of your framework")
@@ -404,9 +406,9 @@ def recommend_command(
     as_json: Annotated[bool, typer.Option("--json", help="print JSON, with every option that was tried")] = False,
     cluster: Cluster = None,
 ) -> None:
-    """Find the cheapest change for each operand that loses too much, and write the files that make it.
+    """Find the cheapest change for each operand that loses too much, and write files that apply the changes.
 
-    Without --baseline and --operand, all operands over the limits are looked at. The verdict of `diagnose` comes first.
+    Without --baseline and --operand, we check all operands over the limits. The verdict of `diagnose` is printed first.
     """
     budget = Budget(relative_error, underflow, overflow)
     with on_cluster(cluster), show_progress(f"diagnosing {run}", "trying changes") as over:
@@ -422,7 +424,7 @@ def recommend_command(
     out = console()
     print_text(out, " ".join([*([] if operand else [tell_conclusion(diagnosis)]), _tell_changes(found, output)]))
     _print_recommendation(out, found, snippets, output)
-    # The plan does not follow from advice on something else, such as a baseline that is missing.
+    # If there is a plan, leave out advice on other things, such as a missing baseline.
     is_about_plan = not found.plan.changes or diagnosis.find_fix(found) is not None
     told = " ".join(tell_next(diagnosis, advice)) if is_about_plan else ""
     runs = [str(run), *repeat_option("--baseline", baseline)]
@@ -451,7 +453,7 @@ def _parse_operand(text: str) -> Key:
 
 
 def _tell_changes(found: Recommendation, folder: Path | None) -> str:
-    """Return how many operands a change helps, and whether it was written."""
+    """Return a sentence: how many operands another cast helps, and whether the plan was written."""
     n = sum(finding.changes for finding in found.findings)
     if not found.findings and not found.notes:
         return "No recipe is to blame: there is nothing to change, and nothing was written."
@@ -470,15 +472,15 @@ def _print_recommendation(out: Console, found: Recommendation, snippets: list[Sn
 
 
 def _tell_recommendation(found: Recommendation, snippets: list[Snippet]) -> Iterator[str]:
-    """Yield what there is to say below the tables."""
+    """Yield the notes to print below the tables."""
     if found.before is not None and found.after is not None:
-        of_what = "" if found.in_use else ", if all that was measured were quantized"
+        of_what = "" if found.in_use else ", assuming that all measured GEMMs are quantized"
         shares = f"{_show_share(found.before)} {ARROW} {_show_share(found.after)}"
         yield f"FP8 coverage, share of the GEMMs' FLOPs{of_what}: {shares}."
     if found.ends:
         kept = "" if found.ends.coverage is None else f" Coverage would be {_show_share(found.ends.coverage)}."
         ends = f"the first {found.ends.start} and last {found.ends.end} blocks in BF16"
-        yield f"What leaves FP8 lies at the ends of the model: {ends} would do as well.{kept}"
+        yield f"Everything that leaves FP8 is at the ends of the model, so you can keep {ends} instead.{kept}"
     yield from found.notes
     for snippet in snippets:
         yield from (f"{snippet.name}: {sentence}" for sentence in snippet.coarser)
@@ -503,7 +505,7 @@ def _print_fixes(out: Console, found: Recommendation) -> None:
         cost = ABSENT if finding.cost is None else _show_share(finding.cost)
         about = SHOWN_AS[finding.role], finding.layer, finding.change, finding.why
         rows.append((*about, *metrics, cost, stay.recipe))
-    print_table(out, f"Cheapest changes that keep to {bounds} (worst samples)", columns, rows)
+    print_table(out, f"Cheapest changes within {bounds} (worst samples)", columns, rows)
 
 
 def _show_change(finding: TensorFix, now: WorstErrors | None, then: WorstErrors | None, name: str) -> str:

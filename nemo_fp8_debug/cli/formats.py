@@ -1,4 +1,4 @@
-"""`nemo-fp8-debug` replay and audit: what other formats would make of a run's tensors, and of a checkpoint's weights."""
+"""`nemo-fp8-debug` replay and audit: the errors of a run's tensors, and of a checkpoint's weights, under other formats."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def replay_command(
 ) -> None:
     """Recompute every metric of a run under other recipes, and add the results to its record.
 
-    Tensors are listed by relative error under the scales in use, worst first; medians over all steps.
+    The table lists tensors by relative error under the scales in use, worst first. Its values are medians over all steps.
     """
     if source not in SOURCES:
         raise ConfigError(f"--source {source!r}: expected {' or '.join(SOURCES)}")
@@ -84,7 +84,7 @@ def replay_command(
             add_to_record(storage, frames[wanted.name])
     added = sum(len(frame) for frame in frames.values()) - len(frames["in use"])
     if as_json:
-        # A row a tensor and recipe, `in use` for the scales of the run.
+        # One row for each tensor and recipe. The recipe `in use` means the scales of the run.
         plain = [{"recipe": name, **row} for name, rows in _medians(frames).items() for row in rows.to_dicts()]
         print_json({"run": str(storage), "added": added, "tensors": plain})
         return
@@ -95,7 +95,7 @@ def replay_command(
 
 
 def _tell_best(medians: dict[str, pl.DataFrame]) -> str:
-    """Return the recipe with the lowest relative error, in a sentence."""
+    """Return a sentence that names the recipe with the lowest relative error."""
     errors = {name: rows["relative_error"].median() for name, rows in medians.items()}
     known = {name: float(error) for name, error in errors.items() if isinstance(error, (int, float))}
     if not known:
@@ -141,12 +141,12 @@ def audit_command(
         typer.Option(metavar="PATTERN", help="only weights whose names match, such as '*.mlp.*'; may be repeated"),
     ] = None,
     recipe: Annotated[
-        str, typer.Option(metavar="RECIPE", help="FP8 recipe to serve in, a name or JSON; only its format of weights counts")
+        str, typer.Option(metavar="RECIPE", help="FP8 recipe for serving, a name or JSON; only its weight format counts")
     ] = "current",
-    top: Annotated[int, typer.Option(metavar="N", help="weights to list, at most", min=1)] = 15,
+    top: Annotated[int, typer.Option(metavar="N", help="maximum number of weights to list", min=1)] = 15,
     as_json: Annotated[bool, typer.Option("--json", help="print JSON, with every weight")] = False,
 ) -> None:
-    """Check a checkpoint's weights: what they lose in FP8 and BF16, and whether stored scales still fit them."""
+    """Check how much a checkpoint's weights lose in FP8 and BF16, and whether stored scales still fit the weights."""
     with show_progress(f"reading {checkpoint}"):
         found = audit(checkpoint, _parse_recipe(recipe), compile_patterns(layers))
     if as_json:

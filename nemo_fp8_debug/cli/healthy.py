@@ -1,4 +1,4 @@
-"""`nemo-fp8-debug` gate and learn: accept a run, and learn what healthy runs do."""
+"""`nemo-fp8-debug` gate and learn: accept a run, and learn bands from healthy runs."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ STATUS = {PASS: 0, FAIL: 1, CANNOT_TELL: 3}
 
 def gate_command(
     run: Annotated[
-        list[Path], typer.Argument(metavar="RUN...", help="folder of the run, or one above it; several: seeds of one recipe")
+        list[Path], typer.Argument(metavar="RUN...", help="run folder, or a folder above it; several: seeds of one recipe")
     ],
     baseline: Annotated[
         list[Path],
@@ -41,24 +41,24 @@ def gate_command(
     ],
     max_gap: Annotated[str, typer.Option(metavar="PERCENT", help="maximum loss gap over the baseline, e.g. 0.5%")],
     last: Annotated[
-        str, typer.Option(metavar="PERCENT", help="share of the steps, from the end, whose mean loss is compared")
+        str, typer.Option(metavar="PERCENT", help="compare the mean loss of this share of the steps, at the end of the run")
     ] = "20%",
     after: Annotated[
-        int | None, typer.Option(metavar="STEP", help="compare the mean loss of all steps after this one instead")
+        int | None, typer.Option(metavar="STEP", help="compare the mean loss of all steps after this step instead")
     ] = None,
     by: By = "step",
     as_json: AsJson = False,
 ) -> None:
-    """Accept a run if its loss is close enough to a good run's.
+    """Accept a run if its loss is close enough to a good run's loss.
 
-    Exit status: 0 if the gap is below the limit, 1 if it is above or the loss is far below the baseline's, 3 if we cannot
-    tell, 2 for wrong usage.
+    Exit status: 0 if the gap is below the limit, 1 if the gap is above the limit or the loss is far below the baseline's
+    loss, 3 if we cannot tell, 2 for wrong usage.
     """
     limit, part = _parse_percent(max_gap, "--max-gap"), _parse_percent(last, "--last") / 100
     runs, baselines = ([Run.read(path, by, held=0) for path in paths] for paths in (run, baseline))
     found = accept(runs, baselines, limit, part, after)
     if found is None:
-        few = "share fewer than 10 losses in what is compared, or the baseline's are all zero"
+        few = "share fewer than 10 losses in the compared steps, or the baseline's losses are all zero"
         raise RecordError(f"{run[0]} and its baseline {few}")
     if as_json:
         print_json(found)
@@ -83,12 +83,12 @@ def _parse_percent(text: str, option: str) -> float:
 
 
 def tell_outcome(found: Acceptance, unit: str) -> list[str]:
-    """Return the answer, and what to bear in mind."""
+    """Return the outcome as a sentence, followed by notes on it."""
     first, decisive = found.loss.gaps[0], found.gates[found.decisive]
     limit = format_number(decisive.max_gap, "%")
     lines = [f"{found.outcome.upper()}: {_tell_gap(found.decisive, decisive, unit)}; limit {limit}."]
     if any(each.is_far_below for each in found.gates.values()):
-        lines.append(f"A loss far below the baseline's does not pass. {CHECK_DATA}")
+        lines.append(f"A loss far below the baseline's loss does not pass. {CHECK_DATA}")
     if found.outcome == CANNOT_TELL:
         lines.append(_tell_missing(decisive, unit))
     for name, each in found.gates.items():
@@ -98,15 +98,15 @@ def tell_outcome(found: Acceptance, unit: str) -> list[str]:
     if decisive.of == THIS_PAIR:
         batches = "the same batches" if first.paired else "other batches"
         lines.append(
-            f"One pair of runs ({batches}) cannot tell what the recipe does from what the seed does: give several RUNs and "
-            "--baselines for that."
+            f"One pair of runs ({batches}) cannot separate the effect of the recipe from the effect of the seed: give "
+            "several RUNs and --baselines to do that."
         )
     lines += [f"Published: {gap}, {what}." for gap, what in PUBLISHED]
     return lines
 
 
 def _tell_gap(name: str, each: Gate, unit: str) -> str:
-    """Return a gap as a clause."""
+    """Return a clause with a gap, its bounds and its steps."""
     low, high = (format_number(bound, "%", signed=True) for bound in each.bounds)
     gap = each.gaps[0]
     n = format_count(gap.n, *(("loss", "losses") if name == TRAINING else ("evaluation",)))
@@ -121,10 +121,10 @@ def _tell_gap(name: str, each: Gate, unit: str) -> str:
 
 def _tell_missing(found: Gate, unit: str) -> str:
     if found.of != THIS_PAIR:
-        return "More seeds of the run and of the baseline would tell."
+        return "More seeds of the run and of the baseline would decide."
     if found.more_steps is None:
-        return "The gap is as large as the limit: no number of steps would tell."
-    return f"About {format_number(float(found.more_steps))} more {unit}s would tell, if the gap is what it seems."
+        return "The gap is as large as the limit: no number of steps would decide."
+    return f"About {format_number(float(found.more_steps))} more {unit}s would decide, if the gap stays the same."
 
 
 # --- learn ----------------------------------------------------------------------------------------------------------------
@@ -135,7 +135,7 @@ def learn_command(
     output: Annotated[Path, typer.Option(metavar="FILE", help="output file, e.g. bands.parquet; must not exist")],
     as_json: AsJson = False,
 ) -> None:
-    """Learn what your healthy runs do, to judge later runs that have no baseline."""
+    """Learn bands from your healthy runs, to judge later runs that have no baseline."""
     if output.exists():
         raise ConfigError(f"{output} exists and is not overwritten; name another file")
     with show_progress(*(f"reading {path}" for path in runs)) as over:
@@ -152,7 +152,7 @@ def learn_command(
     kinds_told = format_count(len(kinds), "kind of operand", "kinds of operands")
     print_text(out, f"We learned bands for {len(judged)} of {kinds_told} from {n} of {families}, and wrote {output}.")
     if len(judged) < len(kinds):
-        print_notes(out, [f"The other kinds come from fewer than {FEWEST} runs and judge nothing. Add runs to judge them."])
+        print_notes(out, [f"The other kinds come from fewer than {FEWEST} runs, so we ignore them. Add runs to use them."])
     print_next(out, command=["diagnose", "RUN", "--bands", str(output)])
 
 

@@ -45,12 +45,12 @@ EXAMPLES = {
 
 def import_command(
     logs: Annotated[
-        Path, typer.Argument(metavar="LOGS", help="a log of nvdlfw_inspect or msProbe, or a folder of the logs of one run")
+        Path, typer.Argument(metavar="LOGS", help="a log of nvdlfw_inspect or msProbe, or a folder with the logs of one run")
     ],
     output: Annotated[str, typer.Argument(metavar="RUN", help="new folder for the record, or any fsspec address")],
     as_json: AsJson = False,
 ) -> None:
-    """Turn what another tool logged into a record, for all commands and TensorBoard."""
+    """Convert another tool's logs to a record, for all commands and TensorBoard."""
     with show_progress(f"reading {logs}"):
         found = import_logs(logs, output)
     steps = sorted(found.rows)
@@ -75,9 +75,9 @@ def import_command(
 
 
 def view_command(
-    runs: Annotated[list[str], typer.Argument(metavar="RUNS...", help="folders of runs, or above some")],
+    runs: Annotated[list[str], typer.Argument(metavar="RUNS...", help="folders of runs, or folders above them")],
     host: Annotated[str, typer.Option(metavar="NAME", help="name or address of this machine to listen at")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(metavar="PORT", help="port to listen at; 0 takes any free one", min=0, max=65535)] = 0,
+    port: Annotated[int, typer.Option(metavar="PORT", help="port to listen at; 0 for any free port", min=0, max=65535)] = 0,
     open_: Annotated[bool, typer.Option("--open/--no-open", help="open the page in a browser")] = False,
     export: Annotated[
         Path | None,
@@ -87,7 +87,7 @@ def view_command(
     """Show runs in the browser, without TensorBoard."""
     for address in runs:
         if "://" not in address and not Path(address).is_dir():
-            raise ConfigError(f"{address} is not a folder; name the folder of a run, or one above some")
+            raise ConfigError(f"{address} is not a folder; name the folder of a run, or a folder above runs")
     if export is not None:
         _export(export, runs)
     else:
@@ -132,14 +132,14 @@ def compact_command(
         typer.Option("--histograms-every", metavar="N", help="keep the histograms of one sample in N steps", min=1),
     ] = 1,
     killed: Annotated[
-        bool, typer.Option("--killed", help="the run was killed: its record does not say that it has ended")
+        bool, typer.Option("--killed", help="the run was killed, so its record does not say that it has ended")
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Merge the files of a record into a few, without losing a row.
+    """Merge the files of a record into a few files, without losing a row.
 
-    With --histograms-every, only histograms become fewer. The last sample keeps them, and so do steps that triggers sampled
-    or that have NaN or infinity. The run must have ended. If a compaction is interrupted, start it again.
+    --histograms-every drops histograms only. It keeps those of the last sample, of samples that a trigger caused, and of
+    samples with NaN or infinity. The run must have ended. If a compaction is interrupted, start it again.
     """
     copying = [f"copying {run}"] if output else []
     with show_progress(*copying, *(f"merging {table}" for table in SCHEMAS)) as over:
@@ -165,7 +165,7 @@ def _print_sizes(done: Compacted) -> None:
     print_table(out, "Tables", columns, [*rows, _show_sizes("all", before, after)])
     if done.left:
         parts = format_count(len(done.left), "part")
-        print_notes(out, [f"{parts} cannot be read whole and stayed as they were; the first is {done.left[0]}."])
+        print_notes(out, [f"{parts} cannot be read whole and were left unchanged; the first is {done.left[0]}."])
     print_next(out, command=["view", str(done.run)])
 
 
@@ -188,7 +188,7 @@ def sql_command(
 ) -> None:
     """Print SQL that makes a view of each table of a record, for DuckDB or Spark.
 
-    A view has the rows that read_record returns: each row once, of a step's latest attempt, with today's names.
+    A view returns the same rows as read_record: each row once, from a step's latest attempt, with current names.
     """
     print(sql_views(run, engine), end="")
     print_next(console(stderr=True), f"run this SQL in {engine}, then query the views.")

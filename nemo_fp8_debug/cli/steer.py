@@ -1,4 +1,4 @@
-"""`nemo-fp8-debug` control and rescue: change a run while it goes on, and resume it under a plan."""
+"""`nemo-fp8-debug` control and rescue: change what a running job samples, and resume a run with a plan."""
 
 from __future__ import annotations
 
@@ -55,21 +55,21 @@ def control_command(
         Patterns, typer.Option(metavar="PATTERN", help="layers to dump, such as 'layers.3.*'; may be repeated")
     ] = None,
     steps: Annotated[
-        int | None, typer.Option(metavar="N", help="sample each of the next N steps, and dump in these alone")
+        int | None, typer.Option(metavar="N", help="sample each of the next N steps, and dump only in these steps")
     ] = None,
-    reset: Annotated[bool, typer.Option("--reset", help="return to the settings that the run started with")] = False,
+    reset: Annotated[bool, typer.Option("--reset", help="restore the settings that the run started with")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Change what a running job samples and dumps, or show what the last change did.
 
-    Without options, you see the last change. A setting that you leave out is the one that the run started with. The run
-    reads the settings before each sampled step.
+    Without options, you see the last change. A setting that you leave out returns to the value that the run started with.
+    The run reads the settings before each sampled step.
     """
     storage = find_run(run)
     given = {"interval": interval, "layers": layers, "roles": roles, "what_if": what_if, "dump": dump}
     wanted = {name: tuple(v) if isinstance(v, list) else v for name, v in given.items() if v}
     if reset or wanted or steps is not None:
-        # Parsed as the run will parse it, so that mistakes show here.
+        # Parse the settings as the run will parse them, so that mistakes show here.
         control = Control.parse("" if reset else str(Control(wanted, steps)))
         last = _tell_last_status(storage)
         _write(storage, str(control))
@@ -86,7 +86,7 @@ def control_command(
 
 
 def _tell_last_status(storage: Storage) -> str:
-    """Return when the run last wrote its status, in words.
+    """Return a phrase that says when the run last wrote its status.
 
     Raises:
         RecordError: the run has ended.
@@ -165,13 +165,13 @@ def _tell_progress(dump: dict[str, Any]) -> dict[str, str]:
 
 
 def rescue_command(
-    plan: Annotated[Path, typer.Argument(metavar="PLAN", help="file of a plan, which `recommend --output` writes")],
+    plan: Annotated[Path, typer.Argument(metavar="PLAN", help="plan file, written by `recommend --output`")],
     run: Annotated[list[str], typer.Argument(metavar="-- COMMAND...", help="the command that resumes the run")],
 ) -> None:
     """Run a resume command with a plan applied.
 
-    Resume from a checkpoint before the failure. The callbacks of this package in that run apply the plan. The exit status
-    is the command's.
+    The command must resume from a checkpoint before the failure. This package's callbacks in the resumed run apply the plan.
+    The exit status is that of the command.
     """
     changes = Plan.load(plan).changes
     if not changes:
@@ -206,7 +206,7 @@ def rescue_command(
 
 
 def _run_command(command: list[str], added: dict[str, str]) -> int:
-    """Return the exit status of a command. Signals reach the command alone, as they would without us."""
+    """Run a command and return its exit status. Signals end only the command, as if it ran without us."""
     try:
         process = subprocess.Popen(command, env=os.environ | added)
     except OSError as error:

@@ -1,1 +1,1 @@
-"""Shared by all layers above: keys of operands, names of layers, samples, a worker thread, an error guard. Internal."""
+"""Code that all other packages share: operand keys, layer names, samples, a worker thread, an error guard. Internal."""

@@ -17,7 +17,7 @@ _OF_SIGNATURE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
 
 
 def check_arguments(options_of: Callable[..., Any] | None = None) -> Callable[[C], C]:
-    """Return a class decorator: if the constructor gets an unknown argument, raise `ConfigError` and list the valid ones.
+    """Return a class decorator. For an unknown argument, the constructor raises `ConfigError` and lists the valid ones.
 
         @check_arguments()
         class Callback:
@@ -71,7 +71,7 @@ def _explained(error: TypeError, unknown: Sequence[str], known: Sequence[str]) -
 
 
 def show_value(value: Any) -> str:
-    """Return a value for a message, on one line and shortened if it is long."""
+    """Return a value as text for a message, on one line, and shortened if it is long."""
     text = " ".join(repr(value).split())
     return text if len(text) <= 80 else f"{text[:60]} ... ({type(value).__name__})"
 

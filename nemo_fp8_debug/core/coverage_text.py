@@ -16,7 +16,7 @@ def describe_unobserved(coverage: object, above: float = -1.0) -> str:
 
     Args:
         coverage: the mapping that `Ledger.compact` returns. Other mappings, from older records, give "".
-        above: do not report a share up to this, unless a layer of unknown size is not observed.
+        above: largest share to ignore. It is reported nevertheless if a layer of unknown size is not observed.
 
     Returns:
         The sentence, or "" if there is nothing to report.

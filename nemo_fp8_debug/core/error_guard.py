@@ -1,4 +1,4 @@
-"""Keep exceptions of the monitor out of training. Each drops a sample or an operand. Each kind gives one warning."""
+"""Keep exceptions of the monitor out of training. An exception drops a sample or an operand. Each kind gives one warning."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from torch.utils import _python_dispatch
 from ..errors import warn
 
 F = TypeVar("F", bound=Callable[..., None])
-#: called with (GEMM name, role, error, whether the operand is lost)
+#: function that is called after an error, with (GEMM name, role, error, whether the operand is lost)
 Fault = Callable[[str, str, Exception, bool], None]
 _NONE: Sequence[Any] = ()
 
 
 class ErrorGuard:
-    """Turns exceptions into warnings, or raises them if tests ask for that."""
+    """Turns exceptions into warnings, or raises them if `on_error` is "raise", as in tests."""
 
     def __init__(self, on_error: str) -> None:
         self.raises = on_error == "raise"
-        #: returns the step that messages name
+        #: function that returns the number of the step for messages
         self.step: Callable[[], int] = partial(int, -1)
         self._warned: set[str] = set()
 

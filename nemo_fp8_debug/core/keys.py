@@ -4,7 +4,7 @@ from __future__ import annotations
 
 #: operand roles of a GEMM: its input X, its weight W, and the gradient of its output, dY
 ROLES = ("input", "weight", "grad_output")
-#: GEMM and role
+#: name of a GEMM, and role of the operand
 Key = tuple[str, str]
 
 #: the columns that identify a row; columns of metrics come after them

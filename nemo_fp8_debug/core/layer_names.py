@@ -42,7 +42,7 @@ def aggregate_key(layer: str, role: str) -> tuple[str, str] | None:
 
 @functools.lru_cache(maxsize=1 << 16)
 def is_aggregate(name: str) -> bool:
-    """Return True if the name stands for all experts of a layer."""
+    """Return True if the name represents all experts of a layer."""
     return "*" in name.split(".")
 
 

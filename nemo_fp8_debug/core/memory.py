@@ -13,15 +13,16 @@ import sys
 import numpy as np
 import numpy.typing as npt
 
-#: options of `mallopt`. The first is the size from which an array gets its own mapping, which is unmapped with the array.
-#: The second is how much free memory stays at the end. The third is how much extra memory each request asks for
+#: options of `mallopt`. The first is the least size of an array that gets its own mapping, which is unmapped when the array
+#: is freed. The second is how much free memory glibc keeps at the top of the heap. The third is how much extra memory glibc
+#: requests from the system each time
 _MMAP_THRESHOLD, _TRIM_THRESHOLD, _TOP_PAD = -3, -1, -2
 
 
 def keep_freed() -> None:
     """Make glibc reuse freed memory until `free_unused`.
 
-    By default each array of megabytes gets a new mapping, which the system clears page by page.
+    By default, each array of several megabytes gets a new mapping, which the system clears page by page.
     """
     with contextlib.suppress(Exception):
         libc = ctypes.CDLL(None)
@@ -36,7 +37,7 @@ def free_unused() -> None:
 
 
 class Buffers:
-    """Large arrays. Memory of unreferenced arrays is reused, because the system takes time to clear new memory."""
+    """A pool of large arrays. Memory of unreferenced arrays is reused, because the system takes time to clear new memory."""
 
     def __init__(self) -> None:
         self._all: list[npt.NDArray[np.float64]] = []
@@ -54,7 +55,7 @@ class Buffers:
         """
         size = math.prod(shape)
         for i in range(len(self._all)):
-            # One reference is the list's, and one is that of this call. A view of the array would add a third.
+            # The list has one reference, and `getrefcount` has another. A view of the array would add a third reference.
             if self._all[i].size == size and sys.getrefcount(self._all[i]) == 2:
                 return self._all[i].reshape(shape)
         self._all = [each for each in self._all if each.size == size]

@@ -19,8 +19,8 @@ from .plain_arrays import Array
 from .table import Columns
 
 Arrays = Mapping[str, Array]
-#: parts of the sum by lane. Lower lanes come first. Within a lane, earlier features come first. On more than two ranks,
-#: rounding depends on this order. So lanes keep their numbers, and records stay equal to the last bit
+#: parts of the sum, by lane. Lower lanes come first in the sum. Within a lane, earlier features come first. On more than two
+#: ranks, rounding depends on this order. So the numbers of lanes must not change, if records are to stay bitwise equal
 Lanes = Mapping[int, torch.Tensor]
 
 
@@ -29,9 +29,9 @@ class SamplePlan:
     """The settings that all ranks must agree on before they combine a sample."""
 
     step: int
-    #: names of the recipes to try
+    #: names of the what-if recipes
     what_if: Sequence[str] = ()
-    #: whether to measure the further copies of operands, cast for other products
+    #: whether to measure the copies of operands that are cast for other products
     copies: bool = False
     #: whether to count scales of blocks
     block_scales: bool = False
@@ -42,7 +42,7 @@ class SamplePlan:
 
 
 class Observation:
-    """One feature on this rank. Each feature chooses the types of its results."""
+    """Observes one feature on this rank. Each feature chooses the types of its results."""
 
     #: name of the feature's folder
     name = ""
@@ -77,12 +77,12 @@ class Observation:
         """Return numbers to be summed over ranks, by lane, float64 [m]. Each m follows from the extremes.
 
         Args:
-            extremes: the maximum over all ranks of what `extremes` returns.
+            extremes: maximum over all ranks of the result of `extremes`.
         """
         raise NotImplementedError
 
     def whole(self, plan: SamplePlan, sums: Lanes, extremes: torch.Tensor) -> Any:
-        """Return the results of all ranks together. Only the first rank calls this."""
+        """Return the combined results of all ranks. Only the first rank of the shard group calls this."""
         raise NotImplementedError
 
     def compute_single_rank_result(self, found: Any) -> Any:
@@ -94,13 +94,13 @@ class Observation:
         raise NotImplementedError
 
     def finish(self, tables: Mapping[str, Columns], scalars: Mapping[str, float]) -> Mapping[str, Columns]:
-        """Return tables that need all rows of a model, or scalars of the step. Only the rank that writes calls this."""
+        """Return tables that need all rows of a model, or scalars of the step. Only the rank with the record calls this."""
         return {}
 
 
 @dataclass(frozen=True)
 class SampledTables:
-    """Everything that rows are made from: the observations of one step on all ranks that hold parts of the same tensors."""
+    """The input of `Observation.rows`: the observations of one step on all ranks that have parts of the same tensors."""
 
     step: int
     #: results of all ranks, by feature
@@ -109,7 +109,7 @@ class SampledTables:
     kinds: Mapping[str, str]
     #: names of the modules that any rank observed
     chosen: Collection[str]
-    #: recipes to try, with their histories
+    #: what-if recipes, with their amax histories
     what_if: Sequence[Any] = ()
     #: norms and casts of operands, by (layer, role); the feature `operands` fills these in for later features
     norms: dict[Key, float] = field(default_factory=dict)

@@ -19,12 +19,12 @@ class Sample:
     tables: Mapping[str, Columns]
     #: loss, learning rate and gradient norm of the step, as far as they are known
     scalars: Mapping[str, float]
-    #: why the step was sampled outside its schedule, if it was
+    #: why the step was sampled outside its schedule, or None
     trigger: str | None = None
 
     @property
     def columns(self) -> Columns:
-        """Return the columns of operands: KEYS, how each operand was cast, then metrics. An unavailable metric is None."""
+        """The columns of operands: `KEYS`, how each operand was cast, and metrics. An unavailable metric is None."""
         return next(iter(self.tables.values()), {})
 
     def table(self, name: str) -> Columns:
@@ -52,7 +52,7 @@ class Sample:
 
 
 class Recorder:
-    """Stores samples. A recorder that fails loses its sample, but the run goes on. The base class stores nothing."""
+    """Stores samples. If a recorder fails, its sample is lost, but the run goes on. The base class stores nothing."""
 
     #: whether the training thread must call this recorder; other recorders work in the background
     in_callers_thread = False

@@ -9,7 +9,7 @@ from .keys import MIXED
 
 #: see `ScaleInUse.source`
 ENGINE, UNKNOWN = "engine", "unknown"
-#: sources of operands that nothing quantizes
+#: sources of operands that are not quantized
 _NOT_CAST = frozenset({"current", "emulated", "not quantized"})
 #: sources of operands that we did not see quantized. Their metrics show what a recipe would do to them
 _AS_IF = _NOT_CAST | {UNKNOWN, None}
@@ -23,7 +23,7 @@ def classify_sources(sources: Iterable[str | None], fingerprint: Mapping[str, An
 
     Args:
         sources: the column, or its distinct values. An aggregate's source may be "mixed", but its experts also have rows.
-        fingerprint: fingerprint of the run. If the run names a recipe for its metrics, its own casts are not read.
+        fingerprint: fingerprint of the run. If it names a recipe for the metrics, the run's own casts were not read.
 
     Returns:
         QUANTIZED, HIGH_PRECISION or NOT_READ. An imported log names other tools as sources, and counts as quantized.
@@ -37,7 +37,7 @@ def classify_sources(sources: Iterable[str | None], fingerprint: Mapping[str, An
 
 
 def select_quantized(sources: Iterable[str | None]) -> list[str | None]:
-    """Return the sources of operands that are quantized, or for which nobody knows.
+    """Return the sources of operands that are quantized, or for which this is unknown.
 
     Example:
         >>> select_quantized(["engine", "current", None])
@@ -47,11 +47,11 @@ def select_quantized(sources: Iterable[str | None]) -> list[str | None]:
 
 
 def mark_unquantized(source: str | None, known: str) -> str:
-    """Return what to write next to an operand that a run which quantizes leaves alone; empty for the others.
+    """Return a note for an operand that is not quantized although its run quantizes others. For other operands, return "".
 
     Args:
-        source: the operand's, as in the column `scale_source`.
-        known: as `classify_sources` returns it.
+        source: source of the operand's scale, as in the column `scale_source`.
+        known: the result of `classify_sources`.
 
     Example:
         >>> mark_unquantized("not quantized", QUANTIZED), mark_unquantized("engine", QUANTIZED)
@@ -70,7 +70,7 @@ def describe_quantization(known: str, name: str = "the run") -> str | None:
         name: name of the run in the sentence.
     """
     if known == HIGH_PRECISION:
-        return f"Nothing in {name} is quantized: its metrics say what FP8 would do to it."
+        return f"Nothing in {name} is quantized, so the metrics show what FP8 would do to it."
     if known == NOT_READ:
-        return f"Whether {name} quantizes was not read: its metrics say what FP8 would do to it."
+        return f"We could not read whether {name} quantizes, so the metrics show what FP8 would do to it."
     return None

@@ -22,7 +22,7 @@ _PACKAGE = f"{__name__.partition('.')[0]}.observations"
 
 @cache
 def load_modules(part: str) -> tuple[ModuleType, ...]:
-    """Import the modules with this name. Features without such a module are left out.
+    """Return the modules with this name, one for each feature that has such a module. Import them if necessary.
 
     Example:
         >>> [module.TABLES[0].name for module in load_modules("table")][:2]

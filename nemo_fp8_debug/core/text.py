@@ -25,7 +25,7 @@ _NAME, _TEXT, _HEADING_LINES = 20, 24, 2
 
 
 def format_number(value: float | None, unit: str = "", prefix: str = "", signed: bool = False, digits: int = 3) -> str:
-    """Return a number as people read it. The tab's `number` in `frontend/src/units.js` follows the same rules.
+    """Return a number in a readable form. The tab's `number` in `frontend/src/units.js` follows the same rules.
 
     Args:
         unit: appended to the number.
@@ -92,7 +92,7 @@ class Column:
     Attributes:
         heading: heading above the column.
         kind: a `name` is shortened in its middle, a `text` is wrapped, and a `number` is aligned to the right.
-        rank: the column of the highest rank is left out first. Rank 0 keeps the column at any width.
+        rank: if the table is too wide, columns of the highest rank are left out first. A column of rank 0 always stays.
         least: smallest width of a `text`, if there is room.
     """
 
@@ -108,7 +108,7 @@ TENSOR = (Column("tensor", "text"), Column("layer", "name"))
 
 @dataclass(frozen=True)
 class Layout:
-    """A table as lines: the lines of the heading with its rule, and the lines of each row."""
+    """A table as lines: the lines of the heading and the rule below it, and the lines of each row."""
 
     heading: list[str]
     rows: list[list[str]]
@@ -122,8 +122,7 @@ def lay_out(columns: Sequence[Column], rows: Sequence[Sequence[str]], width: int
     Args:
         rows: a string for each column.
         width: width of the terminal, or None for no limit. To fit a table into this width, we leave out columns, shorten
-        names
-            in their middle, and wrap texts.
+            names in their middle, and wrap texts.
 
     Example:
         >>> columns = Column("layer", "name"), Column("amax"), Column("overflow %")
@@ -179,7 +178,7 @@ def _find_least(column: Column, cells: Sequence[str], is_narrow: bool = False) -
 
 
 def _share_width(kept: _Cells, width: int) -> dict[Column, int]:
-    """Return the width of each column. Names, texts and headings share the width beyond the smallest widths."""
+    """Return the width of each column. Names, texts and headings share what is left after all smallest widths."""
     is_narrow = _add_up([_find_least(*item) for item in kept.items()]) > width
     widths = {column: _find_least(column, cells, is_narrow) for column, cells in kept.items()}
     for column in sorted(kept, key=lambda column: ("name", "text", "number").index(column.kind)):
@@ -234,7 +233,7 @@ def shorten_name(name: str, width: int) -> str:
 
 
 def _fit(column: Column, cells: Sequence[str], width: int) -> list[list[str]]:
-    """Return the lines of each cell. Names that would look the same if shortened are wrapped instead."""
+    """Return the lines of each cell. Shorten names, or wrap them if shortened names would look the same."""
     if column.kind == "name":
         short = [shorten_name(cell, width) for cell in cells]
         if len(set(short)) == len(set(cells)):
@@ -255,7 +254,7 @@ def read_columns() -> int | None:
 
 
 def find_width(*streams: TextIO) -> int | None:
-    """Return the width for text: from `COLUMNS`, or of the first stream that is a terminal. None if there is neither."""
+    """Return the width for text: from `COLUMNS`, or of the first stream that is a terminal. Return None without both."""
     if (asked := read_columns()) is not None:
         return asked
     for stream in streams:

@@ -15,7 +15,7 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 
-#: limits on the number of cores, the innermost last
+#: limits on the number of cores from nested `at_most` contexts, the innermost last
 _asked: list[int] = []
 
 
@@ -62,7 +62,7 @@ def run_ahead(do: Callable[[Item], Result], items: Sequence[Item]) -> Iterator[R
 class Worker:
     """A thread that runs jobs one after the other.
 
-    It is a daemon, because a job that hangs forever must not keep the process from ending.
+    The thread is a daemon, because a job that hangs forever must not keep the process from ending.
     """
 
     def __init__(self, name: str) -> None:
@@ -71,7 +71,7 @@ class Worker:
         self._thread.start()
 
     def submit(self, job: Callable[[], Any]) -> Future[Any]:
-        """Run `job` after all jobs that were submitted before."""
+        """Run `job` after all earlier jobs. Return a future of its result."""
         future: Future[Any] = Future()
         self._jobs.put((job, future))
         return future
@@ -91,7 +91,7 @@ class Worker:
 
 
 def run_in_background(name: str, job: Callable[[], Any]) -> Future[Any]:
-    """Run one job in a thread of this name, which ends with the job."""
+    """Run one job in a thread with this name, which ends after the job. Return a future of the job's result."""
     worker = Worker(name)
     future = worker.submit(job)
     worker.close(0.0)

@@ -40,7 +40,7 @@ class Waits:
 
     @property
     def total(self) -> float:
-        """Return the total seconds."""
+        """Total seconds of all waits."""
         return sum(dict(self.seconds).values())
 
     def start_step(self, step: int) -> None:
@@ -53,7 +53,7 @@ class Waits:
 
     @contextlib.contextmanager
     def waiting(self, what: str) -> Iterator[None]:
-        """Measure a wait of the training thread. Do not nest."""
+        """Measure a wait of the training thread. Do not nest these contexts."""
         began = time.monotonic()
         try:
             yield

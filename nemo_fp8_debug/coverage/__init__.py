@@ -1,1 +1,1 @@
-"""Report the products that a model computes and the share of them that is observed, from its modules alone. Internal."""
+"""Report which products a model computes, and how many of them we observe, without running the model. Internal."""

@@ -1,4 +1,4 @@
-"""The coverage ledger as plain data: a model's multiply-adds for each token, and the share of them that is observed."""
+"""The coverage ledger as plain data: a model's multiply-adds per token, and the share of them that we observe."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-#: Status of an entry. Transformer Engine decides at each call whether to quantize, so its GEMMs are `observed`, and the
-#: record's `scale_source` says how each operand was cast.
+#: Status of an entry. Transformer Engine decides at each call whether to quantize. So the status of its GEMMs is only
+#: `observed`, and the column `scale_source` of the record shows how each operand was cast.
 OBSERVED = "observed"
 QUANTIZED_OBSERVED = "quantized and observed"
 QUANTIZED_UNOBSERVED = "quantized and not observed"
@@ -26,9 +26,9 @@ POSITION = "output position"
 
 @dataclass(frozen=True)
 class Entry:
-    """Modules with names of one pattern that multiply in the same way."""
+    """One module, or several modules that differ only in the numbers in their names."""
 
-    #: name of a module, or a common name of several modules with `*` for numbers
+    #: name of the module; for several modules, their name with `*` in place of numbers
     name: str
     #: one of KINDS
     kind: str
@@ -40,10 +40,10 @@ class Entry:
     count: int = 1
     #: shape of one module's parameter on this rank; empty if the module multiplies no parameter
     shape: tuple[int, ...] = ()
-    #: multiply-adds of one module's forward product for each `unit`; for an expert, the mean over tokens; None if unknown
+    #: multiply-adds of one module's forward product per `unit`, or None if unknown; for an expert, the mean over all tokens
     multiply_adds: float | None = None
     unit: str = TOKEN
-    #: whether the parameter has a gradient, and therefore a wgrad
+    #: whether the parameter needs a gradient, so that the backward computes a wgrad
     trained: bool = True
     #: full name of the first module
     first: str = ""
@@ -62,30 +62,30 @@ class Entry:
     def backward(self) -> float | None:
         """Return the multiply-adds per unit of dgrad and wgrad.
 
-        We count a dgrad for every layer, but a first layer has no dgrad.
+        We assume a dgrad for every layer, although the first layer of a model has none.
         """
         return None if self.forward is None else self.forward * (1 + self.trained)
 
 
 @dataclass(frozen=True)
 class Ledger:
-    """The entries of this rank's part of a model, as far as its modules show them."""
+    """The products of this rank's part of a model, as far as its modules show them."""
 
     entries: Sequence[Entry]
 
     def forward(self, status: str | None = None, unit: str = TOKEN) -> float:
-        """Return the total multiply-adds per token of forward products. Entries of unknown size are left out."""
+        """Return the total multiply-adds per unit of forward products. Entries of unknown size are left out."""
         return math.fsum(e.forward or 0 for e in self._sized(unit) if status in (None, e.status))
 
     def backward(self, status: str | None = None, unit: str = TOKEN) -> float:
-        """Return the total multiply-adds per token of dgrad and wgrad. Entries of unknown size are left out."""
+        """Return the total multiply-adds per unit of dgrad and wgrad. Entries of unknown size are left out."""
         return math.fsum(e.backward or 0 for e in self._sized(unit) if status in (None, e.status))
 
     def _sized(self, unit: str) -> list[Entry]:
         return [e for e in self.entries if e.unit == unit and e.multiply_adds is not None]
 
     def share_not_observed(self) -> float | None:
-        """Return the share of multiply-adds per token, forward and backward, that is not observed.
+        """Return which share of the multiply-adds per token, in forward and backward, we do not observe.
 
         Entries of unknown size are left out. Return None if no size is known.
         """
@@ -94,7 +94,7 @@ class Ledger:
         return (total - seen) / total if total else None
 
     def _by_status(self) -> dict[str, float | None]:
-        """Return the multiply-adds of each status, over entries of known size. A status without such entries has None."""
+        """Return the total multiply-adds of each status, or None for a status whose entries all have an unknown size."""
         sized = {e.status for e in self._sized(TOKEN)}
         return {
             s: _shortest(self.forward(s)) if s in sized else None
@@ -129,12 +129,12 @@ def _by_reason(entries: Iterable[Entry]) -> Mapping[str, Mapping[str, Any]]:
 
 
 def _shortest(value: float | None) -> float | None:
-    """Return whole numbers as ints, so that a record and the tab show them alike."""
+    """Return a whole number as an int, so that the record and the TensorBoard tab show the same digits."""
     return int(value) if value is not None and value == int(value) else value
 
 
 def _told(entries: Sequence[Entry]) -> dict[str, Any]:
-    """Describe entries. `multiply_adds_per_token` is None, and not 0, if it is unknown for any entry."""
+    """Describe entries with the same reason. If the size of any entry is unknown, `multiply_adds_per_token` is None."""
     sizes = [e.forward if e.unit == TOKEN else None for e in entries]
     known = None if None in sizes else math.fsum(s or 0 for s in sizes)
     return {"count": sum(e.count for e in entries), "first": entries[0].first, "multiply_adds_per_token": _shortest(known)}

@@ -1,4 +1,4 @@
-"""List the products of modules without a backend, and read the sizes of the products of any module."""
+"""List the products of modules that no backend supports, and read the sizes of products of all modules."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from ..capture.backends.in_forward import NO_MATRIX, is_conv1d
 from ..capture.scan import ScannedModule, find_inside
 from .ledger import HIGH_PRECISION, POSITION, UNKNOWN, Entry
 
-#: modules that look up rows of a matrix and multiply nothing, and the output projection of MultiheadAttention
+#: modules without an entry of their own: embeddings multiply nothing, and
+#: MultiheadAttention multiplies by the weight of its NonDynamicallyQuantizableLinear
 _ELSEWHERE = (nn.Embedding, nn.EmbeddingBag, NonDynamicallyQuantizableLinear)
 
 SCORES = "attention scores, which grow with the sequence length"
@@ -31,13 +32,13 @@ _WHOLE_UNKNOWN = "parameters of three dimensions in an unknown class"
 IF_MULTIPLIED = "parameters in an unknown class, which are observed if operators of torch multiply them"
 _GROUPED = "experts side by side in one matrix"
 _MATRIX = "matrices in an unknown class, which may be multiplied"
-_CODES = "8-bit matrices that are not parameters, which may be codes that the model multiplies"
+_CODES = "8-bit matrices that are not parameters, perhaps codes that the model multiplies"
 _ROUTER = "routers, which multiply in a function"
 _CONV1D = "linear layers of transformers' class Conv1D"
 
 
 def list_entries(name: str, module: nn.Module, around: Sequence[nn.Module]) -> Iterator[Entry]:
-    """Yield the entries of a module without a backend, but not those of its children.
+    """Yield the entries of a module that no backend supports. Its submodules have their own entries.
 
     Args:
         around: the modules that contain `module`, innermost first.
@@ -68,7 +69,7 @@ def _is_of_megatron(module: nn.Module, name: str) -> bool:
 
 
 def _precision(module: nn.Module, parameter: torch.Tensor | None) -> str:
-    """Return the status of a module. Torch's own modules multiply in their tensors' dtype. Other modules are unknown."""
+    """Return the status of a module. Torch's own modules multiply in their tensors' dtype. For others, return UNKNOWN."""
     return _of_plain(parameter) if type(module).__module__.startswith("torch.nn.modules.") else UNKNOWN
 
 
@@ -77,7 +78,7 @@ def _of_plain(parameter: torch.Tensor | None) -> str:
 
 
 def _shape_of_convolution(module: _ConvNd) -> tuple[int, ...] | None:
-    """Return the shape of a weight that each call computes, such as under weight norm, or None if sizes are unknown."""
+    """Return the shape of a weight that is computed in each call, as under weight norm, or None if the shape is unknown."""
     channels = module.out_channels, module.in_channels
     first, second = reversed(channels) if module.transposed else channels
     shape = (first, second // module.groups, *module.kernel_size)
@@ -85,7 +86,7 @@ def _shape_of_convolution(module: _ConvNd) -> tuple[int, ...] | None:
 
 
 def _of_multihead(name: str, module: nn.MultiheadAttention) -> Iterator[Entry]:
-    """Yield the projections of queries, keys and values, and the output projection, although its Linear is never called."""
+    """Yield entries of the query, key, value and output projections. The module computes them without calling a Linear."""
     matrices = {n: p for n, p in module._parameters.items() if p is not None and n.endswith("proj_weight")} | {
         "out_proj": module.out_proj.weight
     }
@@ -101,7 +102,7 @@ def _of_matrix(name: str, kind: str, status: str, reason: str, parameter: Any, t
 
 
 def _of_grouped_mlp(name: str, module: nn.Module, around: Sequence[nn.Module]) -> Iterator[Entry]:
-    """Yield the entries of a rank's experts. Two matrices hold all experts side by side."""
+    """Yield the entries of a rank's experts. Each of the two matrices contains all experts side by side."""
     here = getattr(module, "num_local_experts", 0)
     met = experts_of_a_token(around)
     for key, parameter in module._parameters.items():
@@ -129,7 +130,7 @@ def _of_parameters(name: str, module: nn.Module, around: Sequence[nn.Module]) ->
 
 
 def _may_be_codes(x: torch.Tensor) -> bool:
-    """Return whether a tensor is a matrix of 8-bit numbers."""
+    """Return whether a tensor is a matrix of 8-bit numbers, which may be codes."""
     return x.dim() == 2 and min(x.shape) > 1 and x.element_size() == 1 and x.dtype != torch.bool
 
 
@@ -163,9 +164,9 @@ def _is_choice(module: nn.Module) -> bool:
 
 
 def shape_of(parameter: Any) -> tuple[int, ...] | None:
-    """Return the shape of a parameter, or None if it is unknown before the first call.
+    """Return the shape of a parameter, or None if the shape is unknown before the first call.
 
-    DeepSpeed empties parameters and keeps their shapes in an attribute.
+    DeepSpeed empties parameters, and keeps their original shapes in an attribute.
     """
     if parameter is None or is_lazy(parameter):
         return None
@@ -173,7 +174,7 @@ def shape_of(parameter: Any) -> tuple[int, ...] | None:
 
 
 def read_linear_shape(module: nn.Module, part: str = "") -> tuple[int, ...] | None:
-    """Return the numbers of outputs and inputs of a linear module, or of one part of the module. None if unknown."""
+    """Return the numbers of outputs and inputs of a linear module or of its part, or None if they are unknown."""
     own = module._parameters
     found = shape_of(own.get(_weight_name(part))) if part or not isinstance(module, nn.Linear) else None
     if found is not None and len(found) == 2 and min(found) > 0:
@@ -193,14 +194,15 @@ def read_linear_shape(module: nn.Module, part: str = "") -> tuple[int, ...] | No
 def parts_of_ranks(module: nn.Module, around: Sequence[nn.Module]) -> int | None:
     """Return the number of parts into which ranks split a module's matrix, or None if it is unknown.
 
-    Tensor parallelism splits a DTensor. FSDP2 splits the DTensor once more, but gathers its own parts before the product.
+    Tensor parallelism splits a weight that is a DTensor. FSDP2 splits each of these parts again, but gathers its smaller
+    parts before the product.
 
     Args:
         around: the modules that contain `module`.
     """
     weight: Any = module._parameters.get("weight")
     if not hasattr(weight, "placements") or not isinstance(module, nn.Linear):
-        return 1  # in other layers the parameter is the rank's own
+        return 1  # in other layers, the parameter contains only this rank's part
     gathered = _dimensions_gathered((module, *around))
     if gathered is None:
         return None
@@ -213,7 +215,7 @@ def _dimensions_gathered(modules: Sequence[nn.Module]) -> int | None:
     """Return the number of leading mesh dimensions over which the innermost FSDP2 module gathers a parameter."""
     for module in modules:
         if hasattr(module, "_get_fsdp_state"):
-            state = getattr(module, "_get_fsdp_state")()  # noqa: B009 - torch types what nn.Module has as tensors
+            state = getattr(module, "_get_fsdp_state")()  # noqa: B009 - torch declares attributes of nn.Module as tensors
             groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
             if groups[0] is not None:
                 mesh = getattr(getattr(groups[0], "mesh_info", None), "mesh", None)
@@ -226,16 +228,16 @@ def _weight_name(part: str) -> str:
 
 
 def needs_gradient(module: nn.Module) -> bool:
-    """Return whether a matrix of the module needs a gradient. Assume so if the module has no matrix of its own."""
+    """Return whether a matrix of the module needs a gradient. Return True if the module has no matrix."""
     matrices = [p for name, p in module._parameters.items() if p is not None and not name.endswith("bias")]
     return not matrices or any(p.requires_grad for p in matrices)
 
 
 # --- how many experts each token uses, by classes and options -------------------------------------------------------------
 
-#: attributes of a router or its layer with the number of experts for each token
+#: attributes of a router, or of its layer, that give the number of experts per token
 _OF_MODULES = ("top_k", "topk", "num_experts_per_tok")
-#: options of a configuration with that number; transformers' `top_k` is for sampling text
+#: options of a configuration that give this number. Not `top_k`, because transformers uses that option for generation
 _OF_OPTIONS = ("num_experts_per_tok", "moe_router_topk")
 #: options that make experts multiply padding too, or drop tokens
 _CAPACITY = ("moe_expert_capacity_factor", "expert_capacity", "capacity_factor")

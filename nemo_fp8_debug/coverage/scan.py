@@ -1,4 +1,4 @@
-"""Make the ledger of a model by scanning its modules before the first step, without running or changing anything."""
+"""Build the ledger of a model by scanning its modules before the first step. Nothing is run or changed."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ _EXPERT_LISTS = ("experts", "local_experts")
 
 
 def ledger_of(roots: Sequence[nn.Module], gemms: Sequence[Gemm] | None = None, roles: Collection[str] = ROLES) -> Ledger:
-    """Return the ledger of a model: its products, and which of them are observed.
+    """Return the ledger of a model, which lists its products and shows which of them we observe.
 
     Args:
         roots: the model, or its chunks.
-        gemms: GEMMs that are observed, or None for all GEMMs that hooks can see.
-        roles: operands that are observed.
+        gemms: the observed GEMMs, or None for all GEMMs that hooks can observe.
+        roles: the observed operands.
     """
     return build_ledger(scan_modules(roots), gemms, roles)
 
@@ -66,7 +66,7 @@ def build_ledger(scanned: Sequence[ScannedModule], gemms: Sequence[Gemm] | None,
 
 
 def _of_scores(name: str, module: nn.Module, roles: Collection[str]) -> Entry:
-    """Return the entry of attention scores, products of two activations. Transformer Engine may compute them in FP8."""
+    """Return the entry of attention scores, which are products of two activations. They may be computed in FP8."""
     quantized = is_in_fp8(module) if is_attention(module) else None
     seen = is_emulated() and {"input", "grad_output"} <= {*roles}
     status = (QUANTIZED_OBSERVED if seen else QUANTIZED_UNOBSERVED) if quantized else UNKNOWN
@@ -98,7 +98,7 @@ def _of_gemm(gemm: Gemm, around: Sequence[nn.Module], parts: int, observed: bool
 
 
 def _of_product(entry: Entry, gemm: Gemm, observed: bool, roles: Collection[str]) -> Entry:
-    """Complete the entry of a product inside a forward. In an unknown class, only a step shows if it multiplies."""
+    """Complete the entry of a product inside a forward. For an unknown class, only a step shows if it is computed."""
     reason = _reason(gemm, observed, roles)
     if not observed:
         return replace(entry, reason=reason)
@@ -108,9 +108,9 @@ def _of_product(entry: Entry, gemm: Gemm, observed: bool, roles: Collection[str]
 
 
 def _experts(gemm: Gemm, around: Sequence[nn.Module], parts: int) -> int | None:
-    """Return the number of this rank's experts of a kind.
+    """Return how many experts with such a GEMM this rank has.
 
-    It is None outside experts, and 0 if a capacity pads their tokens.
+    Return None if the GEMM is not part of an expert. Return 0 if the number is unknown, or if a capacity pads the tokens.
     """
     if gemm.part.isdigit():
         return parts
@@ -157,7 +157,7 @@ def _is_idle_adapter(gemm: Gemm, around: Sequence[nn.Module]) -> bool:
 
 
 def _grouped(entries: Sequence[Entry]) -> list[Entry]:
-    """Join entries that differ only in the numbers in their names."""
+    """Return the entries, after merging entries that differ only in the numbers in their names."""
     groups: dict[Entry, list[Entry]] = {}
     for entry in entries:
         pattern = re.sub(r"(^|\.)\d+(?=\.|$| )", r"\1*", entry.name)

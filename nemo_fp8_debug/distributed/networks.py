@@ -1,5 +1,5 @@
-"""The addresses of this host for other hosts: the address that gloo chooses, and the address on the route to the run's
-store.
+"""Find the addresses at which other hosts can reach this host: the address that gloo chooses, and the address on the route
+to the run's store.
 """
 
 from __future__ import annotations
@@ -82,8 +82,9 @@ def is_loopback(address: str) -> bool:
 
 
 def _loopback() -> str:
-    """Return an id of the loopback interface. It includes the network namespace, because containers of a host share the boot
-    id.
+    """Return an id of the loopback interface.
+
+    The id includes the network namespace, because containers of one host have the same boot id.
     """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()

@@ -16,15 +16,17 @@ RESERVE = 1 / 4
 
 
 def compute_grace() -> float:
-    """Return the seconds in which a store must report a timeout. If it does not, the store itself is gone, and no rank is
-    late.
+    """Return the seconds in which a store must report a timeout.
+
+    If it takes longer, we assume that the store itself is gone, and not that a rank is late.
     """
     return RESERVE * LONGEST / 2
 
 
 def compute_short_wait() -> float:
-    """Return the seconds to wait for an answer in the background. The reserve at the end of a run is enough for two
-    answers.
+    """Return the seconds to wait for an answer in the background.
+
+    The reserve at the end of a run is long enough for two such answers.
     """
     return RESERVE * LONGEST / 3
 
@@ -35,7 +37,7 @@ class Patience:
     def __init__(self, waits: Waits) -> None:
         """
         Args:
-            waits: total of the waiting times.
+            waits: adds up the waiting times.
         """
         self._waits, self._left = waits, LONGEST
 

@@ -1,7 +1,7 @@
 """Choose the rank that warns if ranks are out of sync: the lowest rank that is alive.
 
 This works without the store, because the store's host may be gone. Each rank has a UDP port. If other ranks do not answer in
-a sample, a rank sends them a message and waits a moment. If a lower rank is alive, it answers, and warns for all ranks.
+a sample, a rank sends them a message and waits a moment. If a lower rank is alive, this rank answers, and warns for all.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from typing import Any
 from . import patience
 from .networks import Network, is_loopback
 
-#: number of messages to each lower rank, because packets may be lost
+#: how often a message is sent to each rank, because packets may be lost
 TIMES = 4
-#: number of ranks to ask: so many of the lowest ranks, and the lowest rank on each of so many hosts
+#: we ask this many of the lowest ranks, and the lowest rank on each of this many hosts
 LOWEST = 8
 
 

@@ -35,7 +35,7 @@ class Ranks:
     def __init__(self, waits: Waits | None = None) -> None:
         """
         Args:
-            waits: total of the training thread's waiting times.
+            waits: adds up the training thread's waiting times.
         """
         there = dist.is_available() and dist.is_initialized()
         self.rank = dist.get_rank() if there else 0
@@ -71,7 +71,7 @@ class Ranks:
             self.continue_single_rank(error)
             return
         if json.dumps(other) != json.dumps(json.loads(json.dumps(value))):
-            raise ConfigError(f"ranks differ in their {name}: rank {self.rank} has {value}, another one {other}")
+            raise ConfigError(f"ranks differ in their {name}: rank {self.rank} has {value}, another rank has {other}")
 
     def start(self, word: dict[str, Any] | None, fault: Exception | None = None) -> dict[str, Any]:
         """Wait until every rank's monitor has started or failed. Return the first rank's `word`.
@@ -128,7 +128,7 @@ class Ranks:
         """Wait for a published value, and return it.
 
         Raises:
-            TimeoutError: no rank publishes it in time.
+            TimeoutError: no rank publishes the value in time.
         """
         limit = patience.LONGEST if seconds is None else seconds
 
@@ -200,8 +200,7 @@ class Ranks:
 
     def _tell(self, store: Any, word: str) -> None:
         store.set(self._key(self._word), word)
-        # All ranks have read the value of the sample before the last, because training has synchronized them since. So
-        # delete it.
+        # All ranks have read the value from two samples ago, because training has synchronized them since. So delete it.
         store.delete_key(self._key(f"word-{self._words - 2}"))
 
     def shared_late(self) -> Any:
@@ -320,7 +319,7 @@ class Ranks:
 
 
 class Totals:
-    """Adds up scalars at each step: over the run's own group on GPUs, and over a group of ours on CPUs."""
+    """Adds up scalars at each step. On GPUs we use the run's own process group, and on CPUs a gloo group of our own."""
 
     def __init__(self, waits: Patience) -> None:
         """

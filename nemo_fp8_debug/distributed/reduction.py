@@ -30,7 +30,7 @@ class Mismatch(RuntimeError):
 
 
 class Reduction:
-    """Reduces over the ranks of a shard group."""
+    """Combines results over the ranks of a shard group."""
 
     def __init__(self, ranks: Ranks, shard_group: ShardGroup, observations: Sequence[Observation]) -> None:
         """

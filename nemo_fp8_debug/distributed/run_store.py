@@ -1,7 +1,7 @@
 """Query the store of torch.distributed with a time limit.
 
 Most calls of a TCPStore have no timeout. If the store's host is frozen or cut off, a call waits forever and keeps the lock
-of its connection. So each query has its own thread, and its own connection if torch can make another connection.
+of its connection. So queries run in a separate thread, and over a separate connection if torch can make one.
 """
 
 from __future__ import annotations
@@ -66,9 +66,9 @@ class RunStore:
         return f"the store that the ranks met at{_address()} does not answer"
 
     def close(self) -> None:
-        """Stop asking, and end a call that waits for an answer.
+        """Stop asking, and end a call that still waits for an answer.
 
-        If a thread returned from the call while the interpreter ends, the process would end with an error.
+        Otherwise the call might return while the interpreter ends, and the process would end with an error.
         """
         if self._socket and self.describe_unresponsive_store():
             with contextlib.suppress(OSError):
@@ -88,7 +88,7 @@ class RunStore:
         return store if self._clone is None else self._clone
 
     def address(self) -> tuple[str, int] | None:
-        """Host and port as seen by this rank, or None if the store is not a TCPStore."""
+        """Return the store's host and port as this rank sees them, or None if the store is not a TCPStore."""
         inner = _inner(dist.distributed_c10d._get_default_store())
         return (inner.host, inner.port) if isinstance(inner, _TCPStore) else None
 

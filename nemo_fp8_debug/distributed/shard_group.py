@@ -40,7 +40,7 @@ class ShardGroup:
     leaders_group: Group | None = None
 
     def keys(self, roles: Collection[str] | None = None) -> list[Key]:
-        """Return the operands of these ranks, of all roles or of some roles."""
+        """Return the operands of these ranks that have one of the given roles, or all operands if `roles` is None."""
         every = [(name, role) for name, kind in self.kinds.items() for role in list_roles(kind)]
         return [key for key in every if roles is None or key[1] in roles]
 

@@ -1,1 +1,1 @@
-"""Change how a run computes, from outside. Unlike the monitor, interventions are meant to alter the result. Internal."""
+"""Change how a run computes, without changing its code. Unlike the monitor, interventions alter the result. Internal."""

@@ -16,16 +16,16 @@ from .transformer_engine import EngineChanges
 
 
 def name_modules(model: nn.Module | Sequence[nn.Module]) -> int:
-    """Name a model's Transformer Engine modules as records name them. Call this once, before the first step.
+    """Give a model's Transformer Engine modules the names that records use. Call this once, before the first step.
 
-    Transformer Engine passes its `CustomRecipe` the name of the module that requests a quantizer. The name is empty unless
-    the module was built with one. `te_quantizers.py`, which `recommend` writes, needs these names.
+    Transformer Engine passes its `CustomRecipe` the name of the module that requests a quantizer. This name is empty
+    unless the module was built with a name. The file `te_quantizers.py` that `recommend` writes needs these names.
 
     Args:
         model: the model, or a list of its chunks if a virtual pipeline splits it.
 
     Returns:
-        The number of named modules. Earlier names are replaced.
+        The number of named modules. New names replace the earlier names of these modules.
 
     Raises:
         ConfigError: a module has already requested its quantizers from a custom recipe.
@@ -54,11 +54,11 @@ def apply_plan(model: nn.Module | Sequence[nn.Module], plan: AnyPlan | None = No
     Args:
         model: the model, or a list of its chunks if a virtual pipeline splits it.
         plan: a `Plan` or the path of its file. None makes no changes. In a run started by `nemo-fp8-debug rescue`, the
-            plan of `rescue` replaces it.
+            plan of `rescue` replaces this plan.
 
     Returns:
-        The changes in force. Call `.end_step()` after each step's backward, to update the delayed scales of
-            emulated operands. `.detach()` restores the model.
+        An object that represents the applied changes. Call its method `end_step()` after each step's backward, to update
+            the delayed scales of emulated operands. Its method `detach()` restores the model.
 
     Raises:
         ConfigError: the plan cannot be read, names no GEMM that Transformer Engine runs on any rank, or contains a change

@@ -1,8 +1,8 @@
 """Emulate FP8 without an FP8 engine: quantize operands by a recipe, and run the GEMM itself in high precision.
 
 On a GPU, emulation shows whether quantization or the FP8 software causes a problem. On a CPU, it makes FP8 training
-possible. Scales change only once per step (in Transformer Engine once per micro-batch). So activation recomputation uses the
-scale of the first pass.
+possible. Delayed scales change once per step (in Transformer Engine, once per micro-batch). So activation recomputation
+uses the same scale as the first forward.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from ..plan.plan import NO_CHANGES, AnyPlan, Plan, read_plan_in_force
 
 
 class _StraightThrough(torch.autograd.Function):
-    """The forward returns the quantized values. The backward returns the gradient unchanged."""
+    """A function whose forward returns the quantized values, and whose backward returns the gradient unchanged."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, quantized: torch.Tensor) -> torch.Tensor:
@@ -54,8 +54,8 @@ class EmulatedGemm:
     def __init__(self, gemm: Gemm, recipes: Mapping[str, Recipe], states: Mapping[Recipe, DelayedState]) -> None:
         """
         Args:
-            recipes: recipe of each role. An operand under `bf16` stays as it is.
-            states: histories of delayed recipes.
+            recipes: recipe of each role. An operand with the recipe `bf16` is not quantized.
+            states: amax histories, by delayed recipe.
         """
         self.gemm = gemm
         self.recipes = recipes
@@ -80,7 +80,7 @@ class EmulatedGemm:
         return state.scale[slot]
 
     def attach(self) -> list[RemovableHandle]:
-        """Install the hooks that quantize."""
+        """Install the hooks that quantize, and return their handles."""
         EMULATED[self.gemm.module] = self
         return [
             self.gemm.module.register_forward_pre_hook(Hook(self._before_forward), with_kwargs=True),
@@ -104,7 +104,7 @@ class EmulatedGemm:
         return quantize_dequantize(x, state.scale[slot], fmt)
 
     def restore(self) -> None:
-        """Restore the module's own weight, because torch skips hooks when a keyboard interrupt ends a forward."""
+        """Restore the module's own weight. `detach` does this too, because a keyboard interrupt in a forward skips hooks."""
         if self._swapped:
             self.gemm.module._parameters["weight"] = self._own_weight  # type: ignore[assignment]
             self._own_weight, self._swapped = None, False
@@ -113,7 +113,7 @@ class EmulatedGemm:
         backend = self.gemm.backend
         if self.quantizes("input"):
             x = backend.input(module, args, kwargs, "")
-            assert x is not None  # only backends with their own FP8 compute X inside, and we refuse these
+            assert x is not None  # X is None only in backends with their own FP8, which `_check` refuses
             quantized_x = _straight_through(x, self.quantize("input", x))
             args = tuple(quantized_x if a is x else a for a in args)
             kwargs = {k: quantized_x if v is x else v for k, v in kwargs.items()}
@@ -138,9 +138,9 @@ class EmulatedGemm:
 
 
 class Emulation:
-    """FP8 on any hardware: between `attach` and `detach`, a model's GEMM operands are cast to FP8 and back.
+    """FP8 training on any hardware. Between `attach` and `detach`, a model's GEMM operands are cast to FP8 and back.
 
-    GEMMs multiply the cast values in the run's own precision, and gradients pass through the casts.
+    GEMMs multiply the cast values in the run's own precision. Casts of X and W pass gradients on unchanged.
 
     Example:
         >>> import torch
@@ -165,12 +165,13 @@ class Emulation:
             recipe: the FP8 recipe: a name, perhaps with options (`delayed(amax_history_len=16)`, `current-e5m2`, `mxfp8`),
                 or a dict (`{"name": "delayed", "margin": 1}`).
             layers: GEMMs to quantize, a list of patterns as in `Config.layers`, or None for all.
-            plan: operands with another cast, a `Plan` or the path of its file. `nemo-fp8-debug rescue` replaces the plan.
-                `multiply_in_bf16` has no effect, because no GEMM multiplies FP8 here.
+            plan: changes to the casts of some operands: a `Plan`, the path of its file, or None. If `nemo-fp8-debug rescue`
+                started the run, the plan of `rescue` is used instead. `multiply_in_bf16` has no effect, because emulated
+                GEMMs never multiply FP8.
 
         Raises:
-            ConfigError: the recipe cannot be used or emulated, no GEMM matches, the plan names a layer that is no GEMM, or a
-                GEMM has its own FP8 or fuses gradient accumulation.
+            ConfigError: the recipe cannot be used or emulated, no GEMM matches, the plan names a layer that is not a GEMM,
+                or a GEMM has its own FP8 or fuses gradient accumulation.
         """
         found = find_gemms([model] if isinstance(model, nn.Module) else model)
         gemms, plan = select_gemms(found, layers), read_plan_in_force(plan) or NO_CHANGES
@@ -179,12 +180,12 @@ class Emulation:
 
     @classmethod
     def of_gemms(cls, gemms: Iterable[Gemm], recipe: Recipe, plan: Plan = NO_CHANGES) -> Emulation:
-        """Emulate FP8 for GEMMs that were found before. Internal.
+        """Return an emulation of FP8 for GEMMs that are already known. Internal.
 
         Args:
             gemms: GEMMs to quantize.
             recipe: recipe of all operands that the plan does not change.
-            plan: operands with another cast.
+            plan: changes to the casts of some operands.
 
         Raises:
             ConfigError: a recipe cannot be emulated, or a GEMM has its own FP8 or fuses gradient accumulation.
@@ -203,7 +204,7 @@ class Emulation:
                 if isinstance(chosen.scaling, DelayedScaling):
                     columns.setdefault(chosen, []).append((name, role))
         device = next((p.device for g in gemms for p in g.module.parameters()), None)
-        #: the histories of each delayed recipe
+        #: amax histories, by delayed recipe
         self.states = {delayed: DelayedState(delayed, keys, device) for delayed, keys in columns.items()}
         self._gemms = [EmulatedGemm(g, recipes[g.name], self.states) for g in gemms]
         for gemm in self._gemms:
@@ -234,7 +235,7 @@ class Emulation:
         return {"states": [state.state_dict() for state in self.states.values()]}
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Load the histories of operands that still have a history, even if they were saved under other recipes.
+        """Load the saved histories of all operands that have a history now, even if they were saved under other recipes.
 
         Args:
             saved: the result of `state_dict`.
@@ -260,7 +261,7 @@ def _check(emulated: EmulatedGemm) -> None:
         )
     if getattr(gemm.module, "gradient_accumulation_fusion", False) and emulated.quantizes("weight"):
         raise ConfigError(
-            f"{gemm.name} uses gradient_accumulation_fusion, which FP8 emulation cannot quantize through; "
+            f"{gemm.name} uses gradient_accumulation_fusion, which FP8 emulation does not support; "
             "set gradient_accumulation_fusion=False"
         )
     for recipe in emulated.recipes.values():
@@ -269,9 +270,9 @@ def _check(emulated: EmulatedGemm) -> None:
 
 
 def _check_nvfp4(recipe: Recipe, scaling: NVFP4Scaling) -> None:
-    """Refuse stochastic rounding and options of column-wise copies.
+    """Raise ConfigError for stochastic rounding and for options of column-wise copies.
 
-    Emulation multiplies row-wise codes, rounded to nearest.
+    Emulation always multiplies row-wise codes that are rounded to nearest.
     """
     carried_out = replace(scaling, stochastic=False, hadamard="")
     ignored = [name for name in ("hadamard", "stochastic") if getattr(scaling, name) != getattr(carried_out, name)]
@@ -283,14 +284,14 @@ def _check_nvfp4(recipe: Recipe, scaling: NVFP4Scaling) -> None:
 
 
 def check_named(plan: Plan, gemms: Sequence[Gemm], which: str) -> None:
-    """Check that each change names a GEMM of some rank.
+    """Check that each change names a GEMM on at least one rank.
 
     Args:
         gemms: GEMMs of this rank that can be changed.
-        which: describes these GEMMs in the message.
+        which: clause that describes these GEMMs in the message, such as "that this run quantizes".
 
     Raises:
-        ConfigError: a change names no GEMM of any rank.
+        ConfigError: a change names no GEMM on any rank.
     """
     if not plan.changes:
         return

@@ -1,13 +1,13 @@
-"""Apply a plan in a run that Transformer Engine quantizes: enter its own contexts around single modules.
+"""Apply a plan in a run that Transformer Engine quantizes, by running single modules inside additional `autocast` contexts.
 
 | part of a plan | what is done |
 |---|---|
 | `bf16` | the module's forward runs in `autocast(enabled=False)` |
-| another recipe | in `autocast(enabled=True, recipe=...)` |
-| `multiply_in_bf16` | as `bf16`, and its operands are quantized by emulation |
+| another recipe | the module's forward runs in `autocast(enabled=True, recipe=...)` |
+| `multiply_in_bf16` | as for `bf16`, and emulation quantizes the module's operands |
 
-We change only calls that the run itself makes in FP8, so our contexts are nested. At the end of the run's own context,
-Transformer Engine reduces the amaxes of delayed scaling and updates scales, by the recipe of each module.
+We change only calls that the run itself makes in FP8, so our contexts are nested in the run's own context. When the run's
+context ends, Transformer Engine reduces the amaxes of delayed scaling, and updates each module's scales by its own recipe.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _OPERANDS = ("fp8_quant_fwd_inp", "fp8_quant_fwd_weight", "fp8_quant_bwd_grad")
 
 
 def te_recipe(recipe: Recipe) -> Any:
-    """Return the Transformer Engine recipe that casts like `recipe`, in everything that such a recipe controls.
+    """Return a Transformer Engine recipe that agrees with `recipe` in all options that Transformer Engine's recipes have.
 
     Raises:
         ConfigError: this version has no such recipe, or the device cannot run it. The message gives the reason.
@@ -68,7 +68,7 @@ def te_recipe(recipe: Recipe) -> Any:
     try:
         made = getattr(known, kind)(**_options(recipe, known))
         _set_operands(made, recipe, known)
-        with torch.no_grad(), autocast(made):  # this checks the device
+        with torch.no_grad(), autocast(made):  # Transformer Engine checks the device here
             pass
     except (AssertionError, RuntimeError, TypeError, ValueError) as error:
         reason = " ".join(str(error).split())
@@ -93,7 +93,7 @@ def _options(recipe: Recipe, known: Any) -> dict[str, Any]:
 
 
 def _set_operands(made: Any, recipe: Recipe, known: Any) -> None:
-    """Set options that Transformer Engine stores for each operand and reads from the environment."""
+    """Set the options that a recipe has for each operand. By default, Transformer Engine reads them from the environment."""
     rule = recipe.scaling
     if isinstance(rule, (CurrentScaling, Float8BlockScaling)):
         for name in _OPERANDS:
@@ -101,7 +101,7 @@ def _set_operands(made: Any, recipe: Recipe, known: Any) -> None:
 
 
 def autocast(recipe: Any) -> Any:
-    """Return Transformer Engine's context for `recipe`, nested in the run's own. None means high precision."""
+    """Return an `autocast` context of Transformer Engine for `recipe`, or for high precision if `recipe` is None."""
     te = sys.modules["transformer_engine.pytorch"]
     manager = find_state_manager()
     group, graph = manager.get_fp8_group(), manager.fp8_graph_capturing()
@@ -110,7 +110,7 @@ def autocast(recipe: Any) -> Any:
     return te.fp8_autocast(enabled=recipe is not None, fp8_recipe=recipe, fp8_group=group, _graph=graph)
 
 
-#: any GEMM of a Transformer Engine module without FP8
+#: backend for GEMMs of Transformer Engine modules that run in high precision
 _PLAIN = replace(
     LINEAR,
     input=lambda module, args, kwargs, part: first_argument(args, kwargs),
@@ -120,7 +120,7 @@ _PLAIN = replace(
 
 
 class EngineChanges:
-    """A plan that changes Transformer Engine modules between `attach` and `detach`."""
+    """The changes of a plan to Transformer Engine modules. They are in force between `attach` and `detach`."""
 
     def __init__(self, gemms: Iterable[Gemm], plan: Plan) -> None:
         """
@@ -128,8 +128,8 @@ class EngineChanges:
             gemms: GEMMs of the model. We ignore GEMMs of other frameworks.
 
         Raises:
-            ConfigError: Transformer Engine cannot make a change of the plan in this version, on this device, or to a weight
-                that is stored in FP8.
+            ConfigError: a change of the plan is impossible with this version of Transformer Engine, on this device, or
+                because the weight is stored in FP8.
         """
         by_module: dict[nn.Module, list[Gemm]] = defaultdict(list)
         for gemm in gemms:
@@ -162,7 +162,7 @@ class EngineChanges:
         self._emulation.end_step()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the scales of emulated operands. Transformer Engine saves its own with the model."""
+        """Return the scales of emulated operands. Transformer Engine saves its own scales with the model."""
         return self._emulation.state_dict()
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
@@ -171,7 +171,7 @@ class EngineChanges:
 
 
 class _Switch:
-    """Switches the recipe for the calls of one module."""
+    """Hooks that switch the recipe for the calls of one module."""
 
     def __init__(self, module: nn.Module, change: Change) -> None:
         self._module = module
@@ -206,7 +206,7 @@ class _Switch:
 
 
 def _whole(gemms: Sequence[Gemm], plan: Plan) -> Change | None:
-    """Return the change of a module. If its operands have several, prefer BF16, then the last change."""
+    """Return the change for a whole module. If its operands have several changes, prefer BF16, then the last one."""
     found = [change for gemm in gemms for role in ROLES if (change := plan.change_of(gemm.name, role))]
     if not found:
         return None
@@ -234,7 +234,7 @@ def _differs(gemms: Sequence[Gemm], plan: Plan) -> bool:
 def _check(gemms: Sequence[Gemm], change: Change) -> None:
     gemm = gemms[0]
     if gemm.compiled:
-        raise ConfigError(f"{gemm.name} runs inside torch.compile, where a plan cannot change it; compile without it")
+        raise ConfigError(f"{gemm.name} runs inside torch.compile, where a plan cannot change it; do not compile it")
     if any("weight" in g.unseen or g.backend.stored(g.module, g.part) for g in gemms):
         raise ConfigError(
             f"W of {gemm.name} is stored in FP8, which a plan cannot change; start the run with weights in BF16 "
@@ -249,7 +249,7 @@ def _check(gemms: Sequence[Gemm], change: Change) -> None:
     fused = getattr(gemm.module, "fuse_wgrad_accumulation", False)
     if change.multiply_in_bf16 and fused and not _is_bf16(change):
         raise ConfigError(
-            f"{gemm.name} fuses gradient accumulation, which multiply_in_bf16 cannot quantize through; "
+            f"{gemm.name} fuses gradient accumulation, which multiply_in_bf16 does not support; "
             "set gradient_accumulation_fusion=False"
         )
 
@@ -259,7 +259,7 @@ def _emulation(gemms: Sequence[Gemm], changes: Sequence[Change]) -> Emulation:
     normalize = [g for g in gemms if hasattr(g.module, "layer_norm_weight")]
     if normalize:
         warn(
-            f"X of {len(normalize)} layers (first {normalize[0].name}) is made inside of a fused norm, where "
+            f"X of {len(normalize)} layers (first {normalize[0].name}) is computed inside a fused norm, where "
             "multiply_in_bf16 cannot quantize it; X stays in BF16, W and dY are quantized"
         )
     made_inside = [Change(g.name, "bf16", ("input",)) for g in normalize]

@@ -1,4 +1,4 @@
-"""The hot loops on each kind of device: count a tensor's bit patterns into a histogram, and add values up. Internal."""
+"""Run the hot loops on each kind of device: count a tensor's bit patterns in a histogram, and compute its sums. Internal."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ from .cpu import blocks, quantize
 from .cpu import histogram as cpu_histogram
 from .memory import empty_histogram, view_bits
 
-#: what each CUDA kernel does with tensors, in the words of a warning
+#: what each CUDA kernel does with tensors, as a warning describes it
 _DONE = {"histogram": "counted", "blocks": "measured in blocks", "float32": "measured in float32"}
-#: number of columns below which a contiguous copy costs less than counting row by row
+#: with fewer columns than this, making a contiguous copy costs less than counting row by row
 SHORT = 64
 
 
@@ -55,22 +55,22 @@ class BlockKernel(Protocol):
     """A kernel that measures an operand in blocks."""
 
     def block_sums(self, x: torch.Tensor, rule: BlockRule, role: str, fmt: FloatFormat, counted: Any) -> SumsFound:
-        """Return the result of `quantization_sums_in_blocks`, perhaps added up in another order.
+        """Return the result of `quantization_sums_in_blocks`. The order of additions may differ.
 
         Args:
-            counted: the histogram of `x`. A kernel of plain torch operations ignores this argument.
+            counted: the histogram of `x`. The fallback to plain torch operations ignores this argument.
         """
 
 
 def count_histogram(x: torch.Tensor) -> Histogram:
-    """Count the magnitudes of `x`, in a single read if `x` is bfloat16 or float16.
+    """Return the histogram of the magnitudes of `x`. Read `x` only once if it is bfloat16 or float16.
 
     Args:
-        x: any shape and strides; bfloat16 or float16. We round any other floating dtype to bfloat16 and set `rounded`.
+        x: any shape and strides. If its dtype is not bfloat16 or float16, we round it to bfloat16 and set `rounded`.
     """
     rounded = x.dtype not in DTYPES
     dtype = torch.bfloat16 if rounded else x.dtype
-    # NumPy's zeros suit a CPU: the system hands out this memory zeroed, and most bins are never touched.
+    # On a CPU, NumPy's zeros are cheap, because the system supplies zeroed memory and most bins are never touched.
     on_cpu = x.device.type == "cpu"
     counts = torch.from_numpy(np.zeros(BINS, np.int64)) if on_cpu else empty_histogram(x.device)
     result = Histogram(dtype, counts, rounded)
@@ -79,7 +79,7 @@ def count_histogram(x: torch.Tensor) -> Histogram:
 
 
 def count_into(histogram: Histogram, x: torch.Tensor) -> None:
-    """Add the magnitudes of `x` to a histogram of its dtype."""
+    """Count the magnitudes of `x` into an existing histogram, after converting `x` to the histogram's dtype."""
     values = x.detach()
     if values.dtype != histogram.dtype:
         values = values.to(histogram.dtype)
@@ -113,7 +113,7 @@ def count_nonfinite(histogram: Histogram) -> torch.Tensor | int:
 def _kernel_on(device: torch.device, module: str) -> Any:
     """Return the module of our kernel for a device, or None if the kernel does not run there.
 
-    The first call tries it out.
+    The first call runs the kernel once to find out.
     """
     if device.type != "cuda" or not torch.version.cuda:
         return None
@@ -138,7 +138,7 @@ def _cuda_kernel(name: str) -> Any:
 
 
 def moments(x: torch.Tensor) -> MomentsFound:
-    """Return the moments of a float32 tensor, one row on its device, without host synchronization. The median is NaN."""
+    """Return the moments of a float32 tensor as one row on its device, without host synchronization. The median is NaN."""
     kernel = _kernel_on(x.device, "float32")
     found: MomentsFound = (kernel.moments if kernel else moments_of_float32)(x)
     return found
@@ -151,15 +151,14 @@ def quantization_sums(
     fmt: FloatFormat,
     counted: Histogram | None = None,
 ) -> SumsFound:
-    """Return an operand's sums from its values, one row on the device of `x`, without host synchronization.
+    """Return an operand's quantization sums as one row on the device of `x`, without host synchronization.
 
     Args:
         x: [..., features], any floating dtype.
         scale: float32 scalar, or the rule that chooses the scales of blocks.
         role: role of the operand, which blocks depend on.
         fmt: format of the codes.
-        counted: the histogram of `x`, if there is one. Kernels of block sums need a histogram, so they may have to count
-        `x`.
+        counted: the histogram of `x`, or None. If a kernel needs the histogram and it is None, we count `x` here.
     """
     if isinstance(scale, BlockRule):
         kernel: BlockKernel = _block_kernel(x, scale, role)
@@ -186,7 +185,7 @@ class CastRule(NamedTuple):
         """Return the scale of a tensor as a float32 scalar, without host synchronization. Return a block rule unchanged.
 
         Args:
-            found: moments of `x` with the largest finite magnitude, if they are known.
+            found: moments of `x`, if they are known. They contain the largest finite magnitude.
         """
         if not isinstance(self.scale, CurrentScaling):
             return self.scale
@@ -200,15 +199,15 @@ class MeasurementRequest(NamedTuple):
 
     role: str
     cast: CastRule
-    #: values of the codes if the engine stores codes; None if each step casts anew
+    #: values of the codes if the engine stores codes; None if each step casts the tensor again
     decoded: Decoded | None
-    #: recipes to try, and whether to measure float32 values under recipes whose scale follows the tensor
+    #: what-if recipes; `tries_current`: whether to measure float32 values under what-if recipes with current scaling
     what_if: Sequence[Recipe]
     tries_current: bool
-    #: cast of the further copy for another product, or None if this copy is not measured
+    #: how the copy for another product is cast, or None if this copy is not measured
     copy: CastRule | None
     counts_block_scales: bool
-    #: whether the tensor's histogram is added to those of other calls, after it was measured alone
+    #: whether the histogram of this call is later added to the histograms of other calls of the tensor
     joins_rest: bool
 
 
@@ -216,7 +215,7 @@ class MeasurementRequest(NamedTuple):
 class ValueStats:
     """Measurements of a tensor in addition to its histogram.
 
-    A field is None if not requested, or if the histogram suffices.
+    A field is None if its measurement was not requested, or if the histogram suffices for it.
     """
 
     moments: MomentsFound | None = None
@@ -224,9 +223,9 @@ class ValueStats:
     #: for a tensor whose histogram is added to others: its scale, and the sums of its own histogram under that scale
     scale: torch.Tensor | BlockRule | None = None
     sums_of_counts: QuantizationSums | None = None
-    #: int64 [257]
+    #: how often each block scale occurs, int64 [257]
     block_scales: torch.Tensor | None = None
-    #: by name of the recipe
+    #: sums under each what-if recipe, by the recipe's name
     what_if: dict[str, SumsFound] = field(default_factory=dict)
     copy: SumsFound | None = None
 
@@ -236,7 +235,7 @@ def measure_values(x: torch.Tensor, counted: Histogram, asked: MeasurementReques
 
     Args:
         x: [..., features], bfloat16, float16 or float32.
-        counted: its histogram.
+        counted: the histogram of `x`.
     """
     found, cast, is_float32 = ValueStats(), asked.cast, x.dtype not in DTYPES
     rule = cast.scale if asked.decoded is None and isinstance(cast.scale, BlockRule) else None
@@ -289,7 +288,8 @@ def _block_kernel(x: torch.Tensor, rule: BlockRule, role: str) -> BlockKernel:
 
 
 def quantize_dequantize(x: torch.Tensor, scale: torch.Tensor, fmt: FloatFormat) -> torch.Tensor:
-    """Return the result of `tensor_scaling.quantize_dequantize`, bit by bit. On a CPU, read `x` once if it has no gaps.
+    """Return exactly the result of `tensor_scaling.quantize_dequantize`. On a CPU, read `x` only once if its memory has no
+    gaps.
 
     Args:
         x: any shape and floating dtype.
@@ -301,7 +301,7 @@ def quantize_dequantize(x: torch.Tensor, scale: torch.Tensor, fmt: FloatFormat) 
 
 
 def amax(x: torch.Tensor) -> torch.Tensor:
-    """Return the result of `numerics.metrics.compute_amax`. On a CPU, read `x` once if it has no gaps."""
+    """Return the result of `numerics.metrics.compute_amax`. On a CPU, read `x` only once if its memory has no gaps."""
     return quantize.amax(x, torch.get_num_threads()) if _has_cpu_loop(x) else compute_amax(x)
 
 
@@ -317,7 +317,7 @@ def _has_cpu_loop(x: torch.Tensor) -> bool:
 
 
 def _in_order_of_memory(x: torch.Tensor) -> torch.Tensor:
-    """Return `x` with axes in order of their strides. It is contiguous if `x` is transposed without gaps."""
+    """Return `x` with its axes in order of their strides. If the memory of `x` has no gaps, the result is contiguous."""
     return x.permute(sorted(range(x.dim()), key=lambda axis: x.stride(axis), reverse=True))
 
 

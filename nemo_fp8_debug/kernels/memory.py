@@ -15,7 +15,7 @@ from ..numerics.histogram import BINS
 #: number of histograms that are cleared at once (8 MiB)
 AT_ONCE = 32
 
-#: empty histograms by device and stream: the stream that cleared them must count into them
+#: empty histograms by device and stream. Only the stream that cleared a histogram may count into it
 _empty: dict[tuple[torch.device, int], list[torch.Tensor]] = defaultdict(list)
 #: returns the handle of torch's current stream, in a tenth of the time that torch takes to make a stream object
 _raw: Callable[[int], int] | None = getattr(torch._C, "_cuda_getCurrentRawStream", None)
@@ -57,7 +57,7 @@ class DeviceMemory:
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
-        """Return the interface for Numba. Torch's own interface lacks bfloat16. If it named a stream, readers would wait."""
+        """The interface for Numba. Torch's own lacks bfloat16. We name no stream, because readers would wait for it."""
         return {
             "version": 3,
             "shape": (self.length,),
@@ -82,7 +82,8 @@ def read_address(x: torch.Tensor) -> int:
 def view_bits(x: torch.Tensor) -> npt.NDArray[Any]:
     """Return the bits of a tensor in CPU memory as unsigned integers, with its shape and strides.
 
-    After `Tensor.numpy()`, the memory can never be resized. But FSDP resizes the memory of a gathered weight to zero.
+    We do not call `Tensor.numpy()`, because afterwards the memory can never be resized. FSDP resizes the memory of a
+    gathered weight to zero.
 
     Raises:
         ValueError: the tensor's memory was freed.
@@ -100,7 +101,7 @@ def current_stream(device: torch.device) -> int:
 
 
 def empty_histogram(device: torch.device) -> torch.Tensor:
-    """Return zeros, int64 [32768], for torch's current stream."""
+    """Return an empty histogram, int64 [32768], for use in torch's current stream."""
     if device.type != "cuda":
         return torch.zeros(BINS, dtype=torch.int64, device=device)
     empty = _empty[device, current_stream(device)]

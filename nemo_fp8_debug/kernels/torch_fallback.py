@@ -9,11 +9,12 @@ from ..numerics.block_scaling import WHOLE_ROW, BlockRule, quantization_sums_in_
 from ..numerics.formats import FloatFormat
 from ..numerics.metrics import QuantizationSums
 
-#: number of values handled at once; limits the indices that torch needs to 64 MiB
+#: number of values handled at once, so that torch's indices take at most 64 MiB
 CHUNK = 1 << 22
-#: number of partial histograms. Neighbors go into different histograms, because additions to one address are sequential
+#: number of partial histograms. Neighboring values go to different histograms, because additions to one address run one
+#: after the other
 LANES = 64
-#: number of values to measure at once in float64, in whole rows: few launches, and at most about 200 MiB of device memory
+#: number of values, in whole rows, to measure at once in float64, with few launches and at most about 200 MiB of memory
 CHUNK_OF_ROWS = 1 << 22
 
 
@@ -22,7 +23,7 @@ def count_patterns(values: torch.Tensor, counts: torch.Tensor) -> None:
 
     Args:
         values: int16 [n], on the device of `counts`.
-        counts: int64 [32768], added to in place.
+        counts: int64 [32768], updated in place.
     """
     lanes = counts.new_zeros(LANES * len(counts))
     first = torch.arange(min(CHUNK, len(values)), device=counts.device) % LANES * len(counts)

@@ -64,7 +64,7 @@ class Place:
 
     @classmethod
     def of(cls, config: Config, recording: Recording) -> Place:
-        """Return the places of this rank."""
+        """Return the folders that this rank would write to."""
         records = [r for r in recording.recorders if isinstance(r, RunRecord)]
         storage = None if config.output is None else Storage.of_run(config.output)
         storage = next((r.storage for r in records if r.storage == storage), storage)
@@ -72,7 +72,7 @@ class Place:
         return cls(str(records[0].storage) if records else None, attempt, storage)
 
     def agreed(self, ranks: Ranks) -> Place:
-        """Return the first rank's places on all ranks, because the ranks' working directories may differ."""
+        """Return the first rank's folders on all ranks, because the ranks' working directories may differ."""
         own = None if self.storage is None else str(self.storage)
         told = ranks.start({"attempt": self.attempt, "output": own})
         other = None if told["output"] is None else Storage.of_run(told["output"])
@@ -92,8 +92,8 @@ def assemble(
     """Make the parts of a monitor.
 
     Args:
-        place: the places of this rank. Only the first rank's places are used.
-        waits: total of the training thread's waiting times.
+        place: the folders of this rank. Only the first rank's folders are used.
+        waits: adds up the training thread's waiting times.
 
     Raises:
         ConfigError: tensors are to be dumped without a folder, or what-if recipes take too much memory.
@@ -147,7 +147,7 @@ def chosen_recorders(own: Iterable[Recorder] | None, config: Config) -> Iterator
 
 
 def _not_written(tags: object, step: int) -> None:
-    """Do nothing, because the caller only asks for the scalars and writes them itself."""
+    """Do nothing, because the caller writes the scalars itself."""
 
 
 def default_recorders(config: Config) -> Iterator[Recorder]:

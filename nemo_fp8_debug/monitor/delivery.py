@@ -24,7 +24,7 @@ from .sampled_step import SampledStep
 
 #: largest number of steps whose scalars may stay on the device between samples
 STEPS_HELD = 1000
-#: seconds after which the scalars are recorded at the latest, which limits the loss if the run is killed
+#: largest number of seconds before we record scalars, so that a killed run loses few of them
 SECONDS_HELD = 15.0
 
 

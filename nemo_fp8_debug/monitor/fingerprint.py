@@ -24,7 +24,7 @@ from ..capture.gemms import Gemm
 from ..capture.scan import ScannedModule
 from ..options.config import Config
 
-#: packages that can explain a difference between two runs by their versions
+#: packages whose versions can explain a difference between two runs
 _PACKAGES = (
     "nemo-fp8-debug",
     "torch",
@@ -105,7 +105,7 @@ _HOST_OPTIONS = (
     "expert_model_parallel_size",
     "sequence_parallel",
 )
-#: prefix of further options about precision, because their names differ between releases
+#: prefix of further options about precision. Their full names differ between releases
 _HOST_PREFIX = "fp4"
 #: prefix of environment variables about precision
 _ENVIRONMENT = "NVTE_"
@@ -189,7 +189,7 @@ def _driver() -> str | None:
 
 
 def _options(scanned: Sequence[ScannedModule], names: Sequence[str], prefix: str | None = None) -> dict[str, Any]:
-    """Return these options of Megatron modules' configurations. Modules of other frameworks have no such configuration.
+    """Return these options from the configurations of Megatron modules. Other frameworks have no such configurations.
 
     Args:
         prefix: prefix of further options to return.

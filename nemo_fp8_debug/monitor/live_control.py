@@ -36,10 +36,10 @@ class LiveControl:
     ) -> None:
         """
         Args:
-            storage: folder of the run record. None: there is no control file.
+            storage: folder of the run record, or None if there is no control file.
             check: function that raises ConfigError if this run cannot apply a control file.
             say: a function that prints a line.
-            waits: total of the training thread's waiting times.
+            waits: adds up the training thread's waiting times.
         """
         self._schedule, self._triggers, self._ranks = schedule, triggers, ranks
         self._storage, self._check, self._say = storage if ranks.writes else None, check, say
@@ -55,12 +55,12 @@ class LiveControl:
 
     @property
     def state(self) -> dict[str, Any]:
-        """Return the state of the control file that the status file reports."""
+        """The state of the control file, as the status file reports it."""
         return self._status.control
 
     @property
     def ended_before(self) -> bool:
-        """Return whether an earlier attempt recorded that the run ended."""
+        """True if an earlier attempt recorded that the run ended."""
         return self._status.ended
 
     def read(self) -> None:
@@ -118,7 +118,7 @@ class LiveControl:
         self._hear(word, step)
 
     def end_sample(self, step: int) -> bool:
-        """Call after a sampled step. Return whether all ranks have received the first rank's order, even if it was late."""
+        """Call after a sampled step. Return whether the first rank's order has arrived, even if late."""
         if not self.heard:
             self.heard = True
             try:
@@ -151,7 +151,7 @@ class LiveControl:
         self._status.control = {"obeyed": str(control), "step": step, **file.identity}
         if control.steps is not None:
             self._status.control["last_step"] = step + control.steps - 1
-        self._say(f"from step {step} on {NAME} holds: {control.in_words()}")
+        self._say(f"from step {step} on, {NAME} applies: {control.in_words()}")
         return control.plain
 
     def _ignore(self, file: ControlFile, step: int) -> None:
@@ -175,7 +175,7 @@ class LiveControl:
         """Write the state of the control file and of dumps to the status file, in the background.
 
         Args:
-            step: the sampled step, or None if there is no later one.
+            step: the sampled step, or None if no step was sampled since the last report.
             ended: whether the run is over.
         """
         if self._storage:

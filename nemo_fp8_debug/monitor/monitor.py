@@ -33,8 +33,9 @@ _LARGEST = 10**18 - 1
 
 
 class StepOrder:
-    """Checks the order of a loop's calls. After a mistake, we drop the step's sample and warn once for each kind. We never
-    raise.
+    """Checks the order of a loop's calls.
+
+    After a mistake, we drop the step's sample, and warn once for each kind of mistake. We never raise an error.
     """
 
     def __init__(self, warn: Callable[[str, str], None]) -> None:
@@ -168,7 +169,7 @@ class Monitor:
         Args:
             model: the model, or a list of its chunks under a virtual pipeline.
             output: folder of the run record and TensorBoard events, a path or any fsspec address. None requires `recorders`.
-            recorders: objects that receive the samples. None: a run record, TensorBoard events and a table.
+            recorders: objects that receive the samples. By default, a run record, TensorBoard events and a table.
             options: fields of `Config`, such as `interval=100`.
 
         Raises:
@@ -253,11 +254,11 @@ class Monitor:
         """Call before the forward pass, on all ranks. If `step` is sampled, hooks are installed.
 
         Args:
-            step: a whole number, at least 0 and greater than the previous step's. A step with another number is not sampled,
-                and the first such step gets a warning.
+            step: a whole number, at least 0 and greater than the previous step's number. If the number is invalid, the step
+                is not sampled, and the first such step gets a warning.
         """
         if self.closed:
-            self._errors.warn("the monitor is closed, and the steps after that are not recorded", kind="closed")
+            self._errors.warn("the monitor is closed, so later steps are not recorded", kind="closed")
             return
         number = self._order.begin(step)
         self._drop_sample()
@@ -279,7 +280,7 @@ class Monitor:
 
         Args:
             first: the first step.
-            last: the last step, itself included.
+            last: the last step (included).
         """
         self._order.expect(first, last, self.config)
 
@@ -328,7 +329,7 @@ class Monitor:
 
         Args:
             loss: a scalar tensor with gradient. Anything else is ignored.
-            tokens: the number of tokens if `loss` is a sum over tokens, but training uses the mean.
+            tokens: the number of tokens, if `loss` is a sum over tokens but training minimizes their mean.
         """
         if self._sampled:
             self._sampled.show_loss(loss, tokens)
@@ -383,7 +384,7 @@ class Monitor:
         """Record the losses of an evaluation. `nemo-fp8-debug gate` checks these losses too.
 
         Args:
-            step: the training step before the evaluation, or None for the last one.
+            step: the training step before the evaluation, or None for the last step.
             losses: numbers or scalar tensors, by name, which are read in the background.
         """
         if not self.closed and not self._idle and self._ranks.writes:
@@ -442,7 +443,7 @@ def _note_folder(folder: str | None, monitor: Monitor, warn: Callable[[str], obj
     earlier = _of_folder.get(folder)
     _of_folder[folder] = monitor
     if earlier is not None and not earlier.closed:
-        warn(f"another monitor of this process records to {folder} too, as another attempt; close that one")
+        warn(f"another monitor of this process records to {folder} too, as another attempt; close that monitor")
 
 
 def _close_at_exit(monitor: Monitor, keep: bool) -> Callable[[], object]:

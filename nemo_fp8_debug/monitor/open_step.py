@@ -92,20 +92,20 @@ class OpenStep:
     #: names of GEMMs that are measured or dumped
     chosen: Collection[str]
     dumped: Collection[str]
-    #: modules of the model at this step, and ids of those inside torch.compile
+    #: modules of the model at this step, and ids of the modules inside torch.compile
     scanned: Sequence[ScannedModule]
     compiled: Collection[int]
     dispatcher: Dispatcher
-    #: function that reports an error because of which an operand is missing
+    #: function that reports the error because of which an operand is missing
     lose: Fault
     gradients: WeightGradients
     #: tensors that this rank measures
     operands: dict[Key, Operand] = field(default_factory=dict)
-    #: functions that receive the operands, by GEMM
+    #: objects that receive the operands, by GEMM and role
     sinks: dict[Key, OperandSink] = field(default_factory=dict)
     #: operands of GEMMs, by name and role; other ranks may measure some of them
     seen: dict[str, dict[str, Operand]] = field(default_factory=dict)
-    #: other functions that receive operands: one for each GEMM, and one for all GEMMs
+    #: other objects that receive operands: one for each GEMM, and one for all GEMMs
     products: dict[str, ProductSink] = field(default_factory=dict)
     copies: CopySink | None = None
     #: observers by feature
@@ -113,7 +113,7 @@ class OpenStep:
 
     @property
     def guard(self) -> Callable[[str], AbstractContextManager[None]]:
-        """A context that keeps exceptions out of the training loop. Its argument describes the guarded action."""
+        """Returns a context that keeps exceptions out of the training loop. The argument describes the guarded action."""
         return self.watched.errors.guard
 
 
@@ -139,7 +139,7 @@ def compiled_parts(compiled: Sequence[Gemm], config: Config, group: ShardGroup) 
 
 
 def copied_elsewhere(gemm: Gemm, role: str) -> bool | None:
-    """Return whether another rank measures the operand. None: the first rank that has the operand measures it."""
+    """Return whether another rank measures the operand, or None if the first rank that has the operand measures it."""
     stored = gemm.backend.stored(gemm.module, gemm.part) if role == "weight" else None
     if stored is not None and getattr(stored.parameter, "main_param_sharded", False):
         return is_duplicate_master(gemm.module)

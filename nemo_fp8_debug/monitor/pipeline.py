@@ -45,7 +45,7 @@ class CapturedStep:
     what_if: Sequence[Recipe]
     #: whether a layer of this name is measured, on any rank
     chosen: Callable[[str], bool]
-    #: scalars of this step and of the steps since the last sample, as far as this rank has them
+    #: function that reads this rank's scalars of this step and of the steps since the last sample
     steps: Callable[[], Steps]
     #: function that copies collected statistics to the host
     device_to_host: DeviceToHostCopy
@@ -303,5 +303,5 @@ def find_shard_group(ranks: Ranks, kinds: Mapping[str, str], errors: ErrorGuard)
         if errors.raises:
             raise
         if ranks.set_if_absent("over", -1):
-            errors.warn(f"the ranks cannot be connected, and operands are not looked at: {error}")
+            errors.warn(f"the ranks cannot be connected, so operands are not observed: {error}")
         return ShardGroup.make_single_rank(ranks.rank, kinds), True

@@ -37,9 +37,9 @@ class Recording:
     ) -> None:
         """
         Args:
-            recorders: recorders, opened in order. If one raises an error, later recorders make no files.
-            errors: a context that keeps errors out of the training loop. Its argument describes the guarded action.
-            waits: total of the training thread's waiting times.
+            recorders: recorders, opened in order. If a recorder raises an error, later recorders make no files.
+            errors: returns a context that keeps errors out of the training loop. The argument describes the guarded action.
+            waits: adds up the training thread's waiting times.
 
         Raises:
             ConfigError: a recorder cannot write to its folder.

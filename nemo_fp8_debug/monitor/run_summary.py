@@ -39,7 +39,7 @@ class Summary:
     def open(self) -> None:
         """Print the first line."""
         if record := self._record:
-            attempt = f" (attempt {record.attempt}: those before it are kept)" if record.attempt else ""
+            attempt = f" (attempt {record.attempt}: earlier attempts are kept)" if record.attempt else ""
             self._show(f"recording {self._gemms} GEMMs, {self._config.turns()}, to {record.storage}{attempt}")
             if text := describe_unobserved(self._coverage):
                 self._show(text)

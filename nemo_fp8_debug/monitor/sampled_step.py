@@ -30,7 +30,7 @@ from .pipeline import CapturedStep, Steps
 from .schedule import Schedule
 
 _MULTIPLIER = "while measuring the factor of dY"
-#: most operands that a warning names
+#: largest number of operands that a warning names
 _NAMED = 4
 
 
@@ -40,7 +40,7 @@ class SampledStep:
     def __init__(self, step: int, watched: RunContext, schedule: Schedule) -> None:
         """
         Args:
-            schedule: its options apply once all ranks have agreed on them.
+            schedule: the run's schedule. We read its options once all ranks have agreed on them.
         """
         self.step = step
         self._watched = watched
@@ -222,7 +222,7 @@ def _warn_of_unknown_cast(errors: ErrorGuard, layer: str, role: str, error: Exce
     """Warn about an operand if the engine's cast is unknown."""
     reason = f"{error}. It is measured as if it were not quantized, with scale_source 'unknown'"
     what = f"{SHOWN_AS[role]} of {layer}"
-    errors.warn(f"how the engine casts {what} is unknown: {reason}, and so are others like it", kind=str(error))
+    errors.warn(f"how the engine casts {what} is unknown: {reason}, and so are similar operands", kind=str(error))
 
 
 def _warn_of_unread_cast(errors: ErrorGuard, layer: str, role: str, error: Exception) -> None:

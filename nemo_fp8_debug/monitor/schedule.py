@@ -31,7 +31,7 @@ class Window:
     """Consecutive steps that are all sampled, in addition to the interval."""
 
     first: int
-    #: the last step, itself included
+    #: the last step (included)
     last: int
     why: str
     #: layers to dump, as patterns
@@ -141,7 +141,8 @@ class Triggers:
         return "; ".join(reasons) or None
 
     def _of_step(self, step: int, loss: float | None, lost: str) -> list[str]:
-        """
+        """Return the reasons for sampling that the loss and the gradient norm of a step give.
+
         Args:
             lost: names of the step's values that are NaN or infinite, or an empty string.
         """

@@ -1,1 +1,1 @@
-"""Pure functions of low precision: formats, scaling rules, histograms and the metrics made from them. Internal."""
+"""Pure functions for low-precision numerics: formats, scaling rules, histograms and metrics. Internal."""

@@ -1,6 +1,6 @@
-"""Split the error of an Adam or AdamW step into errors of the gradient, of the stored moments, and of adding the step.
+"""Split the error of an Adam or AdamW step into errors from the gradient, the stored moments, and the final addition.
 
-All computations are float64, on a sample of a weight's values.
+All computations are in float64 and use a sample of a weight's values.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-#: sums of a step, in the order of `update_sums`
+#: names of the sums that `update_sums` returns, in order
 UPDATE_SUMS = (
     "n",
     "error2",
@@ -21,7 +21,7 @@ UPDATE_SUMS = (
     "parts",
     "parts_with_gradient",
 )
-#: largest relative difference between a gradient and a multiple of its product, somewhat above BF16 rounding
+#: largest relative difference between a gradient and a multiple of the product dW, somewhat above BF16 rounding errors
 _FITS = 2.0**-6
 #: largest relative difference of a moment, or of a float32 weight's change, from Adam's formula
 _IS_ADAM = 0.5
@@ -44,7 +44,7 @@ class Adam:
     decay: float
     #: whether weight decay is separate from the gradient, as in AdamW
     decoupled: bool
-    #: number of the step, from 1; None if there is no correction for moments that start at zero
+    #: number of the step, starting at 1; None if the optimizer does not correct the bias of moments that start at zero
     step: float | torch.Tensor | None
 
     def moments(
@@ -56,7 +56,7 @@ class Adam:
         return one * first + (1 - one) * gradient, two * second + (1 - two) * gradient.square()
 
     def change(self, first: torch.Tensor, second: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """Compute the weight's change in a step from the moments after the step."""
+        """Return the weight's change in a step, computed from the moments after the step."""
         corrections = (1.0, 1.0) if self.step is None else tuple(1 - beta**self.step for beta in self.betas)
         of_moments = first / corrections[0] / ((second / corrections[1]).sqrt() + self.eps)
         return -self.rate * (of_moments + self.decay * weight if self.decoupled else of_moments)
@@ -79,7 +79,7 @@ def update_sums(
     products: tuple[torch.Tensor, torch.Tensor] | None,
     adds_exactly: bool,
 ) -> torch.Tensor:
-    """Return sums over values, float64 in the order of `UPDATE_SUMS`. Sums of a weight's parts add up.
+    """Return sums over values, float64 in the order of `UPDATE_SUMS`. The sums of a weight are the totals over its parts.
 
     All sums are zero if the step does not follow Adam's formula. The step starts from the stored moments. Its error is the
     sum of four errors and of their joint effect. Errors from storing moments in earlier steps are not included.
@@ -88,7 +88,7 @@ def update_sums(
         before: the weight and its moments before the step, as stored.
         after: the weight and its moments after the step, as stored.
         gradient: gradient of the optimizer's step.
-        products: the exact dW of one call and its dW from quantized operands, or None if unknown.
+        products: dW of one call, computed exactly and from quantized operands, or None if unknown.
         adds_exactly: whether the weight is stored in float32. If so, its change must also follow Adam's formula.
     """
     exact = gradient
@@ -117,8 +117,8 @@ def _exact_gradient(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the gradient without its product's quantization error, and 1.0. If that is impossible, return (gradient, 0.0).
 
-    The gradient must be a multiple of the quantized product, or of the exact product if the run does not quantize. A
-    gradient that is also summed over other calls or ranks is no such multiple.
+    The gradient must be a multiple of the quantized product, or of the exact product if the run does not quantize. This is
+    not the case if the gradient is also summed over other calls or ranks.
     """
     fits = []
     for product in (quantized, exact):

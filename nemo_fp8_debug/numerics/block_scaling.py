@@ -4,9 +4,10 @@ We view an operand as a matrix [tokens, features] (W: [out, in]) and cut it into
 edges blocks are smaller, which is equivalent to Transformer Engine's padding with zeros. Rules describe row-wise copies,
 whose blocks run along the last dimension: X and W of the forward GEMM, dY of the GEMM for dX. The other GEMMs take
 column-wise copies, which Transformer Engine quantizes from the same values in blocks of the transposed shape.
-`BlockRule.columnwise` makes these copies under the same rule. For W in square blocks both copies are the same.
+`BlockRule.columnwise` makes these copies under the same rule. For W in square blocks, both copies are the same.
 
-The amax of a block ignores NaN, but not infinity, as in Transformer Engine. So infinity makes its block's scale useless.
+As in Transformer Engine, the amax of a block ignores NaN, but not infinity. So an infinite value makes the scale of its
+block useless.
 """
 
 from __future__ import annotations
@@ -27,13 +28,13 @@ from .histogram import magnitudes_of
 from .metrics import QuantizationSums, exceeds_format, sums_of_values
 from .tensor_scaling import compute_scale, torchao_scale
 
-#: rows and columns of a block
+#: number of rows and number of columns of a block
 Block = tuple[int, int]
 #: width of a block that is a whole row of the matrix
 WHOLE_ROW = sys.maxsize
 #: how many values are processed at once
 CHUNK = 1 << 20
-#: number of codes of scales; the place after them is for blocks of zeros, which need no scale
+#: number of possible codes of a scale; the index after them is for blocks of zeros, which need no scale
 CODES = 256
 EMPTY = CODES
 #: magnitudes of E2M1, ascending
@@ -41,11 +42,11 @@ _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 class BlockScales(NamedTuple):
-    """Scales of the blocks of a matrix, each [blocks of rows, blocks of columns]."""
+    """The scales of a matrix's blocks. Each tensor has one value for each block: [blocks of rows, blocks of columns]."""
 
     #: scales as stored next to the codes: float32 scale_inv (blockwise FP8), uint8 E8M0 codes (MXFP8), E4M3 scales (NVFP4)
     stored: torch.Tensor
-    #: float32 factor before the cast
+    #: float32 factor that values are multiplied by before the cast
     scale: torch.Tensor
     #: float64 factor that turns a code into its value
     scale_inv: torch.Tensor
@@ -55,7 +56,7 @@ class BlockScales(NamedTuple):
 class BlockRule(ABC):
     """How to cut blocks and choose their scales."""
 
-    #: values of `Recipe.fp8_format` that the rule supports, its default first
+    #: values of `Recipe.fp8_format` that the rule supports, with the default first
     formats: ClassVar[tuple[str, ...]]
     #: whether the scales of blocks depend on the amax of the whole tensor
     two_level: ClassVar[bool] = False
@@ -75,15 +76,15 @@ class BlockRule(ABC):
         return True
 
     def columnwise(self, m: torch.Tensor) -> torch.Tensor:
-        """Return the matrix that the column-wise copy is cast from, transposed: its blocks run along the columns of `m`."""
+        """Return the transposed matrix that the column-wise copy is cast from. Its blocks run along the columns of `m`."""
         return m.t()
 
     @abstractmethod
     def block(self, role: str) -> Block:
-        """Return the rows and columns of a block of operand `role`. A block with `WHOLE_ROW` columns is a whole row."""
+        """Return the size (rows, columns) of the blocks of operand `role`. A block of `WHOLE_ROW` columns is a whole row."""
 
     def block_in(self, x: torch.Tensor, role: str) -> Block:
-        """Return the rows and columns of a block of the matrix `x`. No block is wider than a row."""
+        """Return the size (rows, columns) of the blocks of the matrix `x`. No block is wider than a row."""
         high, wide = self.block(role)
         return high, min(wide, x.shape[1])
 
@@ -102,7 +103,7 @@ class BlockRule(ABC):
         """Return the scales of the blocks of a matrix.
 
         Args:
-            x: [rows, columns], consecutive rows of a tensor that cut no block.
+            x: [rows, columns], consecutive rows of a tensor that do not split any block.
             whole: float32 scalar, amax of the whole tensor, or None if `x` is the whole tensor.
             fmt: format of the codes.
         """
@@ -110,7 +111,7 @@ class BlockRule(ABC):
         return self.scales(amax, amax.amax() if whole is None else whole, fmt, x.dtype)
 
     def quantize(self, x: torch.Tensor, role: str, fmt: FloatFormat) -> BlockQuantized:
-        """Return codes and scales of `x`: [..., features], not empty, any floating dtype."""
+        """Return the codes and scales of `x`, a non-empty tensor [..., features] of any floating dtype."""
         rows = view_as_matrix(x)
         block = self.block_in(rows, role)
         scales = self.scales_in(rows, block, None, fmt)
@@ -135,7 +136,7 @@ class BlockQuantized:
 
 @dataclass(frozen=True)
 class Float8BlockScaling(BlockRule):
-    """Transformer Engine's `Float8BlockScaling`: 1x128 for X and dY, 128x128 for W by default.
+    """Transformer Engine's `Float8BlockScaling`. By default, blocks of X and dY are 1x128, and blocks of W are 128x128.
 
     Source: `transpose/quantize_transpose_{vector,square}_blockwise.cu` and `recipe/recipe_common.cuh`, since release 2.3.
     """
@@ -159,24 +160,23 @@ class Float8BlockScaling(BlockRule):
         return (128, 128) if square else (1, 128)
 
     def scales(self, amax: torch.Tensor, whole: torch.Tensor, fmt: FloatFormat, dtype: torch.dtype) -> BlockScales:
-        """Return format limit / amax, in float32. Metrics use the exact inverse, as for per-tensor scales."""
+        """Return the scales format limit / amax, in float32. Metrics use the exact inverse, as for per-tensor scales."""
         scale = compute_scale(amax, fmt.max, self.epsilon, self.power_of_two, torch.finfo(dtype).max)
         return BlockScales(scale.reciprocal(), scale, 1 / scale.double())
 
 
 @dataclass(frozen=True)
 class MXFP8Scaling(BlockRule):
-    """Transformer Engine's `MXFP8BlockScaling`: 1x32. Scales are powers of two in E8M0, rounded up, so nothing overflows.
+    """Transformer Engine's `MXFP8BlockScaling`. Blocks are 1x32, and with `enable_2d_quantization` blocks of W are 32x32.
 
-    With `enable_2d_quantization` blocks of W are 32x32.
-
-    OCP MX itself uses floor(log2(amax)) - floor(log2(limit)), so that scaled values above the limit saturate.
+    scale_inv is a power of two in E8M0. It is rounded up, so that no value overflows. The OCP MX specification uses the
+    exponent floor(log2(amax)) - floor(log2(limit)) instead, so scaled values above the limit saturate.
     Source: `cast/mxfp8/quantize_mxfp8.cuh`.
     """
 
-    #: blocks of W are 32x32
+    #: whether blocks of W are 32x32
     square_weights: bool = False
-    #: compute exponents as torchao does without its kernels, by `mxfp8_scales_by_logarithm`
+    #: whether `mxfp8_scales_by_logarithm` computes the scales, as in torchao without its kernels
     by_logarithm: bool = False
 
     formats: ClassVar[tuple[str, ...]] = ("e4m3", "hybrid")
@@ -186,7 +186,7 @@ class MXFP8Scaling(BlockRule):
         return (32, 32) if self.square_weights and role == "weight" else (1, 32)
 
     def scales(self, amax: torch.Tensor, whole: torch.Tensor, fmt: FloatFormat, dtype: torch.dtype) -> BlockScales:
-        """Return scales whose scale_inv is the power of two at or above amax / limit, a float32 product with 1 / limit."""
+        """Return the scales. Each scale_inv is the smallest power of two that is at least amax * (1 / limit) in float32."""
         if self.by_logarithm:
             return mxfp8_scales_by_logarithm(amax, fmt)
         reciprocal = torch.full((), fmt.max, dtype=torch.float32, device=amax.device).reciprocal()
@@ -226,7 +226,7 @@ class RowwiseScaling(BlockRule):
         return (1, WHOLE_ROW)
 
     def scales(self, amax: torch.Tensor, whole: torch.Tensor, fmt: FloatFormat, dtype: torch.dtype) -> BlockScales:
-        """Return format limit / amax, in float64, rounded to float32."""
+        """Return the scales format limit / amax, computed in float64 and rounded to float32."""
         scale = torchao_scale(amax, fmt.max, self.power_of_two)
         return BlockScales(scale, scale, torch.where(scale > 0, 1 / scale.double(), 0.0))
 
@@ -240,7 +240,7 @@ def compute_block_scales(
         whole: float32 scalar, amax of the whole tensor. Only a two-level rule uses it.
         fmt: format of the codes.
         dtype: dtype of the tensor before the cast, torch.bfloat16 or torch.float16.
-        bins: which of the 32,768 magnitudes can be an amax.
+        bins: which of the 32,768 magnitudes can be an amax. Only a two-level rule uses this argument.
     """
     if rule.two_level:
         return rule.scales(magnitudes_of(dtype, whole.device)[bins], whole, fmt, dtype)
@@ -254,7 +254,7 @@ def _one_level_scales(rule: BlockRule, fmt: FloatFormat, dtype: torch.dtype, dev
 
 
 def view_as_matrix(x: torch.Tensor) -> torch.Tensor:
-    """Return [..., features] as [tokens, features]. Copies only if the strides require it."""
+    """Return a tensor [..., features] as [tokens, features]. Copy its values only if the strides require a copy."""
     return x.detach().reshape(-1, x.shape[-1] if x.dim() else 1)
 
 
@@ -283,10 +283,10 @@ def block_amax(x: torch.Tensor, block: Block) -> torch.Tensor:
 def block_sums(
     x: torch.Tensor, scales: BlockScales, block: Block, fmt: FloatFormat, by_chance: bool = False
 ) -> QuantizationSums:
-    """Return the sums of a matrix under its block scales, over finite values: one row, on the device of `x`.
+    """Return the sums of a matrix's finite values under its block scales, as one row on the device of `x`.
 
     Args:
-        by_chance: whether E2M1 codes are rounded stochastically. The sums are then expected values.
+        by_chance: whether E2M1 codes are rounded stochastically. If so, the sums are expected values.
     """
     values = pad_to_tiles(x.float(), block)
     kept = torch.where(values.isfinite(), values, 0.0)  # zero adds nothing to any sum
@@ -300,7 +300,7 @@ def block_sums(
 def quantization_sums_in_blocks(
     x: torch.Tensor, rule: BlockRule, role: str, fmt: FloatFormat, chunk: int = CHUNK
 ) -> QuantizationSums:
-    """Return the sums of operand `role` under a block rule: one row, on the device of `x`, without host synchronization.
+    """Return the sums of operand `role` under a block rule, as one row on the device of `x`, without host synchronization.
 
     Args:
         x: [..., features], any floating dtype.
@@ -320,14 +320,14 @@ def quantization_sums_in_blocks(
 
 
 def expected_sums(x: torch.Tensor, scaled: torch.Tensor, scale_inv: torch.Tensor, fmt: FloatFormat) -> QuantizationSums:
-    """Return the expected values of the sums (one row), with rounded counts. Their spread is not reported.
+    """Return the expected values of the sums under stochastic rounding, as one row. Counts are rounded to integers.
 
-    A value between two neighboring codes, at a share p of the way from the lower to the upper, is rounded up with
-    probability p. So the mean of its codes is the value itself. Values beyond the range saturate.
+    Take a value between two neighboring codes, at a fraction p of the way from the lower to the upper code. It is rounded up
+    with probability p, so the mean of its codes is the value itself. Values beyond the range saturate.
 
     Args:
         x: finite values, float32.
-        scaled: the same values as they are cast, float32.
+        scaled: the same values multiplied by their scales, float32.
         scale_inv: float64 factor that turns a code into its value, of a shape that broadcasts with `x`.
         fmt: E2M1, the only format that Transformer Engine rounds stochastically.
     """
@@ -360,8 +360,8 @@ def count_block_scales(x: torch.Tensor, rule: BlockRule, role: str, fmt: FloatFo
         fmt: format of the codes.
 
     Returns:
-        int64 [257] on the device of `x`, by stored code: the byte of an E8M0 or E4M3 scale, or the exponent's byte of a
-        float32 scale_inv. The last place counts blocks of zeros.
+        Counts, int64 [257] on the device of `x`. The index is the stored code: the byte of an E8M0 or E4M3 scale, or the
+        exponent byte of a float32 scale_inv. The last entry counts blocks of zeros.
     """
     rows = view_as_matrix(x) if x.numel() else x.new_zeros(0, 1)
     counts = torch.zeros(CODES + 1, dtype=torch.int64, device=x.device)

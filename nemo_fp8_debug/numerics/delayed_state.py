@@ -1,4 +1,4 @@
-"""Scales that follow the steps of a run: the state of delayed scaling."""
+"""The state of delayed scaling: amax histories, and the scales computed from them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .formats import FloatFormat
 from .recipe import Recipe
 from .tensor_scaling import CurrentScaling, DelayedScaling, Unscaled, scales_of
 
-#: largest memory of the histories of all recipes, in bytes
+#: how much memory the histories of all recipes may take, in bytes
 MOST_BYTES = 256 << 20
 
 
@@ -65,7 +65,7 @@ class DelayedState:
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Restore the operands that are in the saved state. Other operands start with an empty history.
 
-        If the state was saved under another recipe, take its newest amaxes, and compute this recipe's scales from them.
+        If the state was saved under another recipe, we take the newest saved amaxes and compute this recipe's scales.
         """
         if not isinstance(self._scaling, DelayedScaling):
             return
@@ -85,7 +85,7 @@ class DelayedState:
 
 
 class EmulatedScales:
-    """The scales that a recipe would give operands from sample to sample, computed from their amax alone."""
+    """The scales that a recipe would choose at each sample, computed only from the amax of each operand."""
 
     def __init__(self, recipe: Recipe, keys: Sequence[Key]) -> None:
         self.recipe = recipe

@@ -1,7 +1,7 @@
 """Combine the experts of a layer: for each GEMM and role, add up the sums of all experts.
 
-Each expert's sums use its own scale. So the metrics of an aggregate equal the metrics of a single tensor made of all
-experts' values, if each value is cast as its expert cast it.
+The sums of each expert use that expert's scale. So an aggregate has the metrics of a single tensor that contains the values
+of all experts, if each value is cast with the scale of its expert.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .metrics import QuantizationSums
 class ExpertAggregates:
     """The rows of each aggregate's experts among the rows of all operands.
 
-    Rows of aggregates come after the operands, in order.
+    The rows of the aggregates themselves come after the rows of all operands, in the order of `members`.
     """
 
     def __init__(self, members: Mapping[Key, Sequence[int]], n: int) -> None:
@@ -42,15 +42,15 @@ class ExpertAggregates:
     def append_to(
         self, chosen: Iterable[int], sums: QuantizationSums, scale: torch.Tensor, amax: torch.Tensor
     ) -> tuple[list[int], QuantizationSums, torch.Tensor]:
-        """Return rows of operands, followed by rows of each aggregate whose experts were all chosen.
+        """Return row numbers, sums and scales of the chosen operands, then of each aggregate whose experts were all chosen.
 
         An aggregate's scale is the smallest of its experts' scales, ignoring experts with only zeros.
 
         Args:
             chosen: rows of operands.
             sums: sums of each of these rows, under its own scale.
-            scale: float32 [C].
-            amax: float32 [B], of all operands.
+            scale: float32 [C], scales of these rows.
+            amax: float32 [B], amaxes of all operands.
         """
         rows = list(chosen)
         place = {row: i for i, row in enumerate(rows)}

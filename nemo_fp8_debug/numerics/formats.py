@@ -1,4 +1,4 @@
-"""Number formats, the saturating cast that all metrics and emulation use, and codes that an engine made."""
+"""Number formats, the saturating cast that all metrics and the emulation use, and codes that an engine stores."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _CHUNK = 1 << 20
 
 @dataclass(frozen=True)
 class FloatFormat:
-    """A binary floating-point format and the torch dtype that holds its values."""
+    """A binary floating-point format and the torch dtype that represents its values."""
 
     name: str
     #: torch's dtype of the format, or a wider dtype for E2M1, which torch lacks; its cast rounds to nearest, ties to even
@@ -26,7 +26,7 @@ class FloatFormat:
     min_normal: float
     #: smallest non-zero magnitude; values up to half of this magnitude round to zero
     min_subnormal: float
-    #: width of one value
+    #: number of bits of one value
     bits: int
 
 
@@ -62,7 +62,7 @@ def decode_codes(codes: torch.Tensor, fmt: FloatFormat) -> torch.Tensor:
     """Return the values of a format's codes.
 
     Args:
-        codes: any shape, as `saturating_cast` makes them.
+        codes: any shape, in the dtype that `saturating_cast` returns.
 
     Returns:
         A float32 tensor of the same shape and strides.
@@ -84,8 +84,8 @@ def _nearest_e2m1(x: torch.Tensor) -> torch.Tensor:
 def round_up_to_e8m0(x: torch.Tensor) -> torch.Tensor:
     """Return the E8M0 code of the smallest power of two that is at least `x`: 2^(code - 127), code 255 for NaN.
 
-    This is PTX's `cvt.rp.satfinite.ue8m0x2.f32`, which Transformer Engine uses. OCP MX itself rounds down (Microscaling
-    Formats Specification 1.0, section 6.3), which lets the largest value of a block overflow.
+    PTX's instruction `cvt.rp.satfinite.ue8m0x2.f32`, which Transformer Engine uses, does the same. The OCP MX specification
+    itself rounds down (Microscaling Formats Specification 1.0, section 6.3), so the largest value of a block may overflow.
 
     Args:
         x: any shape, float32, not negative.
@@ -109,19 +109,19 @@ def decode_e8m0(code: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Decoded:
-    """The values of codes that an engine has made."""
+    """The values of the codes that an engine stores."""
 
     #: values, float32
     values: torch.Tensor
-    #: bool, whether a code is the format's largest
+    #: bool, whether each code is the format's largest
     at_limit: torch.Tensor
     #: format of the codes; None if they are stored as values
     format: FloatFormat | None = None
-    #: returns the factor of the codes, a scalar or in the shape of `values`
+    #: returns the factor that turns codes into values, a scalar or in the shape of `values`
     scale_inv: Callable[[], torch.Tensor] | None = None
 
     def part(self, start: int, n: int) -> Decoded:
-        """Return `n` values from index `start` on, in one dimension."""
+        """Return the `n` values from index `start` on, flattened to one dimension."""
         made, values, at_limit = self.scale_inv, self.values.reshape(-1), self.at_limit.reshape(-1)
 
         def scale_inv() -> torch.Tensor:
@@ -134,13 +134,13 @@ class Decoded:
 
 
 def is_representable(stored: Decoded, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return whether each code is nearest to its value under the stored scale, as a bool scalar on the device of `x`.
+    """Return whether each code is the nearest to its value under the stored scale, as a bool scalar on the device of `x`.
 
-    A cast may first round a value to the weight's dtype without codes, and then round the result to a code.
+    A cast may also round a value to `dtype` first, and then round the result to a code.
 
     Args:
         x: float32, with as many values as there are codes.
-        dtype: dtype of the weight without codes.
+        dtype: dtype that the weight would have without codes.
 
     Example:
         >>> from nemo_fp8_debug.numerics.formats import E4M3

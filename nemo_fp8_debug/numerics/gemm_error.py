@@ -1,6 +1,6 @@
-"""Compute the error that quantized operands cause in the three products of a GEMM, from a part of each output.
+"""Compute the error that quantized operands cause in the three products of a linear layer, from a part of each output.
 
-Each product is A B^T, a sum along one dimension of the operands. So a few whole rows of A and of B give a block of
+Each product is A B^T, a sum along one dimension of the operands. So a few whole rows of A and of B determine a block of
 the output exactly:
 
 | product | A | B | summed over |
@@ -9,7 +9,8 @@ the output exactly:
 | dgrad, dX = dY W | rows of dY | columns of W | output features |
 | wgrad, dW = dY^T X | columns of dY | columns of X | tokens |
 
-Blocks of a block recipe run along the summed dimension, because Transformer Engine quantizes an operand for each product.
+Under a block recipe, blocks run along the summed dimension, because Transformer Engine quantizes an operand separately for
+each product.
 """
 
 from __future__ import annotations
@@ -36,9 +37,9 @@ PRODUCTS: dict[str, tuple[Side, Side]] = {
 SUMS = ("n", "error2", "first_error2", "second_error2", "output2")
 
 _GOLDEN = (5**0.5 - 1) / 2
-#: for rows and for columns: a prime p, and a multiplier near its golden section. With samples d steps apart, p samples reach
-#: all places of a part that has at most p / 2 places, unless p divides d. Rows and columns have different primes, so that
-#: each row is sampled together with each column
+#: for rows and for columns: a prime p, and a multiplier near 0.618 p (the golden ratio). If we sample every d steps, p
+#: samples reach all places of a part with at most p / 2 places, unless p divides d. Rows and columns have different primes,
+#: so that each row is sampled together with each column
 _DIGITS = ((59, 36), (53, 33))
 
 
@@ -46,7 +47,7 @@ _DIGITS = ((59, 36), (53, 33))
 class RowSample:
     """Some rows of a matrix, [k, c], each in two forms."""
 
-    #: in the matrix's dtype
+    #: the rows in the matrix's dtype
     values: torch.Tensor
     #: the quantized values that a low-precision GEMM multiplies instead, float32
     quantized: torch.Tensor
@@ -65,7 +66,7 @@ def spread_places(n: int, k: int, device: torch.device, step: int, columns: bool
     Args:
         n: rows or columns of a result.
         step: step of the run.
-        columns: whether the places are columns. Columns follow another sequence of shifts than rows.
+        columns: whether the places are columns. The places of columns shift by other amounts than those of rows.
     """
     parts = min(n, k)
     part = torch.arange(parts, device=device)
@@ -85,7 +86,7 @@ def _phase(step: int, columns: bool) -> float:
 
 
 def take_rows(m: torch.Tensor, at: torch.Tensor, scale: torch.Tensor | BlockRule, role: str, fmt: FloatFormat) -> RowSample:
-    """Copy some rows of a matrix and quantize them as in the whole matrix, without host synchronization.
+    """Return copies of some rows of a matrix, quantized as part of the whole matrix, without host synchronization.
 
     Args:
         m: [n, c], not empty, any floating dtype.
@@ -102,7 +103,7 @@ def take_rows(m: torch.Tensor, at: torch.Tensor, scale: torch.Tensor | BlockRule
 
 
 def compute_product_scale(m: torch.Tensor, rule: CurrentScaling, fmt: FloatFormat) -> torch.Tensor:
-    """Return the scale of a non-empty matrix, float32 scalar. NaN if the matrix has NaN, because a part may not show it."""
+    """Return the scale of a non-empty matrix, a float32 scalar. It is NaN if the matrix has NaN anywhere."""
     low, high = torch.aminmax(m)
     amax = torch.maximum(-low, high).float()
     return torch.where(amax.isnan(), amax, rule.scale(amax, fmt.max))
@@ -127,7 +128,7 @@ def _in_blocks(
 
 @dataclass(frozen=True)
 class Terms:
-    """A B^T from the operands' values, and the errors from their codes, float64 [k, l] each."""
+    """A B^T computed from the operands' values, and the errors that their codes cause, float64 [k, l] each."""
 
     #: the product of the values
     values: torch.Tensor
@@ -154,7 +155,7 @@ class Terms:
 
     @property
     def error(self) -> torch.Tensor:
-        """Return Aq Bq^T - A B^T as a sum of terms. Subtracting the two products would round small errors away."""
+        """The error Aq Bq^T - A B^T as a sum of terms. Subtracting the two products would lose small errors in rounding."""
         return self.first + self.second + self.joint
 
     def sums(self) -> torch.Tensor:

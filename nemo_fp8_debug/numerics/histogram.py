@@ -25,9 +25,9 @@ Occupied = tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]
 
 @dataclass
 class Histogram:
-    """Counts of a tensor's magnitudes. Histograms of the same dtype add up over micro-batches, ranks and steps."""
+    """Counts of a tensor's magnitudes. Histograms of the same dtype can be added up over micro-batches, ranks and steps."""
 
-    #: torch.bfloat16 or torch.float16: what the bit patterns mean
+    #: dtype of the bit patterns, torch.bfloat16 or torch.float16
     dtype: torch.dtype
     #: int64 [32768]; bin p counts the values whose bits are p or p + 0x8000
     counts: torch.Tensor = field(default_factory=lambda: torch.zeros(BINS, dtype=torch.int64))
@@ -36,7 +36,7 @@ class Histogram:
 
     @functools.cached_property
     def occupied(self) -> Occupied:
-        """Occupied bins in ascending order, and their counts. Computed once, so nothing may be counted afterwards."""
+        """The occupied bins in ascending order, and their counts, computed once. Do not count values afterwards."""
         counts = self.counts.cpu().numpy()
         bins = np.flatnonzero(counts != 0)  # the comparison first takes a quarter of the time
         return bins, counts[bins]
@@ -48,7 +48,7 @@ class Histogram:
 
     @property
     def amax(self) -> float:
-        """The largest finite magnitude, or 0 if there is none."""
+        """The largest finite magnitude, or 0 if the histogram has no finite values."""
         bins, _ = self.occupied
         finite = bins[: bins.searchsorted(self.infinity)]
         return float(_of_host(self.dtype)[finite[-1]]) if len(finite) else 0.0
@@ -58,7 +58,7 @@ class Histogram:
 
     @classmethod
     def total(cls, histograms: Sequence[Histogram]) -> Histogram:
-        """Add up histograms of one dtype into a single new table."""
+        """Return a new histogram, the sum of histograms of one dtype."""
         first, *rest = histograms
         added = Histogram(first.dtype, first.counts.clone(), first.rounded)
         for histogram in rest:
@@ -100,13 +100,13 @@ class HistogramBatch:
 
     NaN and infinity are counted separately.
 
-    Each histogram is padded with empty bins to a multiple of LANES. So sums have the same order on any device and in any
+    Each histogram is padded with empty bins to a multiple of LANES. So we add up in the same order on any device and in any
     batch.
     """
 
     #: how many bins each histogram occupies, [B]
     lengths: list[int]
-    #: int64 [T]: index into `magnitudes()`
+    #: for each bin, its index in the result of `list_magnitudes`, int64 [T]
     index: torch.Tensor
     #: int64 [T]
     counts: torch.Tensor
@@ -159,7 +159,7 @@ class HistogramBatch:
         return self.counts.double()
 
     def amax(self) -> torch.Tensor:
-        """Return the largest finite magnitude of each histogram, or 0 if there is none, float32 [B]."""
+        """Return the largest finite magnitude of each histogram, float32 [B], or 0 if it has no finite values."""
         padded = torch.cat([self.values.new_zeros(1), self.values])
         return torch.where(self.end > self.first, padded[self.end], 0.0)
 

@@ -1,4 +1,4 @@
-"""Limits of three metrics by role. No healthy operand exceeds its limits in any run."""
+"""Limits of three metrics for each role. In healthy runs, no operand exceeds its limits."""
 
 from __future__ import annotations
 
@@ -6,26 +6,26 @@ import math
 from collections.abc import Mapping
 
 #: limits by role and metric: the error of the scale in use, in bits, and the percentages of values that underflow and
-#: overflow. Limits are 10 times, or 2 bits, above the values of all clean runs of `scripts/validation/fault_injection`.
-#: Operands of attention have no limits so far
+#: overflow. Compared with the largest values in all clean runs of `scripts/validation/fault_injection`, percentages are 10
+#: times as large, and bits are 2 higher. Operands of attention have no limits so far
 LIMITS: Mapping[str, Mapping[str, float]] = {
     "input": {"scale_ratio_log2": 3.0, "underflow_pct": 8.0, "overflow_pct": 3.0},
     "weight": {"scale_ratio_log2": 3.0, "underflow_pct": 4.0, "overflow_pct": 2.0},
     "grad_output": {"scale_ratio_log2": 8.0, "underflow_pct": 25.0, "overflow_pct": 3.0},
 }
-#: least number of values that must underflow or overflow: percentages of an expert's few values mean little
+#: least number of values that must underflow or overflow, because a percentage of an expert's few values means little
 LEAST_VALUES = 24
 #: formats with these limits. FP4 loses more in healthy runs, but we have not measured how much more
 FORMATS = ("e4m3", "e5m2")
-#: number of samples at the beginning of a run, before scales have settled
+#: number of first samples of a run to which these limits do not apply, because scales have not settled yet
 MADE_UP = 2
-#: multiple of a limit that a sample must reach if the previous sample is within the limit. In a healthy run, a spike of
-#: gradients may clip for a step
+#: a sample counts only if it exceeds this multiple of the limit, or if the previous sample exceeds the limit too. In a
+#: healthy run, a spike of gradients may overflow for one step
 FAR = 3.0
 
 
 def find_worst(role: str, metrics: Mapping[str, float | None], n: float | None = None) -> tuple[str | None, float]:
-    """Return the metric that exceeds its limit the most, and its ratio to the limit.
+    """Return the metric with the largest ratio to its limit, and this ratio.
 
     Args:
         n: number of the operand's values, or None if unknown.

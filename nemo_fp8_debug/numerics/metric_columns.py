@@ -1,4 +1,4 @@
-"""Make rows of metrics, for samples, what-if recipes and replays alike."""
+"""Make the columns of metrics for samples, what-if recipes and replays."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .tensor_scaling import CurrentScaling
 _CURRENT = CurrentScaling()
 #: codes of the smallest and the largest scale, in E8M0 and in float32's exponent
 _POWERS = (0, 254)
-#: codes of the smallest and the largest scale in E4M3, the least subnormal and 448. A block with a smaller code is lost
+#: codes of the smallest and the largest scale in E4M3: the smallest subnormal, and 448. A block with code 0 is lost
 _E4M3 = (1, 0x7E)
 
 
@@ -44,10 +44,10 @@ def make_metric_columns(
 
 
 def unscale_columns(columns: Mapping[str, Sequence[Any]], multiplier: float | None) -> dict[str, list[float | None]]:
-    """Return the metrics that have a unit, rescaled to gradients of the loss itself. They are None for X and W.
+    """Return the metrics in `UNITS`, divided so that they refer to gradients of the loss itself. They are None for X and W.
 
     Args:
-        multiplier: multiplier of the gradients in `columns`, not 0, or None if unknown.
+        multiplier: the factor that multiplies the gradients in `columns`, not 0, or None if unknown.
     """
     if not columns:
         return {}
@@ -69,8 +69,8 @@ def _absent_as_none(column: torch.Tensor) -> list[float | None]:
 def make_block_scale_columns(counts: torch.Tensor, rules: Sequence[BlockRule]) -> dict[str, list[float | int | None]]:
     """Return the columns of B operands, in the order of `BLOCK_SCALES`. Values are None if all blocks are empty.
 
-    Scales are the stored scales that the codes are multiplied with. For float32 we report the power of two at or below the
-    scale, and for NVFP4 the scales of the first level.
+    We report the stored scales, which the codes are multiplied by. For float32 scales, we report the power of two at or
+    below the scale. For NVFP4, we report the scales of the first level.
 
     Args:
         counts: int64 [B, 257], from `count_block_scales`.

@@ -1,4 +1,4 @@
-"""The names of metrics, for modules that read them without torch."""
+"""The names of metrics, in a module that does not import torch."""
 
 from __future__ import annotations
 

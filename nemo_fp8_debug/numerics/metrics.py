@@ -1,7 +1,7 @@
-"""Compute all metrics, from moments (of a tensor alone) and quantization sums (of a tensor under a scale and a format).
+"""Compute all metrics, from moments (of a tensor before any scale) and quantization sums (under a scale and a format).
 
-Moments and sums come from histograms, or directly from a float32 tensor. Their meaning is the same. All sums are float64,
-all counts int64. Formulas: docs/metrics.md.
+Moments and sums come from histograms, or directly from a float32 tensor, with the same meaning. All sums are float64, and
+all counts are int64. Formulas: docs/metrics.md.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _T = TypeVar("_T", bound="_Columns")
 
 @dataclass(frozen=True)
 class _Columns:
-    """Tensors of one length B, one row for each operand."""
+    """A table of tensors that all have length B, with one row for each operand."""
 
     @classmethod
     def concat(cls: type[_T], parts: Sequence[_T]) -> _T:
@@ -42,7 +42,7 @@ class _Columns:
         return [type(self)(*row) for row in zip(*(getattr(self, f.name).split(1) for f in fields(self)), strict=True)]
 
     def rows(self: _T, index: torch.Tensor | slice) -> _T:
-        """Return some rows by number, int64 [C]."""
+        """Return the rows with these numbers (int64 [C]) or in this slice."""
         return type(self)(*(getattr(self, f.name)[index] for f in fields(self)))
 
     def cpu(self: _T) -> _T:
@@ -61,9 +61,9 @@ class _Columns:
 
 @dataclass(frozen=True)
 class UnsummedRow(Generic[_T]):
-    """One row, in the parts that a kernel wrote.
+    """One row, as the parts that a kernel wrote.
 
-    Adding these up on the device would cost the host as much as launching the kernel.
+    We add up the parts later, because launching additions now would cost the host as much time as launching the kernel.
     """
 
     parts: torch.Tensor
@@ -83,11 +83,11 @@ class UnsummedRow(Generic[_T]):
 class Moments(_Columns):
     """Statistics of a tensor before any scale, over its finite values, except for the counts of NaN and infinity."""
 
-    n: torch.Tensor  #: int64, finite values
+    n: torch.Tensor  #: int64, number of finite values
     nan: torch.Tensor  #: int64
     inf: torch.Tensor  #: int64
     amax: torch.Tensor  #: largest magnitude; 0 for an empty or all-zero tensor
-    amin: torch.Tensor  #: smallest non-zero magnitude, or NaN
+    amin: torch.Tensor  #: smallest non-zero magnitude, or NaN if all values are zero
     median: torch.Tensor  #: median magnitude of the non-zero values (the lower of two middle values), or NaN
     sum_x2: torch.Tensor
     sum_x4: torch.Tensor
@@ -97,13 +97,13 @@ class Moments(_Columns):
         return replace(self, median=median)
 
 
-#: A float32 scale computed from the amax may take the amax past the format's max by one unit in the last place.
+#: The amax times its own float32 scale may exceed the format's max by one unit in the last place.
 SCALE_ROUNDING = 1 + 2.0**-22
 
 
 @dataclass(frozen=True)
 class QuantizationSums(_Columns):
-    """A tensor x compared with q = cast(x * scale) / scale, over its finite values. Sums of a tensor's parts add up."""
+    """Sums over a tensor's finite values x and q = cast(x * scale) / scale. The sums of its parts add up to these."""
 
     underflows: torch.Tensor  #: int64, x != 0 and q == 0
     overflows: torch.Tensor  #: int64, |x| * scale > format max, by more than the rounding of the scale itself
@@ -132,7 +132,7 @@ SumsFound = QuantizationSums | UnsummedRow[QuantizationSums]
 
 
 def total_sums(parts: Sequence[SumsFound]) -> QuantizationSums:
-    """Return the sums of all calls of a tensor (one row), in host memory."""
+    """Return the total of a tensor's sums over all its calls, as one row in host memory."""
     return QuantizationSums.concat([part.whole.cpu() for part in parts]).total()
 
 
@@ -143,7 +143,7 @@ def moments(batch: HistogramBatch) -> Moments:
     total = batch.per_histogram(weights).long()
     first = batch.first
 
-    # Bins are in ascending order of magnitude, zero first. An index past the end stands for no value.
+    # Bins are in ascending order of magnitude, zero first. An index past the end gives NaN.
     padded = torch.cat([x, x.new_full((1,), torch.nan)])
     has_zeros = (batch.end > first) & (padded[first] == 0)
     zeros = torch.where(has_zeros, torch.cat([batch.counts, batch.counts.new_zeros(1)])[first], 0)
@@ -188,7 +188,7 @@ def quantization_sums(batch: HistogramBatch, scale: torch.Tensor, formats: Seque
 
 
 def exceeds_format(scaled: torch.Tensor, fmt: FloatFormat) -> torch.Tensor:
-    """Return whether scaled float32 values lie beyond the format's max by more than the rounding of the scale."""
+    """Return whether scaled float32 values exceed the format's max by more than the rounding error of the scale."""
     return scaled.abs() > torch.tensor(fmt.max, dtype=torch.float32) * SCALE_ROUNDING
 
 
@@ -199,17 +199,17 @@ def sums_of_values(
     weights: torch.Tensor | float,
     total: Callable[[torch.Tensor], torch.Tensor],
 ) -> QuantizationSums:
-    """Return the sums that every metric of quantization needs.
+    """Return the quantization sums of values and the values of their codes.
 
     Args:
         x: finite values, float32.
-        beyond: bool, whether the scaled value was beyond the format's range.
+        beyond: bool, whether each scaled value was beyond the format's range.
         q: value of x's code, float64.
         weights: float64, how often each value occurs.
-        total: adds up the values that belong together.
+        total: function that adds up the values of each row of the result.
     """
     lost = q == 0
-    # A block whose scale rounds to zero would saturate, but its values are lost anyway, so we count no overflow.
+    # If a block's stored scale rounds to zero, its codes represent zero. Its values count as underflows, not overflows.
     overflows, underflows = beyond & ~lost, lost & (x != 0)
     x = x.double()
     error, weighted = x - q, weights * q
@@ -224,7 +224,7 @@ def sums_of_values(
 
 
 def quantization_sums_of_counts(histogram: Histogram, scale: torch.Tensor, fmt: FloatFormat) -> QuantizationSums:
-    """Return the sums of a histogram under a float32 scalar scale: one row, on its device, without host synchronization."""
+    """Return the sums of a histogram under a float32 scalar scale as one row on its device, without host synchronization."""
     counts, end = histogram.counts, histogram.infinity
     x = magnitudes_of(histogram.dtype, counts.device)[:end]
     scaled = x * scale.to(x.device)
@@ -242,7 +242,7 @@ def _chunks(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 def moments_of_float32(x: torch.Tensor) -> Moments:
-    """Return the moments of a float32 tensor: one row, on its device, without host synchronization. The median is NaN."""
+    """Return the moments of a float32 tensor as one row on its device, without host synchronization. The median is NaN."""
     parts = [_moments_of_chunk(chunk) for chunk in _chunks(x)]
     return merge(Moments.concat(parts))
 
@@ -286,19 +286,19 @@ def merge(parts: Moments) -> Moments:
 
 
 def compute_amax(x: torch.Tensor) -> torch.Tensor:
-    """Return the largest magnitude, ignoring NaN, as a float32 scalar tensor without host synchronization. 0 if empty."""
+    """Return the largest magnitude (0 if empty), ignoring NaN, as a float32 scalar tensor, without host synchronization."""
     if x.numel() == 0:
         return torch.zeros((), dtype=torch.float32, device=x.device)
     return x.detach().abs().nan_to_num(0.0, torch.inf).amax().float()
 
 
 def compute_finite_amax(x: torch.Tensor) -> torch.Tensor:
-    """Return `compute_amax`, ignoring infinity too."""
+    """Return the largest finite magnitude, in the form that `compute_amax` returns."""
     return compute_amax(torch.where(x.detach().isfinite(), x.detach(), 0))
 
 
 def quantization_sums_of_float32(x: torch.Tensor, scale: torch.Tensor, fmt: FloatFormat) -> QuantizationSums:
-    """Return the sums of a float32 tensor under a float32 scalar scale: one row, on its device, no host synchronization."""
+    """Return the sums of a float32 tensor under a float32 scalar scale as one row on its device, without waiting for it."""
 
     def of(chunk: torch.Tensor) -> QuantizationSums:
         x = torch.where(chunk.isfinite(), chunk, 0.0)  # zero adds nothing to any sum
@@ -311,7 +311,7 @@ def quantization_sums_of_float32(x: torch.Tensor, scale: torch.Tensor, fmt: Floa
 
 
 def quantization_sums_of_codes(x: torch.Tensor, stored: Decoded) -> QuantizationSums:
-    """Return the sums of values and their codes: one row, on the device of `x`, without host synchronization.
+    """Return the sums of values and their codes, as one row on the device of `x`, without host synchronization.
 
     Args:
         x: float32, with as many values as there are codes.
@@ -330,11 +330,11 @@ def quantization_sums_of_codes(x: torch.Tensor, stored: Decoded) -> Quantization
 def compute_metrics(
     moments: Moments, sums: QuantizationSums, scale: torch.Tensor, scale_current: torch.Tensor
 ) -> dict[str, torch.Tensor]:
-    """Return all metrics of B operands, float64 [B] each. An unavailable metric is NaN, as for a tensor of zeros.
+    """Return all metrics of B operands, float64 [B] each. An unavailable metric is NaN, such as the cosine of zeros.
 
     Args:
         sums: NaN if no scale is known. Metrics that need a scale are then NaN.
-        scale: float32 [B], in use. NaN if unknown, or if blocks have scales of their own.
+        scale: float32 [B], scales in use. NaN if unknown, or if blocks have scales of their own.
         scale_current: float32 [B], the scale that current scaling would use.
     """
     unknown = sums.sum_q2.isnan() | (moments.n == 0)

@@ -22,23 +22,23 @@ SIGN_MASK = sum((sign < 0) << i for i, sign in enumerate(_SIGNS))
 
 @dataclass(frozen=True)
 class NVFP4Scaling(BlockRule):
-    """Transformer Engine's `NVFP4BlockScaling`: 1x16, 16x16 for W; E4M3 block scales under a float32 scale of the tensor.
+    """Transformer Engine's `NVFP4BlockScaling`. Blocks have E4M3 scales, and the tensor has a float32 scale.
 
-    Codes are rounded to nearest. Under stochastic rounding, metrics are expected values. We use this rank's amax of the
-    tensor, although Transformer Engine may reduce the amax over ranks.
+    Blocks are 1x16, or 16x16 for W. Codes are rounded to nearest. Under stochastic rounding, metrics are expected values. We
+    use this rank's amax of the tensor, although Transformer Engine may reduce the amax over ranks.
     Source: `cast/nvfp4/core_nvfp4.cuh`, `quantize_transpose_nvfp4.cuh` and `custom_recipes/reference_nvfp4.py`.
     """
 
     #: whether blocks of W are 16x16; with `disable_2d_quantization` they are 1x16
     square_weights: bool = True
-    #: whether codes are rounded stochastically; metrics are then expected values, but codes made here are the nearest
+    #: whether codes are rounded stochastically; if so, metrics are expected values, but `quantize` still rounds to nearest
     stochastic: bool = False
-    #: transform of column-wise copies before the cast: "" for none, "plain" for the Hadamard matrix alone, "signs" for the
-    #: matrix with Transformer Engine's signs
+    #: transform of column-wise copies before the cast: "" for no transform, "plain" for the Hadamard matrix without signs,
+    #: "signs" for the matrix with Transformer Engine's signs
     hadamard: str = ""
-    #: whether each row has a scale of the second level, as X has with `row_scaled_activation`
+    #: whether each row, and not the tensor, has a second-level scale, as in X with `row_scaled_activation`
     row_scaled: bool = False
-    #: "MAE" or "MSE": a block's largest value becomes 6 or 4, whichever has the smaller error; "": always 6
+    #: "MAE" or "MSE": a block's largest value becomes 6 or 4, whichever has the smaller error of this kind; "": always 6
     four_over_six: str = ""
     #: value of the largest block scale; 256 with `nvfp4_4over6_e4m3_use_256`
     largest_scale: int = 448
@@ -71,11 +71,11 @@ class NVFP4Scaling(BlockRule):
         return self.row_scaled or bool(self.four_over_six)
 
     def casts_columnwise(self, m: torch.Tensor) -> bool:
-        """Return True if the rows divide into whole groups, as the transform needs."""
+        """Return True if there is no transform, or if the number of rows is a multiple of 16 as the transform needs."""
         return not self.hadamard or m.shape[0] % _HADAMARD == 0
 
     def columnwise(self, m: torch.Tensor) -> torch.Tensor:
-        """Return the column-wise copy. Groups of 16 values of a row are transformed, and rounded to the dtype.
+        """Return the transposed matrix. If there is a transform, apply it to groups of 16 values of a row, and round.
 
         Raises:
             ValueError: the number of rows of `m` is not a multiple of 16.
@@ -94,7 +94,7 @@ class NVFP4Scaling(BlockRule):
         return torch.where((whole > 0) & (scale > 0), scale, 1.0)
 
     def scales(self, amax: torch.Tensor, whole: torch.Tensor, fmt: FloatFormat, dtype: torch.dtype) -> BlockScales:
-        """Return the scales. A block whose scale rounds to zero is lost: its codes saturate, but represent zero."""
+        """Return the scales. If a block's stored scale rounds to zero, its codes saturate but represent zero."""
         encode = self.tensor_scale(whole, fmt)
         reciprocal = torch.full((), fmt.max, dtype=torch.float32, device=amax.device).reciprocal()
         stored = saturating_cast(amax * (encode * reciprocal), E4M3)
@@ -102,7 +102,7 @@ class NVFP4Scaling(BlockRule):
         return BlockScales(stored, scale, stored.double() / encode.double())
 
     def scales_in(self, x: torch.Tensor, block: Block, whole: torch.Tensor | None, fmt: FloatFormat) -> BlockScales:
-        """Return `BlockRule.scales_in`. With `four_over_six`, a block's scale depends on its values."""
+        """Return the scales as `BlockRule.scales_in` does. With `four_over_six`, a block's scale depends on its values."""
         if not self.by_values:
             return super().scales_in(x, block, whole, fmt)
         amax = block_amax(x, block)
@@ -127,9 +127,9 @@ def four_over_six(
 
     Args:
         x: [rows, columns].
-        amax: amax of its blocks, float32 [blocks of rows, blocks of columns].
-        largest: amax of the tensor, float32 scalar, or of each row, [rows, 1].
-        encode: second-level scale, of the shape of `largest`.
+        amax: amax of each block of `x`, float32 [blocks of rows, blocks of columns].
+        largest: float32, amax of the tensor (a scalar) or of each row ([rows, 1]).
+        encode: second-level scale, in the shape of `largest`.
         rule: defines the error, and the value of the largest scale.
         fmt: format of the codes.
 
@@ -155,7 +155,7 @@ def _of_rows(largest: torch.Tensor) -> torch.Tensor:
 
 
 def _error(difference: torch.Tensor, squared: bool) -> torch.Tensor:
-    """Return the error of each block, added up in Transformer Engine's order: along rows, then rows in pairs.
+    """Return the error of each block. Add up in Transformer Engine's order: along each row, then pairs of rows.
 
     Args:
         difference: float32 [blocks of rows, rows, blocks of columns, columns].
@@ -186,10 +186,10 @@ def hadamard_matrix(signs: bool, device: torch.device) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class TorchaoNVFP4Scaling(NVFP4Scaling):
-    """Scales of torchao's `NVFP4Linear`: 1x16, 16x16 for W, as in Transformer Engine, but at least E4M3's least normal.
+    """Scales of torchao's `NVFP4Linear`, for the same blocks, but at least E4M3's smallest normal value.
 
-    So a block of small values underflows, although Transformer Engine would still scale this block. A Triton kernel may
-    round a quotient differently from IEEE 754 in its last place.
+    So a block of small values may underflow, although Transformer Engine would choose a smaller scale for it. torchao's
+    Triton kernel may round the last place of a quotient differently from IEEE 754.
     Source: `prototype/moe_training/nvfp4_training/hadamard_utils.py` and `quantize_2d_triton.py`, release 0.18.
     """
 
@@ -199,7 +199,7 @@ class TorchaoNVFP4Scaling(NVFP4Scaling):
             raise ConfigError("nvfp4_torchao supports only the option square_weights; other options need Transformer Engine")
 
     def scales(self, amax: torch.Tensor, whole: torch.Tensor, fmt: FloatFormat, dtype: torch.dtype) -> BlockScales:
-        """Return the scales, step by step in float32 as in `_nvfp4_quantize`.
+        """Return the scales, computed step by step in float32 as in `_nvfp4_quantize`.
 
         GEMMs use amax / 2688 as the tensor's scale.
         """

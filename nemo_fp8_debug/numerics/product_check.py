@@ -1,4 +1,4 @@
-"""Check whether a block of a GEMM's output is the product of its operands, up to the rounding of its arithmetic.
+"""Check whether a block of a GEMM's output is the product of the GEMM's operands, up to rounding errors.
 
 The block is k rows by l columns of C = A B^T (+ bias). Whole rows of A and of B give its exact values E. A GEMM sums n terms
 for each value, in any order, and rounds the sum once to its dtype. If u_s is the unit roundoff of each addition and u the
@@ -6,9 +6,10 @@ unit roundoff of the dtype (Higham, Accuracy and Stability of Numerical Algorith
 
     |C - E| <= (1 + u) gamma_n sum|a b| + u |E|,    gamma_n = n u_s / (1 - n u_s)
 
-Rows, columns and the block as a whole have much narrower limits, because roundings of different values are independent and
-have no preferred sign. A sum of errors e_i with |e_i| <= s_i exceeds t sqrt(sum s_i^2) with a probability of at most
-2 exp(-t^2 / 2) (Hoeffding 1963). Rows of E that are equal except for a power of two are rounded alike, so they count once.
+Sums of errors over a row, a column or the block have much narrower limits, because rounding errors of different values are
+independent and have no preferred sign. A sum of errors e_i with |e_i| <= s_i exceeds t sqrt(sum s_i^2) with a probability of
+at most 2 exp(-t^2 / 2) (Hoeffding 1963). If rows of E are equal except for a power of two, they have the same rounding
+errors, so we use only one of them.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ _DTYPES = {
 }
 #: a float32 operand or sum below this value may be flushed to zero
 _FLUSHED = 2.0**-126
-#: How many standard bounds a sum of errors may reach. We expect 0.01 false alarms in a run of 500 GEMMs and 1,000 samples.
-#: Each GEMM has three products, and each product a block of 64 rows and columns with two limits each.
+#: The t of the formula above. With this value, we expect 0.01 false alarms in a run of 500 GEMMs and 1,000 samples. Each
+#: GEMM has three products. Each product has a block of 64 rows and 64 columns. Each row, column and block has two limits.
 TIMES = math.sqrt(2 * math.log(2 * 500 * 1000 * 3 * (2 * 128 + 2) / 0.01))
 #: number of blocks to check at once, so that their temporaries stay in a cache
 _TOGETHER = 8
@@ -75,7 +76,7 @@ class Accumulation:
         return -(-terms // self.exact_terms) + 1
 
     def gamma(self, terms: int) -> float:
-        """Return the error bound of a sum, as a share of sum|a b|. Infinite if the bound does not hold."""
+        """Return the error bound of a sum, as a share of sum|a b|. Return infinity if there is no bound."""
         n = self.additions(terms) * self.roundoff
         return n / (1 - n) + self.besides if n < 1 else math.inf
 
@@ -89,7 +90,7 @@ FLOAT32 = Accumulation()
 
 @dataclass(frozen=True)
 class Exact:
-    """A block of a product, and bounds for the errors of any computation of it."""
+    """A block of a product, computed exactly, and the magnitudes that bound the errors of a GEMM."""
 
     #: float64 [k, l]: the product
     values: torch.Tensor
@@ -107,7 +108,7 @@ class Exact:
         Args:
             a: [k, n], any floating dtype.
             b: [l, n].
-            values: float64 [k, l], the product if it is known.
+            values: float64 [k, l], the exact product, or None if it is not known yet.
         """
         magnitudes, size_a, size_b = _magnitudes(a, b)
         exact = a.double() @ b.double().T if values is None else values
@@ -126,7 +127,7 @@ class CheckedBlock:
     actual: torch.Tensor
     exact: Exact
     how: Accumulation = FLOAT32
-    #: bias or earlier result that the GEMM added to the product, [l] or [k, l]; the product may have been rounded before
+    #: bias or earlier result that the GEMM added to the product, [l] or [k, l]; the GEMM may have rounded the product first
     added: torch.Tensor | None = None
 
     @property
@@ -156,7 +157,7 @@ def _magnitudes(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.T
 def check_block(
     actual: torch.Tensor, exact: Exact, how: Accumulation = FLOAT32, added: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Check one block, see `check_blocks`.
+    """Check one block. Return a row of the result of `check_blocks`.
 
     Example:
         >>> a, b = torch.randn(8, 256).bfloat16(), torch.randn(8, 256).bfloat16()
@@ -173,9 +174,9 @@ def check_block(
 def check_blocks(blocks: Sequence[CheckedBlock]) -> torch.Tensor:
     """Compare blocks of one kind with their exact blocks. Return float64 [blocks, `CHECKED`], without host synchronization.
 
-    Ratios are error over bound, so correct arithmetic gives at most 1. `factor` is the slope of a regression of the computed
-    values on the exact values. If an exact value is not finite or is beyond the dtype, it is skipped and counted as
-    unchecked.
+    Ratios are error / bound, so correct arithmetic gives at most 1. `factor` is the slope of a regression of the computed
+    values on the exact values. We skip a value, and count it as unchecked, if its exact value or its bound is not finite or
+    exceeds the dtype's range.
     """
     return torch.cat([_checked(blocks[i : i + _TOGETHER]) for i in range(0, len(blocks), _TOGETHER)])
 
@@ -240,12 +241,12 @@ def _checked(blocks: Sequence[CheckedBlock]) -> torch.Tensor:
 def _ratios(
     error: torch.Tensor, expected: torch.Tensor, noise: torch.Tensor, bias: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Compare slopes and means with their limits. Return the greater ratio of each row, column and block.
+    """Return the ratios of errors to their limits for rows [blocks, k], columns [blocks, l] and blocks [blocks].
 
-    The shapes are [blocks, k], [blocks, l] and [blocks].
+    A row, a column or a block has two ratios, one for the mean and one for the slope of its errors. We return the larger.
 
     Args:
-        error, expected, noise, bias: [blocks, k, l], zero for values that do not count. `bias` is None if there is no bias.
+        error, expected, noise, bias: [blocks, k, l], zero for values that we skip. `bias` is None if there is no bias.
     """
     squares = noise.square()
     means = _of_lines(error, squares, bias)
@@ -266,16 +267,17 @@ def _of_lines(error: torch.Tensor, squares: torch.Tensor, bias: torch.Tensor | N
 
 
 def _first_of_their_kind(blocks: torch.Tensor) -> torch.Tensor:
-    """Mark the values to count, bool [blocks, k, l]. Rows and columns that are multiples of an earlier one do not count.
+    """Return which values to count, bool [blocks, k, l].
 
-    Such a row or column is equal to the earlier one except for its sign and a power of two."""
+    Do not count a row or column that is equal to an earlier one except for its sign and a power of two.
+    """
     sizes = blocks.abs()
     rows, columns = (_first(blocks, sizes, dim) for dim in (2, 1))
     return rows[:, :, None] & columns[:, None]
 
 
 def _first(kept: torch.Tensor, sizes: torch.Tensor, dim: int) -> torch.Tensor:
-    """Mark the rows (if `dim` is 2) or columns (if 1) that are not multiples of an earlier row or column."""
+    """Return which rows (if `dim` is 2) or columns (if `dim` is 1) are not multiples of an earlier row or column."""
     largest = kept.gather(dim, sizes.argmax(dim, keepdim=True)).squeeze(dim)
     # Divide each row's (or column's) weighted sum by its largest value. Multiples by a power of two agree. Other rows or
     # columns agree with negligible probability.

@@ -1,4 +1,4 @@
-"""Recipes: the format that each operand is cast to, the rule of its scale, and recipe names."""
+"""Recipes: the format that each operand is cast to, the rule for its scale, and the names of recipes."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Recipe:
     """A recipe: the format that each operand is cast to, and how its scale is chosen."""
 
     scaling: Scaling
-    #: "hybrid" casts X and W to E4M3 and dY to E5M2; the name of a format casts all three to it; "" is the rule's default
+    #: "hybrid" casts X and W to E4M3 and dY to E5M2; a format's name casts all three to it; "" is the rule's default
     fp8_format: str = ""
 
     def __post_init__(self) -> None:
@@ -67,25 +67,25 @@ class Recipe:
         return isinstance(self.scaling, BlockRule)
 
 
-#: casts no operand
+#: the recipe of a run that casts no operand
 BF16_RECIPE = Recipe(Unscaled())
 
 
 def refuse_blocks(recipe: Recipe, what: str) -> None:
-    """Raise an error if `what` is given a recipe that scales blocks.
+    """Raise an error if the recipe scales blocks, which `what` does not support.
 
     Raises:
         ConfigError: the recipe scales blocks.
     """
     if recipe.in_blocks:
-        raise ConfigError(f"{what} takes recipes with one scale a tensor (delayed, current, bf16), not {recipe.name!r}")
+        raise ConfigError(f"{what} takes recipes with one scale per tensor (delayed, current, bf16), not {recipe.name!r}")
 
 
 _NAME = re.compile(r"(?P<name>\w+?)(-(?P<fp8_format>\w+))?(\((?P<options>[^()]*)\))?")
 
 
 def parse_recipe(value: str | Mapping[str, Any] | Recipe) -> Recipe:
-    """Read a recipe from plain values.
+    """Return the recipe with a name, or with the options in a mapping.
 
     Args:
         value: a name such as `"delayed"`, `"current-e4m3"`, `"delayed-hybrid(margin=1,amax_history_len=16)"`, `"mxfp8"`,
@@ -109,7 +109,7 @@ class NamesRecipe:
 
     @property
     def parsed(self) -> Recipe:
-        """The recipe. Each name is parsed once. Internal: recipes are not public.
+        """The recipe with this name, parsed only once. This is internal, because recipes are not public.
 
         Raises:
             ConfigError: no known recipe has this name.
@@ -121,10 +121,10 @@ def find_recipe(name: str | None) -> Recipe | None:
     """Return the recipe that a record names.
 
     Args:
-        name: the recorded name, if there is one.
+        name: the recorded name, or None.
 
     Returns:
-        The recipe, or None if it is unknown: a framework may have further recipes.
+        The recipe, or None if there is no name or the name is unknown. A framework may have further recipes.
     """
     try:
         return None if name is None else _named(name)

@@ -17,7 +17,7 @@ from ..errors import ConfigError
 from .formats import BF16, FloatFormat, decode_codes, saturating_cast
 
 FLT_MAX = torch.finfo(torch.float32).max
-#: torchao's `EPS`, which replaces a smaller amax
+#: torchao's `EPS`, which replaces any smaller amax
 TORCHAO_EPSILON = 1e-12
 #: largest number of steps in a history; each step of each tensor takes one float
 _LONGEST_HISTORY = 1_000_000
@@ -50,10 +50,10 @@ class CurrentScaling:
 def scales_of(
     held: Sequence[torch.Tensor | CurrentScaling | None], formats: Sequence[FloatFormat], amax: torch.Tensor
 ) -> torch.Tensor:
-    """Return the scales of B tensors, float32 [B] on the device of `amax`. Scales that are not known come from a rule.
+    """Return the scales of B tensors, float32 [B] on the device of `amax`. A scale is NaN if it and its rule are unknown.
 
     Args:
-        held: known scales as float32 scalars on any device, or rules. None, if neither is known, gives NaN.
+        held: for each tensor, its known scale (a float32 scalar on any device), its rule, or None if both are unknown.
         formats: formats that the tensors are cast to.
         amax: float32 [B].
     """
@@ -78,7 +78,7 @@ class DelayedScaling:
 
     margin: int = 0
     amax_history_len: int = 1024
-    #: "max" over the history, or the "most_recent" entry
+    #: how the scale follows from the history: from its "max", or from its "most_recent" entry
     amax_compute_algo: str = "max"
 
     formats: ClassVar[tuple[str, ...]] = _PER_TENSOR_FORMATS
@@ -98,8 +98,8 @@ class DelayedScaling:
 
         Args:
             history: float32 [amax_history_len, n], newest last, with zeros for missing steps.
-            scale: float32 [n], in use until now.
-            amax: float32 [n] of the step that ends. 0 if the tensor was not cast, which leaves its history unchanged.
+            scale: float32 [n], scales in use until now.
+            amax: float32 [n], amaxes of the step that ends. 0 if a tensor was not cast, which leaves its history unchanged.
             limit: float32 [n], largest finite value of each tensor's format.
 
         Returns:
@@ -110,7 +110,7 @@ class DelayedScaling:
         return history, torch.where(seen, self.scale(history, scale, limit), scale)
 
     def scale(self, history: torch.Tensor, before: torch.Tensor, limit: torch.Tensor) -> torch.Tensor:
-        """Return the scales, float32 [n], that follow from a history, or `before` if the history has no usable amax."""
+        """Return the scales computed from a history, float32 [n], or those in `before` if no amax is usable."""
         reference = history.amax(0) if self.amax_compute_algo == "max" else history[-1]
         usable = (reference > 0) & reference.isfinite()
         new = (limit * 2.0**-self.margin / torch.where(usable, reference, 1.0)).clamp_max(FLT_MAX)
@@ -158,9 +158,9 @@ def compute_scale(
         amax: float32, any shape.
         limit: largest finite value of the format (or of each tensor's format, float32 of amax's shape).
         epsilon: least amax to compute a scale from. It replaces any smaller amax.
-        power_of_two: round down to a power of two.
-        largest: replaces a quotient beyond float32.
-        by_logarithm: compute the power of two as torchao does, by `power_of_two_below`.
+        power_of_two: whether to round down to a power of two.
+        largest: value that replaces a quotient beyond float32's range.
+        by_logarithm: whether to compute the power of two by `power_of_two_below`, as torchao does.
 
     Returns:
         float32 of amax's shape, to multiply values with before the cast.

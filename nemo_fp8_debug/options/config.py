@@ -16,7 +16,7 @@ from ..numerics.recipe import Recipe, parse_recipe
 from .loggers import LoggerChoice, parse_loggers
 from .trigger_rules import parse_rule
 
-#: options that are whole numbers, and the least valid value of each
+#: options that are whole numbers, and the smallest valid value of each
 _NUMBERS = {
     "interval": 1,
     "first_step": -(1 << 62),
@@ -32,7 +32,7 @@ _NUMBERS = {
 }
 #: largest number of what-if recipes
 MOST_WHAT_IF = 16
-#: options that must be the same on all ranks, because they affect what ranks do together
+#: options that must be the same on all ranks, because they decide when and what ranks communicate
 SAME_ON_ALL_RANKS = (
     *("interval", "first_step", "last_step", "triggers", "trigger_steps"),
     *("output_rows", "verify_rows", "replicas", "states", "gradients", "activations"),
@@ -43,11 +43,11 @@ SAME_ON_ALL_RANKS = (
 @check_arguments()
 @dataclass(frozen=True)
 class Config:
-    """The options of `Monitor` and all callbacks: what to sample, when, and where to write samples. Checked when made.
+    """The options of `Monitor` and all callbacks: what to sample, when, and where to write samples.
 
     Args:
-        interval: steps between two sampled steps. A step is sampled if its number is divisible by `interval`. An int, at
-            least 1. Default: `100`.
+        interval: number of steps from one sampled step to the next. A step is sampled if its number is divisible by
+            `interval`. An int, at least 1. Default: `100`.
         first_step: the first step that may be sampled. An int. Default: `0`.
         last_step: the last step that may be sampled, itself included. An int, not less than `first_step`, or None for no
             limit. Default: `None`.
@@ -55,48 +55,50 @@ class Config:
             `linear_fc2`), or `re:` and a regular expression. None: all GEMMs. Default: `None`.
         roles: operands to measure. A list of `input` (X), `weight` (W) and `grad_output` (dY). Default: `("input", "weight",
             "grad_output")`.
-        recipe: the FP8 recipe of the measured errors. "auto": the run's own recipe. Otherwise a name, perhaps with options
-            (`current-e4m3`, `delayed(margin=1)`, `mxfp8`), or a dict (`{"name": "delayed", "margin": 1}`). Default:
+        recipe: the FP8 recipe under which errors are measured. "auto": the run's own recipe. Otherwise a name, perhaps with
+            options (`current-e4m3`, `delayed(margin=1)`, `mxfp8`), or a dict (`{"name": "delayed", "margin": 1}`). Default:
             `"auto"`.
         what_if: what-if recipes. We also measure each sample under these recipes, although the run does not use them. A list
             of at most 16 names or dicts as in `recipe`. Default: `()`.
         dump: layers whose tensors are dumped at each sampled step. A list of patterns as in `layers`. Default: `()`.
-        dump_max_bytes: limit for all dumps of a rank, including dumps of earlier starts of the run. An int, at least 0.
-            Default: `10 << 30` (10 GiB).
+        dump_max_bytes: largest total size of a rank's dumps in bytes, including dumps from before a restart of the run. An
+            int, at least 0. Default: `10 << 30` (10 GiB).
         dump_min_free_bytes: bytes to leave free on the disk. An int, at least 0. Default: `20 << 30` (20 GiB).
         triggers: conditions that cause the next steps to be sampled. A list of `loss_spike`, `nonfinite`, `early_warning`,
             and limits of metrics (`underflow_pct/input > 20`). Default: `()`.
-        trigger_steps: steps that are sampled after a trigger. An int, at least 1. Default: `5`.
-        trigger_dump: layers whose tensors are dumped at those steps. A list of patterns as in `layers`. Default: `()`.
+        trigger_steps: number of consecutive steps to sample after a trigger. An int, at least 1. Default: `5`.
+        trigger_dump: layers whose tensors are dumped at the steps sampled after a trigger. A list of patterns as in
+            `layers`. Default: `()`.
         output: folder of the run record, a path or any fsspec address. None is for callbacks and adapters only, and means
             `fp8_debug` next to the run's TensorBoard events or in its output folder. Default: `None`.
-        on_error: effect of an error of the monitor. "warn": a sample is lost, and we warn once. "raise": the run stops, for
-            tests. Default: `"warn"`.
-        max_tags: largest number of scalar tags for single tensors in TensorBoard. If there are more tensors, only the worst
-            of each role get tags. An int, at least 0. Default: `5000`.
-        table_rows: rows of the table that is printed at each sampled step, worst first. An int, at least 0. 0: print
-            nothing. Default: `5`.
-        output_rows: number of rows and of columns of each GEMM's outputs in which we measure the error. An int, at least 0.
-            0: measure no outputs. Default: `0`.
-        verify_rows: number of rows and of columns of each GEMM's results (Y, dX, dW) to compare with the exact product of
-            the operands. An int, at least 0. 0: verify nothing. If `output_rows` is set too, the larger number applies to
-            both. Default: `0`.
-        replicas: whether to compare the ranks' copies of a tensor bit by bit: of W, of its gradient and, under tensor
-            parallelism, of X. A sampled step reads these tensors one additional time. Default: `False`.
-        states: optimizer tensors to measure, for the weights of all GEMMs. A list of `weight_gradient`, `first_moment`,
+        on_error: what happens after an error in the monitor. "warn": a sample is lost, and we warn once. "raise": the run
+            stops, which is useful in tests. Default: `"warn"`.
+        max_tags: largest number of scalar tags for single tensors in TensorBoard. If this is not enough for all tensors,
+            only the worst tensors of each role get tags. An int, at least 0. Default: `5000`.
+        table_rows: number of rows of the table that is printed at each sampled step. It shows the worst operands first. An
+            int, at least 0. 0: print no table. Default: `5`.
+        output_rows: number of rows, and of columns, in which we measure the error of each GEMM's outputs. An int, at least
+            0. 0: measure no outputs. Default: `0`.
+        verify_rows: number of rows, and of columns, in which we compare each GEMM's results (Y, dX, dW) with the exact
+            product of the operands. An int, at least 0. 0: verify nothing. If `output_rows` is set too, the larger number
+            applies to both. Default: `0`.
+        replicas: whether to compare different ranks' copies of the same tensor bit by bit. The tensors are W, its gradient
+            and, under tensor parallelism, X. A sampled step reads these tensors one additional time. Default: `False`.
+        states: optimizer tensors to measure for the weights of all GEMMs. A list of `weight_gradient`, `first_moment`,
             `second_moment`, `master_weight` and `update`. Default: `()`.
-        gradients: whether to record the norm of each weight's gradient, and the numbers of its values that are zero or not
+        gradients: whether to record the norm of each weight's gradient, and how many values of the gradient are zero or not
             finite. A sampled step reads each gradient one additional time. Default: `True`.
         activations: tensors between GEMMs to measure. A list of `norm` (inputs and outputs of norms; the input of a pre-norm
             is the residual stream), `router` (logits of a mixture of experts) and `attention` (logits of some rows).
             Default: `()`.
-        copies: whether to measure the separate copies that dgrad and wgrad use under some block recipes. A sampled step
-            reads these operands one additional time, and keeps one transposed operand in memory at a time. Default: `False`.
+        copies: whether to measure the copies of operands that are quantized separately for dgrad and wgrad under some block
+            recipes. A sampled step reads these operands one additional time, and keeps one transposed operand in memory at a
+            time. Default: `False`.
         block_scales: whether to record the distribution of block scales, for operands that are cast in blocks. A sampled
             step reads these operands two additional times. Default: `False`.
-        histogram_interval: least number of steps between two recorded histograms of a tensor. An int, at least 1. Histograms
-            are always recorded in samples with NaN or infinity, and in samples that the interval did not cause. Metrics are
-            recorded in every sample. Default: `1`.
+        histogram_interval: record histograms only in samples whose step number is divisible by this number. An int, at least
+            1. Samples with NaN or infinity, and samples due to a trigger or to `steps` in the control file, always have
+            histograms. Metrics are recorded in every sample. Default: `1`.
         eager: whether to measure layers inside torch.compile. Sampled steps then run in eager mode, so the last bits of
             their results may differ from the results of compiled graphs. Default: `False`.
         loggers: experiment trackers that also get a summary, in addition to the loggers of a Lightning trainer. A list of
@@ -219,7 +221,7 @@ class Config:
         return next_one <= (last if self.last_step is None else min(last, self.last_step))
 
     def turns(self) -> str:
-        """Return which steps are sampled, in words: `every 100 steps from step 500 on`."""
+        """Describe in words which steps are sampled, such as `every 100 steps from step 500 on`."""
         every = "every step" if self.interval == 1 else f"every {self.interval} steps"
         first = f" from step {self.first_step}{' on' if self.last_step is None else ''}" if self.first_step > 0 else ""
         return every + first + ("" if self.last_step is None else f" up to step {self.last_step}")

@@ -1,4 +1,4 @@
-"""The control file, which changes the sampling and dumps of a running job.
+"""The control file. Users write it to change the sampling and dumps of a running job.
 
     RUN/control.yaml
 
@@ -9,9 +9,9 @@
         dump: [mlp.linear_fc2]
         steps: 5
 
-Every key is optional. A missing key keeps its value from the start of the run. If `steps` is N, we sample each of the next N
-steps, beginning with the next step that is due, and dump only in these steps. The rank that writes the record reads the file
-before a sampled step. An invalid file changes nothing.
+Every key is optional. An option without a key keeps its value from the start of the run. If `steps` is N, we sample N
+consecutive steps, beginning with the next step that would be sampled anyway, and dump only in these N steps. The rank that
+writes the record reads the file before each sampled step. An invalid file changes nothing.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ..errors import ConfigError
 from .config import Config
 
 NAME = "control.yaml"
-#: options that the file may change, fields of Config
+#: fields of Config that the file may change
 FIELDS = ("interval", "layers", "roles", "what_if", "dump")
 #: largest size of the file in bytes
 LONGEST = 1 << 16
@@ -69,7 +69,7 @@ class Control:
 
     @property
     def plain(self) -> dict[str, Any]:
-        """Return the content as plain values for JSON. `of_plain` reads them."""
+        """Return the content as plain values for JSON, which `of_plain` can read."""
         return {
             "changes": {key: list(v) if isinstance(v, tuple) else v for key, v in self.changes.items()},
             "steps": self.steps,
@@ -77,14 +77,14 @@ class Control:
 
     @classmethod
     def of_plain(cls, content: Mapping[str, Any]) -> Control:
-        """Make the content from plain values that another rank has parsed and checked."""
+        """Return the content that `plain` has stored. Another rank has already parsed and checked this content."""
         return cls({key: tuple(v) if isinstance(v, list) else v for key, v in content["changes"].items()}, content["steps"])
 
     def in_words(self) -> str:
-        """Describe the content in one line. Options that are not named keep their values from the start of the run."""
+        """Describe the content in one line. Options that it does not mention keep their values from the start of the run."""
         content = {**self.changes} | ({} if self.steps is None else {"steps": self.steps})
         shown = (f"{key} {', '.join(map(str, v)) if isinstance(v, tuple) else v}" for key, v in content.items())
-        return "; ".join(shown) or "all is as the run was started with"
+        return "; ".join(shown) or "all options are as at the start of the run"
 
     def __str__(self) -> str:
         content = self.plain["changes"] | ({} if self.steps is None else {"steps": self.steps})
@@ -104,7 +104,7 @@ def _load(text: str) -> Any:
 
 
 def _check(text: str) -> None:
-    """Before parsing, reject text that would take a parser much time or memory.
+    """Reject text whose parsing would take much time or memory.
 
     Raises:
         ConfigError: the text is rejected. The message gives the reason.
@@ -115,7 +115,7 @@ def _check(text: str) -> None:
         if isinstance(event, yaml.AliasEvent):  # with aliases, a short text can expand to more than fits in memory
             raise ConfigError(f"{NAME} uses aliases (*name), which are not supported; quote patterns that begin with *")
         if depth > _DEEPEST:
-            raise ConfigError(f"{NAME} has lists that are nested more than {_DEEPEST} deep")
+            raise ConfigError(f"{NAME} has lists that are nested more than {_DEEPEST} levels deep")
         if number > _MOST:
             raise ConfigError(f"{NAME} has more than {_MOST} values")
         if isinstance(event, yaml.ScalarEvent) and event.implicit[0] and _SEXAGESIMAL.fullmatch(event.value):

@@ -13,7 +13,7 @@ from ..errors import ConfigError
 
 #: package of each logger, by name
 PACKAGES = {"wandb": "wandb", "mlflow": "mlflow", "comet": "comet_ml"}
-#: URI schemes of databases for which MLflow needs SQLAlchemy; mlflow-skinny does not install SQLAlchemy
+#: URI schemes of databases for which MLflow needs SQLAlchemy, which mlflow-skinny does not install
 _DATABASES = ("sqlite", "postgresql", "mysql", "mssql")
 
 
@@ -32,8 +32,8 @@ class LoggerChoice:
     given: Any = field(default=None, repr=False)
 
     def check_installed(self) -> None:
-        """Check that the logger's package is installed, without importing it. For MLflow, also check the packages that its
-        URI needs.
+        """Check that the logger's package is installed, without importing it. For MLflow, also check the packages
+        that its tracking URI needs.
 
         Raises:
             ConfigError: a package is missing. The message says how to install it.
@@ -46,7 +46,7 @@ class LoggerChoice:
             scheme = uri.partition(":")[0].partition("+")[0]
             if scheme in _DATABASES and not has_sqlalchemy():
                 raise ConfigError(
-                    f"MLflow cannot open its {scheme} tracking URI without SQLAlchemy. Run pip install mlflow, or take a "
+                    f"MLflow cannot open its {scheme} tracking URI without SQLAlchemy. Run pip install mlflow, or use a "
                     "tracking_uri such as file:./mlruns."
                 )
 
@@ -60,10 +60,10 @@ def has_sqlalchemy() -> bool:
 
 
 def parse_loggers(value: Any) -> tuple[LoggerChoice, ...]:
-    """Parse the option.
+    """Parse the value of the option `loggers`.
 
     Raises:
-        ConfigError: the value is not a list, or an item is not a known name, a mapping from a known name, or a logger.
+        ConfigError: the value is not a list, or an item is neither a known name (alone or with settings) nor a logger.
 
     Example:
         >>> [str(choice) for choice in parse_loggers(["wandb", {"mlflow": {"experiment_name": "fp8"}}])]

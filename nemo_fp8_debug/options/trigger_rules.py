@@ -1,4 +1,4 @@
-"""Trigger rules as values: a loss spike, a value that is not finite, a metric beyond a limit."""
+"""Rules of triggers. Each rule describes a condition that causes additional samples, such as a loss spike or a NaN."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _RULE = re.compile(r"(?P<metric>\w+)(/(?P<role>\w+))?\s*(?P<sign>[<>])\s*(?P<lim
 
 @dataclass(frozen=True)
 class Threshold:
-    """A metric of any tensor, or of tensors of one role, above or below a limit."""
+    """A rule for a metric above or below a limit, in any tensor or in tensors of one role."""
 
     metric: str
     role: str | None
@@ -28,9 +28,9 @@ class Threshold:
     limit: float
 
     def passed_by(self, sample: Sample) -> str | None:
-        """Describe the first tensor of the sample beyond the limit.
+        """Describe the sample's first tensor whose metric is beyond the limit. Return None if there is no such tensor.
 
-        Each expert counts as a tensor. The aggregate of a layer's experts does not count.
+        Each expert is a tensor of its own. The aggregate over a layer's experts is ignored.
         """
         columns = sample.columns
         rows = zip(columns["layer"], columns["role"], columns[self.metric], strict=True)
@@ -52,39 +52,40 @@ class Threshold:
 
 @dataclass(frozen=True)
 class NonFinite:
-    """NaN or infinity in an operand. `Triggers` checks the loss and the gradient norm."""
+    """A rule for NaN or infinity in an operand. For the loss and the gradient norm, `Triggers` checks this itself."""
 
     def passed_by(self, sample: Sample) -> str | None:
-        """Describe the first operand with NaN or infinity, in the order of execution."""
+        """Describe the first operand in the order of execution that has NaN or infinity. Return None if there is none."""
         return sample.describe_first_nonfinite()
 
 
 @dataclass(frozen=True)
 class LossSpike:
-    """A spike of the loss, reduced over all ranks. `Triggers` checks it."""
+    """A rule for a spike of the loss that is reduced over all ranks. `Triggers` checks this itself."""
 
     def passed_by(self, sample: Sample) -> str | None:
-        """Return None: a sample alone does not show a spike."""
+        """Return None, because a single sample does not show a spike."""
         return None
 
 
 @dataclass(frozen=True)
 class EarlyWarning:
-    """An operand beyond the limits of healthy operands in two consecutive samples, or far beyond them in one sample.
+    """A rule for an operand beyond its healthy limits in two consecutive samples, or far beyond them in one sample.
 
-    `Triggers` checks this rule, because it keeps the previous sample.
+    `Triggers` keeps the previous sample, and calls `warned_by`.
     """
 
     def passed_by(self, sample: Sample) -> str | None:
-        """Return None: the rule needs more than one sample."""
+        """Return None, because the rule needs more than one sample."""
         return None
 
     def warned_by(self, sample: Sample, before: Sample | None) -> str | None:
-        """Describe the operand that is farthest beyond its limits. Each expert counts as a tensor. Their aggregate does not
-        count.
+        """Describe the operand that is farthest beyond its limits. Return None if there is nothing to warn of.
+
+        Each expert is a tensor of its own. The aggregate over a layer's experts is ignored.
 
         Args:
-            before: the previous sample, or None if no previous sample counts.
+            before: the previous sample, or None if there is no sample to compare with.
         """
         strength, key = farthest_beyond(sample, before)
         if strength <= 1 or key is None:
@@ -97,15 +98,16 @@ class EarlyWarning:
 
 
 def farthest_beyond(sample: Sample, before: Sample | None) -> tuple[float, tuple[str, str] | None]:
-    """Return the score of the early warning: an operand's multiple of its limit that both samples reach.
+    """Return the largest early-warning score of all operands, and the operand that has this score.
 
-    A third of the multiple in a single sample also counts as a score.
+    In each sample, take the largest ratio of an operand's metrics to their limits. The score is the smaller of the two
+    ratios, or a third of the newer ratio if that is larger.
 
     Args:
-        before: the previous sample, or None if no previous sample counts.
+        before: the previous sample, or None if there is no sample to compare with.
 
     Returns:
-        The score, which is a warning if above 1, and the operand's layer and role. None if no operand has limits.
+        The score (above 1, we warn), and the operand's layer and role, or None if no operand has limits.
     """
     earlier, strongest, found = _times(before), 0.0, None
     for key, (times, *_) in _times(sample).items():
@@ -116,7 +118,7 @@ def farthest_beyond(sample: Sample, before: Sample | None) -> tuple[float, tuple
 
 
 def _times(sample: Sample | None) -> dict[tuple[str, str], tuple[float, str, float]]:
-    """Return for each layer and role the worst metric: its multiple of the limit, its name and its value."""
+    """Return the worst metric of each layer and role: its ratio to the limit, its name and its value."""
     if sample is None:
         return {}
     columns, found = sample.columns, dict[tuple[str, str], tuple[float, str, float]]()
@@ -133,13 +135,13 @@ _OUGHT = {"reduction": "the sum of what ranks and micro-batches computed"}
 
 @dataclass(frozen=True)
 class WrongProduct:
-    """A GEMM that does not return the product of its operands, or a wrong sum of gradients.
+    """A rule for a GEMM that does not return the product of its operands, and for a wrong sum of gradients.
 
     This rule needs `verify_rows`.
     """
 
     def passed_by(self, sample: Sample) -> str | None:
-        """Describe the result with the largest error."""
+        """Describe the wrong result with the largest error. Return None if no result is wrong."""
         columns = sample.table("verification")
         wrong = [i for i, outcome in enumerate(columns.get("outcome", ())) if outcome == "beyond"]
         if not wrong:

@@ -1,5 +1,5 @@
-"""Plans of changes to a run's quantization. `recommend` makes plans, interventions apply plans, and files store plans as
-JSON.
+"""Define plans: lists of changes to a run's quantization. `recommend` makes plans, interventions apply them, and files
+store them as JSON.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ class Change(NamesRecipe):
             `bf16` leaves the operands unquantized.
         roles: operands to change, a list of `input`, `weight` and `grad_output`. A GEMM runs in FP8 only if both of its
             operands are cast to FP8.
-        multiply_in_bf16: whether to multiply quantized values in BF16. This shows whether FP8 rounding or an FP8 kernel is
-            the cause.
-        why: the evidence for the change, as a text for readers.
+        multiply_in_bf16: whether to multiply quantized values in BF16. This shows whether a problem is caused by FP8
+            rounding or by an FP8 kernel.
+        why: the evidence for the change, in words.
 
     Raises:
         ConfigError: a value is invalid. The message names the value.
@@ -45,13 +45,13 @@ class Change(NamesRecipe):
 
     #: global name of a GEMM, or a pattern as in `Config.layers`
     layer: str
-    #: a recipe as in `parse_recipe`; `bf16` leaves the operands unquantized
+    #: name of a recipe, as `parse_recipe` reads it; `bf16` leaves the operands unquantized
     recipe: str
     #: operands to change; a GEMM runs in FP8 only if both of its operands are cast to FP8
     roles: Sequence[str] = ROLES
-    #: whether to multiply quantized values in BF16, which shows whether FP8 rounding or an FP8 kernel is the cause
+    #: whether to multiply quantized values in BF16, to show whether FP8 rounding or an FP8 kernel causes a problem
     multiply_in_bf16: bool = False
-    #: the evidence for the change, as a text for readers
+    #: the evidence for the change, in words
     why: str = ""
 
     def __post_init__(self) -> None:
@@ -70,10 +70,10 @@ class Change(NamesRecipe):
 
 @dataclass(frozen=True)
 class Plan:
-    """Changes to a run's quantization. If several changes name an operand, the last change counts.
+    """Changes to a run's quantization. If several changes name the same operand, the last one applies.
 
     Args:
-        changes: a list of `Change`, in order.
+        changes: a list of `Change`. Later changes have precedence over earlier changes.
 
     Example:
         >>> plan = Plan([Change("layers.*", "current"), Change("layers.0.fc1", "bf16")])
@@ -84,7 +84,7 @@ class Plan:
     changes: Sequence[Change] = ()
 
     def change_of(self, layer: str, role: str) -> Change | None:
-        """Return the change of an operand, or None.
+        """Return the change that applies to an operand, or None if the plan does not change the operand.
 
         Args:
             layer: global name of a GEMM.
@@ -96,7 +96,7 @@ class Plan:
         return None
 
     def recipe_of(self, layer: str, role: str, otherwise: Recipe) -> Recipe:
-        """Return the recipe of an operand. This method is internal, because recipes are not public.
+        """Return the recipe that an operand has under this plan. This method is internal, because recipes are not public.
 
         Args:
             layer: global name of a GEMM.
@@ -107,7 +107,7 @@ class Plan:
         return change.parsed if change else otherwise
 
     def text(self) -> str:
-        """Return the plan as JSON, as in its file."""
+        """Return the plan as JSON text, as `save` writes it."""
         content = {"version": VERSION, "changes": [asdict(change) for change in self.changes]}
         return json.dumps(content, indent=2) + "\n"
 
@@ -161,7 +161,7 @@ NO_CHANGES = Plan()
 def _change(path: Any, given: Any) -> Change:
     known = {f.name for f in fields(Change)}
     if not isinstance(given, dict) or not {"layer", "recipe"} <= set(given) <= known:
-        raise ConfigError(f"{path}: {given!r} is not a change; it takes {', '.join(sorted(known))}")
+        raise ConfigError(f"{path}: {given!r} is not a change; a change has the keys {', '.join(sorted(known))}")
     try:
         return Change(**given)
     except ConfigError as error:
@@ -170,7 +170,7 @@ def _change(path: Any, given: Any) -> Change:
 
 #: environment variable with the absolute path of the plan
 PLAN = "NEMO_FP8_DEBUG_PLAN"
-#: environment variable with a file that the run creates once it has read the plan
+#: environment variable with the path of a file that the run creates after it has read the plan
 TAKEN = "NEMO_FP8_DEBUG_PLAN_TAKEN"
 
 AnyPlan = Plan | str | os.PathLike[str]
@@ -182,7 +182,7 @@ def is_rescue() -> bool:
 
 
 def read_plan_in_force(own: AnyPlan | None = None) -> Plan | None:
-    """Return the plan of `rescue`. If `rescue` did not start the process, return `own`.
+    """Return the plan of `rescue` if `rescue` started this process. Otherwise return the plan `own`.
 
     Raises:
         ConfigError: the plan cannot be read.
@@ -190,14 +190,14 @@ def read_plan_in_force(own: AnyPlan | None = None) -> Plan | None:
     if is_rescue():
         plan = Plan.load(os.environ[PLAN])
         if taken := os.environ.get(TAKEN):
-            with contextlib.suppress(OSError):  # the path may not exist on this host
+            with contextlib.suppress(OSError):  # the folder may not exist on this host
                 Path(taken).touch()
         return plan
     return read_plan(own)
 
 
 def read_plan(plan: AnyPlan | None) -> Plan | None:
-    """Return a plan, given as a `Plan` or as the path of its file.
+    """Return a plan that is given as a `Plan` or as the path of its file. Return None for None.
 
     Raises:
         ConfigError: the plan cannot be read, or `plan` is neither a plan nor a path.

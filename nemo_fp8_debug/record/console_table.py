@@ -12,7 +12,8 @@ from ..core.sample import Recorder, Sample
 from ..core.scale_sources import HIGH_PRECISION, NOT_READ, QUANTIZED, classify_sources, mark_unquantized
 from ..core.text import ABSENT, ELLIPSIS, PLAINLY, TENSOR, Column, find_width, format_count, format_number, lay_out
 
-#: metrics by column of the record: heading, significant digits, and the rank at which a narrow terminal does without
+#: for each metric, by its column in the record: heading, significant digits, and rank; a narrow terminal leaves out the
+#: highest ranks first
 _METRICS = {
     "relative_error": ("relative error", 3, 0),
     "underflow_pct": ("underflow %", 3, 0),
@@ -26,35 +27,37 @@ _METRICS = {
 }
 _COLUMNS = (*TENSOR, Column("cast", "text"), *(Column(heading, rank=rank) for heading, _, rank in _METRICS.values()))
 
-#: how a title begins
+#: first words of the table's title
 _SUBJECTS = {QUANTIZED: "FP8", HIGH_PRECISION: "Nothing is quantized: what FP8 would do", NOT_READ: "What FP8 would do"}
 
 
 def print_safely(text: str, file: TextIO | None = None) -> None:
-    """Print on standard output, or to a file. Characters that its encoding lacks become plain ones."""
+    """Print to standard output, or to a file. Replace characters that its encoding lacks with plain characters."""
     file = file or sys.stdout
     encoding = file.encoding or "utf-8"
     print(text.encode(encoding, PLAINLY).decode(encoding), file=file, flush=True)
 
 
 class TableRecorder(Recorder):
-    """Prints the rows that lose most to underflow, overflow and rounding, in this order.
+    """Prints the worst tensors: those with the most underflow and overflow first, then those with the largest relative
+    error.
 
-    Rows of a run that quantizes come before those that it leaves alone. A layer's experts have one row, the worst.
+    Quantized tensors come before tensors that the run does not quantize. The experts of a layer have one row, for the worst
+    expert.
     """
 
     def __init__(self, rows: int, file: TextIO | None = None) -> None:
         """
         Args:
-            rows: at most.
-            file: standard output where not given.
+            rows: largest number of rows to print.
+            file: file to print to, or None for standard output.
         """
         self._rows = rows
         self._file = file
         self._fingerprint: Mapping[str, Any] = {}
 
     def open(self, fingerprint: Mapping[str, Any]) -> None:
-        """The title says whether the run quantizes."""
+        """Store the fingerprint. The table's title uses it to show whether the run quantizes."""
         self._fingerprint = fingerprint
 
     def record(self, sample: Sample) -> None:
@@ -62,7 +65,7 @@ class TableRecorder(Recorder):
         print_safely(self.table(sample), self._file)
 
     def table(self, sample: Sample) -> str:
-        """Return the table as it is printed."""
+        """Return the table of one sampled step as text."""
         columns = sample.columns
         known = classify_sources(columns["scale_source"], self._fingerprint)
         marks = [mark_unquantized(source, known) for source in columns["scale_source"]]
@@ -83,7 +86,7 @@ class TableRecorder(Recorder):
             return title
         quantized = "quantized" if any(marks[i] for i in worst) else ABSENT
         rows = [_show_row({name: values[i] for name, values in columns.items()}, marks[i] or quantized) for i in worst]
-        # Rich would hold the GIL for longer than all metrics take.
+        # We do not use Rich, because it would hold the GIL for longer than computing all metrics takes.
         found = lay_out(_COLUMNS, rows, find_width(self._file or sys.stdout))
         title += f"; {ELLIPSIS} stands for {found.beginning}" if found.beginning else ""
         return "\n".join([title, *found.heading[:-1], *(line for lines in found.rows for line in lines)])

@@ -3,7 +3,7 @@
     RUN/tensors/attempt-0-step-00000120/rank-00000.call-000.input.decoder.layers.3.mlp.linear_fc2.9f3c02d1.safetensors
 
 A file contains one operand of one call on one rank. `value` is the operand that the GEMM was given, before quantization.
-`codes` are its values in the format in use. The cast multiplies `value` by the float32 `scale`. Metadata names the operand.
+`codes` is `value * scale` cast to the format in use. `scale` is one float32. Metadata names the operand.
 The file's name ends in the CRC-32 of its content.
 """
 
@@ -35,7 +35,7 @@ from .dump_names import dumped_files as dumped_files
 from .reader import find_run
 from .storage import Storage
 
-#: most bytes of tensors that wait to be written; a run that dumps faster than the disk writes must wait
+#: largest number of bytes that may wait to be written; if a run dumps faster than the disk writes, its hooks wait
 IN_FLIGHT = 4 << 30
 #: seconds that all hooks of a step may wait in total for earlier tensors to be written; after that, tensors are left out
 PATIENCE = 30.0
@@ -53,7 +53,7 @@ class Dumped:
     rank: int
     layer: str
     role: str
-    #: index of the GEMM's call in the step; micro-batches count as calls
+    #: index of the GEMM's call in the step; each micro-batch is a separate call
     call: int
     recipe: str
     format: FloatFormat
@@ -65,8 +65,8 @@ class Dumped:
         return f"{FOLDER}/attempt-{self.attempt}-step-{self.step:08d}"
 
     def name(self, checksum: str) -> str:
-        """Return the file's name. A layer's name that is too long is shortened in the file's name, but complete in the
-        metadata.
+        """Return the file's name. If the layer's name is too long, the file's name contains only its beginning. The metadata
+        contains the whole name.
         """
         tensor = make_tensor_name(self.layer, self.role)
         return f"{self.folder}/rank-{self.rank:05d}.call-{self.call:03d}.{tensor}.{checksum}.safetensors"
@@ -91,7 +91,7 @@ class TensorDump:
         """
         Args:
             storage: folder of the run record.
-            max_bytes: limit for all dumps of this rank, earlier attempts included.
+            max_bytes: limit for all dumps of this rank, including dumps of earlier attempts.
             min_free_bytes: bytes to leave free on the disk.
             submit: function that runs another function in the background, in order of submission.
             waits: total of the training thread's waiting times.
@@ -110,7 +110,7 @@ class TensorDump:
         """Copy `x` in a hook, and write it in the background.
 
         Args:
-            x: the operand. We take this rank's shard of a DTensor.
+            x: the operand. If it is a DTensor, we dump this rank's shard.
             scale: the float32 scale that `x` is cast with, or the rule that computes the scale.
         """
         if hasattr(x, "to_local"):
@@ -173,7 +173,7 @@ class TensorDump:
         self.left_out[why] = self.left_out.get(why, 0) + 1
 
     def progress(self) -> dict[str, Any]:
-        """Return the numbers of tensors written since the process started, waiting, and left out (with the reasons)."""
+        """Return how much was written since the process started, how much waits, the budget, and why tensors are missing."""
         return {
             "tensors": self.tensors,
             "bytes": self.bytes,
@@ -185,7 +185,9 @@ class TensorDump:
 
 
 def _copy(x: torch.Tensor) -> Callable[[], torch.Tensor]:
-    """Copy a tensor to host memory without waiting for the device. Call the result in the background."""
+    """Start to copy a tensor to host memory. Return a function that waits for the copy and returns it, for use in the
+    background.
+    """
     if x.device.type != "cuda":
         copy = x.contiguous().clone() if x.device.type == "cpu" else x.to("cpu").contiguous()
         return lambda: copy
@@ -244,7 +246,7 @@ def read_dump(run: str | os.PathLike[str], name: str) -> tuple[Dumped, dict[str,
     storage = run if isinstance(run, Storage) else find_run(run)
     content = storage.read(name)
     if not name.endswith(f".{zlib.crc32(content):08x}.safetensors"):
-        raise RecordError("it is damaged or foreign: its name has no checksum")
+        raise RecordError("it is damaged or foreign: its name does not end in the checksum of its content")
     try:
         tensors = safetensors.torch.load(content)
         about = _about(json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])["__metadata__"])

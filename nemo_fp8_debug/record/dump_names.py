@@ -11,7 +11,7 @@ from .reader import find_run
 from .storage import Storage
 
 FOLDER = "tensors"
-#: characters of a layer's name that fit into a file name
+#: largest number of characters of a layer's name in a file name
 _LONGEST = 120
 _NAME = re.compile(r"rank-(\d{1,9})\.call-(\d{1,9})\..*\.([0-9a-f]{8})\.safetensors")
 _STEP = re.compile(r"attempt-(\d{1,9})-step-(\d{1,18})")

@@ -4,7 +4,7 @@ While a run goes on, `Merger` merges every `MERGED` parts into one. It merges ev
 `LARGEST` bytes. `compact` merges a finished record, and may drop histograms. We write a new part before we remove the parts
 that it replaces, and readers count each step once. So nothing is lost or counted twice if the process is killed in between.
 
-Memory holds the new part, and one row group of the old parts at a time. A remote part is read whole.
+We keep the new part in memory, and one row group of the old parts at a time. We read remote parts whole.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from .storage import Storage
 MERGED = 64
 #: size in bytes at which parts are no longer merged
 LARGEST = 64 << 20
-#: least number of rows in a row group, if the part has so many
+#: least number of rows in a row group, unless the whole part has fewer
 _GROUP = 1 << 17
 #: tables that are read step by step, so each row group has the rows of one step only
 _BY_STEP = tuple(table.name for table in TABLES.values() if table.by_step)
@@ -54,7 +54,7 @@ _MERGED_TABLES = tuple(table for table in TABLES if table not in SHARED)
 
 @dataclass(frozen=True)
 class Written:
-    """A part, its size in bytes, and the steps that count in this part. None means all steps."""
+    """A part, its size in bytes, and the steps whose rows in this part count. None means all steps."""
 
     part: Part
     size: int
@@ -150,7 +150,7 @@ def compact(
         address: the record, or a folder above it. A path or any fsspec address.
         histograms_every: keep the histograms of one sample in every so many steps. We also keep the histograms of the last
             sample, of triggered samples, and of samples with NaN or infinity.
-        killed: True if the run was killed, so that its record does not say that the run has ended.
+        killed: True if the run was killed. We then compact the record although it does not say that the run has ended.
         over: function that is called after each table.
 
     Raises:
@@ -186,7 +186,7 @@ def compact(
 
 
 def copy_record(address: str | os.PathLike[str], output: str | os.PathLike[str]) -> Storage:
-    """Copy every file of a record. The new place is a valid record only after the last file was copied.
+    """Copy every file of a record, and return the copy. The copy is a valid record only after the last file was copied.
 
     Args:
         address: the record, or a folder above it. A path or any fsspec address.
@@ -228,7 +228,7 @@ def _sizes(run: Storage) -> dict[str, Size]:
 
 
 def _named_steps(run: Storage) -> set[int]:
-    """Return steps that a verdict may mention: those of triggered samples and of samples with NaN or infinity."""
+    """Return the steps that a verdict may mention: steps of triggered samples, and of samples with NaN or infinity."""
     triggered = read_table(run, "steps", ["step", "trigger"]).filter(pl.col("trigger").is_not_null())
     counted = read_table(run, "metrics", ["step", "nan", "inf"])
     nonfinite = counted.filter((pl.col("nan") > 0) | (pl.col("inf") > 0))
@@ -273,12 +273,11 @@ def _merge_readable(run: Storage, table: str, parts: Sequence[Part], keep: Calla
             taken.append(Written(part, read_size(run, part), None if steps <= new & kept else frozenset(new & kept)))
         else:
             spare.append(part)
-    if any(new != steps for _, steps, new in found):  # read kept parts to their end first
+    if any(new != steps for _, steps, new in found):  # first make sure that kept parts are readable
         for each in taken:
             for _ in _rows(run, table, each):
                 pass
-    # A merge that was killed may have written the same part already. Ignore that part while the parts that it replaces
-    # exist.
+    # An earlier merge that was killed may have written the same part already. Then this part is in `spare` and must stay.
     made = {_replace(run, table, batch).part for batch in _batches(taken) if len(batch) > 1 or batch[0].steps is not None}
     _remove(run, [part for part in spare if part not in made])
 

@@ -1,4 +1,4 @@
-"""Outlines: a short summary in a part's footer of which rows belong to which operands.
+"""Outlines. An outline is a short summary in a part's footer. It shows which rows belong to which operands.
 
 Most sampled steps list the same operands in the same order, so the outline stores a digest of each list. An outline also
 contains the values of text columns that have few different values, and values that all rows share.
@@ -22,9 +22,10 @@ import pyarrow.compute as pc
 #: key of the outline in a part's footer
 OUTLINE = b"outline"
 _KEYS = ("step", "layer", "role")
-#: columns with many different values, the largest number that counts as few, and the longest value that is stored
+#: text columns that we leave out because they have many different values; largest number of different values, and largest
+#: number of characters in a value, that an outline contains
 _MANY, _FEW, _SHORT = ("layer", "gemm", "name"), 16, 200
-#: largest number of characters in an outline, and in a digest, that we accept
+#: largest number of characters in an outline that we accept, and number of characters in a digest
 _LONGEST, _DIGEST = 1 << 24, 32
 
 
@@ -46,7 +47,7 @@ class Outline:
     """The description of a part's rows in its footer."""
 
     stretches: tuple[Stretch, ...]
-    #: different values of columns that have few, by column, in the order of their first rows
+    #: for each text column with few different values: these values, in the order of their first rows
     texts: Mapping[str, Sequence[str | None]] = field(default_factory=dict)
     #: the value of each column that has the same value in all rows: an integer, a short string or null
     same: Mapping[str, Value] = field(default_factory=dict)

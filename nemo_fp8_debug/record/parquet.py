@@ -22,9 +22,9 @@ from .outline import OUTLINE, Outline, format_outline, make_outline, parse_outli
 
 Ints = npt.NDArray[np.int64]
 
-#: bytes of a block, which has its own checksum; small, because reading even a few rows reads whole blocks
+#: size of a block in bytes; each block has a checksum; blocks are small, because we read whole blocks even for a few rows
 BLOCK = 1 << 14
-#: most rows of a row group; a limit, so that reading a few operands of a large sample does not decode all operands
+#: largest number of rows in a row group, so that reading a few operands of a large sample does not decode all operands
 GROUP = 1 << 14
 #: footer key of the checksums for each block size; earlier releases wrote larger blocks
 _KEYS = {size: f"crc32_of_{size >> 10}_KiB_blocks".encode() for size in (BLOCK, 1 << 16)}
@@ -39,8 +39,8 @@ def encode(table: pa.Table) -> tuple[bytes, str]:
 def encode_all(schema: pa.Schema, tables: Iterable[pa.Table]) -> tuple[bytes, str]:
     """Encode consecutive tables into one file, like `encode`. Keep only one table in memory at a time.
 
-    Each table has its own row groups, so that `read` and `pick` decode few other rows. The footer has an outline of the
-    tables, which shows readers where each operand is before they read any names.
+    Each table has its own row groups, so that `read` and `pick` decode few other rows. The footer contains an outline of the
+    tables. With the outline, readers find each operand without reading names.
     """
     sink = io.BytesIO()
     # Use no dictionary for numbers that hardly repeat. Bins ascend and neighboring counts are similar, so store differences.
@@ -67,12 +67,12 @@ def encode_all(schema: pa.Schema, tables: Iterable[pa.Table]) -> tuple[bytes, st
 
 
 class PartFile:
-    """An open part, of which some rows can be read. Only the blocks that contain these rows are read and checked."""
+    """An open part. To read some of its rows, we read and check only the blocks that contain these rows."""
 
     def __init__(self, file: Any, checksum: str, texts: Sequence[str] = ()) -> None:
         """
         Args:
-            file: open for reading, seekable.
+            file: a seekable file object, open for reading.
             checksum: the checksum at the end of the file's name.
             texts: text columns to read as dictionaries, which makes filtering faster because values repeat.
 
@@ -107,10 +107,11 @@ class PartFile:
     def read(
         self, columns: Sequence[str] | None = None, wanted: Sequence[tuple[int, int]] | None = None
     ) -> tuple[pa.Table, Callable[[Ints], Ints]]:
-        """Read the row groups that contain rows of the given ranges (`first`, `end`), without row `end`. None reads all.
+        """Read the row groups that contain wanted rows.
 
         Args:
             columns: names, or None for all. Names that the part lacks are ignored.
+            wanted: ranges of rows (first row, row after the last), or None for all rows.
 
         Returns:
             The rows, and a function that converts indices of rows in the part to indices in the result.
@@ -145,8 +146,8 @@ class PartFile:
         """Read a few rows. Decode at most `at_once` rows at a time.
 
         Args:
-            columns: names. Names that the part lacks are ignored.
-            places: indices of the rows in the part, ascending.
+            columns: names of the columns to read. Names that the part lacks are ignored.
+            places: indices in the part of the rows to read, ascending.
             at_once: rows to decode at a time.
 
         Raises:
@@ -187,13 +188,13 @@ class _Checked(io.RawIOBase):
         self._size = file.seek(0, io.SEEK_END)
         self._footer, self._start = self._read_footer()
         if f"{zlib.crc32(self._footer):08x}" != checksum:
-            raise ValueError("it is damaged or foreign: the checksum in its name is not that of its footer")
+            raise ValueError("it is damaged or foreign: the checksum in its name does not match its footer")
         self._sums: npt.NDArray[np.uint32] | None = None
         self._block = BLOCK
         self._at = 0
 
     def expect(self, metadata: pq.FileMetaData) -> None:
-        """Set the checksums of the blocks. Before this call, only the footer can be read."""
+        """Set the checksums of the blocks. Before this call, read only the footer, because blocks are not checked yet."""
         known = metadata.metadata or {}
         self._block, key = next(((size, key) for size, key in _KEYS.items() if key in known), (BLOCK, b""))
         self._sums = np.frombuffer(bytes.fromhex(known.get(key, b"").decode()), ">u4")
@@ -246,7 +247,7 @@ class _Checked(io.RawIOBase):
         size = self._block
         whole = len(data) // size
         rest = data[whole * size :]
-        # Check all whole blocks at once, which is faster than one by one. The last block may be shorter.
+        # Check all whole blocks at once, which is faster than checking each block. The last block may be shorter.
         sums = [zlib.crc32(memoryview(data)[: whole * size]), *([zlib.crc32(rest)] if rest else [])]
         if len(known) != whole + bool(rest) or sums != [_combined(known[:whole], size), *known[whole:]]:
             both = itertools.zip_longest(map(zlib.crc32, _blocks(data, size)), known)
@@ -272,7 +273,9 @@ def _combined(sums: Sequence[int], size: int) -> int:
 
 @lru_cache(len(_KEYS))
 def _shifts(size: int) -> list[list[int]]:
-    """Return a table for each byte of a CRC-32, lowest first: the byte's contribution after `size` zeros, by its value."""
+    """Return four tables, one for each byte of a CRC-32, lowest byte first. A table maps the byte's value to its
+    contribution after `size` zero bytes.
+    """
     zeros = bytes(size)
     of_none = zlib.crc32(zeros)
     return [[zlib.crc32(zeros, value << place) ^ of_none for value in range(256)] for place in range(0, 32, 8)]

@@ -3,10 +3,11 @@
 Three rules decide which rows count:
 
 * In an attempt, we read a step's rows from one part only, and from a merged part if there is one. A process that is killed
-while merging leaves both the merged part and the single parts. Tables that several processes write to (`SHARED`) are an
-exception: all parts of a step count. * If several attempts trained a step, the rows of the latest attempt count. * We ignore
-a part that is damaged, was not written by us, or contains rows of another attempt than its name says. One warning names the
-part.
+  while merging leaves both the merged part and the single parts. Tables that several processes write to (`SHARED`) are an
+  exception: all parts of a step count.
+* If several attempts trained a step, the rows of the latest attempt count.
+* We ignore a part that is damaged, that we did not write, or whose rows belong to another attempt than the one in its name.
+  One warning names the part.
 """
 
 from __future__ import annotations
@@ -32,10 +33,10 @@ from .storage import Storage
 
 #: columns that identify a row
 _NAMES = ("attempt", "step", "layer", "role", "product", "what", "name")
-#: smallest and largest valid values of metrics; rounding may exceed these limits slightly
+#: smallest and largest valid values of metrics; rounded values may exceed these limits slightly
 _WITHIN = {"underflow_pct": (0.0, 100.0), "overflow_pct": (0.0, 100.0), "cosine": (-1.0, 1.0), "amax": (0.0, np.inf)}
 _ROUNDING = 1e-6
-#: number of characters of a value that a message shows
+#: largest number of characters of a value that a message shows
 _SHOWN = 40
 #: number of magnitudes of a 16-bit value, and the formats that histograms may have
 MAGNITUDES = 1 << 15
@@ -98,7 +99,7 @@ def _wrong_histograms(bins: pa.ListArray, counts: pa.ListArray) -> str | None:
         return None
     at = places.to_numpy().astype(np.int64)
     if at.max() >= MAGNITUDES:
-        return f"bins reach {at.max()}; there are {MAGNITUDES}"
+        return f"bins reach {at.max()}; must be below {MAGNITUDES}"
     if not np.isin(np.flatnonzero(np.diff(at) <= 0) + 1, np.cumsum(lengths.to_numpy())).all():
         return "bins do not ascend"
     return "counts is negative" if pc.min(numbers).as_py() < 0 else None
@@ -150,12 +151,14 @@ def order_newest_first(parts: Iterable[Part]) -> list[Part]:
 
 
 def may_have(table: str, part: Part, step: int) -> bool:
-    """Return whether a part may contain rows of a step, judging by its name. In tables without layers, any part may."""
+    """Return whether a part may contain rows of a step, judging by its name. In tables without layers, any part may contain
+    them.
+    """
     return "layer" not in SCHEMAS[table] or part.first <= step <= part.last
 
 
 class EffectiveParts:
-    """Decides which part's rows count for each step, while parts are added in order.
+    """Decides, for each step, which part's rows count. Add parts in order.
 
     Example:
         >>> names = [f"attempt-0-{steps}-00000000.parquet" for steps in ("step-5", "steps-0-9")]
@@ -173,7 +176,7 @@ class EffectiveParts:
         self.of_step: dict[int, Part] = {}
 
     def is_redundant(self, part: Part) -> bool:
-        """Return whether a part is a single part, and another part of its attempt already has its step."""
+        """Return True if a part is not merged, and another part of its attempt already has its step."""
         return not self._is_shared and not part.merged and part.first in self._steps[part.attempt]
 
     def add(self, part: Part, steps: Collection[int]) -> set[int]:
@@ -187,7 +190,7 @@ class EffectiveParts:
         return new
 
     def is_latest(self, part: Part, step: int) -> bool:
-        """Return whether the part belongs to the latest attempt that has the step."""
+        """Return whether the part belongs to the latest attempt that contains the step."""
         return self.of_step[step].attempt <= part.attempt
 
 
@@ -207,7 +210,7 @@ def read_effective_parts(
         use: function that takes a part and the result of `read`, and adds the part to `owners`. It may raise the same
             errors.
         parts: parts to read first, or None for all parts of the table.
-        each: function like `map` that calls `read` for several parts, in order.
+        each: function like `map` that calls `read` for several parts and yields the results in order.
 
     Returns:
         The reason for ignoring each ignored part, by path.
@@ -243,7 +246,7 @@ def warn_of_damage(run: Storage, table: str, damaged: Mapping[str, str]) -> None
     """Warn once for all damaged parts, because a bad disk can damage very many.
 
     Args:
-        damaged: what is wrong with each part, by path.
+        damaged: the damage of each part in words, by path.
     """
     if damaged:
         (name, why), *others = damaged.items()
@@ -280,8 +283,8 @@ def open_part(run: Storage, part: Part, texts: Sequence[str] = (), whole: bool =
 
 
 def read_outline(run: Storage, table: str, part: Part) -> Outline:
-    """Read the outline of a part's rows. If an earlier release wrote the part without an outline, make it from steps and
-    names.
+    """Read the outline of a part's rows. If an earlier release wrote the part without an outline, make an outline from steps
+    and names.
 
     Raises:
         PartGoneError, PartDamagedError: as for `open_part`.
@@ -331,12 +334,12 @@ def read_columns(
     spans: Sequence[tuple[int, int]] | None = None,
     step: int | None = None,
 ) -> tuple[pa.Table, Callable[[Ints], Ints]]:
-    """Read columns of the row groups of a part that contain the wanted rows.
+    """Read some columns of a part, from the row groups that contain the wanted rows.
 
     Args:
         columns: names of columns. Text columns are returned as dictionaries.
         spans: pairs of a first row and the row after the last, or None for all rows.
-        step: read only row groups that may have rows of this step, or None for all.
+        step: read only row groups that may have rows of this step, and ignore `spans`. None reads the rows in `spans`.
 
     Returns:
         The rows with columns in the schema's order, and a function that converts indices of rows in the part to indices in

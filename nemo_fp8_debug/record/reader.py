@@ -61,7 +61,7 @@ def _links_in(root: Storage) -> str:
 
 
 def _refuse_links(root: Storage, run: Storage) -> None:
-    """Refuse a record if a link in it leads out of the folder that the user named. The tab has the same rule.
+    """Refuse a record if a link in it leads out of the folder that the user named. The FP8 tab has the same rule.
 
     Raises:
         RecordError: the record has such a link.

@@ -23,8 +23,8 @@ STREAMED = ("scale", *METRICS)
 #: number of a layer's experts that get their own tags in addition to the aggregate: the worst experts for each metric
 EXPERTS_SHOWN = 3
 Write = Callable[[dict[str, float], int], None]
-#: metrics that would be unreadable on a linear axis: the name and the formula of the scalar that we log instead; None: no
-#: tag
+#: metrics that would be unreadable on a linear axis, each with the name and formula of the scalar that we log instead; if
+#: the formula returns None, we log nothing
 ON_LOG_AXES: dict[str, tuple[str, Callable[[float], float | None]]] = {
     "mse": ("mse_log10", lambda mse: math.log10(mse) if mse > 0 else None),
     "cosine": ("cosine_distance_log10", lambda cosine: math.log10(max(1 - cosine, 1e-16))),
@@ -44,7 +44,7 @@ def make_tag(metric: str) -> str:
 
 
 class TagBudget:
-    """Chooses the tensors that get tags if there are too many: the worst of each role. A chosen tensor keeps its tags.
+    """Chooses which tensors get tags, if there are too many: the worst tensors of each role. A chosen tensor keeps its tags.
 
     A layer's experts get only a few tags. If tags are scarce, experts come last.
     """
@@ -101,7 +101,7 @@ class Tags:
     def __init__(self, budget: TagBudget, sample: Sample) -> None:
         """
         Args:
-            budget: limits tags of single tensors.
+            budget: limits the number of tags for single tensors.
         """
         self._budget = budget
         keys = list(zip(sample.columns["layer"], sample.columns["role"], strict=True))
@@ -152,8 +152,8 @@ class Tags:
         self.values |= {f"{tag}/{kind}": of(found) for tag, found in values.items() for kind, of in kinds.items()}
 
     def sum_up_uncast(self, prefix: str, columns: Columns) -> None:
-        """Add the worst and the median of tensors that the run does not quantize, unquantized and under each what-if
-        recipe.
+        """Add tags for tensors that the run does not quantize: the worst and the median value, as recorded and under each
+        what-if recipe.
         """
         values = defaultdict[str, list[float]](list)
         names = ("role", "recipe", "scale_source", *_OF_UNCAST)
@@ -174,7 +174,7 @@ def _on_axis(metric: str, values: Mapping[str, float]) -> Mapping[str, float]:
     return {layer: value for layer, value in found.items() if value is not None}
 
 
-#: metrics of operands that the summary has as the worst tensor and the median
+#: metrics for which the summary contains the worst operand and the median of all operands
 LOSSES = ("underflow_pct", "overflow_pct", "relative_error")
 #: the metric of a wrong scale: difference in bits between the scale in use and the scale that fits the amax
 OFF = "scale_ratio_log2"
@@ -194,7 +194,7 @@ class StartHere:
 
 
 class Overview:
-    """Summarizes one sample after another. It keeps the previous sample, which the early warning needs."""
+    """Summarizes samples one after the other. We keep the previous sample, because the early warning needs it."""
 
     def __init__(self) -> None:
         self._coverage: float | None = None
@@ -202,7 +202,7 @@ class Overview:
         self._before: Sample | None = None
 
     def open(self, fingerprint: Mapping[str, Any]) -> None:
-        """Read how much of the model is observed from the fingerprint."""
+        """Read from the fingerprint which share of the model is observed."""
         coverage = fingerprint.get("coverage")
         share = coverage.get("share_not_observed") if isinstance(coverage, Mapping) else None
         self._coverage = 100 * (1 - share) if isinstance(share, (int, float)) else None

@@ -66,7 +66,8 @@ class TableIndex:
         Args:
             outline_of: function that reads the outline of a part. It raises the errors of `read_outline`.
             parts: parts to read first, or None for all parts of the table.
-            use: function that is called with each part before its steps count. It may raise the same errors.
+            use: function that is called with each part and its outline, before the part's steps count. It may raise the same
+                errors.
         """
         owners = EffectiveParts(table)
 
@@ -106,7 +107,7 @@ class TableIndex:
         return self.newest_first[0] if self.newest_first else None
 
     def nearest(self, step: int) -> int:
-        """Return the sampled step closest to `step`, the earlier one of two equally close steps."""
+        """Return the sampled step closest to `step`. If two steps are equally close, return the earlier step."""
         after = min(int(np.searchsorted(self.steps, step)), len(self.steps) - 1)
         before = max(after - 1, 0)
         return int(min(self.steps[before], self.steps[after], key=lambda s: abs(int(s) - step)))
@@ -120,7 +121,7 @@ class StepRows:
     step: int
     #: index of the first row in the part
     first: int
-    #: index of the layout, which is the list of each row's operand
+    #: index of the layout, which lists the operand of each row
     layout: int
 
 
@@ -197,9 +198,9 @@ def read_new_names(
 
 #: number of tables from other processes that this process keeps open
 _OPEN = 8
-#: number of parts after which we return unused memory to the system
+#: after reading more parts than this, we return unused memory to the system
 _FEW = 8
-#: if we read this many times the wanted rows, copy the wanted rows to free the rest
+#: if we read more than this many times as many rows as wanted, we copy the wanted rows, so that the other rows are freed
 _MANY_TIMES = 4
 
 
@@ -241,7 +242,7 @@ class Scan:
         """
         Args:
             run: folder of a record.
-            table: a table with operands.
+            table: a table whose rows belong to operands.
         """
         keep_freed()
         pa.set_memory_pool(pa.system_memory_pool())  # the system's pool returns memory within milliseconds, Arrow's does not
@@ -331,8 +332,8 @@ class Scan:
             operands, steps: as for `chunks`.
 
         Returns:
-            Chunks, and for each of their steps the number of equal steps, itself included. Steps count as equal if footers
-            show it.
+            Chunks. With each chunk, for each of its steps, the number of steps that are equal to it, including the step
+            itself. Steps count as equal only if the footers show that they are.
         """
         wanted, chosen = self._wanted(operands, steps)
         left = [(part, run) for part, runs in wanted for run in runs if chosen[run.layout].operands.size]
@@ -466,7 +467,8 @@ class _Chosen:
 
     #: indices of the rows' operands in chunks
     operands: Ints
-    #: indices in the stretch: the first row, the row after the last, and each row; None means all rows in between
+    #: indices of the wanted rows in the stretch: the first, the one after the last, and all of them (None: all rows in
+    #: between)
     first: int
     end: int
     places: Ints | None

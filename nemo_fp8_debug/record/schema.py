@@ -14,7 +14,7 @@ import pyarrow as pa
 from ..core.keys import STEP_SCALARS as STEP_SCALARS
 from ..core.table import Table, load_modules
 
-#: file with the state of the run: the state of the control file, of dumps, and whether the run has ended
+#: file with the status of the run: its control settings, its dumps, and whether the run has ended
 STATUS = "status.json"
 VERSION = 4
 #: sections of a fingerprint; each section is a mapping
@@ -59,7 +59,7 @@ def _array(values: Sequence[Any] | None, kind: pa.DataType, rows: int) -> pa.Arr
         return pa.nulls(rows, kind)
     if not pa.types.is_list(kind):
         return pa.array(values, kind)
-    # pyarrow converts a list of arrays value by value, and loads pandas to do so.
+    # Do not pass a list of arrays to pyarrow, which would convert it value by value and load pandas.
     absent, arrays = [array is None for array in values], [() if array is None else array for array in values]
     ends, dtype = np.cumsum([0, *map(len, arrays)], dtype=np.int32), kind.value_type.to_pandas_dtype()
     flat = np.concatenate([np.zeros(0, dtype), *(np.asarray(array, dtype) for array in arrays)])

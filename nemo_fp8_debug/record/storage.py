@@ -31,7 +31,8 @@ from .schema import SCHEMAS, STATUS, parse_attempt
 LIMIT = 20.0
 #: lowest upload speed that we wait for, in bytes per second
 SLOWEST = 1 << 20
-#: pause after a failure, as a multiple of the failed request's time, so that failures take about a tenth of the time
+#: pause after a failure, as a multiple of the failed request's time, so that failed requests take about a tenth of the total
+#: time
 REST = 9
 #: shortest failed request in seconds that causes a pause; faster failures cost little
 _QUICK = 1.0
@@ -103,7 +104,7 @@ class NotAFileError(OSError):
 
 
 class Storage:
-    """Files by name below a folder. Names use `/`."""
+    """A folder. Methods name its files by their paths below the folder, with `/` between names."""
 
     def __init__(self, address: str | os.PathLike[str]) -> None:
         """
@@ -119,7 +120,8 @@ class Storage:
         except (ImportError, ValueError) as error:
             raise ConfigError(f"{path} is not an address that can be written to: {error}") from None
         self._root = root.rstrip("/")
-        #: file that must exist before we write to a local folder; if it does not, the folder was deleted or is not mounted
+        #: file that must exist before we write to a local folder; if it does not exist, the folder was deleted or is not
+        #: mounted
         self.anchor = ""
         self.is_local = isinstance(self._fs, LocalFileSystem)
         self._limits: RequestLimits | None = None
@@ -146,7 +148,7 @@ class Storage:
     __hash__ = None  # type: ignore[assignment]
 
     def below(self, name: str) -> Storage:
-        """Return a folder below this one."""
+        """Return the folder `name` below this folder."""
         inner = object.__new__(Storage)
         inner._fs, inner._root, inner.is_local, inner.anchor = self._fs, self.path(name), self.is_local, ""
         inner._limits = self._limits
@@ -200,8 +202,8 @@ class Storage:
             return None
 
     def size(self, folder: str, prefix: str = "") -> int:
-        """Return the total bytes of all files in and below a folder with names that begin with `prefix`, 0 if there is no
-        folder.
+        """Return the total size in bytes of all files in and below a folder whose names begin with `prefix`. Return 0 if the
+        folder does not exist.
         """
         self._fs.invalidate_cache()
         found = self._call("find", self.path(folder), detail=True)
@@ -279,7 +281,8 @@ class Storage:
             file.write(content)
 
     def write(self, name: str, content: bytes) -> None:
-        """read the kept parts to their end before removing others
+        """Write a file. Replace it if it exists. Readers of a local file see either the old content or all of the new
+        content.
 
         Raises:
             FileNotFoundError: the `anchor` of a local folder is missing.
@@ -337,8 +340,8 @@ TABLES = frozenset({*(folder for table in SCHEMAS for folder in list_folders(tab
 
 
 def is_link_out(storage: Storage, name: str) -> bool:
-    """Return True if a link leads from a name below a local folder out of the folder. The folder's own path must be free of
-    links.
+    """Return True if a name below a local folder leads out of the folder through a link. The folder's own path must be free
+    of links.
     """
     root = storage.path("").rstrip("/")
     return not f"{os.path.realpath(storage.path(name))}/".startswith(f"{root}/")

@@ -57,8 +57,8 @@ class EventFile:
             tf.io.gfile.makedirs(self.log_dir)
 
     def add_summary(self, summary: Summary, step: int) -> None:
-        """Write an event. If the folder cannot be written, the event is lost. The run record in that folder gives the
-        warning.
+        """Write an event. If the folder cannot be written, the event is lost. We do not warn here, because the run record in
+        the same folder warns.
         """
         try:
             self._file = self._file or self._begun()
@@ -101,7 +101,7 @@ class EventFile:
 class _RemoteFile:
     """A remote file that is uploaded whole at each flush. If an upload fails, the next flush repeats it.
 
-    We use the driver that writes the record, because TensorBoard's own has other credentials and time limits.
+    We use the driver that writes the record, because TensorBoard's own driver has other credentials and time limits.
     """
 
     def __init__(self, storage: Storage, name: str) -> None:

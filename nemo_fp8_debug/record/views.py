@@ -48,7 +48,8 @@ _ENGINES = {
 }
 ENGINES = tuple(_ENGINES)
 
-#: the rule of `parts.Owners` in SQL: read rows of a step from one part. Prefer merged parts, then sort by folder and name
+#: the rule of `parts.Owners` in SQL: read the rows of a step from one part, a merged part if there is one; among several
+#: parts, read the first by folder and name
 _PLACE = """concat(
     CASE WHEN regexp_extract(file, '([^/]+)$', 1) LIKE 'attempt-%-steps-%' THEN '0' ELSE '1' END,
     CASE WHEN regexp_extract(file, '([^/]+)/[^/]+$', 1) = '{table}' THEN '0' ELSE '1' END,
@@ -65,7 +66,8 @@ SELECT
 FROM placed JOIN latest ON placed.attempt = latest.attempt AND placed.step = latest.step AND {same_place}
 WHERE latest.attempt = latest.newest;"""
 
-#: Each replay writes its own parts, and a recipe may be replayed twice. Exact rows take precedence over rounded rows
+#: keeps one row if a recipe was replayed twice, because each replay writes its own parts; exact rows take precedence over
+#: rounded rows
 _ONCE = """{create} {table} AS
 SELECT {names} FROM (
   SELECT *, row_number() OVER (PARTITION BY step, layer, role, recipe ORDER BY rounded NULLS FIRST) AS nth FROM {table}_all)

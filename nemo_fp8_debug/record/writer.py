@@ -75,7 +75,7 @@ class RunRecord(Recorder):
             self.storage.make(table)
 
     def _claim_attempt(self, fingerprint: Mapping[str, Any]) -> None:
-        """Claim the lowest free attempt number. Two processes that start at the same time get different numbers."""
+        """Claim the next attempt number. Two processes that start at the same time get different numbers."""
         there = self.storage.names()
         taken = [parse_attempt(name) for name in there]
         tables = (table for table in ("metrics", "histograms", "steps") if table in there)
@@ -94,7 +94,8 @@ class RunRecord(Recorder):
     def record(self, sample: Sample) -> None:
         """Write one sampled step.
 
-        Write the histograms if they are due, if the step was not due by the interval, or if the sample has NaN or infinity.
+        Write its histograms if they are due by `histogram_interval`, if a trigger caused the sample, or if the sample has
+        NaN or infinity.
         """
         is_due = sample.step % self._histogram_interval == 0 or sample.trigger is not None
         skipped = () if is_due or sample.describe_first_nonfinite() is not None else HISTOGRAMS
@@ -135,7 +136,7 @@ class RunRecord(Recorder):
         self.lost += len(self._backlog)
         self._backlog.clear()
         if self.lost:
-            warn(f"{self.lost} parts of the record were lost, since {self.storage} could not be written")
+            warn(f"{self.lost} parts of the record were lost, because {self.storage} could not be written")
 
     def write_part(self, table: str, columns: Mapping[str, Any], first: int, last: int | None = None) -> None:
         """Write a part of a table with the rows of step `first`. If `last` is given, write all steps from `first` to
@@ -179,7 +180,7 @@ class RunRecord(Recorder):
 
 
 def add_rows(storage: Storage, table: str, rows: pl.DataFrame) -> None:
-    """Add rows to a table that several processes may write. The table must not be one that runs write."""
+    """Add rows to a table that several processes may write, but that no run writes."""
     for (attempt,), of_attempt in rows.group_by("attempt", maintain_order=True):
         steps = of_attempt["step"].unique().sort()
         for first in range(0, len(steps), MERGED):

@@ -1,4 +1,4 @@
-"""The FP8 tab of TensorBoard, which shows the run records below the logdir while they grow. Internal."""
+"""The FP8 tab of TensorBoard, which shows the run records below the logdir, also while they grow. Internal."""
 
 from .plugin import FP8Plugin
 

@@ -103,7 +103,7 @@ class VerdictCache:
         return found["result"]
 
     def put(self, key: Mapping[str, Any], result: Any) -> None:
-        """Keep a result that JSON can represent."""
+        """Store a result that JSON can represent."""
         with contextlib.suppress(OSError):
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             content = json.dumps({"checksum": _digest([dict(key), result]), "result": result})

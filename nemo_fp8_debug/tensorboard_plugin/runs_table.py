@@ -1,4 +1,4 @@
-"""The list of runs, and the table of all runs, for which each record must be read."""
+"""The list of runs, and the table of all runs. The table must read each record."""
 
 from __future__ import annotations
 

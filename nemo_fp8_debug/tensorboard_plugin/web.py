@@ -78,7 +78,7 @@ _MOST_COLUMNS = 2000
 
 @dataclass(frozen=True)
 class Parameter:
-    """The reader of a parameter's text, and the parameter's default."""
+    """A parameter: the function that reads its text, and its default."""
 
     read: Callable[[str, str], Any]
     #: default of the parameter; without a default, the parameter is required
@@ -192,8 +192,8 @@ HOSTS = "NEMO_FP8_DEBUG_HOSTS"
 def list_own_names(bound: str | None) -> frozenset[str]:
     """Return the host names that the tab accepts in requests, in addition to localhost and numeric addresses.
 
-    These are the name that the server is bound to, the machine's name, and the names in `HOSTS`. An empty name in the list
-    marks that `HOSTS` is set.
+    These are the name that the server is bound to, the machine's name, and the names in `HOSTS`. An empty name in the result
+    means that `HOSTS` is set.
     """
     given = {name.strip().lower() for name in os.environ.get(HOSTS, "").split(",")} - {""}
     own = {name.lower() for name in (bound, socket.gethostname()) if name}
@@ -253,7 +253,7 @@ def check_origin(headers: Headers, names: Collection[str] = ()) -> None:
 def is_local(host: str, bound: str) -> bool:
     """Return True if a Host header names this server by localhost, a numeric address, or the name that it is bound to.
 
-    If another site's name resolves to this machine, its pages send the other site's name in the header.
+    If another site's name resolves to this machine, requests of its pages contain the other site's name in the header.
 
     Example:
         >>> is_local("127.0.0.1:6006", "localhost"), is_local("example.com:6006", "localhost")

@@ -1,1 +1,1 @@
-"""What the monitor and its analyses cost, each a script of its own."""
+"""Benchmarks of the monitor and its analyses, one per script."""

@@ -1,6 +1,6 @@
-"""What sampled steps cost that look at optimizer states and activations too: `around_gemms.py [--rounds 8]`.
+"""Measure the cost of observing optimizer states and activations in sampled steps: `around_gemms.py [--rounds 8]`.
 
-In sampled steps that look at operands alone. What counts is time on CPUs, of all threads.
+The unit is a sampled step that observes only operands. Times are CPU times of all threads.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 from benchmarks.common.sampled_steps import compare
 from nemo_fp8_debug.core.keys import ACTIVATIONS, STATES
 
-#: by what is looked at
+#: options of the monitor, by what they observe
 OPTIONS: dict[str, dict[str, Any]] = {
     "operands alone": {},
     "gradients and steps": {"states": ("weight_gradient", "update")},

@@ -1,8 +1,9 @@
-"""Time and peak memory of an audit, for each format and dtype of a checkpoint of 1 GiB.
+"""Measure time and peak memory of an audit, for each format and dtype of a checkpoint of 1 GiB.
 
-`.venv/bin/python scripts/benchmarks/audit.py [--gib 1]`. Each audit is a process of its own, whose peak resident memory is
-compared with one that audits a checkpoint of a single small weight. Weights of 4096 x 4096, 32 MiB in BF16 and 64 MiB in
-FP32.
+`.venv/bin/python scripts/benchmarks/audit.py [--gib 1]`
+
+Each audit runs in a new process. We compare its peak resident memory with the peak of an audit of a single small weight.
+Weights are 4096 x 4096, which is 32 MiB in BF16 and 64 MiB in FP32.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from nemo_fp8_debug.analysis.checkpoint.audit import audit
 start = time.perf_counter()
 found = audit(sys.argv[1])
 seconds = time.perf_counter() - start
-# Not getrusage, whose peak is that of the parent process where that was larger.
+# Not getrusage, which reports the peak of the parent process if that was larger.
 peak = re.search(r"VmHWM:\\s+(\\d+) kB", open("/proc/self/status").read())
 print(len(found.rows), seconds, int(peak[1]) / 1024)
 """
@@ -37,7 +38,7 @@ def weights(gib: float, dtype: torch.dtype) -> dict[str, torch.Tensor]:
 
 
 def checkpoints(gib: float, dtype: torch.dtype, folder: Path) -> Iterator[tuple[str, Path]]:
-    """The same weights in each format, one after the other."""
+    """Save the same weights in each format, one after the other. Yield each format and path."""
     state = weights(gib, dtype)
     save_file(state, folder / "a.safetensors")
     yield "safetensors", folder / "a.safetensors"
@@ -48,7 +49,7 @@ def checkpoints(gib: float, dtype: torch.dtype, folder: Path) -> Iterator[tuple[
 
 
 def measure(path: Path) -> tuple[int, float, float]:
-    """Weights, seconds and peak resident memory in MiB of an audit."""
+    """Audit a checkpoint in a new process. Return the number of weights, seconds, and peak resident memory in MiB."""
     command = [sys.executable, "-W", "ignore", "-c", AUDIT, str(path)]
     found = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
     return int(found[0]), float(found[1]), float(found[2])

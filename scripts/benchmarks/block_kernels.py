@@ -1,12 +1,15 @@
-"""Times the metrics' sums of a BF16 tensor under block recipes beside torch.aminmax of the same tensor.
+"""Time the metrics' sums of a BF16 tensor under block recipes, compared with torch.aminmax of the same tensor.
 
-`.venv/bin/python scripts/benchmarks/block_kernels.py [--threads 2]`, about 3 minutes. What a sampled step takes beside the
-tensor's histogram, which it has made. Ratios and medians; kernel and aminmax take turns, so that they share the machine's
-moods. `hot` and `cold` are those of histogram.py. Beside them two floors, ratios to aminmax as well: `arithmetic`, the same
-work on as many values that all come from the closest cache, and `reading`, of histogram.py; and `call`, what a tensor of a
-single block takes, which each call takes besides. `spread` are normal values times 2^(2z), z normal as well: in many blocks
-small values lie in the subnormal range of the format. The plain path, which other devices take, is timed once, in one
-thread.
+`.venv/bin/python scripts/benchmarks/block_kernels.py [--threads 2]` takes about 3 minutes.
+
+We time what a sampled step needs in addition to the tensor's histogram. We print the median time, and the median ratio to
+aminmax. Kernel and aminmax take turns, so that the machine's load affects both. `hot` and `cold` are as in histogram.py.
+
+We also print ratios to aminmax of three lower bounds. `arithmetic` does the same work on as many values that all come from
+the closest cache. `reading` is as in histogram.py. `call` is the time for a single block, which is each call's overhead.
+
+`spread` are normal values times 2^(2z), with z normal as well. In many of their blocks, small values are in the subnormal
+range of the format. The plain path, which other devices use, is timed once, in one thread.
 """
 
 from __future__ import annotations
@@ -31,23 +34,23 @@ CASES = (
     ("nvfp4", "input"),
     ("nvfp4", "weight"),
 )
-#: seconds a comparison takes
+#: seconds for each comparison
 BUDGET = 1.5
-#: values that the arithmetic is timed over, so many that what a call costs besides does not count
+#: number of values for timing the arithmetic, so large that the overhead of a call is negligible
 MANY = 1 << 24
 
 How = tuple[BlockRule, str, FloatFormat]
 
 
 def how(name: str, role: str) -> How:
-    """Rule, role and format."""
+    """Return the rule, the role and the format of an operand under a recipe."""
     recipe = parse_recipe(name)
     assert isinstance(recipe.scaling, BlockRule)
     return recipe.scaling, role, recipe.format_of(role)
 
 
 def plain_ratio(by: How, threads: int) -> float:
-    """Of the plain path to aminmax, both in one thread."""
+    """Return the ratio of the plain path's time to the time of aminmax, both in one thread."""
     x = torch.randn(1024, 4096).bfloat16()
     torch.set_num_threads(1)
     ratio = seconds(lambda: quantization_sums_in_blocks(x, *by)) / min(seconds(lambda: torch.aminmax(x)) for _ in range(20))
@@ -56,20 +59,20 @@ def plain_ratio(by: How, threads: int) -> float:
 
 
 def measuring(by: How, tensors: list[torch.Tensor]) -> Call:
-    """Measures one of these tensors."""
+    """Return a function that measures one of these tensors."""
     histograms = {x.data_ptr(): count_histogram(x) for x in tensors}
     return lambda x: quantization_sums(x, *by, histograms[x.data_ptr()])
 
 
 def arithmetic(by: How) -> Call:
-    """Measures `MANY` values without waiting for memory, whatever it is given: one row, in a close cache, over and over."""
+    """Return a function that ignores its argument and measures `MANY` values: one row in a close cache, over and over."""
     x = torch.randn(4096).bfloat16().expand(MANY // 4096, 4096)
     counted = count_histogram(x)
     return lambda _: quantization_sums(x, *by, counted)
 
 
 def call(by: How) -> Call:
-    """Measures a single block, whatever it is given."""
+    """Return a function that ignores its argument and measures a single block."""
     high, wide = by[0].block(by[1])
     x = torch.randn(high, min(wide, 4096)).bfloat16()
     counted = count_histogram(x)
@@ -77,13 +80,13 @@ def call(by: How) -> Call:
 
 
 def spread(mebi: int) -> Iterator[tuple[str, list[torch.Tensor]]]:
-    """As `tensors_of`, one tensor."""
+    """Yield one tensor of `spread` values, in the form of `tensors_of`."""
     z, normal = torch.randn(2, 1 << 20)
     yield "hot", [(normal * torch.exp2(2 * z)).bfloat16().repeat(mebi).view(-1, 4096)]
 
 
 def cases() -> Iterator[tuple[str, str, str, int]]:
-    """Recipe, role, layout, size in 2^20 values."""
+    """Yield recipe, role, layout, and size in 2^20 values."""
     for name, role in CASES:
         yield from ((name, role, "contiguous", mebi) for mebi in SIZES)
     yield from (("mxfp8", "input", layout, 16) for layout in LAYOUTS if layout != "contiguous")

@@ -1,9 +1,9 @@
-"""What comparing two large records takes: a process of the command line, from records on disk.
+"""Measure the comparison of two large records on disk, by a process of the command line.
 
     .venv/bin/python scripts/benchmarks/compare.py [--tensors 1500] [--steps 1000] [--keep FOLDER]
 
-Both runs are noise about usual metrics; in the run a tensor of each tenth layer leaves. Seconds are of the wall clock
-and of the processor, memory is the peak of the process, files lie in the page cache.
+The metrics of both runs are usual values with noise. In the bad run, one tensor of every tenth layer leaves its band. We
+print wall-clock seconds, CPU seconds, and the peak memory of the process. All files are in the page cache.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from nemo_fp8_debug.record.writer import RunRecord
 
 KINDS = ("self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1", "mlp.linear_fc2")
 USUAL = {"underflow_pct": 0.3, "overflow_pct": 0.001, "relative_error": 0.027, "mse": 1e-5, "amax": 4.0, "outlier_log2": 4.0}
-#: sampled steps lie so far apart
+#: steps between samples
 INTERVAL = 10
 
 
@@ -33,7 +33,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tensors", type=int, default=1500)
     parser.add_argument("--steps", type=int, default=1000)
-    parser.add_argument("--keep", type=Path, help="write the records there, or take those that are there")
+    parser.add_argument("--keep", type=Path, help="write the records to this folder, or use the records that are in it")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         folder = options.keep or Path(scratch)
@@ -61,7 +61,7 @@ def write(run: Path, tensors: int, steps: int, seed: int, harmed: bool) -> None:
 
 
 def possible(name: str, values: Any) -> Any:
-    """Values as far as a metric can have them."""
+    """Limit values to the largest value that the metric can have."""
     return np.minimum(values, {"cosine": 1.0, "underflow_pct": 100.0, "overflow_pct": 100.0}.get(name, np.inf))
 
 
@@ -85,7 +85,7 @@ def columns(keys: list[tuple[str, str]], grown: Any, random: np.random.Generator
 
 
 def measure(arguments: list[str]) -> None:
-    """Run the command and print what it took."""
+    """Run the command, and print its time and peak memory."""
     program = [sys.executable, "-W", "ignore", "-c", "from nemo_fp8_debug.cli import app; app()", *arguments]
     started = time.perf_counter()
     sink = os.open(os.devnull, os.O_WRONLY)

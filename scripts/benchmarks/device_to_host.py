@@ -1,7 +1,9 @@
-"""What it takes to bring the histograms of a sampled step from a device, and to find moments and sums in them.
+"""Time the copy of a sampled step's histograms from a device, and the computation of moments and sums from them.
 
-`.venv/bin/python scripts/benchmarks/device_to_host.py [--operands 240]`. Both happen in the thread in the background.
-Without a CUDA device the copy is one within the host, and only the operations that it launches are worth reading.
+`.venv/bin/python scripts/benchmarks/device_to_host.py [--operands 240]`
+
+In a run, both happen in the background thread. Without a CUDA device, the copy is within the host. Then only the number of
+launched operations is meaningful.
 """
 
 from __future__ import annotations
@@ -23,14 +25,14 @@ from nemo_fp8_debug.numerics.formats import E4M3
 from nemo_fp8_debug.numerics.histogram import Histogram
 
 ROUNDS = 10
-#: values of an operand; what it occupies of its histogram grows slowly with them
+#: number of values of an operand; the number of occupied bins grows slowly with it
 VALUES = 1 << 20
-#: operators that launch nothing
+#: operators that launch no kernel
 VIEWS = ("view", "slice", "select", "unbind", "detach", "as_strided", "split", "lift_fresh", "empty", "_local_scalar_dense")
 
 
 class Launches(TorchDispatchMode):
-    """Counts operators but views."""
+    """A mode that counts all operators except views."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,14 +55,14 @@ def copy_to_host(histograms: Sequence[Histogram]) -> list[torch.Tensor]:
 
 
 def launches(histograms: Sequence[Histogram]) -> int:
-    """Operations of the copy."""
+    """Return the number of operations that the copy launches."""
     with Launches() as counted:
         copy_to_host(histograms)
     return counted.counts.total()
 
 
 def milliseconds(work: Callable[[], object]) -> float:
-    """Median time."""
+    """Return the median time of some work."""
     found = []
     for _ in range(ROUNDS):
         start = time.perf_counter()
@@ -70,7 +72,7 @@ def milliseconds(work: Callable[[], object]) -> float:
 
 
 def find_sums(histograms: Sequence[Histogram], scales: int) -> None:
-    """Moments, and sums under so many scales."""
+    """Compute moments, and sums under a number of scales."""
     found = Histograms([Histogram(of.dtype, of.counts) for of in histograms])
     _ = found.moments
     for i in range(scales):

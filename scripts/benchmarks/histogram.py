@@ -1,10 +1,14 @@
-"""Times the histogram of a BF16 tensor beside torch.aminmax of the same tensor, and metrics from many histograms.
+"""Time the histogram of a BF16 tensor, compared with torch.aminmax of the same tensor, and metrics from many histograms.
 
-`.venv/bin/python scripts/benchmarks/histogram.py [--threads 2] [--spread]`, about 2 minutes. Ratios and medians; the two
-take turns, so that they share the machine's moods. `hot` counts one tensor over and over, which a large cache serves; `cold`
-goes round as many as 384 MiB hold, as a training step goes round its operands. Beside them two floors, ratios to aminmax as
-well: `updates`, one counter update a value with everything in the closest cache, and `reading`, torch's sum of the same
-memory as words. Of views with gaps instead `one row`: as many values of one row without gaps, which the closest cache holds.
+`.venv/bin/python scripts/benchmarks/histogram.py [--threads 2] [--spread]` takes about 2 minutes.
+
+We print the median time, and the median ratio to aminmax. Histogram and aminmax take turns, so that the machine's load
+affects both. `hot` counts one tensor over and over, which a large cache can hold. `cold` cycles through 384 MiB of tensors,
+as a training step cycles through its operands.
+
+We also print ratios to aminmax of two lower bounds. `updates` is one counter update for each value, with all data in the
+closest cache. `reading` is torch's sum of the same memory as integers. For views with gaps, `one row` replaces `reading`: it
+counts as many values, but all from one row without gaps, which fits into the closest cache.
 """
 
 from __future__ import annotations
@@ -25,20 +29,20 @@ from nemo_fp8_debug.numerics import metrics
 from nemo_fp8_debug.numerics.formats import E4M3, E5M2
 from nemo_fp8_debug.numerics.histogram import BINS
 
-#: values, in 2^20
+#: numbers of values, in units of 2^20
 SIZES = (1, 4, 16, 64, 256)
-#: what tensors are that are no longer served by the cache when their turn comes again
+#: bytes of all tensors in a cycle; the cache no longer holds a tensor when its turn comes again
 COLD = 384 << 20
-#: what is done with [rows, 4096] or [rows, 8192] before it is measured
+#: functions that turn a tensor [rows, 4096] or [rows, 8192] into the view to measure
 LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "contiguous": lambda x: x,
     "transposed": lambda x: x.t(),
     "columns of a wider one": lambda x: x[:, :4096],
     "every second column": lambda x: x[:, ::2],
 }
-#: calls in a row, of which the first is not counted: torch's idle threads spin into it
+#: number of calls in a row. The first call does not count, because torch's idle threads still spin during it
 ROW = 6
-#: seconds a comparison takes, three turns at the least
+#: seconds for each comparison; it has at least three turns
 BUDGET = 2.0
 
 Call = Callable[[torch.Tensor], object]
@@ -51,7 +55,7 @@ def seconds(call: Callable[[], object]) -> float:
 
 
 def in_turns(tensors: list[torch.Tensor], calls: list[Call], budget: float = BUDGET) -> list[tuple[float, float]]:
-    """Median of each call in ms, and the median of its ratios to the last one in the same turn."""
+    """Return each call's median time in ms, and the median ratio of its time to the last call's time in the same turn."""
     turns: list[list[float]] = []
     end, at = time.perf_counter() + budget, 0
     while len(turns) < 3 or time.perf_counter() < end:
@@ -68,13 +72,13 @@ def in_turns(tensors: list[torch.Tensor], calls: list[Call], budget: float = BUD
 
 
 def values(n: int, spread: bool) -> torch.Tensor:
-    """Normal values; spread over 20 binades, times 2^(2z) with z normal."""
+    """Return normal values. With `spread`, multiply them by 2^(2z), with z normal, so that they cover 20 binades."""
     x = torch.randn(n)
     return (x * torch.exp2(2 * torch.randn(n)) if spread else x).bfloat16()
 
 
 def tensors_of(mebi: int, layout: str, spread: bool = False) -> Iterator[tuple[str, list[torch.Tensor]]]:
-    """One tensor of so many values, and as many as do not stay in the cache."""
+    """Yield one tensor as `hot`. Then yield so many tensors as `cold` that they do not stay in the cache."""
     columns = 4096 if layout in ("contiguous", "transposed") else 8192
     count, memory = max(1, COLD // (mebi << 21)), mebi * columns << 8
     room = values(1 << 24, spread).repeat(-(-count * memory >> 24))[: count * memory]
@@ -85,17 +89,17 @@ def tensors_of(mebi: int, layout: str, spread: bool = False) -> Iterator[tuple[s
 
 
 def reading(x: torch.Tensor) -> None:
-    """Reads a contiguous tensor and adds it up as words."""
+    """Read a contiguous tensor, and sum its memory as 64-bit integers."""
     x.view(torch.int64).sum()
 
 
 def one_row(x: torch.Tensor) -> None:
-    """Counts as many values as `x` has, all rows of which are its first one, without gaps."""
+    """Count as many values as `x` has, but take all rows from a copy of the first row without gaps."""
     count_patterns(view_bits(x[:1].contiguous().expand(x.shape)), np.zeros(BINS, np.int64), torch.get_num_threads())
 
 
 def update_ns(threads: int, spread: bool = False) -> float:
-    """What counting a value costs when no memory is waited for: one counter update, of values that a close cache holds."""
+    """Return the time to count a value without waiting for memory: one counter update, with all values in a close cache."""
     patterns = values(1 << 15, spread).view(torch.int16).numpy().view(np.uint16)
     counts = np.zeros(BINS, np.int64)
     best = min(seconds(lambda: [count_patterns(patterns, counts, 1) for _ in range(32)]) for _ in range(80))
@@ -103,7 +107,7 @@ def update_ns(threads: int, spread: bool = False) -> float:
 
 
 def metrics_of_500_histograms() -> float:
-    """Seconds for all metrics of 500 histograms of normal values under 3 scalings."""
+    """Return the seconds for all metrics of 500 histograms of normal values under 3 scalings."""
     scalings = ((1.0, E4M3), (100.0, E4M3), (1000.0, E5M2))
 
     def once() -> float:
@@ -115,7 +119,7 @@ def metrics_of_500_histograms() -> float:
             metrics.compute_metrics(histograms.moments, histograms.quantization_sums(scales, [fmt] * 500), scales, scales)
         return time.perf_counter() - start
 
-    return min(once(), once())  # the first compiles
+    return min(once(), once())  # the first call compiles
 
 
 def main() -> None:

@@ -1,13 +1,12 @@
-"""What the analyses and the tab take of two records of any size: seconds, and the peak of memory, each in a process of its
-own.
+"""Measure time and peak memory of the analyses and the tab for two records of any size, each in a new process.
 
     .venv/bin/python scripts/benchmarks/large_records.py [--layers 58] [--experts 256] [--steps 1000] [--folder FOLDER]
 
-The records are those of a mixture of experts: three GEMMs for each expert and three operands for each GEMM, beside the
-experts of each layer as one. Metrics are those of a real run (`validation/main_job/records`): each operand has the course of
-a real one, by a factor of its own that drifts from step to step. In the bad run the scale of one operand is off by nine
-bits from the middle on, and the loss diverges soon after. Histograms are kept of one operand a layer. Parts are as the
-writer merges them. The script says first what disk it needs, and deletes the records at the end.
+The records are for a mixture-of-experts model: three GEMMs for each expert, three operands for each GEMM, and the aggregate
+of each layer's experts. The metrics come from a real run (`validation/main_job/records`): each operand follows a real
+operand, times a factor of its own and noise. In the bad run, the scale of one operand is wrong by nine bits from the middle
+on, and the loss diverges soon after. One operand of each layer has histograms. Parts are merged as by the writer. The script
+first prints how much disk space it needs, and deletes the records at the end.
 """
 
 from __future__ import annotations
@@ -42,13 +41,13 @@ REAL = Path(__file__).parents[1] / "validation" / "main_job" / "records" / "base
 GEMMS = ("gate_proj", "up_proj", "down_proj")
 #: steps between samples
 INTERVAL = 10
-#: layer and role whose scale is off
+#: layer and role of the operand whose scale is wrong
 CULPRIT = ("model.layers.{}.mlp.experts.7.down_proj", "input")
-#: bytes of a row, about
+#: approximate bytes of a row
 ROW = 130
-#: metrics that are values of the tensor, which BF16 holds, and scales, which float32 holds
+#: metrics that are BF16 values of the tensor, and metrics that are float32 scales
 _BF16, _FLOAT32 = ("amax", "amin", "unscaled_amax", "unscaled_amin"), ("scale", "scale_current")
-#: metrics that grow with the values, which have a factor of their own
+#: metrics that depend on the size of the values, to which each operand's own factor applies
 _SCALED = ("mse", "amax", "amin", "unscaled_mse", "unscaled_amax", "unscaled_amin", "scale", "scale_current")
 
 
@@ -57,9 +56,9 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=58)
     parser.add_argument("--experts", type=int, default=256)
     parser.add_argument("--steps", type=int, default=1000)
-    parser.add_argument("--folder", type=Path, help="where the records are written and deleted; records there are taken")
-    parser.add_argument("--keep", action="store_true", help="do not delete them")
-    parser.add_argument("--output", type=Path, help="JSON file that the figures are added to")
+    parser.add_argument("--folder", type=Path, help="folder of the records; records that are in it are used")
+    parser.add_argument("--keep", action="store_true", help="do not delete the records")
+    parser.add_argument("--output", type=Path, help="JSON file to which the figures are appended")
     options = parser.parse_args()
     operands = len(keys(options.layers, options.experts))
     needed = 2 * operands * options.steps * ROW
@@ -82,7 +81,7 @@ def main() -> None:
 
 
 def keys(layers: int, experts: int) -> list[tuple[str, str]]:
-    """Layer and role of each operand, in the order of execution."""
+    """Return layer and role of each operand, in the order of execution."""
     names = ["*", *map(str, range(experts))]
     gemms = [
         f"model.layers.{layer}.mlp.experts.{name}.{gemm}" for layer in range(layers) for name in names for gemm in GEMMS
@@ -99,7 +98,7 @@ def write_both(folder: Path, layers: int, experts: int, steps: int) -> None:
 
 
 def write(run: Path, layers: int, experts: int, steps: int, harmed: bool) -> None:
-    """One run."""
+    """Write the record of one run."""
     of_run = Courses(keys(layers, experts), seed=int(harmed), harmed=harmed, layers=layers, steps=steps)
     record = RunRecord(run)
     fingerprint = {**read_fingerprint(REAL), "attempt": 0}
@@ -119,14 +118,14 @@ def write(run: Path, layers: int, experts: int, steps: int, harmed: bool) -> Non
 
 
 def write_merged(run: Path, table: str, tables: list[pa.Table]) -> None:
-    """A part, as `merging` leaves it."""
+    """Write a merged part, as `merging` does."""
     content, checksum = parquet.encode_all(arrow_schema(table), tables)
     first, last = (tables[i]["step"][0].as_py() for i in (0, -1))
     (run / Part.of(table, 0, first, last, checksum).path).write_bytes(content)
 
 
 class Courses:
-    """What each operand of a run does: the course of a real one, by a factor of its own."""
+    """The metrics of all operands of a run: each follows a real operand, times a factor of its own."""
 
     def __init__(self, keys: list[tuple[str, str]], seed: int, harmed: bool, layers: int, steps: int) -> None:
         self.keys = keys
@@ -139,8 +138,8 @@ class Courses:
         tensors = real.group_by("layer", "role", maintain_order=True).agg(pl.all())
         roles = [role for _, role in keys]
         of_role = {role: np.flatnonzero((tensors["role"] == role).to_numpy()) for role in ROLES}
-        choice = np.random.default_rng(7)  # the same in both runs
-        #: the real tensor that each operand follows, and by how many samples it is behind
+        choice = np.random.default_rng(7)  # equal choices in both runs
+        #: index of the real tensor that each operand follows, and by how many samples the operand is shifted
         self._real = np.array([choice.choice(of_role[role]) for role in roles])
         samples = min(tensors["step"].list.len())
         self._behind = choice.integers(0, samples, len(keys))
@@ -155,9 +154,9 @@ class Courses:
         self._factor = choice.lognormal(sigma=0.5, size=len(keys))
 
     def sample(self, i: int) -> pa.Table:
-        """Rows of a sampled step."""
+        """Return the rows of a sampled step."""
         n = len(self.keys)
-        # A real run's last samples are its steadiest; the warm-up is gone through once.
+        # The later half of a real run is steadier, so use the first half once, and repeat the later half.
         at = np.minimum(i, self._samples // 2 + (i + self._behind) % (self._samples // 2))
         noise = self._random.lognormal(sigma=0.02, size=n)
         columns: dict[str, Any] = {
@@ -189,7 +188,7 @@ class Courses:
         columns["mse"][at] *= 400.0
 
     def histograms(self, i: int) -> pa.Table:
-        """One of each layer."""
+        """Return the histograms of a sampled step, one for each layer."""
         n, schema = self._layers, arrow_schema("histograms")
         bins = np.arange(14_000, 16_000, dtype=np.uint16)
         columns = {
@@ -208,7 +207,7 @@ class Courses:
         return pa.table([pa.array(columns[field.name], field.type) for field in schema], schema=schema)
 
     def losses(self, i: int) -> dict[int, dict[str, float]]:
-        """Of the steps up to the next sample."""
+        """Return losses and learning rates of the steps up to the next sample."""
         risen = max(0.0, (i - 1.1 * self._harmed_from) / self._steps)
         losses = 2 + 3 * np.exp(-5 * i / self._steps) + self._random.normal(0, 0.02, INTERVAL) + 2 * risen
         return {INTERVAL * i + j: {"loss": float(loss), "lr": 1e-4} for j, loss in enumerate(losses)}
@@ -218,9 +217,9 @@ def _array(values: Any, kind: pa.DataType, rows: int) -> pa.Array:
     return pa.nulls(rows, kind) if values is None else pa.array(values, kind)
 
 
-#: metrics of a tensor that the tab shows unless others are chosen
+#: metrics of a tensor that the tab shows by default
 SHOWN_FIRST = ("underflow_pct", "relative_error", "amax", "scale_ratio_log2")
-#: what is measured: a name, and what a new process runs with the folders of the baseline and the bad run, and a tensor
+#: what is measured, by name: code for a new process, in which `baseline` and `bad` are the folders of the runs
 TASKS = {
     "compare": "from nemo_fp8_debug.cli import app; app(['compare', bad, '--baseline', baseline, '--json'])",
     "diagnose": "from nemo_fp8_debug.cli import app; app(['diagnose', bad, '--baseline', baseline, '--json'])",
@@ -229,7 +228,7 @@ TASKS = {
 
 
 def measure(folder: Path, layers: int, operands: int, steps: int) -> dict[str, Any]:
-    """Print and give what each task takes; the first of them reads from the disk."""
+    """Print and return the time and peak memory of each task. The first task reads from the disk."""
     drop_from_memory(folder)
     size = sum(path.stat().st_size for path in (folder / "bad" / "metrics").iterdir())
     real = bytes_of_real_rows()
@@ -247,15 +246,15 @@ def measure(folder: Path, layers: int, operands: int, steps: int) -> dict[str, A
 
 
 def drop_from_memory(folder: Path) -> None:
-    """Have the system let go of what it keeps of these files: with memory full of them, processes wait for theirs."""
-    os.sync()  # what is not on the disk yet is kept
+    """Drop these files from the page cache. If they filled the memory, processes would have to wait for memory."""
+    os.sync()  # data that is not on the disk yet would stay in the cache
     for path in filter(Path.is_file, folder.rglob("*")):
         with path.open("rb") as file:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def measure_tab(folder: Path, culprit: str, steps: int) -> dict[str, float]:
-    """Seconds of each answer of a server that has just started, in order, and the peak of its memory in GB."""
+    """Return the seconds of each response of a new server, in order, and the peak of the server's memory in GB."""
     step = INTERVAL * (steps // 2)
     asked = {
         "list of runs": "runs?",
@@ -286,14 +285,14 @@ def seconds_of(address: str) -> float:
 
 
 def bytes_of_real_rows() -> float:
-    """Bytes of a row of the real run, merged as the writer merges."""
+    """Return the bytes of a row of the real run, if its parts are merged as by the writer."""
     schema = arrow_schema("metrics")
     rows = pa.concat_tables(pq.read_table(path).cast(schema) for path in sorted((REAL / "metrics").iterdir()))
     return len(parquet.encode_all(schema, [rows])[0]) / len(rows)
 
 
 def run_alone(program: str, folder: Path) -> tuple[float, float, str]:
-    """Seconds, peak of memory in GB, and what a process printed."""
+    """Run a program in a new process. Return its seconds, its peak memory in GB, and its output."""
     code = f"baseline, bad = {str(folder / 'baseline')!r}, {str(folder / 'bad')!r}\n{program}"
     started = time.perf_counter()
     with tempfile.TemporaryFile() as sink:

@@ -1,10 +1,14 @@
-"""What loggers add to a sampled step: `OMP_NUM_THREADS=1 .venv/bin/python scripts/benchmarks/loggers.py`, about 5 minutes.
+"""Measure what loggers add to a sampled step.
 
-The small GPT takes turns: a sampled step and the four steps after it, in which recording goes on, without a logger, with
-each of Weights & Biases, MLflow (into files) and Comet, all offline, and without again. A ratio is that of a sampled step,
-or of a whole turn, to the mean of the two without a logger in its round; these two are the control. Wall time, and processor
-time, which the load of the machine touches less: of the training thread in the sampled step, and of all threads in the turn.
-Medians, with 95% intervals by bootstrap. What is limited is the sampled step.
+`OMP_NUM_THREADS=1 .venv/bin/python scripts/benchmarks/loggers.py` takes about 5 minutes.
+
+A turn is a sampled step of the small GPT, and the four steps after it, in which recording continues. A round has five turns:
+one each with Weights & Biases, MLflow (into files) and Comet, all offline, and two without a logger. We divide the time of a
+sampled step, or of a whole turn, by the mean time of the two turns without a logger. The ratio of these two is the control.
+
+We measure wall time, and also CPU time, which depends less on the load of the machine. The CPU time of the sampled step is
+that of the training thread, and the CPU time of the turn is that of all threads. We print medians with 95% bootstrap
+intervals. The limit is for the sampled step.
 """
 
 from __future__ import annotations
@@ -29,12 +33,12 @@ from nemo_fp8_debug import Monitor
 from nemo_fp8_debug.record.loggers.recorder import LoggerRecorder
 
 WARMUP = 3
-#: that a logger may make of a sampled step
+#: largest allowed ratio of a sampled step's time with a logger to the time without a logger
 LIMIT = 1.05
 
 
 def loggers(folder: str) -> dict[str, list[Any]]:
-    """By name; two without."""
+    """Return the loggers of each turn of a round, by name. Two turns have no logger."""
     return {
         "none": [],
         "wandb": [{"wandb": {"project": "fp8", "mode": "offline", "dir": folder}}],
@@ -46,7 +50,7 @@ def loggers(folder: str) -> dict[str, list[Any]]:
 
 @contextlib.contextmanager
 def monitors(gpt: SmallGPT, folder: str) -> Iterator[dict[str, Monitor]]:
-    """One for each, all on the same model; only the one whose turn it is begins steps."""
+    """Create a monitor for each turn of a round, all on the same model. Only one monitor at a time begins steps."""
     with contextlib.ExitStack() as stack:
         made = {
             name: Monitor(gpt.model, f"{folder}/{name}", interval=BUSY, table_rows=0, verify_rows=2, loggers=chosen)
@@ -58,7 +62,7 @@ def monitors(gpt: SmallGPT, folder: str) -> Iterator[dict[str, Monitor]]:
 
 
 def wait_for_loggers(monitor: Monitor) -> None:
-    """Until what was handed to them is done: what they import and open at first is no part of a step."""
+    """Wait until the loggers have no work left. Their first imports and connections are not part of a step."""
     monitor.flush()
     for recorder in monitor._recording.recorders:
         if isinstance(recorder, LoggerRecorder):
@@ -67,18 +71,18 @@ def wait_for_loggers(monitor: Monitor) -> None:
 
 
 class Turn(NamedTuple):
-    """Seconds."""
+    """The times of a turn, in seconds."""
 
-    #: of the sampled step, and of it in the training thread's processor time
+    #: wall time of the sampled step, and CPU time of the training thread in this step
     sampled: float
     sampled_processor: float
-    #: of the turn, and of it in the processor time of all threads
+    #: wall time of the whole turn, and CPU time of all threads in this turn
     turn: float
     turn_processor: float
 
 
 def taken(gpt: SmallGPT, monitor: Monitor, numbers: Iterator[int]) -> Turn:
-    """A sampled step, and those after it."""
+    """Run a sampled step and the steps after it. Return their times."""
     before, processor = time.perf_counter(), time.process_time()
     sampled = timed(lambda: step(gpt, monitor, next(numbers)))
     for _ in range(BUSY - 1):
@@ -87,7 +91,7 @@ def taken(gpt: SmallGPT, monitor: Monitor, numbers: Iterator[int]) -> Turn:
 
 
 def turns(gpt: SmallGPT, folder: str, rounds: int) -> dict[str, list[Turn]]:
-    """What each turn took, by logger."""
+    """Return the times of all turns, by logger."""
     found, order = defaultdict[str, list[Turn]](list), random.Random(0)
     with monitors(gpt, folder) as made:
         numbers = {name: itertools.count() for name in made}

@@ -1,7 +1,9 @@
-"""How close the errors of parts of outputs are to those of whole outputs, and the floor that ordinary GEMMs lie on.
+"""Compare the errors of parts of outputs with the errors of whole outputs, and print the error of ordinary GEMMs.
 
-`.venv/bin/python scripts/benchmarks/output_error.py [--seeds 6]`. A BF16 network of two linear layers, 512 tokens, measured
-under current scaling: once with gradients of normal values, which the floor is of, and once with those of a loss.
+`.venv/bin/python scripts/benchmarks/output_error.py [--seeds 6]`
+
+We measure a BF16 network of two linear layers with 512 tokens under current scaling: once with normal gradients, which also
+give the error of ordinary GEMMs, and once with the gradients of a loss.
 """
 
 from __future__ import annotations
@@ -18,32 +20,32 @@ from torch import nn
 from nemo_fp8_debug import Monitor
 from nemo_fp8_debug.core.sample import Sample
 
-#: rows and columns; the last is more than any output has
+#: numbers of rows and columns to measure; the last number exceeds the size of each output, so it measures whole outputs
 ROWS = (32, 64, 128, 10_000)
 WIDTH, TOKENS = 256, 512
 
 
 class Last:
-    """Keeps the outputs of the last sample: relative error by (layer, product)."""
+    """A recorder that keeps the relative errors of outputs in the last sample, by (layer, product)."""
 
     in_callers_thread = True
 
     def open(self, fingerprint: Mapping[str, Any]) -> None:
-        """Nothing to prepare."""
+        """Do nothing."""
 
     def record(self, sample: Sample) -> None:
-        """Keep it."""
+        """Keep the errors of a sample."""
         columns = (sample.table("outputs")[name] for name in ("layer", "product", "relative_error"))
         self.errors = {(layer, product): error for layer, product, error in zip(*columns, strict=True)}
 
     def record_steps(self, steps: Mapping[int, Mapping[str, Any]]) -> None:
-        """Not needed."""
+        """Ignore the scalars of steps."""
 
     def record_validation(self, step: int, losses: Mapping[str, float]) -> None:
-        """Not kept."""
+        """Ignore the losses of evaluations."""
 
     def close(self) -> None:
-        """Nothing is held back."""
+        """Do nothing, because there is no buffer."""
 
 
 def errors(seed: int, rows: int, of_loss: bool) -> dict[tuple[str, str], float]:
@@ -74,7 +76,7 @@ def main() -> None:
                 for (_, product), error in whole.items():
                     floor[product].append(error)
     for rows, found in apart.items():
-        print(f"{rows:>6} rows: {shown(found, '.1%')} off the errors of whole outputs, of {len(found)}")
+        print(f"{rows:>6} rows: {shown(found, '.1%')} difference to the errors of whole outputs, over {len(found)} outputs")
     for product, found in floor.items():
         print(f"{product:>6}: relative error {shown(found, '.4f')}")
 

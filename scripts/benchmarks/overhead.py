@@ -1,9 +1,11 @@
-"""The overhead contract, measured: what the monitor costs the small GPT on a CPU, beside what it may cost.
+"""Measure what the monitor costs the small GPT on a CPU, and print the limits of our overhead contract next to it.
 
-`OMP_NUM_THREADS=1 .venv/bin/python scripts/benchmarks/overhead.py [--pairs 200] [--groups 24] [--blocks 3]`, about 4
-minutes. One thread for torch, BF16 and no emulation, so that a step is short and a sample tries most; everything is
-recorded: the run record, TensorBoard and the printed table. What is compared takes turns within one process; metrics are
-medians, intervals 95% by bootstrap. On a GPU: validation/gpu/run.sh.
+`OMP_NUM_THREADS=1 .venv/bin/python scripts/benchmarks/overhead.py [--pairs 200] [--groups 24] [--blocks 3]` takes about 4
+minutes.
+
+Torch has one thread, and the model runs in BF16 without emulation, so that steps are short and a sample is relatively
+expensive. Everything is recorded: the run record, TensorBoard and the printed table. Variants take turns within one process.
+We print medians with 95% bootstrap intervals. For GPUs, use validation/gpu/run.sh.
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ from benchmarks.common.step_costs import (
 
 
 def whole_runs(blocks: int) -> list[Row]:
-    """Blocks of 100 steps with one sample each, in turn with blocks without a monitor."""
+    """Compare blocks of 100 steps, each with one sample, with blocks without a monitor. The blocks take turns."""
     gpt, ratios = SmallGPT(), []
     for _ in range(blocks):
         with monitored(gpt, interval=INTERVAL, first_step=1) as monitor:
@@ -50,18 +52,18 @@ def whole_runs(blocks: int) -> list[Row]:
         ratios.append([100 * (a / b - 1) for a, b in zip(mine, both_clocks(lambda i: gpt.step()), strict=True)])
     wall, processor = (" ".join(f"{more:+.1f}" for more in kind) for kind in zip(*ratios, strict=True))
     what = f"{wall} %; in processor time {processor} %"
-    return [(f"blocks of {INTERVAL} steps against their neighbors", what, "as above, with the noise")]
+    return [(f"blocks of {INTERVAL} steps against their neighbors", what, "as above, plus noise")]
 
 
 def both_clocks(call: Callable[[int], object]) -> tuple[float, float]:
-    """Seconds of a block of steps, and processor time of all threads."""
+    """Return the wall time of a block of steps, and the CPU time of all threads, in seconds."""
     used = time.process_time()
     wall = timed(lambda: [call(i) for i in range(INTERVAL)]).wall
     return wall, time.process_time() - used
 
 
 def memory() -> list[Row]:
-    """Peak memory of processes of their own."""
+    """Compare the peak memory of a new process with the monitor and a new process without it."""
     peaks = {}
     for kind in ("none", "monitor"):
         command = [sys.executable, "-W", "ignore", str(Path(__file__).with_name("overhead_memory.py")), kind]
@@ -70,13 +72,13 @@ def memory() -> list[Row]:
     before = mine["before"] - none["before"]
     return [
         ("peak memory", f"{mine['peak']:.0f} MiB with, {none['peak']:.0f} MiB without", ""),
-        ("more than without, before the first step", f"{before:+.0f} MiB, most of it what is imported", ""),
-        ("more than that after it", f"{mine['peak'] - none['peak'] - before:+.0f} MiB", ""),
+        ("extra memory before the first step", f"{before:+.0f} MiB, mostly for imported modules", ""),
+        ("further extra memory after it", f"{mine['peak'] - none['peak'] - before:+.0f} MiB", ""),
     ]
 
 
 def data_loader(groups: int) -> list[Row]:
-    """How long a step waits for the batch that a process of its own loads, just behind a sample and elsewhere."""
+    """Measure how long a step waits for a batch from a loader process, just after a sample and elsewhere."""
     gpt = SmallGPT()
     windows = TextWindows((2 + groups) * GROUP * MICRO_BATCH, SEQUENCE)
     behind, elsewhere = [], []
@@ -88,14 +90,14 @@ def data_loader(groups: int) -> list[Row]:
             if number >= 2 * GROUP:
                 (behind if 0 < number % GROUP < BUSY else elsewhere).append(1e3 * waited)
     shown = [f"{statistics.median(found):.2f} ms, at most {max(found):.2f}" for found in (behind, elsewhere)]
-    return [("wait for a batch, in the steps behind a sample", shown[0], ""), ("elsewhere", shown[1], "")]
+    return [("wait for a batch, in the steps after a sample", shown[0], ""), ("elsewhere", shown[1], "")]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pairs", type=int, default=200)
     parser.add_argument("--groups", type=int, default=24)
-    parser.add_argument("--blocks", type=int, default=3, help="0: none")
+    parser.add_argument("--blocks", type=int, default=3, help="number of pairs of blocks, or 0 for none")
     options = parser.parse_args()
     with one_process():
         print(f"load of the machine {os.getloadavg()[0]:.1f}, {os.cpu_count()} cores, torch {torch.__version__}\n")

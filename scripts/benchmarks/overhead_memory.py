@@ -1,6 +1,7 @@
-"""Peak memory of the small GPT in MiB, before its first step and in the end: `overhead_memory.py none|monitor`, as JSON.
+"""Print the small GPT's peak memory in MiB, before its first step and at the end: `overhead_memory.py none|monitor`.
 
-The monitor samples every tenth step; without it nothing of the package is imported. For overhead.py.
+The output is JSON for overhead.py. With `monitor`, a monitor samples every tenth step. With `none`, no module of the package
+is imported.
 """
 
 from __future__ import annotations

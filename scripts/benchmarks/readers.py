@@ -1,12 +1,13 @@
-"""Can DuckDB or polars be the inside of the reader of a record? Times, peaks of memory and results next to our own passes.
+"""Compare DuckDB and polars with our own reader of records: time, peak memory, and results.
 
-No. Both read a damaged part without an error, sums differ in their last bits, and polars takes 23 GB for
-medians of 134 million rows and DuckDB fails within 2.5 GB. So our own passes stay behind `record/parts.py`.
+Neither can replace our reader. Both read a damaged part without an error, and their sums differ in the last bits. For
+medians of 134 million rows, polars takes 23 GB, and DuckDB fails with a memory limit of 2.5 GB. So `record/parts.py` uses
+our own code.
 
     .venv/bin/python scripts/benchmarks/readers.py RUN [--output FILE] [--s3]
 
-RUN is a record of `large_records.py --keep`. Each query runs in a process of its own. Engines get the list of parts and
-steps that count, which our reader finds from footers; so they are spared the rule which rows of a record count.
+RUN is a record of `large_records.py --keep`. Each query runs in a new process. The engines get the list of parts
+that count from our reader, so they need not decide which rows of a record count.
 """
 
 from __future__ import annotations
@@ -33,16 +34,16 @@ from nemo_fp8_debug.record.storage import Storage
 SUMS = ("underflow_pct", "relative_error", "amax")
 COLUMNS = ("scale", "underflow_pct", "cosine")
 KEY = ["layer", "role"]
-#: operands whose columns are read, all of one layer
+#: pattern (SQL's LIKE) for the layers of the operands whose columns are read
 SOME = "model.layers.29.mlp.experts.1%"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run")
-    parser.add_argument("--output", type=Path, help="JSON file that the figures are added to")
-    parser.add_argument("--s3", action="store_true", help="copy the record to a server of S3 here, and read it there")
-    parser.add_argument("--damage", action="store_true", help="damage one byte of a part's column in a copy of the record")
+    parser.add_argument("--output", type=Path, help="JSON file to which the figures are appended")
+    parser.add_argument("--s3", action="store_true", help="copy the record to a local S3 server, and read it from there")
+    parser.add_argument("--damage", action="store_true", help="flip one bit in a column of a copy of the record")
     parser.add_argument("--one", nargs=2, help="engine and query, to run in this process")
     options = parser.parse_args()
     if options.one:
@@ -71,7 +72,7 @@ def main() -> None:
 
 
 def damage(run: Path) -> None:
-    """Flip a bit in the values of a column, which Parquet itself has no checksum of."""
+    """Flip a bit in the values of a column, which Parquet itself does not protect with a checksum."""
     import pyarrow.parquet as pq
 
     path = sorted((run / "metrics").iterdir())[0]
@@ -102,7 +103,7 @@ def rows_in(run: str) -> int:
 
 
 def run_alone(run: str, engine: str, query: str) -> tuple[float, float, Any]:
-    """Seconds, peak of memory in GB, and the digest of the answer; None: it failed."""
+    """Run a query in a new process. Return seconds, peak memory in GB, and the digest of the result (None if it failed)."""
     started = time.perf_counter()
     with tempfile.TemporaryFile() as sink:
         command = [sys.executable, "-W", "ignore", __file__, run, "--one", engine, query]
@@ -115,14 +116,14 @@ def run_alone(run: str, engine: str, query: str) -> tuple[float, float, Any]:
 
 
 def digest_of(found: pl.DataFrame) -> dict[str, str]:
-    """By column, so that one that differs is seen."""
+    """Return a hash of each column, to see which columns differ."""
     return {
         name: hashlib.sha256(found[name].to_numpy().tobytes()).hexdigest()[:12] for name in found.columns if name not in KEY
     }
 
 
 def parts(run: str) -> list[str]:
-    """Addresses of the parts that have rows that count."""
+    """Return the addresses of all parts with rows that count."""
     metrics = Metrics.read(Storage(run), held=0)
     storage = Storage(run)
     return [f"{storage}/{part.path}" for part, _ in metrics._source._parts]  # type: ignore[attr-defined]
@@ -204,7 +205,7 @@ def lake(run: str) -> Any:
     if run.startswith("s3://"):
         import fsspec
 
-        connection.register_filesystem(fsspec.filesystem("s3"))  # that of DuckDB itself comes from its server
+        connection.register_filesystem(fsspec.filesystem("s3"))  # otherwise, DuckDB downloads its own S3 extension
     return connection
 
 

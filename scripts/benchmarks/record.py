@@ -1,9 +1,10 @@
-"""The run record at scale: its size, what writing a sampled step costs, and what reading a part of it takes.
+"""Measure a large run record: its size, the time to write a sampled step, and the time to read parts of the record.
 
     .venv/bin/python scripts/benchmarks/record.py [--tensors 1500] [--steps 1000] [--counted 20]
 
-Metrics are written for all steps, histograms (2,201 bins each, as those of a normal tensor of 4 Mi values) for the last
-`--counted` ones, since they take most of the disk. Reads are timed in this process, files in the page cache.
+Metrics are written for all steps. Histograms are written only for the last `--counted` steps, because they take most of the
+disk space. Each has 2,201 bins, like a normal tensor of 4 Mi values. Reads are timed in this process, with all files in the
+page cache.
 """
 
 from __future__ import annotations
@@ -81,7 +82,7 @@ def metric_columns(keys: list[tuple[str, str]], random: np.random.Generator) -> 
 
 
 def histogram_columns(keys: list[tuple[str, str]], random: np.random.Generator) -> dict[str, Any]:
-    """Histograms of normal tensors: Poisson counts about those of a real one, a draw for each tensor."""
+    """Return histograms of normal tensors: random Poisson counts, whose means are the counts of a real histogram."""
     real = count_histogram(torch.randn(1 << 22, generator=torch.Generator().manual_seed(0)).bfloat16()).counts.numpy()
     occupied = real.nonzero()[0]
     counts = [random.poisson(real[occupied]) for _ in keys]

@@ -1,10 +1,10 @@
-"""Bytes that a record takes for each tensor and sample, table by table, and what the options that save some leave of it.
+"""Measure the bytes of a record per tensor and sample, for each table, with all tables and with options that save bytes.
 
     .venv/bin/python scripts/benchmarks/record_bytes.py [--steps 256]
 
-Real runs of a small bfloat16 model with experts, sampled at each step: 4 dense layers, 8 experts, Adam. Parts are compacted
-as `nemo-fp8-debug compact` does, so that figures are those of a record whose run is over; the last column is without that.
-A sample has one row for each tensor in `metrics` (for each what-if recipe too in `what_if`).
+We train a small bfloat16 model with 4 dense layers, 8 experts and Adam, and sample each step. Parts are compacted as by
+`nemo-fp8-debug compact`, as after the end of a run. The last column shows the bytes before compacting. A sample has one row
+for each tensor in `metrics`, and one row for each tensor and what-if recipe in `what_if`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from nemo_fp8_debug import Monitor
 from nemo_fp8_debug.record.merging import compact
 
 WIDTH, EXPERTS, LAYERS = 256, 8, 4
-#: every table that grows with the samples
+#: options that record every table that grows with the number of samples
 TABLES: dict[str, Any] = {
     "what_if": ["current-e5m2"],
     "output_rows": 16,
@@ -39,7 +39,7 @@ RUNS: dict[str, dict[str, Any]] = {
 
 
 class Model(nn.Module):
-    """Layers, and experts that each get a part of the rows."""
+    """A model with dense layers, followed by experts that each get a part of the rows."""
 
     def __init__(self) -> None:
         super().__init__()

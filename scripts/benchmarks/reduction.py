@@ -1,9 +1,11 @@
-"""Times the packed reduction of a sampled step beside one all-reduce for each tensor, between processes of this machine.
+"""Time the packed reduction of a sampled step between local processes, compared with one all-reduce for each tensor.
 
-`.venv/bin/python scripts/benchmarks/reduction.py [--ranks 2 4] [--tensors 500 5000] [--packed-alone]`. The real code reduces
-histograms of normal and heavy-tailed BF16 tensors, passes on the first rank's message and gathers rows; beside it, in turns,
-an all-reduce of four float64 a tensor, as metrics that add up need, and one of each whole histogram. Medians of one run.
-Every collective and its bytes are counted on the way: two a sample.
+`.venv/bin/python scripts/benchmarks/reduction.py [--ranks 2 4] [--tensors 500 5000] [--packed-alone]`
+
+The package's own code reduces histograms of normal and heavy-tailed BF16 tensors, sends the first rank's message to all
+ranks, and gathers rows. In turns with it, we time an all-reduce of four float64 for each tensor, as metrics that are sums
+would need, and an all-reduce of each whole histogram. We print medians of one run. We also count all collectives of a
+sample, which must be two, and their bytes.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ CAST = Cast("current-HYBRID", "E4M3", "current", "bfloat16")
 
 
 class Counted(dist.ProcessGroupGloo):
-    """Notes what is asked of gloo: the bytes of each collective, and its seconds."""
+    """A gloo process group that notes the bytes and the seconds of each all-reduce."""
 
     asked: ClassVar[list[tuple[int, float]]] = []
 
@@ -47,7 +49,7 @@ class Counted(dist.ProcessGroupGloo):
 
 
 def memory(field: str) -> int:
-    """MiB: `VmRSS` now, or `VmHWM` at the most since `forget_peak`."""
+    """Return memory in MiB: the current `VmRSS`, or `VmHWM`, the peak since `forget_peak`."""
     line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field))
     return int(line.split()[1]) >> 10
 
@@ -57,7 +59,7 @@ def forget_peak() -> None:
 
 
 def tensors(rank: int) -> list[torch.Tensor]:
-    """Normal and heavy-tailed values of many sizes, other ones on each rank."""
+    """Return tensors of normal and heavy-tailed values of many magnitudes. They differ between ranks."""
     torch.manual_seed(rank)
     normal = [torch.randn(VALUES) * 2.0 ** (i % 7 - 3) for i in range(KINDS // 2)]
     return [x.bfloat16() for x in [*normal, *(x * torch.randn(VALUES).exp() ** 2 for x in normal)]]
@@ -80,7 +82,7 @@ def seconds(call: Callable[[], Any]) -> float:
 
 
 class Operands(TensorObservation):
-    """Operands of GEMMs, and nothing that follows their scales."""
+    """An observation of GEMM operands that keeps no scales."""
 
     name = "operands"
 
@@ -89,15 +91,15 @@ def tensors_of(names: list[str], ranks: Ranks) -> Operands:
     return Operands({(name, role): "linear" for name in names for role in ROLES}, ranks)
 
 
-#: bytes of the rows that a rank sends to the writer, a tensor
+#: bytes per tensor of the rows that a rank sends to the writer
 ROWS = 500
 
 
 def work(rank: int, world: int, port: int, n: int, rounds: int, alone: bool) -> dict[str, Any]:
-    """What a rank does.
+    """Run one rank. Return its median times, the bytes of each collective, and its peak memory.
 
     Args:
-        alone: the packed reduction only, and nothing to compare it with.
+        alone: time only the packed reduction.
     """
     dist.ProcessGroupGloo = Counted
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
@@ -108,7 +110,7 @@ def work(rank: int, world: int, port: int, n: int, rounds: int, alone: bool) -> 
     group = ShardGroup.discover(ranks, kinds)
     reduction, rows = Reduction(ranks, group, [tensors_of(names, ranks)]), bytes(ROWS * n)
     assert group.group
-    group.group.gather(b"")  # ranks connect with the first one when they first talk to it
+    group.group.gather(b"")  # ranks connect to the first rank with their first message
     ranks.share({})
     times: dict[str, list[float]] = {}
     before, peaks = memory("VmRSS"), []
@@ -133,7 +135,7 @@ def work(rank: int, world: int, port: int, n: int, rounds: int, alone: bool) -> 
         found.clear()
         times.setdefault("message", []).append(seconds(lambda: ranks.share({"over": False, "control": None})))
         times.setdefault("gathering", []).append(seconds(lambda: group.group.gather(rows)))
-        dist.barrier()  # nobody gets ready for the next round while the first rank still gathers
+        dist.barrier()  # no rank prepares the next round while the first rank still gathers
         if alone:
             continue
         numbers, counts = torch.zeros(4, dtype=torch.float64), torch.zeros(BINS, dtype=torch.int64)
@@ -146,7 +148,7 @@ def work(rank: int, world: int, port: int, n: int, rounds: int, alone: bool) -> 
 
 
 def check(whole: dict[str, Any] | None, rank: int, world: int, n: int) -> None:
-    """The first rank has all values of all ranks."""
+    """Check that only the first rank has a result, and that it contains all values of all ranks."""
     assert (whole is not None) == (rank == 0)
     if whole is not None:
         assert [s.ranks for s in whole["operands"]] == [world] * n
@@ -158,7 +160,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--tensors", type=int, nargs="+", default=[500, 5000])
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--packed-alone", action="store_true", help="compare it with nothing")
+    parser.add_argument("--packed-alone", action="store_true", help="time only the packed reduction")
     asked = parser.parse_args()
     prepare()
     for world in asked.ranks:
@@ -167,7 +169,7 @@ def main() -> None:
 
 
 def launch(world: int, n: int, rounds: int, alone: bool) -> list[dict[str, Any]]:
-    """What each rank of so many found, with `n` tensors; see `work`."""
+    """Run `world` ranks with `n` tensors. Return the result of `work` for each rank."""
     port = free_port()
     with temporary_folder() as folder:
 
@@ -189,7 +191,7 @@ def report(world: int, n: int, found: list[dict[str, Any]]) -> None:
     for name in ("four_numbers", "whole_histograms"):
         if name not in took:
             continue
-        ratios = f"{took[name] / took['collectives']:.1f} times the two, {took[name] / whole:.1f} times all"
+        ratios = f"{took[name] / took['collectives']:.1f} times collectives, {took[name] / whole:.1f} times reducing"
         print(f"    one all-reduce a tensor, {name:14} {took[name]:7.3f} s: {ratios}")
     print(f"    {sizes[0] / 1e6:.2f} MB of maxima and {sizes[1] / 1e6:.2f} MB of sums a rank,")
     print(f"    {sum(sizes) / n / 1e3:.1f} KB a tensor; a whole histogram is {8 * BINS / 1e3:.0f} KB")

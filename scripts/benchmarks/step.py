@@ -1,8 +1,8 @@
-"""Times sampled steps beside unsampled ones in the recipe's GPT under real NeMo, and counts hooks outside of samples.
+"""Compare sampled with unsampled steps of the recipe's GPT under real NeMo, and count hooks in both.
 
 `OMP_NUM_THREADS=1 TORCHDYNAMO_DISABLE=1 .venv/bin/python scripts/benchmarks/step.py`. Every fourth step is sampled, with
-everything recorded: the run record, TensorBoard and the printed table. Recording goes on in the background of the step that
-follows, so the cost of a sample is what both take longer than the two steps after them.
+everything recorded: the run record, TensorBoard and the printed table. Recording continues in the background of the next
+step. So the cost of a sample is the additional time of these two steps, compared with the two steps after them.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ STEPS, WARMUP = 64, 4
 
 
 class Clock(pl.Callback):
-    """Times each batch from before the first callback's start to after the last one's end; one stands first, one last."""
+    """A callback that times batches. One is the first callback and one the last, so times include all callbacks."""
 
     started = 0.0
     step = 0
-    times: dict[int, float] = {}  # noqa: RUF012  (shared by the two)
+    times: dict[int, float] = {}  # noqa: RUF012  (shared by both instances)
     hooks: dict[int, int] = {}  # noqa: RUF012
 
     def __init__(self, first: bool) -> None:
@@ -49,7 +49,7 @@ class Clock(pl.Callback):
 
 
 def run(folder: str, emulate: bool) -> None:
-    """One run; prints the medians of sampled and unsampled steps."""
+    """Train once, and print the medians of sampled and unsampled steps."""
     Clock.times, Clock.hooks = {}, {}
     emulation: list[pl.Callback] = [FP8EmulationCallback(DELAYED)] if emulate else []
     trainer = nl.Trainer(

@@ -1,15 +1,15 @@
-"""How fast the FP8 tab is over large records: three runs side by side in a real TensorBoard and a headless Chromium.
+"""Measure the speed of the FP8 tab with large records: three runs side by side in TensorBoard and headless Chromium.
 
     .venv/bin/python scripts/benchmarks/tensorboard_tab.py [--tensors 3000] [--steps 2000] [--keep FOLDER]
 
-First paint is from opening the tab of a running TensorBoard to a map of each run and their difference: cold, when the server
-has read nothing of them but their steps. A step change is from the next step's button to all four maps drawn again; a jump
-is one to steps that were not read before, a second after the last. Course is from opening the tab to the picture of all
-steps of the run against its baseline, and all steps of the three runs are asked for at once, each by a server that has read
-nothing but the steps. Memory is the peak of the server.
+All times end when everything is drawn. "First paint" begins when the tab is opened in a running TensorBoard, and ends with a
+map of each run and a map of their difference. It is cold if the server has read only the steps of the runs. "Step change"
+begins with a click on the button of the next step. "Jump" goes to a step that was not read before, one second after the
+previous jump. "Course" begins when the tab is opened, and ends with the picture of all steps of the run against its
+baseline. "All steps" is one request for each of the three runs, all at once. We also print the server's peak memory.
 
-The table of runs is that of 50 runs: from opening the tab to all rows, and to the last verdict, by a server that knows none
-of them; and again by another server, with the verdicts that were kept.
+The table of runs has 50 runs. We time it from opening the tab until all rows are there, and until the last verdict is there:
+first with a server without any verdict, then with a new server that finds the stored verdicts.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from nemo_fp8_debug.record.writer import RunRecord
 from nemo_fp8_debug.tensorboard_plugin.web import link
 
 RUNS = ("baseline", "bad", "reference")
-#: resolves once every map is drawn at the step that the slider shows, with the milliseconds since the call
+#: waits until every map is drawn at the step that the slider shows, and returns the milliseconds since the call
 DRAWN = """async (act) => {
     const start = performance.now();
     const step = () => document.querySelector('.steps output')?.textContent.replace('step ', '');
@@ -47,7 +47,7 @@ DRAWN = """async (act) => {
     while (!drawn()) await new Promise(requestAnimationFrame);
     return performance.now() - start;
 }"""
-#: all steps of the three runs, in as many columns as Course asks for
+#: requests all steps of the three runs, in as many columns as the view Course requests, and returns the milliseconds
 WHOLE = """async (runs) => {
     const start = performance.now();
     const of = (run) => fetch(`course?run=${run}&metric=underflow_pct&columns=800`).then((answer) => answer.arrayBuffer());
@@ -69,9 +69,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tensors", type=int, default=3000)
     parser.add_argument("--steps", type=int, default=2000)
-    parser.add_argument("--runs", type=int, default=50, help="of the table of runs")
-    parser.add_argument("--only-table", action="store_true", help="measure the table of runs alone")
-    parser.add_argument("--keep", type=Path, help="write the records there, or take those that are there")
+    parser.add_argument("--runs", type=int, default=50, help="number of runs in the table of runs")
+    parser.add_argument("--only-table", action="store_true", help="measure only the table of runs")
+    parser.add_argument("--keep", type=Path, help="write the records to this folder, or use the records that are in it")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         measure_table(Path(scratch) / "table", options.runs)
@@ -87,7 +87,7 @@ def main() -> None:
 
 
 def write(run: Path, tensors: int, steps: int, seed: int, harmed: bool) -> None:
-    """A record as it is once its parts have been merged."""
+    """Write a record whose parts are already merged."""
     random = np.random.default_rng(seed)
     names = [f"decoder.layers.{i // 4}.{KINDS[i % 4]}" for i in range(-(-tensors // len(SHOWN_AS)))]
     keys = [(name, role) for name in names for role in SHOWN_AS][:tensors]
@@ -137,7 +137,7 @@ def scalars(samples: Any, random: Any, harmed: bool, steps: int) -> dict[str, An
 
 def measure(folder: Path) -> None:
     with browser.tensorboard("--logdir", folder, "--load_fast", "auto") as address, browser.chromium() as chromium:
-        time.sleep(5)  # it has looked for runs by then
+        time.sleep(5)  # by then, TensorBoard has found the runs
         state = STATE | {"view": "map", "color": "all", "step": 15_000}
         say("first paint, cold", *paint(chromium, address, state))
         again = [paint(chromium, address, state) for _ in range(5)]
@@ -163,7 +163,7 @@ def measure(folder: Path) -> None:
 
 
 def measure_table(scratch: Path, runs: int) -> None:
-    """Half of the runs are harmed, each of 100 tensors and 200 sampled steps."""
+    """Measure the table of runs with 100 tensors and 200 sampled steps each. Half of the runs are harmed."""
     os.environ["XDG_CACHE_HOME"] = str(scratch / "cache")
     folder = scratch / "runs"
     for seed, name in enumerate(("baseline", "run-01")):
@@ -174,37 +174,37 @@ def measure_table(scratch: Path, runs: int) -> None:
     rows = f"tbody tr:nth-child({runs}) [data-run]"
     for when in ("unknown", "kept"):
         with browser.tensorboard("--logdir", folder, "--load_fast", "auto") as address, browser.chromium() as chromium:
-            time.sleep(5)  # it has looked for runs by then
+            time.sleep(5)  # by then, TensorBoard has found the runs
             say(f"{runs} runs, {when}", *paint(chromium, address, state, rows))
             say("their verdicts", *paint(chromium, address, state, "text=all are judged"))
 
 
 def change(tab: Any, act: str) -> float:
-    """Milliseconds until all maps are drawn at another step."""
+    """Return the milliseconds until all maps are drawn at another step."""
     took: float = tab.evaluate(f"() => ({DRAWN})({act})")
     return took
 
 
 def jump(tab: Any, place: int) -> float:
-    """Likewise at a step far off."""
+    """Return the milliseconds until all maps are drawn at a distant step."""
     time.sleep(1)
     return change(tab, JUMP % place)
 
 
 def say(what: str, whole: float, tab: float) -> None:
-    print(f"{what:18} {whole:6.0f} ms, TensorBoard's own page included; of the tab {tab:.0f} ms")
+    print(f"{what:18} {whole:6.0f} ms with TensorBoard's own page, {tab:.0f} ms for the tab alone")
 
 
 def say_of(what: str, times: list[float]) -> None:
     late = sorted(times)[-1 - len(times) // 20]
-    about = f"median of {len(times)}, 95% below {late:.0f}, the most {max(times):.0f}"
+    about = f"median of {len(times)}, 95% below {late:.0f}, at most {max(times):.0f}"
     print(f"{what:18} {statistics.median(times):6.0f} ms, {about}")
 
 
 def paint(
     chromium: Any, address: str, state: dict[str, Any], selector: str = "[data-panel]", maps: int = 4
 ) -> tuple[float, float]:
-    """Milliseconds from the address to all that is drawn, and from where the tab's frame begins."""
+    """Open an address. Return the milliseconds until all is drawn, from the start and from the start of the tab's frame."""
     page = chromium.new_page(viewport={"width": 1500, "height": 1000})
     page.set_default_timeout(browser.PATIENCE_MS)
     start = time.time()
@@ -219,7 +219,7 @@ def paint(
 
 
 def memory(address: str) -> float:
-    """Peak of the process that listens there, MiB."""
+    """Return the peak memory, in MiB, of the process that listens at an address."""
     import psutil
 
     port = int(address.rpartition(":")[2])

@@ -1,4 +1,4 @@
-"""What sampled steps cost that look at products too, in sampled steps that do not: `verified_step.py [--rounds 12]`."""
+"""Measure the cost of also observing products in sampled steps, not only operands: `verified_step.py [--rounds 12]`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from benchmarks.common.sampled_steps import compare
 
-#: by what is looked at
+#: options of the monitor, by what they observe
 OPTIONS: dict[str, dict[str, Any]] = {
     "operands alone": {},
     "output_rows=64": {"output_rows": 64},

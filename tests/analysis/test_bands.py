@@ -54,7 +54,7 @@ class TestJudged:
         run = write(tmp_path / "run", healthy(99), culprit=LAYERS, lr=RATES)
         found = diagnose(run, bands=bands)
         assert (found.cause, found.confidence, found.culprit) == ("none", None, None)
-        assert f"Bands of {FEWEST} healthy runs stand for a baseline of 12 of 12 operands" in " ".join(found.notes)
+        assert f"Bands of {FEWEST} healthy runs replace the baseline for 12 of 12 operands" in " ".join(found.notes)
 
     @pytest.mark.parametrize(
         "metrics",
@@ -109,7 +109,7 @@ class TestCoverage:
         run = write(tmp_path / "run", healthy(99), layers=["adapter.one", "adapter.two"])
         found = judge_by_bands(Run.read(run), bands)
         assert (len(found.covered), found.operands) == (0, 6)
-        assert "know no operands of such recipes and sizes" in " ".join(diagnose(run, bands=bands).notes)
+        assert "no bands were learned for operands with" in " ".join(diagnose(run, bands=bands).notes)
 
     def test_fewer_runs_than_six_are_no_band(self, healthy_runs: list[Path], tmp_path: Path) -> None:
         few = Bands.learn(map(Run.read, healthy_runs[:-1]))
@@ -138,7 +138,7 @@ class TestFile:
             pl.DataFrame({"step": [1]}).write_parquet(path)
         else:
             path.write_bytes(content)
-        with pytest.raises(RecordError, match="holds no bands of healthy runs"):
+        with pytest.raises(RecordError, match="contains no bands of healthy runs"):
             Bands.read(path)
         with pytest.raises(RecordError, match="there is no file"):
             Bands.read(tmp_path / "missing.parquet")

@@ -265,7 +265,7 @@ def test_command(tmp_path: Path) -> None:
     table = lines[lines.index("") :]
     assert "decoder.layers.1.linear_proj" in next(line for line in table if "linear_proj" in line)
     assert "linear_qkv" not in printed.output
-    assert "left out: 8 tensors that are no GEMM weights" in printed.output
+    assert "left out: 8 tensors that are not GEMM weights" in printed.output
     as_json = run.invoke(app, ["audit", str(TE_STATE), "--json"])
     found = json.loads(as_json.output)
     assert found["verdict"] == audit(TE_STATE).verdict() and len(found["weights"]) == 8

@@ -133,7 +133,7 @@ def test_a_tensor_without_values_costs_itself(kind: str, tmp_path: Path) -> None
 def test_an_extra_state_without_numbers(state: torch.Tensor, tmp_path: Path) -> None:
     weight = normal(4, 4)
     torch.save({"a.weight": weight, "a._extra_state": state}, tmp_path / "a.pt")
-    with pytest.warns(FP8DebugWarning, match=r"a\._extra_state is damaged.*costs the stored scale of a"):
+    with pytest.warns(FP8DebugWarning, match=r"a\._extra_state is damaged.*affects the stored scale of a"):
         assert_audited(audit(tmp_path / "a.pt"), {"a": weight})
 
 
@@ -147,7 +147,7 @@ def test_a_place_that_is_none(place: Any, tmp_path: Path) -> None:
     else:
         metadata.storage_data[key] = place
     (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
-    with pytest.raises(RecordError, match=r"does not say where a\.weight at \(0, 0\) lies|cannot be read"):
+    with pytest.raises(RecordError, match=r"does not say where a\.weight at \(0, 0\) is|cannot be read"):
         audit(tmp_path)
 
 

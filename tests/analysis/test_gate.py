@@ -134,7 +134,8 @@ class TestCommand:
         found = called(run, "--baseline", baseline, "--max-gap", limit)
         assert (found.exit_code, found.stdout.split(":")[0]) == (status, word), found.output
         assert (
-            "cannot tell what the recipe does from what the seed does" in found.stdout and "arXiv:2412.19437" in found.stdout
+            "cannot separate the effect of the recipe from the effect of the seed" in found.stdout
+            and "arXiv:2412.19437" in found.stdout
         )
         plain = json.loads(called(run, "--baseline", baseline, "--max-gap", limit, "--json").stdout)
         assert plain["outcome"] == word.lower() and plain["low"] <= plain["gap"] <= plain["high"]

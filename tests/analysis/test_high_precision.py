@@ -15,8 +15,8 @@ from nemo_fp8_debug import Emulation, Monitor, compare, diagnose, recommend
 from nemo_fp8_debug.cli import app
 from nemo_fp8_debug.record.reader import find_run, read_table
 
-NOTHING = "Nothing in the run is quantized: its metrics say what FP8 would do to it."
-NOT_READ = "Whether the run quantizes was not read: its metrics say what FP8 would do to it."
+NOTHING = "Nothing in the run is quantized, so the metrics show what FP8 would do to it."
+NOT_READ = "We could not read whether the run quantizes, so the metrics show what FP8 would do to it."
 X = ("0", "input")
 
 
@@ -57,9 +57,9 @@ def test_every_command_says_that_nothing_is_quantized(tmp_path: Path) -> None:
 def test_recommend_writes_no_files_of_engines_that_are_not_there(tmp_path: Path) -> None:
     out = said("recommend", loop(tmp_path / "run"), "--output", tmp_path / "fix")
     assert "measured under" in out and "in use" not in out
-    assert "FP8 coverage, share of the GEMMs' FLOPs, if all that was measured were quantized: 100% ->" in out
+    assert "FP8 coverage, share of the GEMMs' FLOPs, assuming that all measured GEMMs are quantized: 100% ->" in out
     assert [path.name for path in (tmp_path / "fix").iterdir()] == ["plan.json"]
-    assert out.count("No configuration of an engine is written: nothing in the run is quantized.") == 1
+    assert out.count("No engine configuration is written: nothing in the run is quantized.") == 1
     assert json.loads(said("recommend", tmp_path / "run", "--json"))["quantization"] == "high precision"
 
 
@@ -82,7 +82,7 @@ def test_a_recipe_asked_for_by_name_leaves_it_unknown(tmp_path: Path) -> None:
     run = loop(tmp_path / "run", recipe="delayed", emulated=True)
     assert set(read_table(find_run(run), "metrics")["scale_source"]) <= {"current", "emulated"}
     assert list(diagnose(run).notes) == [NOT_READ]
-    why = "No configuration of an engine is written: whether the run quantizes, and by what, was not read."
+    why = "No engine configuration is written: the record does not say whether the run quantizes, and in which engine."
     # The first GEMM's outlier leaves no gradient, for which no recipe is recommended unless its operand is named.
     assert why in said("recommend", run, "--operand", "0:X", "--output", tmp_path / "fix")
     assert [path.name for path in (tmp_path / "fix").iterdir()] == ["plan.json"]
@@ -93,5 +93,5 @@ def test_a_run_that_quantizes_has_no_such_notice(tmp_path: Path) -> None:
     assert [note for note in diagnose(run).notes if "bands" not in note] == [] and recommend(run, operands=[X]).in_use
     out = said("recommend", run, "--output", tmp_path / "fix")
     assert "in use" in out and "measured under" not in out and "if all that" not in out
-    assert "the run quantizes by emulation over torch.nn.Linear, which are layers of no engine." in out
+    assert "the run emulates FP8 in layers that no engine quantizes (torch.nn.Linear)." in out
     assert [path.name for path in (tmp_path / "fix").iterdir()] == ["plan.json"]

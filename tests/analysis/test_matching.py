@@ -71,7 +71,7 @@ class TestSteps:
 
     def test_what_comes_after_the_good_run_is_told(self, tmp_path: Path) -> None:
         baseline, bad = write(tmp_path / "baseline", range(0, 100, 10)), write(tmp_path / "bad", range(0, 300, 10))
-        assert "The baseline's samples end at step 90, the run's at 290: nothing later is judged." in (
+        assert "The baseline's samples end at step 90, the run's at 290. Later samples are not compared." in (
             compare(bad, baseline).notes
         )
 
@@ -128,7 +128,7 @@ class TestRecipes:
             runs.append(tmp_path / name)
         found = compare(*runs)
         assert "different recipes (current-hybrid and delayed-hybrid)" in found.notes[0]
-        assert list(found.notes[1:]) == ["Nothing in the run is quantized: its metrics say what FP8 would do to it."]
+        assert list(found.notes[1:]) == ["Nothing in the run is quantized, so the metrics show what FP8 would do to it."]
         assert found.differences().rows() == [
             ("recipe.measured_against", "current-hybrid", "delayed-hybrid", True),
             ("risky_features_on.fp8_param", "True", None, True),

@@ -21,7 +21,7 @@ class TestNames:
         baseline = write(tmp_path / "baseline")
         bad = write(tmp_path / "bad", since=100, named=lambda depth, kind: prefix + megatron(depth, kind))
         for one, other in ((baseline, bad), (bad, baseline)):
-            assert any(note.startswith("Names were matched with ") for note in compare(other, one).notes)
+            assert any(note.startswith("Names were matched after ") for note in compare(other, one).notes)
         assert first_out(baseline, bad) == (*CULPRIT, 100)
 
     def test_layers_are_matched_one_to_one(self, tmp_path: Path) -> None:
@@ -83,15 +83,16 @@ class TestModels:
         assert other not in found.tensors["layer"] and len(found.tensors) == 7 * 3
         assert (
             found.notes[0]
-            == f"1 layers are left out, since they are of different size: W of {other} has 4096 values and 99."
+            == f"1 layers are left out, because they differ in size: W of {other} has 4096 values in the baseline "
+            "and 99 in the run."
         )
 
     def test_layers_of_one_run_alone_are_told(self, tmp_path: Path) -> None:
         baseline, bad = write(tmp_path / "baseline"), write(tmp_path / "bad", depths=3)
         assert compare(bad, baseline).notes == (
-            "The baseline has 2 layers and the run 3: layers of one name lie at other depths, so what sets them apart may "
-            "be that.",
-            "4 layers are in the run alone, as decoder.layers.2.self_attention.linear_qkv.",
+            "The baseline has 2 layers and the run 3: layers of the same name are at different depths, which "
+            "may explain differences between them.",
+            "4 layers are only in the run, for example decoder.layers.2.self_attention.linear_qkv.",
         )
 
 

@@ -314,7 +314,7 @@ class TestCommandLine:
     def test_an_operand_by_name(self, tmp_path: Path) -> None:
         run = planted(tmp_path / "run", {})
         result = cli(run.path, "--operand", f"{fc2(0)}:dY")
-        assert result.exit_code == 0 and "it keeps the limits" in result.stdout
+        assert result.exit_code == 0 and "within the limits" in result.stdout
         assert "nothing to change" in cli(run.path).stdout
 
     @pytest.mark.parametrize("operands", [[], ["--operand", f"{fc2(0)}:dY"]])

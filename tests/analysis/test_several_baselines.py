@@ -109,7 +109,8 @@ class TestWhichCount:
     def test_not_one_that_ended_early(self) -> None:
         """It would have the end of the run not looked at."""
         n, told = self.told(a=losses(1), b=losses(2), short=losses(3, n=100))
-        assert n == 2 and told == "short does not count for the loss: it covers 100 steps of the run, another baseline 400."
+        why = "it covers 100 steps of the run, but another baseline covers 400"
+        assert n == 2 and told == f"short does not count for the loss: {why}."
         assert self.told(short=losses(3, n=100), a=losses(1), b=losses(2))[0] == 2
         assert self.told(a=losses(1), twin=losses(0, n=100))[0] == 1
 

@@ -123,7 +123,7 @@ class TestOptionsOfTheRun:
         assert snippet
         assert yaml.safe_load(snippet.text) == {}
         assert snippet.coarser == (
-            f"X of {FC2}: no option of the whole run does it; recipes of modules do, see the other files.",
+            f"X of {FC2}: no option of the whole run can do this. Recipes of modules can; see the other files.",
         )
 
 

@@ -109,7 +109,7 @@ def test_ranks_that_came_apart_stop_with_one_message(runs: tuple[Path, Found], s
 def test_ranks_that_cannot_be_connected_stop_with_one_message(runs: tuple[Path, Found]) -> None:
     [(rank, message)] = said(runs[1], "no_group")
     assert rank == 1
-    assert "the ranks cannot be connected, and operands are not looked at: a fault from outside" in message
+    assert "the ranks cannot be connected, so operands are not observed: a fault from outside" in message
 
 
 def test_a_monitor_that_one_rank_never_started_leaves_the_first_alone(runs: tuple[Path, Found]) -> None:

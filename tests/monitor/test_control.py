@@ -109,7 +109,7 @@ class TestLeftOver:
         (tmp_path / "control.yaml").write_text("interval: 15\nlayers: ['1']")
         assert not run(tmp_path, {}, steps=31, table_rows=1)
         assert sampled(tmp_path) == [0, 15, 30]
-        assert "nemo_fp8_debug: from step 0 on control.yaml holds: interval 15; layers 1\n" in capsys.readouterr().out
+        assert "nemo_fp8_debug: from step 0 on, control.yaml applies: interval 15; layers 1\n" in capsys.readouterr().out
 
     def test_one_of_a_run_that_the_first_version_recorded(self, tmp_path: Path) -> None:
         run(tmp_path, {3: "interval: 15"})
@@ -140,10 +140,10 @@ REFUSED = {
     "a: &x [1]\nb: *x": "uses aliases",
     "interval: !!python/object/apply:os.system ['touch HACKED']": "is not YAML",
     "interval: !!python/name:os.system": "is not YAML",
-    "interval: " + "[" * 1500: "has lists that are nested more than 8 deep",
-    "[" * 60_000: "has lists that are nested more than 8 deep",
-    "- " * 30_000: "has lists that are nested more than 8 deep",
-    "? " * 30_000: "has lists that are nested more than 8 deep",
+    "interval: " + "[" * 1500: "has lists that are nested more than 8 levels deep",
+    "[" * 60_000: "has lists that are nested more than 8 levels deep",
+    "- " * 30_000: "has lists that are nested more than 8 levels deep",
+    "? " * 30_000: "has lists that are nested more than 8 levels deep",
     "layers: [" + "a, " * 20_000 + "a]": "has more than 4096 values",
     "interval: 1:59" + ":59" * 300: "which YAML reads as a number in base 60",
     "interval: 1:30": "control.yaml has 1:30, which YAML reads as a number in base 60; write it in digits",

@@ -99,5 +99,5 @@ class TestSteps:
             monitor.close()
 
         (message,) = warned(tmp_path, loop)
-        assert message == "the monitor is closed, and the steps after that are not recorded"
+        assert message == "the monitor is closed, so later steps are not recorded"
         assert sampled(tmp_path) == [0]

@@ -130,7 +130,7 @@ class TestRefused:
 
     def test_logs_of_two_tools(self, tmp_path: Path) -> None:
         with pytest.raises(
-            RecordError, match=r"holds logs of 2 tools: nvdlfw_inspect .*, msprobe .*; name the folder of one"
+            RecordError, match=r"contains logs of 2 tools: nvdlfw_inspect .*, msprobe .*; name a folder with logs of one"
         ):
             import_logs(LOGS, tmp_path / "run")
 

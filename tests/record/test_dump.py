@@ -207,7 +207,7 @@ class TestHostile:
         content = bytearray((folder / name).read_bytes())
         content[data.draw(st.integers(0, len(content) - 1))] ^= data.draw(st.integers(1, 255))
         (folder / name).write_bytes(bytes(content))
-        with pytest.raises(ValueError, match="its name has no checksum"):
+        with pytest.raises(ValueError, match="its name does not end in the checksum"):
             read_dump(Storage(folder), name)
 
     def test_metadata_of_a_file_leads_to_no_other_place(self, tmp_path: Path) -> None:

@@ -59,7 +59,7 @@ def longer(rows: pa.Table) -> pa.Table:
         ("metrics", with_value("underflow_pct", 0, 101.0), "underflow_pct is not between 0 and 100"),
         ("histograms", with_value("bins", 0, [40000]), "bins and counts differ in length"),
         ("histograms", longer, "bins and counts differ in length"),
-        ("histograms", lambda rows: longer(with_value("bins", 0, [40000])(rows)), "bins reach 40000; there are 32768"),
+        ("histograms", lambda rows: longer(with_value("bins", 0, [40000])(rows)), "bins reach 40000; must be below 32768"),
         ("histograms", with_value("dtype", 0, "save"), "dtype is 'save'; it can be bfloat16, float16"),
         ("histograms", with_value("format", 0, None), "format is 'None'; it can be e4m3"),
         ("histograms", lambda rows: with_value("counts", 0, [-1])(with_value("bins", 0, [3])(rows)), "counts is negative"),

@@ -106,7 +106,7 @@ class TestFullLength:
         against = baseline and RECORDS / baseline
         found = diagnose(RECORDS / "stale_scale", against, RECORDS / "reference")
         assert found.cause == diagnose(RECORDS / "stale_scale", against).cause != "software"
-        assert any("learning rate is not this run's from step 90 on" in note for note in found.notes)
+        assert any("another learning rate than this run from step 90 on" in note for note in found.notes)
         assert not any(
             "left out" in note or "leave it out" in note
             for note in diagnose(RECORDS / "learning_rate", against, RECORDS / "reference").notes

@@ -205,7 +205,7 @@ class TestExport:
         with opened(browser, exported) as page:
             page.locator("main .notes").wait_for()
             told = page.locator("main .notes").inner_text()
-            assert "27 of 27 tensors" in told and "need the server" in told
+            assert "27 of 27 tensors" in told and "start the server" in told
 
     def test_a_file_that_is_missing_is_named(self, browser: Browser, exported: Path, tmp_path: Path) -> None:
         data = json.loads((exported.parent / "data.js").read_text().partition("= ")[2].rstrip(";"))

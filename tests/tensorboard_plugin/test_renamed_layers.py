@@ -136,7 +136,7 @@ def test_a_timeline_has_the_baseline_beside_the_run(page: Page, board: str, runs
     assert drawn(page) == {"bad": recorded(runs / "bad", OWN), "baseline": recorded(runs / "baseline", LAYER)}
     expect(page.locator("[data-card] [data-words=band]")).to_contain_text(f"Out of the band of baseline since step {SINCE}")
     expect(page.locator("main .notes")).to_contain_text(
-        "bad: its layers have the names of baseline. Names were matched with 'model.' of the run for '' of the"
+        "bad: its layers have the names of baseline. Names were matched after replacing the run's prefix 'model.'"
     )
     page.locator("[data-part=baseline]").select_option("")
     in_address(page, OWN)

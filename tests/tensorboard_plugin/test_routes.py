@@ -21,7 +21,7 @@ from nemo_fp8_debug.record.schema import SCHEMAS
 from nemo_fp8_debug.tensorboard_plugin.records.metadata import NUMBERS
 from nemo_fp8_debug.tensorboard_plugin.records.thinning import thin_series
 
-NOT_QUANTIZED = "Nothing in the run is quantized: its metrics say what FP8 would do to it."
+NOT_QUANTIZED = "Nothing in the run is quantized, so the metrics show what FP8 would do to it."
 
 
 @pytest.mark.parametrize(

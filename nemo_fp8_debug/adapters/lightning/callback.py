@@ -1,10 +1,10 @@
 """Turn Lightning events into calls of a Monitor.
 
-A sample begins in `on_train_batch_start`. Its number is the step under which Lightning logs this batch's loss:
-`_batches_that_stepped`, which unlike `global_step` does not change before the batch ends. The sample ends in
+A sample begins in `on_train_batch_start`. Its step number is `_batches_that_stepped`, under which Lightning logs the loss of
+this batch. Unlike `global_step`, this number does not change before the batch ends. The sample ends in
 `on_train_batch_end` of the last accumulated batch, so all accumulated batches are one sample.
 
-After a resume, Lightning's count can be off by one, which depends on its version and on when the checkpoint was saved.
+After a resume, Lightning's count can be off by one, depending on its version and on when the checkpoint was saved.
 We correct the count, so that a resumed run has the same step numbers as an uninterrupted run.
 """
 
@@ -34,23 +34,23 @@ from ...record.writer import RunRecord
 from ..session import start_monitor
 from .interventions import FP8EmulationCallback, FP8PlanCallback, accumulates, roots
 
-#: option value for each logger class to which another thread can write, directly or in a file next to the logger's file
+#: logger classes to which another thread can write, and the name of each in the option `loggers`, if it has one
 _KNOWN = {"WandbLogger": "wandb", "MLFlowLogger": "mlflow", "CometLogger": "comet", "CSVLogger": None}
 
 
 def with_loggers_of(trainer: pl.Trainer, asked: Sequence[Any]) -> list[Any]:
-    """Return the requested loggers and the trainer's supported loggers. A plain name means the trainer's logger of this
-    kind, if any.
+    """Return the requested loggers and the trainer's supported loggers. If the trainer has a logger of a
+    requested name, use this logger.
 
-    TensorBoard's loggers are left out, because TensorBoard has its own recorder. Other loggers may not allow calls from two
-    threads, so we leave them out with a warning.
+    Leave out TensorBoard's loggers, because TensorBoard has its own recorder. Leave out unsupported loggers with a warning,
+    because they may not allow calls from two threads.
     """
     own = [logger for logger in trainer.loggers if not isinstance(logger, TensorBoardLogger)]
     known = [logger for logger in own if _class_of(logger) and not any(logger is given for given in asked)]
     for logger in own:
         if trainer.is_global_zero and _class_of(logger) is None and not any(logger is given for given in asked):
             warn(
-                f"{type(logger).__name__} gets nothing, because it may not allow calls from two threads. If it does, "
+                f"{type(logger).__name__} gets nothing, because it may not allow calls from two threads. If it allows them, "
                 "pass it to the callback: loggers=[logger]"
             )
     names = {_KNOWN[_class_of(logger) or ""] for logger in known}
@@ -63,13 +63,13 @@ def _class_of(logger: Logger) -> str | None:
 
 #: pattern of names under which modules log losses of an evaluation, such as val_loss or eval/loss
 _OF_VALIDATION = re.compile(r"(reduced_)?(val|valid|validation|eval|dev|test)[_/.].*loss", re.IGNORECASE)
-#: our names of learning rate, gradient norm and consumed samples, by the framework's names
+#: names of the logged metrics that we record: learning rate, gradient norm and consumed samples
 _SCALARS = ("lr", "grad_norm", "consumed_samples")
 
 
 @check_arguments(options_of=Config)
 class FP8DebugCallback(pl.Callback):
-    """Measures the operands of linear layers every `interval` steps of a Lightning or NeMo run, without disturbing it.
+    """A Lightning callback that measures the operands of linear layers every `interval` steps, without disturbing the run.
 
     Arguments are the fields of `Config`. The callback writes the run record, prints a table, and adds scalars
     `fp8/METRIC/ROLE` to the run's TensorBoard events.
@@ -134,8 +134,9 @@ class FP8DebugCallback(pl.Callback):
             self._leave = self._watch(trainer) if self._monitor.sampling else _nothing
 
     def _watch(self, trainer: pl.Trainer) -> Callable[[], None]:
-        """Watch the losses of the step's batches. No Lightning event provides the losses before they are divided and
-        scaled.
+        """Watch the losses of the step's batches, and return a function that stops watching.
+
+        No Lightning event provides the losses before they are divided and scaled.
         """
         assert self._monitor
         return watch_calls(trainer.strategy, "training_step", _training_step, self._monitor.watch_loss)
@@ -184,7 +185,7 @@ def _logged_step(trainer: pl.Trainer) -> int:
 
 
 def _find_lag(trainer: pl.Trainer, pl_module: pl.LightningModule) -> int:
-    """Return the optimizer's steps minus Lightning's count, which is 0 or off by one, or 0 if the two do not count alike."""
+    """Return the optimizer's step count minus Lightning's step count (-1, 0, 1), or 0 if they count different things."""
     lag: int = trainer.global_step - _logged_step(trainer)
     return lag if pl_module.automatic_optimization and len(trainer.optimizers) == 1 and abs(lag) == 1 else 0
 
@@ -200,14 +201,14 @@ def _recorders(trainer: pl.Trainer, config: Config) -> Iterator[Recorder]:
 
 
 def _loss(trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any) -> Any:
-    """Return the loss of a batch as the model computed it. Lightning divides it by the number of accumulated batches."""
+    """Return the loss that the model computed for a batch. Lightning has divided it by the number of accumulated batches."""
     loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
     divided = pl_module.automatic_optimization and trainer.accumulate_grad_batches > 1
     return loss * trainer.accumulate_grad_batches if divided and loss is not None else loss
 
 
 def _training_step(original: Callable[..., Any], tell: Watcher, *arguments: Any, **options: Any) -> Any:
-    """Call a strategy's training step, which returns the loss or an object that contains the loss."""
+    """Call a strategy's training step, which returns the loss or a mapping with the loss. Report the loss."""
     output = original(*arguments, **options)
     tell(output.get("loss") if isinstance(output, Mapping) else output)
     return output

@@ -25,16 +25,16 @@ def roots(trainer: pl.Trainer, pl_module: pl.LightningModule) -> list[nn.Module]
 
 
 def accumulates(trainer: pl.Trainer) -> bool:
-    """Return True if the next batch adds its gradients to the gradients of this batch. Under manual optimization, no batch
-    does.
+    """Return True if the next batch adds its gradients to the gradients of this batch. Under manual optimization, always
+    return False.
     """
     result: bool = trainer.fit_loop._should_accumulate()
     return result
 
 
 class _Intervention(pl.Callback):
-    """An intervention that is attached during a fit. Its scales are saved in checkpoints, and a second fit continues with
-    them.
+    """An intervention that is attached during a fit. Checkpoints save its scales, and a second fit continues with these
+    scales.
 
     Raises:
         ConfigError: on construction or before the first step.
@@ -86,7 +86,7 @@ class _Intervention(pl.Callback):
 
 @check_arguments()
 class FP8EmulationCallback(_Intervention):
-    """Trains with FP8-quantized operands in high-precision GEMMs, without changes to the model's code.
+    """A Lightning callback to train with FP8-quantized operands in high-precision GEMMs, without changing the model's code.
 
     Example:
         >>> from nemo_fp8_debug import FP8EmulationCallback
@@ -106,7 +106,7 @@ class FP8EmulationCallback(_Intervention):
             recipe: the FP8 recipe: a name, perhaps with options (`delayed(amax_history_len=16)`, `current-e5m2`, `mxfp8`),
                 or a dict (`{"name": "delayed", "margin": 1}`).
             layers: GEMMs to quantize, a list of patterns as in `Config.layers`. By default, all GEMMs of transformer layers,
-                but not the output layer, as in Megatron's FP8.
+                but not the output layer, as when Megatron trains in FP8.
             first_layers_bf16: number of first transformer layers that stay in BF16. An int, at least 0.
             last_layers_bf16: number of last transformer layers that stay in BF16. An int, at least 0.
             plan: changes to the casts of some operands: a `Plan`, the path of its file, or None. If `nemo-fp8-debug rescue`
@@ -136,7 +136,7 @@ class FP8EmulationCallback(_Intervention):
 
 @check_arguments()
 class FP8PlanCallback(_Intervention):
-    """Applies a plan to a run: changes casts of Transformer Engine or of `FP8EmulationCallback`.
+    """A Lightning callback that applies a plan: it changes casts of Transformer Engine or of `FP8EmulationCallback`.
 
     Without a plan, the callback does nothing, unless `nemo-fp8-debug rescue` started the run.
 
@@ -148,8 +148,8 @@ class FP8PlanCallback(_Intervention):
     def __init__(self, plan: AnyPlan | None = None) -> None:
         """
         Args:
-            plan: a `Plan` or the path of its file. None: no changes. If `nemo-fp8-debug rescue` started the run, the plan of
-                `rescue` is used instead.
+            plan: a `Plan`, the path of its file, or None for no changes. If `nemo-fp8-debug rescue` started the run, the
+                plan of `rescue` is used instead.
 
         Raises:
             ConfigError: on construction or before the first step, if the plan cannot be read, names no GEMM that Transformer

@@ -1,5 +1,5 @@
-"""Bands of healthy runs: the usual range of metrics for each kind of operand. They are learned from many runs and stored in
-a file.
+"""Learn bands from healthy runs, and check other runs by them. A band is the usual range of a metric for one kind of
+operand.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from ..runs.run import Run
 from ..runs.settings import usual_casts
 from ..runs.source import Bools
 
-#: names of GEMMs by purpose. For names that occur in both attention and MLP, the enclosing module decides
+#: patterns of GEMM names by purpose. If a name occurs in both attention and MLP, the name of the enclosing module decides
 _NAMES = {
     "attention in": r"(linear_)?(qkv|q|k|v|query|key|value|query_key_value)(_proj)?|c_attn|in_proj|wqkv|w[qkv]",
     "attention out": r"(linear_)?(o|out)_proj|linear_proj|wo",
@@ -47,7 +47,7 @@ _ATTENTION, _MLP = (
 
 @functools.lru_cache(maxsize=1 << 16)
 def purpose_of(layer: str) -> str | None:
-    """Return the purpose of a GEMM, or None if its name does not show one.
+    """Return the purpose of a GEMM, or None if its name does not show the purpose.
 
     >>> purpose_of("decoder.layers.3.self_attention.linear_qkv"), purpose_of("model.layers.0.mlp.experts.5.w2")
     ('attention in', 'expert mlp out')
@@ -72,16 +72,17 @@ VERSION = 1
 SHIPPED = Path(__file__).with_name("healthy.parquet")
 #: least number of runs from which a band is learned
 FEWEST = 6
-#: a band applies to a weight at most this many times smaller or larger than the weights in the learned runs
+#: a band applies to weights with at most this many times fewer or more values than in the learned runs
 _SIZES = 4
-#: number of first samples, in which scales may still be initial values
+#: number of samples at the start of a run that we ignore, because scales may still have initial values
 _FIRST = 2
 #: an outlier counts only if at least this percentage of values underflows or overflows
 _COSTS = 0.5
-#: an operand is beyond its band if it exceeds the band by more than this many times the least rise
+#: an operand is beyond its band if it exceeds the largest lasting value by more than this multiple of the least rise that
+#: counts
 _BEYOND = 1.5
 _METADATA = b"nemo_fp8_debug.bands"
-#: largest size of a file of bands, in bytes
+#: largest size in bytes of a band file that we read
 _MOST_BYTES = 64 << 20
 #: columns that identify a band
 _KIND = ("purpose", "role", "recipe", "part", "phase", "metric")
@@ -95,7 +96,7 @@ _SCHEMA: Mapping[str, Any] = {
 #: columns of the summary of one run
 _COURSE = {name: _SCHEMA[name] for name in (*_BY, "median", "lasting")} | {"n": pl.Int64}
 
-#: metrics that have a band, with one entry for each direction
+#: metrics that have a band, with one entry for each direction that counts (rise or fall)
 JUDGED = tuple(evidence for evidence in EVIDENCE if evidence.metric != "nonfinite")
 
 
@@ -103,9 +104,9 @@ JUDGED = tuple(evidence for evidence in EVIDENCE if evidence.metric != "nonfinit
 class Bands:
     """Bands of healthy runs."""
 
-    #: one row for each kind of operand and metric. The columns are median, lasting (largest value that lasted for three
-    #: samples), runs (number of runs), smallest and largest (number of values of W). Median and lasting are scaled so that
-    #: higher is worse
+    #: one row for each kind of operand and each metric. In addition to columns for the kind, the columns are median, lasting
+    #: (largest value that lasted for three samples), runs (number of runs), smallest and largest (smallest and largest
+    #: number of values of W). Median and lasting are scaled so that higher is worse
     table: pl.DataFrame
     #: model classes of the runs
     families: Sequence[str]
@@ -147,7 +148,7 @@ class Bands:
         except FileNotFoundError:
             raise RecordError(f"there is no file {os.fspath(path)}") from None
         except Exception as error:  # on a foreign file, the reader may raise any error
-            raise RecordError(f"{os.fspath(path)} holds no bands of healthy runs: {error}") from None
+            raise RecordError(f"{os.fspath(path)} contains no bands of healthy runs: {error}") from None
 
     def write(self, path: str | os.PathLike[str]) -> None:
         """Write the bands to a file."""
@@ -158,7 +159,7 @@ class Bands:
     def look_up_bands(self, tensors: pl.DataFrame, evidence: OnsetCriterion, phase: str) -> tuple[Floats, Floats]:
         """Return the columns median and lasting of each tensor's band, in the order of `tensors`.
 
-        Values are NaN if the band was learned from too few runs, or from weights of another size.
+        Values are NaN if the band was learned from too few runs, or only from weights of a very different size.
         """
         rows = self.table.filter(pl.col("runs") >= FEWEST, metric=evidence.metric, sign=evidence.sign, phase=phase)
         joined = tensors.join(rows, on=["purpose", "role", "recipe", "part"], how="left", maintain_order="left")
@@ -195,24 +196,26 @@ def choose_bands(run: Run, given: str | os.PathLike[str] | Bands | None) -> Band
 
 
 def family_of(run: Run) -> str:
-    """Return the class of a run's model, or an empty string if it is not in the record."""
+    """Return the class of a run's model, or an empty string if the record does not contain the class."""
     model = run.fingerprint.get("model")
     return str(model.get("class", "")) if isinstance(model, Mapping) else ""
 
 
 @dataclass(frozen=True)
 class _Operands:
-    """Some operands of GEMMs with a known purpose in a run, without the first samples."""
+    """A part of a run's operands, without the first samples. All of them belong to GEMMs with a known purpose."""
 
     grid: Grid
-    #: layer, role, purpose, recipe, part, n (number of values of W), in the order of the grid
+    #: one row for each operand, in the order of the grid: layer, role, purpose, recipe, part, n (number of values of W)
     tensors: pl.DataFrame
-    #: which samples belong to each phase, bool [S]. The phase is `warm-up` until the learning rate reaches its maximum, then
-    #: `later`
+    #: for each phase, which samples belong to it, bool [S]. The phase is `warm-up` until the learning rate reaches its
+    #: maximum, then `later`
     phases: Mapping[str, Bools]
 
     def courses(self) -> Iterator[tuple[OnsetCriterion, str, Bools, Floats]]:
-        """Yield each metric and phase with its samples and values [T, S], scaled so that higher is worse."""
+        """For each metric and phase, yield metric, phase, samples in this phase (bool [S]) and values in these samples.
+        Values are scaled so that higher is worse.
+        """
         for evidence in JUDGED:
             values = evidence.scaled(self.grid.metric(evidence.metric))
             for phase, samples in self.phases.items():
@@ -220,7 +223,7 @@ class _Operands:
 
 
 def _over_operands(run: Run, do: Callable[[_Operands], Result]) -> list[Result]:
-    """Apply `do` to some operands at a time and return the results in order."""
+    """Apply `do` to one part of the operands after another, and return the results in order."""
     metrics = run.metrics.with_role(*ROLES)
     recipes = usual_casts(metrics).select("layer", "role", "recipe")
     sizes = {layer: n for layer, n in read_weight_sizes(metrics).items() if n}
@@ -247,7 +250,9 @@ def _do_part(do: Callable[[_Operands], Result], kinds: pl.DataFrame, warmed_up: 
 
 
 def _find_warmed_up(run: Run) -> float:
-    """Return the first step of the highest learning rate, or a tenth of the run if no rate is recorded."""
+    """Return the first step with the highest learning rate. If no rate is recorded, return the step after a tenth of the
+    run.
+    """
     rates = run.steps.select("step", pl.col("lr").fill_nan(None)).drop_nulls().sort("step")
     if rates.is_empty():
         steps = run.metrics.steps
@@ -256,7 +261,7 @@ def _find_warmed_up(run: Run) -> float:
 
 
 def _find_lasting(values: Floats) -> Floats:
-    """Return the minimum of each sample and the next two samples, [T, S]; -inf if one of the three is missing."""
+    """For each sample, return the minimum of its and the next two values, [T, S]; -inf if one of the three is missing."""
     padded = np.pad(np.nan_to_num(values, nan=-np.inf), ((0, 0), (0, IN_A_ROW - 1)), constant_values=-np.inf)
     least: Floats = np.lib.stride_tricks.sliding_window_view(padded, IN_A_ROW, axis=1).min(-1)
     return least
@@ -292,7 +297,8 @@ def _courses(operands: _Operands) -> list[pl.DataFrame]:
 class JudgedRun:
     """The result of checking a run by bands."""
 
-    #: operands beyond their band, earliest onset first: layer, role, onset (step), excess (in units of the least rise)
+    #: operands beyond their band, earliest onset first. The columns are layer, role, onset (step) and excess (multiple of
+    #: the least rise that counts)
     beyond: pl.DataFrame
     #: layer and role of operands that have a band
     covered: pl.DataFrame
@@ -310,17 +316,17 @@ class JudgedRun:
 def describe_bands(judged: JudgedRun | None) -> str:
     """Describe in a sentence how a run without a baseline was checked."""
     if judged is None:
-        known = "no bands of healthy runs were learned from models of its class"
+        known = "no bands were learned from healthy runs of this class of model"
     elif not len(judged.covered):
-        known = "the bands of healthy runs know no operands of such recipes and sizes"
+        known = "no bands were learned for operands with these recipes and sizes"
     else:
         return (
-            f"Bands of {judged.runs} healthy runs stand for a baseline of {len(judged.covered)} of {judged.operands} "
-            "operands; they give medium confidence at most."
+            f"Bands of {judged.runs} healthy runs replace the baseline for {len(judged.covered)} of {judged.operands} "
+            "operands. They give medium confidence at most."
         )
     return (
-        f"Operands in FP8 are judged by fixed limits, and others by nothing: {known}. `nemo-fp8-debug learn` makes bands of "
-        "runs of your own."
+        f"We check operands in FP8 by fixed limits, and do not check other operands, because {known}. To learn bands from "
+        "your own runs, use `nemo-fp8-debug learn`."
     )
 
 
@@ -328,8 +334,8 @@ def judge_by_bands(run: Run, bands: Bands) -> JudgedRun:
     """Check a run's operands by bands.
 
     The largest lasting value is the largest value that lasted for three samples in healthy runs. An operand is beyond its
-    band if its value exceeds the largest lasting value for three samples. The excess must be at least 1.5 times the distance
-    from the healthy median to this value. Fixed limits detect shorter spikes.
+    band if it exceeds this value for three samples. The excess must be more than 1.5 times the distance from the healthy
+    median to this value, or 1.5 times the metric's least rise if that is larger. Fixed limits detect shorter spikes.
     """
     judged = pl.concat(_over_operands(run, partial(_judge, bands)))
     key = ["layer", "role"]

@@ -1,6 +1,6 @@
 """Audit the weights of a checkpoint: measure their errors, and describe them in sentences.
 
-There are three errors for each weight: of FP8 under current scaling, of FP8 under the stored scale, and of BF16.
+For each weight, we measure three errors: in FP8 under current scaling, in FP8 under the stored scale, and in BF16.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from ..formatting import make_jsonable
 from .contents import Contents, open_checkpoint
 from .weights import FP8_DTYPES, StoredScale, Weight, find_weights, weight_scale
 
-#: state of an FP8 weight without a scale in the checkpoint; we use its codes as values
+#: state of an FP8 weight whose scale is not in the checkpoint; we then measure its FP8 values without a scale
 NO_SCALE = "no scale"
 
 
@@ -70,7 +70,7 @@ class Audit:
         values = sum(math.prod(row["shape"]) for row in self.rows)
         dtypes = ", ".join(f"{n} {dtype}" for dtype, n in Counter(row["dtype"] for row in self.rows).items())
         kinds = ", ".join(f"{n} {kind}" for kind, n in self.left_out.items())
-        left_out = f"; left out: {sum(self.left_out.values())} tensors that are no GEMM weights ({kinds})" if kinds else ""
+        left_out = f"; left out: {sum(self.left_out.values())} tensors that are not GEMM weights ({kinds})" if kinds else ""
         return f"Weights: {len(self.rows)}, values: {format_number(values, digits=4)} ({dtypes}){left_out}."
 
     def _without_scale(self) -> str:
@@ -89,8 +89,8 @@ class Audit:
     def _in_fp8(self) -> str:
         """Return a sentence with the errors of weights that were trained in higher precision and are served in FP8."""
         errors = _errors(self.rows, "fp8_current")
-        already = " (those stored in FP8: once more, to one scale a tensor)" if self._stored_in_fp8() else ""
-        return f"Served in FP8 ({self.fp8_format.name}) under current scaling the weights change{already} by {errors}."
+        already = " (cast again with one scale, if they are stored in FP8)" if self._stored_in_fp8() else ""
+        return f"Served in FP8 ({self.fp8_format.name}) under current scaling, the weights change{already} by {errors}."
 
     def _stored_in_fp8(self) -> list[dict[str, Any]]:
         return [row for row in self.rows if row["dtype"].startswith("float8")]
@@ -100,23 +100,23 @@ class Audit:
         with_scale = [row for row in self.rows if row["fp8_stored"] and "scale" in row["fp8_stored"]]
         if not with_scale:
             return (
-                "No weight has a stored scale to compare with, so whether FP8 was used in training is not known. If it was, "
+                "No weight has a stored scale to compare with, so it is unknown whether training used FP8. If it used FP8 "
                 "with current scaling, serving in BF16 changes the weights by as much as serving in FP8 would."
             )
         states = Counter(row["fp8_stored"]["state"] for row in with_scale)
         said = ", ".join(f"{state} ({n})" for state, n in states.most_common())
         engine = [row for row in with_scale if not row["dtype"].startswith("float8")]
         served = (
-            f" Served in FP8 with them the weights change by {_errors(engine, 'fp8_stored')}; served in BF16, a model that "
-            "was trained in FP8 meets weights that differ by as much from those that these scales make in its forward pass."
+            f" Served in FP8 with these scales, the weights change by {_errors(engine, 'fp8_stored')}. "
+            "If the model was trained with them, its weights in BF16 differ by as much from the FP8 weights in training."
         )
         return f"Stored scales of {len(with_scale)} weights: {said}." + (served if engine else "")
 
     def _in_bf16(self) -> str:
         wide = [row for row in self.rows if row["dtype"] != "bfloat16"]
         rounding = f"Served in BF16, weights of other dtypes ({len(wide)}) change by {_errors(wide, 'bf16')}."
-        made = " What was lost when weights were stored in FP8 is not in the checkpoint." if self._stored_in_fp8() else ""
-        return (rounding if wide else "Served in BF16 the weights are as stored.") + made
+        made = " The checkpoint does not show the error of storing weights in FP8." if self._stored_in_fp8() else ""
+        return (rounding if wide else "Served in BF16, the weights are as stored.") + made
 
 
 def lacks_scale(row: Mapping[str, Any]) -> bool:
@@ -140,8 +140,8 @@ def _errors(rows: Sequence[Mapping[str, Any]], cast: str) -> str:
 #: metrics of a weight itself, and metrics of a weight under one scale and format
 _OF_WEIGHT = ("amax", "amin", "dynamic_range_log2", "outlier_log2", "kurtosis")
 _OF_CAST = ("relative_error", "mse", "sqnr_db", "cosine", "underflow_pct", "overflow_pct")
-#: a stored scale is stale if it is this many powers of two below the current scale, and so wastes this part of E4M3's range
-#: of 17.8
+#: a stored scale is stale if log2(stored / current scale) is below this. Such a scale wastes at least 3 of the 17.8 powers
+#: of two in E4M3's range
 FAR_BELOW = -3.0
 #: largest number of weights with a histogram in memory at once, 256 KiB each
 _BATCH = 64
@@ -209,7 +209,7 @@ def audit(
             rows, seen = rows + _rows(seen, recipe), []
     rows += _rows(seen, recipe)
     found = contents.faults + [
-        f"{fault} (costs {', '.join(names[:3])}{f' and {len(names) - 3} more' if len(names) > 3 else ''})"
+        f"{fault} (affects {', '.join(names[:3])}{f' and {len(names) - 3} more' if len(names) > 3 else ''})"
         for fault, names in faults.items()
     ]
     if not rows:
@@ -306,7 +306,7 @@ def _companion(weight: Weight) -> torch.Tensor | None:
 
 
 def _scale_of(scale: torch.Tensor, weight: Weight, first: int, block: torch.Tensor) -> torch.Tensor:
-    """Return the scale of each value in some whole rows of a weight."""
+    """Return the scales of a block of whole rows of a weight, in a shape that broadcasts over the block."""
     rows, columns = block.shape
     if scale.dim() == 0:
         return scale

@@ -120,8 +120,8 @@ def _open_folder(path: Path) -> Contents:
 def _without_metadata(path: Path) -> str:
     backend = _json(path / "metadata.json").get("sharded_backend")
     if backend == "zarr":
-        return f"{path} is a zarr checkpoint, which is not read; load it with Megatron and save it as torch_dist"
-    return f"{path} has metadata.json but no .metadata: the checkpoint was not saved to its end, or not copied whole"
+        return f"{path} is a zarr checkpoint, which we cannot read; load it with Megatron and save it as torch_dist"
+    return f"{path} has metadata.json but no .metadata: saving did not finish, or not all files were copied"
 
 
 def _bytes(path: Path) -> bytes:
@@ -155,7 +155,7 @@ def _indexed(index: Path) -> Contents:
     contents = _safetensors([index.parent / name for name in sorted(names)])
     contents.lost = set(weight_map) - set(contents.tensors) - set(contents.extra_states)
     if contents.lost and not contents.faults:
-        contents.faults.append(f"{index} names tensors that its files do not hold: {', '.join(sorted(contents.lost)[:3])}")
+        contents.faults.append(f"{index} names tensors that its files lack: {', '.join(sorted(contents.lost)[:3])}")
     return contents
 
 
@@ -266,12 +266,12 @@ def _object(folder: Path, info: Placeholder | None) -> Callable[[], Any]:
 def _load(folder: Path, info: Placeholder | None, what: str) -> Any:
     """Load the object at one place in a checkpoint's files."""
     if not isinstance(info, Placeholder):
-        raise RecordError(f"{folder / '.metadata'} does not say where {what} lies")
+        raise RecordError(f"{folder / '.metadata'} does not say where {what} is")
     name, offset, length = (info.get(key) for key in ("relative_path", "offset", "length"))
     if not isinstance(name, str) or Path(name).name != name:
         raise RecordError(f"{folder / '.metadata'} names a file outside its folder, {name}; it was not read")
     if info.get("transform_descriptors"):
-        raise RecordError(f"{folder / name} was written through {info.get('transform_descriptors')}, which is not read")
+        raise RecordError(f"{folder / name} was written through {info.get('transform_descriptors')}, which we cannot read")
     if type(offset) is not int or type(length) is not int:
-        raise RecordError(f"{folder / '.metadata'} is damaged: {what} lies at {offset}, {length} bytes")
+        raise RecordError(f"{folder / '.metadata'} is damaged: {what} is at {offset}, {length} bytes")
     return load_torch(folder / name, offset, length)

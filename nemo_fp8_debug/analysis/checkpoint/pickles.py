@@ -21,9 +21,9 @@ from packaging.version import Version
 
 from ...errors import RecordError
 
-#: before this release of torch, a file could make torch.load with weights_only run code (CVE-2025-32434)
+#: first release of torch in which a file cannot make torch.load with weights_only run code (CVE-2025-32434)
 _SAFE_TORCH = "2.6"
-#: placeholders replace classes of these packages, and the names below
+#: placeholders replace all classes in these packages, and the names in `_STAND_IN_NAMES`
 _STAND_IN_PACKAGES = (
     "torch.distributed.",
     "megatron.core.",
@@ -91,7 +91,7 @@ def load_torch(path: Path, offset: int = 0, length: int | None = None) -> Any:
                 return _load_archive(file, path, str(path))
         size = path.stat().st_size
         if not 0 <= offset <= offset + length <= size:
-            raise RecordError(f"{path} is damaged: bytes {offset} to {offset + length} are announced, it has {size}")
+            raise RecordError(f"{path} is damaged: it has no bytes {offset} to {offset + length}, only {size} bytes")
         with path.open("rb") as file:
             file.seek(offset)
             return load_torch_bytes(file.read(length), str(path))
@@ -137,7 +137,7 @@ def _load_archive(file: IO[bytes], mapped: Path | None, source: str) -> Any:
         raise
     except zipfile.BadZipFile as error:
         raise RecordError(
-            f"{source} is not a torch file, or damaged ({error}); load and save again a file from before torch 1.6"
+            f"{source} is not a torch file, or damaged ({error}); if torch before 1.6 wrote it, load and save it again"
         ) from None
     except Exception as error:  # on a damaged file, torch may raise any error, including MemoryError and RecursionError
         raise _not_read(source, error) from None

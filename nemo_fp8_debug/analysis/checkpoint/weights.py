@@ -17,7 +17,7 @@ from ...numerics.formats import E4M3, E5M2, FloatFormat
 from .contents import CheckpointEntry, Contents
 from .pickles import Placeholder, has_values, load_pickle, load_torch_bytes
 
-#: names without the number of a layer or expert, because Megatron stacks layers or experts along a leading axis
+#: match names without a layer or expert number. Megatron gives such names to layers or experts stacked along a leading axis
 _STACKED_LAYERS = re.compile(r"((?:^|\.)layers\.)(?!\d)")
 _STACKED_EXPERTS = re.compile(r"(.*(?:^|\.)experts\.)(?!\d|local_experts\.)")
 
@@ -33,7 +33,7 @@ _EXPERT = re.compile(r"(^|\.)experts\.\d+\.")
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn, torch.float8_e5m2)
 FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
-#: suffixes of the factor of an FP8 weight in checkpoints of DeepSeek (there called an inverse) and compressed-tensors
+#: suffixes of the scale by which to multiply an FP8 weight: in DeepSeek's checkpoints, and in those of compressed-tensors
 _SCALES = ("_scale_inv", "_scale")
 
 
@@ -66,7 +66,7 @@ class Weight:
     extra_state: str | None
     #: tensor to multiply an FP8 weight by
     scale: WeightPart | None = None
-    #: whether the module may have several weights
+    #: whether this is the weight of an expert, whose module may have several weights
     expert: bool = False
 
 

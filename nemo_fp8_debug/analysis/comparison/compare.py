@@ -45,14 +45,14 @@ class Comparison:
     #: the run, with the baseline's names for its layers
     run: Run
     reference: Run | None
-    #: one row for each tensor, largest drift first: the columns of `measure_drifts`, and the first onset and its lead. The
-    #: experts of a layer count as one tensor
+    #: one row for each tensor, largest drift first, with the columns of `measure_drifts`, the first onset, and its lead
+    #: (see `out_of_band`). The experts of a layer count as one tensor
     tensors: pl.DataFrame
     #: the same columns for single experts
     experts: pl.DataFrame
-    #: tensors out of the baseline's band, earliest first: the columns of `find_onsets`, and lead (steps from this onset to
-    #: the step at which the loss rises: negative if the loss rose first, null if the loss does not rise). The experts of a
-    #: layer count as one tensor
+    #: tensors out of the baseline's band, earliest first, with the columns of `find_onsets`, and lead: the number of steps
+    #: from this onset until the loss rises (negative if the loss rose first, null if the loss does not rise). The experts
+    #: of a layer count as one tensor
     out_of_band: pl.DataFrame
     #: the same columns for single experts, in layers that are out of band in the aggregate of their experts
     experts_out_of_band: pl.DataFrame
@@ -90,7 +90,7 @@ class Comparison:
         return same and np.array_equal(run.steps, baseline.steps) and run.is_complete and baseline.is_complete
 
     def groups(self) -> pl.DataFrame:
-        """Group the tensors out of band; see `group_tensors`."""
+        """Count the tensors out of band by kind, depth and role; see `group_tensors`."""
         return group_tensors(self.tensors)
 
     def differences(self) -> pl.DataFrame:
@@ -99,7 +99,7 @@ class Comparison:
 
     @cached_property
     def features(self) -> dict[str, pl.DataFrame]:
-        """Return the comparisons by other features, by name; see `compare_runs` of each feature."""
+        """Return the results of `compare_runs` of all features in `observations` that have it, by feature."""
         modules = load_modules("two_runs")
         return {module.NAME: module.compare_runs(self.baseline, self.run) for module in modules}
 
@@ -136,15 +136,15 @@ def compare(
         renames: rules `REGEX=REPLACEMENT`, as in `re.sub`. They are applied in turn to convert the run's layer names to the
             baseline's names. If there are no rules and the runs have no name in common, layers are matched by the end of
             their names, or by order, size and kind.
-        max_gap: largest gap to the baseline's mean loss over the last part of the run that does not count as harm, in
-            percent.
+        max_gap: largest gap to the baseline's loss that does not count as harm, in percent. The gap is between the mean
+            losses over the last part of the runs.
         others: further good runs of the baseline's model with other seeds. We compare the loss with the mean of all
             baselines, but the tensors only with `baseline`.
 
     Returns:
         A comparison. `.divergence_step` is the step from which the loss stays above the baseline's loss, or None. `.tensors`
-        and `.out_of_band` are polars frames with the drift of each tensor, worst first, and with the step at which a tensor
-        left the baseline's band. `.differences()` lists the settings that differ.
+        is a polars frame with the drift of each tensor, worst first. `.out_of_band` is a polars frame with the step at which
+        each of its tensors left the baseline's band. `.differences()` lists the settings that differ.
 
     Raises:
         RecordError: a record is missing or unreadable, the runs have no sampled step and tensor in common, or the models
@@ -179,7 +179,7 @@ def compare(
         *_coverage(first, second),
         *list_remarks(first, second),
     ]
-    notes += [f"Of the run's model: {text}" for text in coverage_notes(second.fingerprint)]
+    notes += [f"In the run's model: {text}" for text in coverage_notes(second.fingerprint)]
     return Comparison(first, second, other, tensors, experts, *split_experts(out_of_band), tuple(notes), max_gap, expected)
 
 
@@ -192,14 +192,16 @@ def _beside(baseline: Run, run: Run, others: Sequence[Run]) -> BaselineLoss:
 
 
 def _differ_in_size(baseline: Run, other: Run) -> bool:
-    """Return True if most weights of known size differ in size. If only the output layer differs, it may be padded."""
+    """Return True if most weights of known size differ in size. Smaller differences do not
+    count, because an output layer may be padded.
+    """
     sizes = [read_weight_sizes(each.metrics) for each in (baseline, other)]
     known = [(n, sizes[1][name]) for name, n in sizes[0].items() if n is not None and sizes[1].get(name) is not None]
     return 2 * sum(mine != theirs for mine, theirs in known) > len(known)
 
 
 def _out_of_band(baseline: Run, run: Run) -> pl.DataFrame:
-    """Return the tensors quantized by an engine that count as out of the baseline's band."""
+    """Return the rows of `find_onsets` that count, for tensors that an engine quantizes."""
     expected, judged = baseline.metrics, select_quantized(run.metrics)
     found, layers = find_onsets(expected, judged), _layers_of(baseline, run)
     if not has_other_depth(*layers):
@@ -239,8 +241,8 @@ def _depths(baseline: Run, run: Run) -> list[str]:
         return []
     counts = list(map(count_layers, layers))
     return [
-        f"The baseline has {counts[0]} layers and the run {counts[1]}: layers of one name lie at other depths, so "
-        "what sets them apart may be that."
+        f"The baseline has {counts[0]} layers and the run {counts[1]}: layers of the same name are at different "
+        "depths, which may explain differences between them."
     ]
 
 
@@ -251,22 +253,22 @@ def _coverage(baseline: Run, run: Run) -> list[str]:
     told = []
     if len(both) < IN_A_ROW:
         told.append(
-            f"{len(both)} samples of the run are within the baseline's steps: too few to tell when a tensor leaves the band."
+            f"{len(both)} samples of the run are within the baseline's steps, too few to see when a tensor leaves the band."
         )
     elif steps[1][-1] > steps[0][-1]:
         ends = f"{baseline.unit} {steps[0][-1]}, the run's at {steps[1][-1]}"
-        told.append(f"The baseline's samples end at {ends}: nothing later is judged.")
+        told.append(f"The baseline's samples end at {ends}. Later samples are not compared.")
     return told
 
 
 def select_quantized(metrics: Metrics) -> Metrics:
-    """Keep operands that an engine quantizes, because others do no harm. If no engine quantizes any operand, keep all."""
+    """Keep operands that an engine quantizes, because only these affect the run. If no engine quantizes any, keep all."""
     # The scale source of aggregated experts is MIXED even if no engine quantizes any of the experts.
     return metrics.only("scale_source", (ENGINE, MIXED)) if ENGINE in metrics.unique("scale_source") else metrics
 
 
 def split_experts(rows: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame]:
-    """Split off the rows of single experts if the rows also contain their aggregate. Return both parts."""
+    """Return the rows without single experts whose aggregate also has rows, and the rows of these single experts."""
     names = rows["layer"].cast(pl.String).unique(maintain_order=True)
     ones = pl.DataFrame({"layer": names, "aggregate": pl.Series(list(map(name_aggregate, names)), dtype=pl.String)})
     keys = rows.select(pl.col("layer", "role").cast(pl.String))

@@ -17,7 +17,7 @@ from ..runs.grid import Floats, Grid, SamplePairs, median
 from ..runs.metrics import select_common
 from ..runs.run import Run
 
-#: layers of models with more layers than this are grouped in thirds
+#: a model with more layers than this is divided into thirds
 _EACH = 8
 # Numbers of 18 digits fit into the int64 column.
 _NUMBER = re.compile(r"(?:^|\.)(\d{1,18})(?=\.|$)")
@@ -76,7 +76,7 @@ def group_tensors(tensors: pl.DataFrame) -> pl.DataFrame:
         tensors: layer, tensor, onset, drift_log2.
 
     Returns:
-        One row for each group, with columns by (kind, depth or role), group, tensors (number of tensors), out_of_band
+        One row for each group, with the columns `by` (kind, depth or role), group, tensors (number of tensors), out_of_band
         (number of tensors out of band), onset (the earliest) and drift_log2 (the median).
     """
     rows, tables = locate_tensors(tensors), []
@@ -127,13 +127,13 @@ def _shared(column: str, out_of_band: pl.DataFrame, rows: pl.DataFrame) -> bool:
     return out_of_band[column].n_unique() == 1 < rows[column].n_unique() and out_of_band[column].null_count() == 0
 
 
-#: metrics that are compared as ratios, with the noise level that is added to numerator and denominator
+#: metrics that are compared as ratios, each with a noise level that is added to numerator and denominator
 _FLOORS = {"underflow_pct": 0.01, "overflow_pct": 0.01, "relative_error": 0.0}
 #: root mean square of a tensor's values, computed from its errors; null if it is zero or unknown
 ROOT_MEAN_SQUARE = pl.when((pl.col("mse") > 0) & (pl.col("relative_error") > 0)).then(
     pl.col("mse").sqrt() / pl.col("relative_error")
 )
-#: share of the paired samples, at the end of the runs, that the ranking uses
+#: the ranking uses the last samples of the runs: this share of the paired samples
 TAIL = 0.5
 #: metrics that the ranking shows for both runs
 SHOWN = ("mse", "underflow_pct", "overflow_pct", "relative_error", "cosine", "amax", "scale_ratio_log2", "outlier_log2")
@@ -144,10 +144,10 @@ _TOGETHER = (("mse", "unscaled_mse"), SHOWN[1:3], SHOWN[3:5], SHOWN[5:7], SHOWN[
 def measure_drifts(baseline: Run, run: Run) -> pl.DataFrame:
     """Measure each tensor's drift over the later half of the paired samples of both runs.
 
-    `drift_log2` is the largest of three medians of log2(run / baseline): for underflow, for overflow (both floored at
-    0.01%), and for relative error. These metrics do not depend on the size of the values. The log2 ratio of the MSE caps the
-    drift. If the MSE fell, the drift is a consequence: for example, a gradient vanishes because another tensor broke the
-    run.
+    `drift_log2` is the largest of three medians of log2(run / baseline): for underflow, for overflow (0.01%
+    is added to both runs' percentages), and for relative error. These metrics do not depend on the size of the values. The
+    drift is at most the log2 ratio of the MSE, because a rise without a rise of the MSE is a consequence of another fault.
+    For example, a gradient vanishes because another tensor broke the run.
 
     Raises:
         RecordError: the runs have no tensor or no step in common.
@@ -177,7 +177,7 @@ def _later(baseline: Grid, run: Grid) -> pl.DataFrame:
     memory.
 
     Args:
-        baseline, run: paired samples, in equal numbers.
+        baseline, run: grids of the paired samples, one sample of the run for each sample of the baseline.
     """
     columns = compute_by_tensor([_sampled, *(partial(_medians, metric) for metric in SHOWN)], baseline, run)
     drift = np.fmax(np.fmax(columns["underflow_log2"], columns["overflow_log2"]), columns["relative_error_log2"])
@@ -190,7 +190,7 @@ def _later(baseline: Grid, run: Grid) -> pl.DataFrame:
 
 
 def _lost(baseline: Grid, run: Grid) -> pl.DataFrame:
-    """Return the columns nonfinite_since and nonfinite_order."""
+    """Return the columns nonfinite_since and nonfinite_order; see `_nonfinite_since`."""
     return pl.DataFrame(compute_by_tensor([_nonfinite_since], baseline, run))
 
 
@@ -233,8 +233,8 @@ def _ratio_log2(baseline: Floats, run: Floats, floor: float = 0.0) -> Floats:
 
 
 def _nonfinite_since(baseline: Grid, run: Grid) -> dict[str, Floats]:
-    """Return the first step at which the run's tensor has NaN or infinity and the baseline's has not, and its place in
-    execution order.
+    """Return for each tensor the first step at which only the run has NaN or infinity, and the tensor's place in execution
+    order at this step.
     """
     pairs = SamplePairs.pair_nearest(baseline.steps, run.steps)
     usual, found = (grid.metric("nonfinite")[:, at] for grid, at in ((baseline, pairs.baseline), (run, pairs.run)))

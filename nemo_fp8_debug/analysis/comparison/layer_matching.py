@@ -62,16 +62,17 @@ def _last_of(layers: Iterable[str]) -> dict[str, int]:
 def select_counted(
     out_of_band: pl.DataFrame, names: Mapping[str, str], beside: Callable[[pl.DataFrame], pl.DataFrame]
 ) -> pl.DataFrame:
-    """Select the rows that count if the baseline has another depth. The limits are higher than for equal models.
+    """Select the rows that count as out of band if the baseline has another depth. The limits are higher than for equal
+    models.
 
-    Gradients flow back from the output. So a gradient must also leave the band of the layer at the same distance from the
-    output.
+    Gradients flow back from the output. So a gradient must also leave the band of the baseline's layer at the same distance
+    from the output.
 
     Args:
         out_of_band: the result of `find_onsets`.
         names: the result of `match_from_output`.
-        beside: function that returns which of the given tensors (layer and role, with the run's names) are out of the bands
-            of these layers.
+        beside: function that takes tensors (layer and role, with the run's names) and returns the result of `find_onsets`
+            against the baseline's layers in `names`.
     """
     strong = _strong(out_of_band)
     asked = strong.filter(_IS_GRADIENT, pl.col("layer").cast(pl.String).is_in(list(names))).select(_KEY).unique()
@@ -181,7 +182,7 @@ def _by_prefix(baseline: Sequence[str], run: Sequence[str]) -> tuple[Names, str]
             ours = {name[len(left) :]: name for name in baseline if name.startswith(left)}
             names = {n: ours[n[len(right) :]] for n in run if n.startswith(right) and n[len(right) :] in ours}
             if len(names) == min(len(baseline), len(run)):
-                return names, f"Names were matched with {right!r} of the run for {left!r} of the baseline."
+                return names, f"Names were matched after replacing the run's prefix {right!r} with the baseline's {left!r}."
     return {}, ""
 
 
@@ -205,7 +206,7 @@ def _one_to_one(baseline: Sizes, run: Sizes) -> tuple[Names, str]:
     ):
         return {}, ""
     examples = ", ".join(f"{b} for {g}" for b, g in sorted(kinds))
-    return dict(pairs), f"No name is in common: layers were matched one to one, by order and size of W ({examples})."
+    return dict(pairs), f"No name is in common, so layers were matched one to one by order and size of W ({examples})."
 
 
 def _without_others_sizes(run: Run, sizes: Sizes, run_sizes: Sizes, baseline_path: str, how: list[str]) -> Run:
@@ -214,14 +215,14 @@ def _without_others_sizes(run: Run, sizes: Sizes, run_sizes: Sizes, baseline_pat
     others = sorted(name for name in known if sizes[name] != run_sizes[name])
     if not others:
         return run
-    example = f"W of {others[0]} has {sizes[others[0]]} values and {run_sizes[others[0]]}"
+    example = f"W of {others[0]} has {sizes[others[0]]} values in the baseline and {run_sizes[others[0]]} in the run"
     if 2 * len(others) > len(known):
         raise RecordError(f"{baseline_path} and {run.path} are runs of different models: {example}")
-    how.append(f"{len(others)} layers are left out, since they are of different size: {example}.")
+    how.append(f"{len(others)} layers are left out because they differ in size: {example}.")
     kept = run.metrics.tensors.filter(~pl.col("layer").is_in(others))
     return replace(run, metrics=run.metrics.select_tensors(kept))
 
 
 def _alone(baseline: Mapping[str, object], run: Mapping[str, object]) -> list[str]:
     only = [(which, [n for n in a if n not in b]) for which, a, b in (("baseline", baseline, run), ("run", run, baseline))]
-    return [f"{len(names)} layers are in the {which} alone, as {names[0]}." for which, names in only if names]
+    return [f"{len(names)} layers are only in the {which}, for example {names[0]}." for which, names in only if names]

@@ -39,15 +39,15 @@ class OnsetCriterion:
     anyway: float = np.inf
     #: whether the scale is logarithmic, so that equal ratios are equally serious
     log2: bool = False
-    #: on a log2 scale, smaller values result from rounding and count as this value
+    #: for a log2 scale: values below this value result from rounding and count as this value
     floor: float = 0.01
     #: scaled values below this value count as this value, because they are equally good
     good: float = -np.inf
     #: 1 if a rise counts, -1 if a fall counts
     sign: int = 1
-    #: multiple of the least rise from which even fewer than three consecutive samples count, as a transient
+    #: multiple of the least rise above which even one sample counts, as a transient
     transient: float = 6.0
-    #: if `least` is a percentage of a tensor's values: the least number of values that it must affect
+    #: least number of values that a rise must affect, if `least` is a percentage of a tensor's values
     least_values: int = 0
     #: least rise as a fraction of the usual value, because the large losses of FP4 vary by percentage points
     least_part: float = 0.0
@@ -66,8 +66,8 @@ class OnsetCriterion:
         return np.exp2(self.sign * x) if self.log2 else self.sign * x
 
 
-#: multiples of the least rise that count if the baseline is of another model; higher for gradients, which differ between
-#: tasks
+#: if the baseline is another model, only rises by at least this multiple of the least rise count; the second multiple is for
+#: gradients, which also differ between tasks
 OF_OTHER_MODELS, OF_GRADIENTS = 2.0, 4.0
 #: ordered so that each entry may cause the next: a stale scale clips values, and clipping causes errors
 EVIDENCE = (
@@ -119,7 +119,7 @@ def highest_chance(chances: npt.NDArray[np.float64], of: int) -> float:
     We do not use `scipy.stats.false_discovery_control`, because importing `scipy.stats` takes half a second.
 
     Args:
-        chances: all probabilities below 1.
+        chances: the probabilities of all tests whose probability is below 1.
         of: number of all tests, including tests with probability 1.
     """
     ascending = np.sort(chances)
@@ -133,14 +133,14 @@ Row = tuple[str | int | float, ...]
 SPREADS = 6.0
 #: number of first samples, in which scales may still be initial values
 FIRST = 2
-#: number of consecutive samples beyond the band that count
+#: number of consecutive samples beyond the band after which a tensor is out of band
 IN_A_ROW = 3
 #: log2 of the least rise of the MSE, which is a rise by half
 _MORE_LOST = 0.585
-#: metrics that are read together: a share of overflow needs the number of values, and other metrics are evaluated in this
-#: order
+#: groups of metrics that are read together, in the order in which they are evaluated. An overflow percentage also needs the
+#: number of values
 _TOGETHER = (("mse", "nonfinite"), ("overflow_pct", "n"), ("scale_ratio_log2",), ("underflow_pct", "relative_error"))
-#: samples on either side in a running median of the baseline
+#: number of samples on either side of the window of a running median
 _HALF = 4
 #: number of values in one batch of medians, small enough to fit into the cache
 _AT_ONCE = 1 << 14
@@ -158,9 +158,9 @@ def find_onsets(baseline: Metrics, run: Metrics) -> pl.DataFrame:
     Returns:
         One row for each metric by which a tensor is out of band, earliest first, then strongest. The columns are layer,
         role, tensor (the role's usual name), metric, onset (step), samples (number of consecutive samples out of band; a
-        transient has fewer than 3), excess (in units of the least rise, median over the first of these samples), value and
-        expected (the run's value and the baseline's running median at the onset). At most 1% of the tensors are false
-        discoveries (see `select_discoveries`).
+        transient has fewer than 3), excess (the rise in units of the least rise that counts, median over the first
+        of these samples), value and expected (the run's value and the baseline's running median at the onset). At most 1% of
+        the tensors are false discoveries (see `select_discoveries`).
     """
     both = select_common(baseline, run)
     found = map_tensor_chunks(_rows, *both, together=_TOGETHER)
@@ -200,7 +200,7 @@ def _in_order(found: Sequence[Sequence[Sequence[Row]]]) -> pl.DataFrame:
     """Merge the rows of all blocks in order of onset and excess.
 
     Args:
-        found: rows by block of tensors and evidence.
+        found: rows for each block of tensors and each evidence.
     """
     rows = [row for of_evidence in zip(*found, strict=True) for of_block in of_evidence for row in of_block]
     table = pl.DataFrame(rows, schema=_SCHEMA, orient="row")
@@ -228,7 +228,7 @@ class RunPair:
         Args:
             loses_more: value of the property with this name, if already known.
         """
-        #: layer, role
+        #: layer and role of T tensors
         self.tensors = baseline.tensors
         self._baseline = baseline
         # These caches contain large arrays; `_values` contains one metric at a time.
@@ -249,7 +249,7 @@ class RunPair:
     def loses_more(self) -> Bools:
         """Return whether the MSE is higher than in the baseline, or unknown, [T, S].
 
-        A gradient that vanishes after the first faulty tensor has a lower MSE.
+        For example, a gradient that vanishes because another tensor is faulty has a lower MSE.
         """
         if self._loses_more is None:
             expected, found = self.compute_medians_and_values("mse")

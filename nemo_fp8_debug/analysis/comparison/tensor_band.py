@@ -47,7 +47,7 @@ class TensorBand:
     metrics: dict[str, MetricBand]
     #: rows of `list_onsets` for this tensor, one for each metric that is out of band
     onsets: pl.DataFrame
-    #: whether these onsets are more than chance explains for this number of tensors
+    #: whether the onsets are unlikely to be by chance, given the number of tensors that were tested
     is_sure: bool
 
 
@@ -55,8 +55,8 @@ def compute_tensor_band(baseline: Grid, run: Grid, tensors: int) -> TensorBand:
     """Compute the bands of a tensor.
 
     Args:
-        baseline: one tensor over all samples of its run.
-        run: the same tensor in the run.
+        baseline: grid of one tensor over all samples of the baseline.
+        run: grid of the same tensor in the run.
         tensors: number of tensors in both runs. It matters because with many tensors, a few are out of band by chance.
 
     Example:

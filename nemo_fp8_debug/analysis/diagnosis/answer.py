@@ -1,7 +1,7 @@
 """The answer of a diagnosis, and its confidence, as data. The narrator describes this data in words.
 
-`confidence.json` has the numbers of right verdicts in the benchmark, for each cause, with and without a baseline.
-`scripts/validation/fault_injection/fit_confidence.py` writes this file.
+For each cause, `confidence.json` has the number of verdicts in the benchmark and how many of them are right, both with and
+without a baseline. `scripts/validation/fault_injection/fit_confidence.py` writes this file.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ _FEWEST = 20
 
 
 def measure_confidence(decision: Decision, paired: bool) -> str | None:
-    """Return `high`, `medium` or `low`, or None if nothing was found, because we state no confidence for an absence of
-    findings.
+    """Return the confidence of a decision: `high`, `medium` or `low`. If nothing was found, return None, because we state no
+    confidence for an absence of findings.
 
     Args:
         paired: whether there is a baseline.
@@ -67,7 +67,8 @@ class Answer:
     records: Records
     #: all findings, earliest first
     findings: Sequence[Finding]
-    #: the outcome of the run's loss, compared with the loss of the baseline, or else of the reference run, or else alone
+    #: the outcome of the run's loss, compared with the baseline's loss. Without a baseline, the run's loss is compared with
+    #: the reference run's loss or with its own minimum
     loss: LossOutcome
     #: step from which the optimizer skips all steps; None if it does not, or if skipped steps are not recorded
     stopped_at: int | None
@@ -141,8 +142,8 @@ class Answer:
     def divergence_step(self) -> int | None:
         """Return the step from which the loss stays too high or the optimizer skips all steps, or None if no harm is known.
 
-        Because of smoothing, this step may be a little too early. If it is shortly before the onset of the cause, return the
-        onset.
+        Because of smoothing, this step may be a little too early. If it is shortly before the cause may have begun, return
+        the first step at which the cause may have begun.
         """
         loss, chosen = self.loss.harmful_since, self.decision.finding
         if loss is not None and chosen is not None and chosen.since is not None and not chosen.slack:
@@ -156,8 +157,8 @@ class Answer:
         """Return the harm to the loss.
 
         `harmful`: the loss has left the baseline's loss, or the optimizer skips all steps. `likely`: the loss jumped to
-        another level. `gap`: the loss is above the baseline's loss, by less than counts as harm. `harmless so far`: there is
-        a fault, but the loss follows the baseline's loss. Otherwise `none` or `unknown`.
+        another level. `gap`: the loss is above the baseline's loss, but by less than the limit for harm. `harmless so far`:
+        there is a fault, but the loss follows the baseline's loss. Otherwise `none` or `unknown`.
         """
         return state_harm(self.loss, self.stopped_at, self.decision, self.facts.steps)
 
@@ -178,7 +179,7 @@ class Answer:
 
     @cached_property
     def details(self) -> Sequence[str]:
-        """Return clauses with further details about the culprit from features."""
+        """Return clauses with further details about the culprit, which optional features of the package provide."""
         found = self.culprit
         if found is None:
             return []
@@ -199,8 +200,8 @@ class Answer:
         if self.culprit is not None or apart <= 1:
             return []
         return [
-            f"Sampled every {apart:g} {unit}s. We miss shorter events, and those under {IN_A_ROW * apart:g} {unit}s unless "
-            "they are far out."
+            f"Sampled every {apart:g} {unit}s. We miss shorter events. Events under {IN_A_ROW * apart:g} {unit}s are "
+            "detected only if they are far out of band."
         ]
 
     @property

@@ -26,8 +26,8 @@ class LayerCourse:
     first: int
 
     def since(self, out: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> int | None:
-        """Return the first index at which two consecutive samples are in `out`. The last sample may be alone. Return None
-        without such an index.
+        """Return the first index from which two consecutive samples are True in `out`, or None if there is no such index. If
+        it is the last sample, this sample alone is enough.
         """
         judged = out.copy()
         judged[: self.first] = False
@@ -46,7 +46,7 @@ def measure_courses(rows: pl.DataFrame, baseline: pl.DataFrame | None, metric: s
     """Return the course of each layer that has enough samples, in the order of the table.
 
     Args:
-        rows: step, layer and `metric`, for one role.
+        rows: a table with the columns step, layer and `metric`, for one role.
         baseline: the same columns of the baseline, or None.
 
     Example:

@@ -1,7 +1,8 @@
 """Decide which finding shows the cause of a run's trouble.
 
-A finding is a consequence if another finding explains it. The strongest of the other findings shows the cause. If several
-are equally strong, the earliest does. `finding.EXPLAINS` lists the kinds that each kind explains.
+A finding is a consequence if another finding explains it. Among all findings that are no consequences, the strongest shows
+the cause. If several are equally strong, the earliest of them shows the cause. `finding.EXPLAINS` lists the kinds that each
+kind explains.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ _ORDER = tuple(EXPLAINS)
 
 @dataclass(frozen=True)
 class DecisionInputs:
-    """The evidence for a decision in addition to findings."""
+    """The evidence for a decision, in addition to the findings."""
 
     #: step from which the run is harmed; None if no harm is known
     harmed_since: int | None
-    #: steps from one sample to the next
+    #: number of steps from one sample to the next
     interval: int
     #: first sampled step at which scales no longer have their initial values
     settled: int
@@ -33,14 +34,14 @@ class DecisionInputs:
     diverges: bool = True
     #: False if a reference run in higher precision fails in the same way
     by_precision: bool = True
-    #: largest number of steps by which the step of the harm may be too early because of smoothing
+    #: `harmed_since` may be too early by up to this number of steps, because losses are smoothed
     slack: int = 0
 
     def bracket(self, found: Finding) -> tuple[int, int]:
         """Return the first and the last step at which the fault of a finding may have begun.
 
-        A fault may begin at any step since the previous sample. If it shows in the first samples, in which scales have
-        initial values, it may have begun at any of them.
+        A fault may begin at any step since the previous sample. If the fault is visible in the first samples, in which
+        scales have initial values, it may have begun at any of these samples.
         """
         if found.since is None:
             return -1, -1
@@ -55,7 +56,9 @@ class DecisionInputs:
 
     @property
     def latest(self) -> int | None:
-        """Return the last step at which the cause can first be visible (one sample after the harm), or None without harm."""
+        """Return the last step at which the cause can become visible: one sample after the harm begins. Return None without
+        harm.
+        """
         return None if self.harmed_since is None else self.harmed_since + self.interval + self.slack
 
 
@@ -67,7 +70,7 @@ class Decision:
     finding: Finding | None
     #: one of CAUSES
     cause: str
-    #: other tensors that went wrong independently, in time to add to the harm
+    #: findings about other tensors that went wrong independently, early enough to add to the harm
     also: Sequence[Finding] = ()
     #: the most likely findings if no finding is certain, most likely first
     likeliest: Sequence[Finding] = ()
@@ -96,9 +99,7 @@ def decide(findings: Sequence[Finding], evidence: DecisionInputs) -> Decision:
 
 
 def _rank(found: Finding) -> tuple[int, int, int, bool, float]:
-    """Return the sort key of a finding: strength, time, precedence, findings about tensors before findings about the run,
-    excess.
-    """
+    """Return the sort key of a finding: strength, time, precedence of its kind, whether it is about a tensor, and excess."""
     since = -1 if found.since is None else found.since
     return -found.strength_rank, since, _ORDER.index(found.kind), found.operand is None, -(found.excess or 0.0)
 

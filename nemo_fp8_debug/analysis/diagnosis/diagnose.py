@@ -42,7 +42,7 @@ def diagnose(
     """Find the cause of a run's trouble.
 
     Args:
-        run: the record of the run to explain, or a folder above it, as a path or any fsspec address.
+        run: path or fsspec address of the record of the run to explain, or of a folder that contains this record.
         baseline: the record of a good run, or of several good runs of the same model with different seeds. If there are
             several, we compare the loss with their mean, and the rest with the first baseline. None: use `bands` or fixed
             limits instead.
@@ -50,8 +50,8 @@ def diagnose(
         by: how to match the runs: by `step`, or by consumed `samples` if their batch sizes differ.
         bands: bands of healthy runs, used without a baseline, or a file of bands from `nemo-fp8-debug learn`. None: the
             bands in the package.
-        max_gap: largest gap to the baseline's mean loss over the last part of the run that does not count as harm, in
-            percent.
+        max_gap: largest gap that does not count as harm, in percent of the baseline's mean loss over the last part of the
+            run.
 
     Returns:
         The diagnosis, with `harm`, `cause`, `confidence`, `culprit`, each rule's `findings`, and `verdict()` in sentences.
@@ -144,8 +144,8 @@ def diagnose_comparison(comparison: Comparison) -> Diagnosis:
 
 
 def _judge_loss_alone(run: Run, reference: Run | None, max_gap: float) -> LossOutcome:
-    """Evaluate the loss of a run without a baseline, both alone and against the reference run. Return the result that shows
-    harm.
+    """Evaluate the loss of a run without a baseline, both alone and against the reference run. If only one of both results
+    shows harm, return this result. Otherwise, return the comparison with the reference run.
     """
     own = LossOutcome(run.loss, None, max_gap)
     if reference is None:
@@ -166,7 +166,7 @@ class Judgment(NamedTuple):
 
 
 def judge_facts(facts: Facts, leave_out: Collection[str] = ()) -> Judgment:
-    """Apply the rules to the facts of a run, without its record.
+    """Apply the rules to the facts of a run, and decide the cause. This does not need the run's record.
 
     Args:
         leave_out: names of rules to skip, for an ablation.
@@ -195,7 +195,7 @@ def _diagnose_facts(facts: Facts, records: Records) -> Diagnosis:
 
 
 def _add_rise(facts: Facts, findings: Sequence[Finding]) -> LossOutcome:
-    """If losses alone do not show harm, add the rise of the loss at the step of a finding."""
+    """Return the outcome of the loss. If losses alone show no harm, add the rise of the loss at the step of a finding."""
     loss = facts.loss
     if loss.harm not in ("unknown", "likely") or (
         loss.gap is not None and (loss.gap.paired or loss.gap.percent <= loss.max_gap)
@@ -241,7 +241,7 @@ def _find_shared(found: Diagnosis, records: Records) -> Sequence[Finding]:
 
 
 def _find_alone(run: Run, max_gap: float) -> list[Finding]:
-    """Return the findings that need no comparison, without hints."""
+    """Return the findings of the rules that need no baseline, without hints."""
     facts = Facts.of(Records(run), LossOutcome(run.loss, None, max_gap))
     others = [rule.name for rule in load_rules() if not rule.needs_no_baseline]
     return [f for f in find_all(facts, leave_out=others) if f.strength != "hint" and f.cause != "unknown"]
@@ -274,7 +274,7 @@ def recommend(
     """Return the cheapest change for each operand that loses too much precision.
 
     Args:
-        run: the record of the run to fix, or a folder above it, as a path or any fsspec address.
+        run: path or fsspec address of the record of the run to fix, or of a folder that contains this record.
         baseline: the record of a good run, or of several, as in `diagnose`. With a baseline, we change only operands that
             left its band before the loss diverged. Without a baseline, we change all operands that exceed the budget. If
             something other than FP8 is to blame, we change no operand.

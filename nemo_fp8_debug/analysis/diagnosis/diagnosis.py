@@ -16,7 +16,7 @@ from .finding import NO_RECIPE
 from .flags import find_blamed, flag_operands
 from .narrator import tell_advice, tell_headline, tell_verdict
 
-if TYPE_CHECKING:  # it imports torch
+if TYPE_CHECKING:  # recommendation imports torch
     from ..recommendation.options import Budget
     from ..recommendation.recommend import Recommendation, TensorFix
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:  # it imports torch
 class Diagnosis(Answer):
     """The answer about a run, with methods that describe it in words and recommend a change."""
 
-    #: False: leave out advice that needs a replay, because a replay imports torch and takes seconds
+    #: whether to include advice that needs a replay. A replay imports torch and takes seconds
     replays: bool = True
 
     def recommend(self, budget: Budget | None = None, operands: Sequence[Key] | None = None) -> Recommendation:
@@ -43,7 +43,7 @@ class Diagnosis(Answer):
             >>> [(change.layer, change.recipe) for change in found.plan.changes]
             [('layers.0.fc2', 'current-e5m2')]
         """
-        from ..recommendation.options import Budget  # with torch
+        from ..recommendation.options import Budget  # imports torch
         from ..recommendation.recommend import find_over_budget, recommend
 
         budget, flags, run = budget or Budget(), flag_operands(self), self.run

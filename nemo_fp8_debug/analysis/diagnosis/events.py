@@ -24,7 +24,7 @@ class Event:
     step: int
     #: one of KINDS
     kind: str
-    #: description, a clause
+    #: description of the event, as a clause
     what: str
     layer: str | None = None
     role: str | None = None

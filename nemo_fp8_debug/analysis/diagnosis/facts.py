@@ -88,7 +88,7 @@ class Facts:
     unit: str
     #: sampled steps of the run, int64 [S]
     steps: Ints
-    #: the outcome of the run's loss, compared with the baseline or the reference run, or alone
+    #: the outcome of the run's loss, compared with the loss of the baseline or the reference run, or with its own minimum
     loss: LossOutcome
     #: whether a baseline is given
     paired: bool

@@ -1,4 +1,6 @@
-"""Findings of rules, the causes that they name with advice, and the table of causes that explain other causes."""
+"""Findings of rules, the causes that they name, the advice for each cause, and the table of causes that explain other
+causes.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,7 @@ def advise_on_producer(layer: str, role: str) -> str:
 
 
 def advise_on_nonfinite(layer: str | None, role: str | None, what: str = "", is_sampled: bool = True) -> str:
-    """Return where to look for the source of NaN or infinity, and how to sample the next such step.
+    """Return sentences that say where to look for the source of NaN or infinity, and how to sample the next such step.
 
     Args:
         what: description of the first value with NaN or infinity, if the value is not a tensor of a layer.
@@ -164,9 +166,9 @@ CAUSES: Mapping[str, Cause] = {
     "none": Cause("nothing", "nothing"),
     "unknown": Cause("nothing", "nobody knows why"),
 }
-#: kinds of consequences of any fault
+#: kinds of findings that any fault may cause
 _CONSEQUENCES = frozenset({"values", "gradients", "nonfinite", "weights", "skips", "between", "multiplier", "software"})
-#: kinds of causes in order of precedence, with the kinds that each kind explains if its finding is the earlier one
+#: kinds of causes in order of precedence, with the kinds that each kind explains if its finding is earlier than theirs
 EXPLAINS: Mapping[str, frozenset[str]] = {
     "proof": _CONSEQUENCES | {"scale", "dead", "size"},
     "recipe": _CONSEQUENCES | {"scale", "dead", "size"},
@@ -186,7 +188,7 @@ EXPLAINS: Mapping[str, frozenset[str]] = {
 }
 #: kinds of faults in FP8's representation of operands, which a reference run in BF16 cannot have
 OF_FP8 = ("recipe", "scale", "values")
-#: causes in the values before any cast, for which no recipe helps
+#: causes that change values before any cast, so that no recipe helps
 NO_RECIPE = ("dead", "nonfinite")
 NOT_FP8 = tuple(name for name, cause in CAUSES.items() if cause.kind not in (*OF_FP8, "nonfinite", "dead", "nothing"))
 
@@ -215,11 +217,11 @@ class Finding:
     #: multiple of the threshold, for a tensor out of band
     excess: float | None = None
     #: kind of the finding if it differs from the cause's kind: `gradients` for changed values of gradients, which many
-    #: faults cause, or a wrong `size`
+    #: faults cause, or `size` for values of a wrong size
     of_kind: str = ""
     #: whether the fault began exactly at `since`, and not between the previous sample and `since`
     is_exact: bool = False
-    #: largest number of steps after `since` at which the fault may have begun
+    #: the fault may have begun up to this number of steps after `since`
     slack: int = 0
     #: whether the fault may have begun long before `since`
     or_earlier: bool = False

@@ -20,13 +20,15 @@ from .ranking import harm_ranks
 from .rules.operands import has_lost_most, suspects
 from .rules.recipe import recipe_changes
 
-#: causes that affect only the scale, so that a scale that follows the values helps
+#: causes that affect only the scale, so that another way to compute the scale helps
 _ONLY_SCALE = ("stale_scale", "corrupted_scale", "clipping")
 _KEY = ["layer", "role"]
 
 
 def find_blamed(found: Answer) -> Finding | None:
-    """Return the finding about the tensor with the cast that is to blame or most likely to blame, or None."""
+    """Return the finding about the tensor whose cast is to blame, or most likely to blame. Return None if no cast is to
+    blame.
+    """
     likeliest = found.decision.likeliest if found.cause == "unknown" else ()
     chosen = found.decision.finding or next(iter(likeliest), None)
     if chosen is None or chosen.operand is None or chosen.role not in ROLES:
@@ -38,9 +40,9 @@ def flag_operands(found: Answer) -> dict[Key, Flag]:
     """Return the operands to change, by harm rank.
 
     Flag the blamed operand, and operands that left the baseline's band before the loss diverged. If the loss follows the
-    baseline's loss, flag operands that left the band at any time. Two findings count at any time: a scale that surely went
-    wrong, because a diverging loss does not cause that, and an X or W that loses most of its values up to the end. Flag no
-    operand if FP8 is not to blame.
+    baseline's loss, flag operands that left the band at any time. Also flag two kinds of operands at any time: operands with
+    a clearly wrong scale, which a diverging loss does not cause, and X or W that lose most of their values up to the end.
+    Flag no operand if FP8 is not to blame.
     """
     flagged: dict[Key, Flag] = {}
     if found.cause in (*NOT_FP8, *NO_RECIPE):

@@ -27,8 +27,8 @@ def find_over_limit(metrics: Metrics, least: float = 1.0) -> pl.DataFrame:
         least: least multiple of a limit that counts.
 
     Returns:
-        layer, role, onset (step), excess (multiple of a limit), earliest first. In the first samples, scales have initial
-        values, so these samples count only if later samples are also beyond the limit.
+        A table with layer, role, onset (step) and excess (multiple of a limit), earliest onset first. In the first samples,
+        scales have initial values, so these samples count only if later samples are also beyond the limit.
 
     Example:
         >>> nothing = {"layer": ["fc1"] * 5, "role": ["weight"] * 5, "underflow_pct": [0.0] * 5, "overflow_pct": [0.0] * 5}
@@ -66,8 +66,8 @@ def select_limited(metrics: Metrics) -> Metrics:
 
 
 def strengths(times: Floats) -> Floats:
-    """Return a strength for each sample, [T, S]: above 1 if this and the previous sample exceed a limit, or this sample by
-    far.
+    """Return a strength for each sample, [T, S]: above 1 if this and the previous sample exceed a limit, or if this sample
+    exceeds a limit by far.
 
     The first samples have initial scales and get 0. The strength does not depend on later samples.
     """
@@ -78,7 +78,7 @@ def strengths(times: Floats) -> Floats:
 
 
 def times_of_limits(grid: Grid) -> Floats:
-    """Return the largest multiple of a limit, over all metrics of an operand, [T, S]; 0 without a row."""
+    """Return the largest multiple of a limit over all metrics, for each operand and sample, [T, S]; 0 if all are unknown."""
     roles = grid.tensors["role"].to_list()
     with np.errstate(divide="ignore"):
         least = 100 * LEAST_VALUES / grid.metric("n")
@@ -105,9 +105,9 @@ def early_warning(run: Run, beyond: pl.DataFrame | None = None) -> pl.DataFrame:
             operand has a score above 1.
 
     Returns:
-        step, score, layer, role. The score is the multiple of its limit that the worst operand reaches in both samples, or a
-        third of its multiple in this sample alone. A score above 1 is a warning. The first samples have initial scales and
-        no score.
+        A table with step, score, layer and role. The score is the multiple of a limit that the worst operand reaches in both
+        this and the previous sample, or a third of its multiple in this sample alone if this is larger. A score above 1 is a
+        warning. The first samples have initial scales and no score.
 
     Example:
         >>> scores = early_warning(Run.read("runs/bad"))
@@ -116,7 +116,7 @@ def early_warning(run: Run, beyond: pl.DataFrame | None = None) -> pl.DataFrame:
     """
     limited = select_limited(select_quantized(run.metrics))
     judged = limited.select_tensors(split_experts(limited.tensors)[0])
-    if beyond is not None:  # with all steps, because a score depends on the previous one
+    if beyond is not None:  # keep all steps, because a score depends on the previous sample
         judged = judged.select_keeping_steps(
             judged.tensors.join(beyond, on=["layer", "role"], how="semi", maintain_order="left")
         )

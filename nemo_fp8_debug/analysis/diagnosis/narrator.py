@@ -22,15 +22,15 @@ from ..runs.grid import measure_interval
 from .answer import Answer
 from .finding import CAUSES, NOT_FP8_ADVICE, Finding
 
-if TYPE_CHECKING:  # it imports torch
+if TYPE_CHECKING:  # recommendation imports torch
     from ..recommendation.recommend import TensorFix
 
-#: share of a tensor's precision or values that is lost, from which we say that its format represents it badly
+#: if a tensor loses at least this share of its precision or values, we say that its format represents it badly
 _BADLY = 0.1
 
 
 def tell_sentence(text: str) -> str:
-    """Make a sentence of a clause. If it begins with the name of a tensor, the first letter stays unchanged.
+    """Turn a clause into a sentence. If the clause begins with the name of a tensor, the first letter stays unchanged.
 
     Example:
         >>> tell_sentence("values are lost"), tell_sentence("dY of fc1 is out of band")
@@ -68,7 +68,7 @@ def describe_band_exit(row: Mapping[str, Any], zero_since: int | None = None) ->
     """Return a clause with the metric by which a tensor is out of band, and the metric's expected and actual value.
 
     Args:
-        row: row of a tensor with metric, expected, since or onset, and found or value.
+        row: row of a tensor with metric, expected, onset (or since), and value (or found).
         zero_since: first step from which all values of the tensor are zero, or None.
     """
     onset = row.get("onset", row.get("since"))
@@ -251,8 +251,8 @@ def _tell_evidence(found: Answer) -> str:
 
 
 def tell_next(found: Answer, advice: Sequence[str]) -> list[str]:
-    """Return the next steps: the first advice. For a wrong scale, add the second advice, because another cast only hides the
-    fault.
+    """Return the first advice as the next step. For a wrong scale, also return the second advice, because the first advice
+    is another cast, which only hides the fault.
     """
     is_scale = found.culprit is not None and found.culprit.kind == "scale"
     first, most = next(iter(advice), ""), 2 if is_scale else 1
@@ -260,11 +260,11 @@ def tell_next(found: Answer, advice: Sequence[str]) -> list[str]:
 
 
 def tell_missed(found: Answer) -> list[str]:
-    """Return sentences that name faults that we could have missed. There are fewer if the verdict names a cause."""
+    """Return sentences that name faults that we could have missed, but fewer sentences if the verdict names a cause."""
     missed = [f"We could have missed {part}." for part in found.not_compared]
     if found.decision.finding is not None:
-        rate = ["The learning rate may be the cause: this run did not record it."] if found.may_hide_rate else []
-        return rate + missed
+        doubt = ["The learning rate may be the cause: this run did not record it."] if found.may_hide_rate else []
+        return doubt + missed
     rate = "" if found.records_rate else "the learning rate (not recorded), "
     unseen = f"{rate}data, gradients, kernels or communication"
     if found.baseline is None:

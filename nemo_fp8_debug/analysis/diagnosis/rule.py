@@ -28,7 +28,7 @@ class Rule:
     find: Find
     #: kind of the rule's events, one of `events.KINDS`; empty: each finding sets its own kind
     event: str = ""
-    #: whether the rule needs no baseline, so that run and baseline may have the same finding
+    #: whether the rule needs no baseline. Run and baseline may then have the same finding
     needs_no_baseline: bool = False
 
     @property
@@ -40,7 +40,7 @@ class Rule:
 def rule(
     name: str, causes: Sequence[str], needs: Sequence[Fact[object]], event: str = "", needs_no_baseline: bool = False
 ) -> Callable[[Find], Find]:
-    """Register a function as the rule of this name.
+    """Return a decorator that registers a function as a rule.
 
     Args:
         name: the unique name of the rule.
@@ -78,8 +78,8 @@ def list_needed_facts() -> dict[str, Fact[object]]:
 
 
 def find_all(facts: Facts, leave_out: Collection[str] = ()) -> Iterator[Finding]:
-    """Yield the findings of all rules. If the baseline is shorter, apply rules without a baseline to the steps after its
-    end.
+    """Yield the findings of all rules. If the baseline ends before the run, apply the rules without a baseline to the
+    remaining steps.
 
     Args:
         leave_out: names of rules to skip.

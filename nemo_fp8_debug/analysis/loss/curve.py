@@ -20,8 +20,8 @@ _MOST_LAGS, _MOST_CARRIED = 10, 0.97
 
 
 def running_median(values: Floats, half: int) -> Floats:
-    """Return the running median over `half` values on either side. The window keeps its full width at both ends of the
-    series.
+    """Return the running median of a series. The window covers `half` values on either side of a value, and keeps its full
+    width at both ends of the series.
     """
     width = min(len(values), 2 * half + 1)
     if not width:
@@ -39,7 +39,7 @@ def standard_error(values: Floats) -> tuple[float, int]:
     (Lazarus, Lewis, Stock and Watson, JBES 36, 2018).
 
     Args:
-        values: [n], n at least 10.
+        values: the series, [n], with n at least 10.
 
     Example:
         >>> noise = np.random.default_rng(0).normal(size=1000)
@@ -75,7 +75,7 @@ def _autoregression(apart: Floats) -> Floats:
 
 
 def _lagged(values: Floats, order: int) -> Floats:
-    """Return the `order` values before each value, lag 1 first, [n - order, order]."""
+    """For each value that has `order` values before it, return these values, lag 1 first, [n - order, order]."""
     if not order:
         return np.empty((len(values), 0))
     return np.lib.stride_tricks.sliding_window_view(values[:-1], order)[:, ::-1]
@@ -104,12 +104,12 @@ _LEAST = 1e-6
 def find_lasting_start(high: npt.NDArray[np.bool_], apart: Floats, half: int, after: int = -1) -> int | None:
     """Return the first index after `after` from which a series stays high to its end, or None if there is no such index.
 
-    If the high part is shorter than half a window, it does not count.
+    A high part that is shorter than half a window does not count.
 
     Args:
-        high: whether the smoothed series is high.
-        apart: the series before smoothing, minus its usual value. It shows the exact start, because smoothing moves the
-            start.
+        high: for each index, whether the smoothed series is high.
+        apart: the series before smoothing, minus its usual value. It determines the exact start, because smoothing shifts
+            the start.
         half: half the width of the smoothing window.
 
     Example:
@@ -144,8 +144,8 @@ def _exactly(apart: Floats, first: int, half: int) -> int:
     return 0 if first == 0 and left[at] > right[at] / 2 else start + 1 + at
 
 
-#: fraction of the losses to ignore at either end of their range, so that a single spike does not affect the range or the
-#: sign
+#: fraction of the losses to ignore at either end of their range, so that a single spike does not change the range, or the
+#: sign of the smallest loss
 _TAIL = 0.01
 
 
@@ -166,7 +166,8 @@ def measure_scale(losses: Floats) -> PercentBase | None:
     """Return the scale of losses that cross zero or come very near it; None for all other losses.
 
     Percentages of a level near zero are meaningless, so such losses use one scale for all steps: their final level. If the
-    final level is also near zero, or if the loss fell to a thousandth, the scale is the range of the losses.
+    final level is also near zero, or if a positive loss fell to a thousandth of its highest value, the scale is the range of
+    the losses.
 
     Example:
         >>> measure_scale(np.linspace(3, 1, 500)), measure_scale(np.linspace(-1, -3, 500))
@@ -185,7 +186,7 @@ def measure_scale(losses: Floats) -> PercentBase | None:
 
 @dataclass(frozen=True)
 class LossCurve:
-    """Losses by step, and their running median over a sixth of the run, which a single spike does not change."""
+    """Losses by step, and their running median over a sixth of the run. A single spike does not change the median."""
 
     steps: npt.NDArray[np.int64]
     losses: Floats
@@ -204,17 +205,19 @@ class LossCurve:
 
     @cached_property
     def percent_base(self) -> PercentBase | None:
-        """Return the scale for rises above this loss, or None if rises are relative to its level. See `measure_scale`."""
+        """Return the scale for rises above this loss, or None if rises are relative to the level of the loss. See
+        `measure_scale`.
+        """
         return measure_scale(self.losses)
 
     @property
     def vanishes(self) -> bool:
-        """Return True if the loss falls to a thousandth, so that most gradients are nearly zero."""
+        """Return True if the loss falls to a thousandth of its highest value, so that most gradients are nearly zero."""
         return self.percent_base is not None and self.percent_base.is_range and bool((self.losses >= 0).all())
 
     @property
     def is_negative_from_zero(self) -> bool:
-        """Return True if the loss is negative and begins within a tenth of its range from zero."""
+        """Return True if most losses are negative, and the first losses are near zero (within a tenth of the range)."""
         finite = self.losses[np.isfinite(self.losses)]
         if not len(finite) or np.median(finite) >= 0:
             return False
@@ -260,8 +263,8 @@ class LossCurve:
 
     @property
     def noise(self) -> float:
-        """Return the standard deviation of the smoothed loss, computed for a median over Gaussian noise with the same
-        persistence.
+        """Return the standard deviation that noise causes in the smoothed loss. The formula assumes a running median over
+        Gaussian noise with the same autocorrelation.
         """
         with np.errstate(invalid="ignore"):
             lasting = measure_persistence(self.losses - self.smooth)
@@ -274,7 +277,7 @@ class LossCurve:
 
     @property
     def lost_at(self) -> int | None:
-        """Return the first step from which all losses are NaN or infinite, or None if one of the last two is finite."""
+        """Return the first step from which no loss is finite, or None if one of the last two losses is finite."""
         lost = ~np.isfinite(self.losses)
         if len(lost) < 2 or not lost[-2:].all():
             return None
@@ -283,8 +286,8 @@ class LossCurve:
 
     @cached_property
     def percent_base_above_minimum(self) -> PercentBase | None:
-        """Return the scale for rises above the smoothed minimum, from the losses up to the minimum. None: use the minimum's
-        value.
+        """Return the scale for rises above the smoothed minimum, measured from the losses up to this minimum. If the result
+        is None, rises are relative to the value of the minimum.
         """
         return measure_scale(self.losses[: int(np.argmin(self.smooth)) + self.half + 1]) if len(self.smooth) else None
 
@@ -292,7 +295,7 @@ class LossCurve:
         return PercentBase.choose_base_value(self.percent_base_above_minimum, floor)
 
     def _least_rise(self, floor: float) -> float:
-        # Because of noise, the minimum of a curve is 3 to 4 standard deviations below the curve itself.
+        # Because of noise, the minimum of a smoothed curve is 3 to 4 standard deviations lower than without noise.
         return max(thresholds.MAX_GAP / 100 * self._whole(floor), 2 * thresholds.DEPARTS_SIGMAS * self.noise)
 
     @property
@@ -306,14 +309,14 @@ class LossCurve:
         """Return the step at which the loss goes up to another level, and the rise in percent, or None if there is no such
         step.
 
-        Compare the median of a twelfth of the losses before a step with the lower of the next two such medians. After a
-        spike, the loss falls back, and in normal training, the loss decreases.
+        Compare the median of the losses before a step (a twelfth of all losses) with the lower of the next two such medians.
+        A spike does not count, because the loss falls back after it.
         """
         before, after = self._levels()
         if not len(before):
             return None
         noise = np.sqrt(2) * self.noise * np.sqrt((2 * self.half + 1) / self.half)
-        with np.errstate(invalid="ignore"):  # infinity minus infinity
+        with np.errstate(invalid="ignore"):  # infinity minus infinity is invalid
             rise = after - before
         at = int(np.argmax(np.where(np.isfinite(rise), rise, -np.inf)))
         step = int(self.steps[at + self.half])
@@ -323,8 +326,8 @@ class LossCurve:
         return step, 100 * float(rise[at]) / whole
 
     def _levels(self) -> tuple[Floats, Floats]:
-        """For each step, return the median of the `half` losses before it, and the lower of the two medians after it, [N]
-        each.
+        """Return two arrays, with a value for each step that has `half` losses before and after it: the median of the `half`
+        losses before the step, and the lower of the medians of the next and of the following `half` losses.
         """
         medians = pl.Series(self.losses).rolling_median(self.half).to_numpy()[self.half - 1 :]
         later = medians[self.half :]

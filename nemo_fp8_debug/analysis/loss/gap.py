@@ -1,5 +1,5 @@
-"""Compare two losses: did both runs see the same batches, how large is the gap at the end, and at which step did it
-begin.
+"""Compare the losses of two runs: whether both runs saw the same batches, how large the gap is at the end, and at which step
+the gap began.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ Ints = npt.NDArray[np.int64]
 
 #: fraction of the shorter run's steps that both runs must share; otherwise, we compare means over intervals of steps
 _SHARED = 0.9
-#: least correlation of step-to-step changes that shows that both runs saw the same batches: as a value, and in standard
-#: errors
+#: both runs saw the same batches if the correlation of their step-to-step changes exceeds both this value and this many
+#: standard errors
 _ALIKE, _ERRORS = 0.1, 4.0
 
 
 @dataclass(frozen=True)
 class Aligned:
-    """Losses of a run and of a baseline at the same steps or intervals of steps (places). Losses that are not finite are
-    infinite.
+    """Losses of a run and of a baseline at the same steps, or their means over the same intervals of steps. We call each
+    such step or interval a place. Non-finite losses are stored as infinity.
     """
 
     #: steps, or the first step of each interval
@@ -36,7 +36,7 @@ class Aligned:
     baseline: Floats
     #: number of steps from one place to the next
     spacing: int
-    #: correlation of the two losses' changes from place to place; NaN if there are too few
+    #: correlation of the two losses' changes from place to place; NaN if there are too few changes
     correlation: float
     #: the value that counts as 100% of a gap; None: the baseline's level
     scale: PercentBase | None = None
@@ -50,7 +50,9 @@ class Aligned:
         return bool(self.correlation > least)
 
     def last(self, part: float, after: int | None, least: int) -> Aligned:
-        """Return the last part of the places, at least `least` places if available, or all places after a step."""
+        """Return the last part of the places, with at least `least` places if there are so many. If `after` is not None,
+        return all places after this step.
+        """
         if after is None:
             n = max(round(part * len(self.steps)), min(least, len(self.steps)))
             kept = slice(len(self.steps) - n, None)
@@ -60,7 +62,8 @@ class Aligned:
 
 
 def align_losses(run: LossCurve, baseline: LossCurve) -> Aligned:
-    """Align two losses at the steps that both have. If these are too few, use means over intervals of steps that both cover.
+    """Align two losses at their common steps. If these are too few, use means over intervals of steps that both losses
+    cover.
 
     Example:
         >>> import polars as pl
@@ -121,9 +124,9 @@ def _ranks(values: Floats) -> Floats:
     return ranks
 
 
-#: last part of the shared steps, over which means are compared, and the least number of losses in this part
+#: fraction of the shared steps, at their end, over which means are compared, and the least number of losses in this part
 PART, FEWEST = 0.2, 20
-#: with fewer losses, no gap is measured
+#: least number of losses from which we measure a gap
 TOO_FEW = 10
 #: confidence of the printed interval, and the probability with which a gap of the smallest visible size is detected
 CONFIDENCE, POWER = 0.95, 0.8
@@ -154,7 +157,7 @@ class Gap:
     of_range: bool = False
 
     def interval(self, confidence: float = CONFIDENCE) -> tuple[float, float]:
-        """Return the two-sided confidence interval, in percent."""
+        """Return the two-sided confidence interval of the gap, in percent."""
         reach = self.error * float(stdtrit(self.freedom, 0.5 + confidence / 2)) if self.error else 0.0
         return self.percent - reach, self.percent + reach
 
@@ -174,22 +177,23 @@ class Gap:
 
     @property
     def infinite(self) -> bool:
-        """Return True if the run has no finite losses to average."""
+        """Return True if the run's loss ends in NaN or infinity, or has too few finite values to average."""
         return not np.isfinite(self.percent)
 
 
 def measure_gap(run: LossCurve, baseline: LossCurve, part: float = PART, after: int | None = None) -> Gap | None:
     """Measure the gap of a run's loss to a baseline's loss, at the steps that both have.
 
-    The standard error is that of the mean of run - ratio * baseline (delta method), and accounts for autocorrelation. It is
-    valid for runs with the same batches, for which noise cancels, and for runs with other batches, for which noise adds up.
+    The standard error is the error of the mean of run - ratio * baseline (delta method), and accounts for autocorrelation.
+    It is valid both if the runs saw the same batches, so that noise cancels, and if they saw other batches, so that noise
+    adds up.
 
     Args:
         part: last part of the shared steps that is compared.
         after: compare only steps after this step, instead of `part`.
 
     Returns:
-        None if both have fewer than 10 losses in common, or if all losses of the baseline are zero.
+        The gap, or None if both runs have fewer than 10 losses in common, or if all losses of the baseline are zero.
 
     Example:
         >>> import numpy as np, polars as pl
@@ -240,8 +244,8 @@ def _gone(losses: Floats) -> bool:
 def find_rise_above(run: LossCurve, baseline: LossCurve) -> int | None:
     """Return the first step from which a run's loss stays above a baseline's loss, or None if no such rise is visible.
 
-    Compare the run with the baseline batch by batch, or with the baseline's running median. Choose the comparison with less
-    noise. Runs of the same batches share most of their noise.
+    Compare the run either with the baseline's loss at each step, or with the baseline's running median. Choose the
+    comparison with less noise, because runs with the same batches share most of their noise.
 
     Example:
         >>> import polars as pl
@@ -260,7 +264,7 @@ def find_rise_above(run: LossCurve, baseline: LossCurve) -> int | None:
     first = find_lasting_start(smooth > thresholds.DEPARTS_SIGMAS * noise, apart, half)
     if first is None:
         return None
-    # If the rise is three times the limit, no second test is needed.
+    # If the rise exceeds three times the limit, no second test is needed.
     plain = float(np.median(smooth[first:])) > 3 * thresholds.DEPARTS_SIGMAS * noise
     return int(aligned.steps[first]) if plain or _is_sure(aligned, first) else None
 
@@ -279,7 +283,7 @@ def _apart(aligned: Aligned, by_batch: bool, half: int) -> tuple[Floats, Floats,
 
 
 def _noise(apart: Floats, half: int) -> float:
-    """Return the standard deviation of a running median over noise like that of the given values."""
+    """Return the standard deviation of a running median over noise with the same scatter and autocorrelation as `apart`."""
     finite = apart[np.isfinite(apart)]
     if not len(finite):
         return 0.0
@@ -288,8 +292,8 @@ def _noise(apart: Floats, half: int) -> float:
 
 
 def _is_sure(aligned: Aligned, first: int) -> bool:
-    """Return True if the mean loss after `first` (at most the last part) is above the baseline's mean loss, or if losses are
-    few.
+    """Return True if the mean loss after `first` is significantly above the baseline's mean loss, or if there are too few
+    losses to test this. Only the last part of the losses is tested, even if `first` is earlier.
     """
     n = len(aligned.steps)
     start = max(min(max(first, round((1 - PART) * n)), n - TOO_FEW), 0)

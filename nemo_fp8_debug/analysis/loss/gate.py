@@ -1,4 +1,4 @@
-"""Accept or reject a run by the gap of its training loss and of its evaluation losses to a baseline."""
+"""Accept or reject a run by the gaps of its training and evaluation losses to the losses of a baseline."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .gap import FEWEST, PART, Gap, align_losses, measure_aligned_gap
 #: probability that a run with a gap equal to the limit passes, and also the probability that it fails
 ERROR = 0.05
 PASS, FAIL, CANNOT_TELL = "pass", "fail", "cannot tell"
-#: published gaps of accepted recipes, to BF16 unless the entry names another format
+#: published loss gaps of accepted recipes, compared with BF16 unless the entry names another format
 PUBLISHED = (
     ("below 0.25%", "FP8 with fine scaling, 671B mixture of experts (DeepSeek-V3, arXiv:2412.19437)"),
     ("below 1%, 1.5% at the end", "NVFP4 against FP8, 12B on 10T tokens (arXiv:2509.25149)"),
@@ -38,12 +38,12 @@ class Gate:
     freedom: int
     #: subject of the gap: `this pair` or `the recipe`
     of: str
-    #: gap of each run, in order, to its own baseline or to the mean of all baselines
+    #: gap of each pair of a run and a baseline, in order
     gaps: Sequence[Gap]
-    #: number of steps from one loss to the next, and the part of the run that is checked; 1: all steps after a given step
+    #: number of steps from one loss to the next, and the fraction of the run that is checked (1 if `after` is given)
     spacing: int
     part: float
-    #: number of losses that are checked together; the run fails if one of these losses is above the limit
+    #: number of losses that are checked together; the run fails if the gap of one of these losses is above the limit
     together: int = 1
 
     @property
@@ -59,8 +59,8 @@ class Gate:
 
     @property
     def outcome(self) -> str:
-        """Return `pass` (gap below the limit), `fail` (gap above the limit, or loss far below the baseline's) or `cannot
-        tell`.
+        """Return `pass` (gap below the limit), `fail` (gap above the limit, or loss far below the baseline's loss) or
+        `cannot tell`.
         """
         low, high = self.bounds
         if self.is_far_below:
@@ -77,7 +77,7 @@ class Gate:
     @property
     def more_steps(self) -> int | None:
         """Estimate how many more steps are needed for a decision if the gap stays constant. Return None if the outcome is
-        decided, or depends on more seeds.
+        already decided, or if only more seeds can decide it.
         """
         if self.outcome != CANNOT_TELL or self.of != THIS_PAIR:
             return None
@@ -119,8 +119,8 @@ def gate(
     """Accept or reject runs by the mean gap over their last part.
 
     With one run and one baseline, the result is the gap of this pair, in which the effects of recipe and seed are mixed.
-    With several baselines, or several runs that each have a baseline of the same batches, the result is the gap of the
-    recipe.
+    With several baselines, or with several runs and a baseline of the same batches for each run, the result is the gap of
+    the recipe.
 
     Args:
         runs: one run, or several runs that differ in their seed.
@@ -128,10 +128,11 @@ def gate(
         max_gap: limit of the gap, in percent.
         part: last part of the shared steps that is compared.
         after: compare only steps after this step, instead of `part`.
-        fewest: least number of losses in the last part, if there are so many.
+        fewest: least number of losses in the last part, if both losses have so many.
 
     Returns:
-        None if a run and its baseline have fewer than 10 losses in common, or if all losses of the baseline are zero.
+        The gate, or None if a run and its baseline have fewer than 10 losses in common, or if all losses of the baseline are
+        zero.
 
     Raises:
         ConfigError: the numbers of runs and baselines do not match, or a limit is invalid.
@@ -162,7 +163,7 @@ def gate(
 def _check(runs: Sequence[LossCurve], baselines: Sequence[LossCurve], max_gap: float, part: float) -> None:
     if not math.isfinite(max_gap) or not 0 < part <= 1:
         raise ConfigError(
-            f"max_gap must be a finite number of percent, and the last part above 0% and at most 100%: {max_gap}, {part:%}"
+            f"max_gap must be a finite percentage, and the last part must be above 0% and at most 100%: {max_gap}, {part:%}"
         )
     if not runs or not baselines or (len(runs) > 1 and len(runs) != len(baselines)):
         raise ConfigError(
@@ -217,7 +218,7 @@ class Acceptance:
     loss: Gate
     #: outcomes for the losses of evaluations, by name
     validation: Mapping[str, Gate]
-    #: reasons why some losses of evaluations are not checked, by name
+    #: reasons why some evaluation losses are not checked, by name
     not_judged: Mapping[str, str]
 
     @property
@@ -227,15 +228,15 @@ class Acceptance:
 
     @property
     def outcome(self) -> str:
-        """Return `pass` (all gaps below the limit), `fail` (a gap above the limit, or a loss far below the baseline's) or
-        `cannot tell`.
+        """Return `pass` (all gaps below the limit), `fail` (a gap above the limit, or a loss far below the baseline's loss)
+        or `cannot tell`.
         """
         found = [each.outcome for each in self.gates.values()]
         return FAIL if FAIL in found else CANNOT_TELL if CANNOT_TELL in found else PASS
 
     @property
     def decisive(self) -> str:
-        """Return the name of the first loss with the same outcome as the whole."""
+        """Return the name of the first loss whose outcome is also the overall outcome."""
         return next(name for name, each in self.gates.items() if each.outcome == self.outcome)
 
     def to_json(self) -> dict[str, Any]:
@@ -251,14 +252,14 @@ def accept(
     part: float = PART,
     after: int | None = None,
 ) -> Acceptance | None:
-    """Accept or reject runs by all losses that they and their baselines record. The arguments are as in `gate`.
+    """Accept or reject runs by all losses that both the runs and their baselines record. The arguments are as in `gate`.
 
     Evaluations use the same data each time, so the noise of their gap comes only from the weights, which change slowly. With
     fewer than 20 evaluations, the interval is not reliable.
 
     Returns:
-        None if a run and its baseline have fewer than 10 training losses in common, or if all losses of the baseline are
-        zero.
+        The outcome, or None if a run and its baseline have fewer than 10 training losses in common, or if all losses of the
+        baseline are zero.
 
     Raises:
         ConfigError: as in `gate`.

@@ -1,4 +1,4 @@
-"""Evaluate if a run's loss was harmed: from which step on, by how much, and how small a rise would be visible."""
+"""Decide whether a run's loss was harmed, from which step on, and by how much, and how small a rise would be visible."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from .gap import Gap, find_rise_above, measure_gap
 from .seeds import Seeds
 from .step_change import find_jump, measure_rise
 
-#: largest gap to the baseline's mean loss over the last part of the run that does not count as harm, in percent
+#: largest gap that does not count as harm, in percent of the baseline's mean loss over the last part of the run
 MAX_GAP = thresholds.MAX_GAP
-#: for several baselines: confidence that other seeds do not explain a gap, and fraction of other seeds that a rise must
-#: exceed
+#: for several baselines: confidence with which we exclude that a different seed explains a gap, and fraction of runs with
+#: other seeds that a rise must exceed
 _LIKELY, _MOST = 0.95, 0.8
 #: suffix of percentages that are relative to a loss's range instead of its level
 OF_RANGE = " of the loss's range"
@@ -60,8 +60,8 @@ class LossOutcome:
 
     @cached_property
     def reference_outcome(self) -> LossOutcome | None:
-        """Return the outcome of the reference run's loss against the same baseline, or None without enough losses of a
-        reference run.
+        """Return the outcome of the reference run's loss against the same baseline, or None if there is no reference run or
+        it has too few losses.
         """
         if self.reference is None or not self.reference.has_enough:
             return None
@@ -78,7 +78,7 @@ class LossOutcome:
         """Return True if the run's loss is above the reference run's loss, False if it is not, or None if this is undecided.
 
         The result is True if the 95% interval of their gap is above 0. It is False if the reference run reaches the end of
-        the run, and the interval excludes both the limit for harm and the run's own gap to the baseline.
+        the run, and the interval is below the limit for harm or below the run's own gap to the baseline.
         """
         found = self.gap_to_reference
         if found is None:
@@ -101,8 +101,8 @@ class LossOutcome:
     def since(self) -> int | None:
         """Return the first step from which the loss stays above the baseline's loss or above its own minimum, or None.
 
-        If the loss rises at the step of a finding, return this step, because a different seed explains an earlier gap. With
-        several baselines, return the step from which the loss stays above most other seeds, if there is such a step.
+        If the loss rises at the step of a finding, return this step, because a different seed may explain an earlier gap.
+        With several baselines, return the step from which the loss stays above most other seeds, if there is such a step.
         """
         stays = None if self.rise else self._risen
         found = (stays, self.run.lost_at, self.rise and self.rise[0], self.stepped_up and self.stepped_up[0])
@@ -113,8 +113,8 @@ class LossOutcome:
         """Return the step at which the loss goes up to another level, and the rise in percent, or None if there is no such
         step.
 
-        With a baseline, search only if the run ends above the baseline and saw other batches, because a seed explains a gap,
-        but not a jump.
+        With a baseline, search only if the run ends above the baseline and saw other batches, because a different seed can
+        explain a gap, but not a jump.
         """
         if self.baseline is None:
             return self.run.stepped_up
@@ -193,8 +193,8 @@ class LossOutcome:
     def beyond_seeds(self) -> float:
         """Return the percentage above which a different seed does not explain a gap.
 
-        The mean of several baselines is closer to the run than a single baseline. The spread of these baselines is also a
-        better measure than the usual spread.
+        With several baselines of the same model, we adapt this percentage, because their mean is usually closer to the run
+        than a single baseline, and their spread is more accurate than the usual spread.
         """
         least = max(thresholds.OTHER_SEEDS if self.same_model else thresholds.OTHER_MODELS, self.max_gap)
         if self.seeds is None or not self.same_model:

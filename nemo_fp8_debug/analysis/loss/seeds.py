@@ -14,7 +14,7 @@ from scipy.special import stdtrit
 from .curve import LossCurve, PercentBase
 from .gap import FEWEST, PART, Floats, Ints, align_losses
 
-#: number of losses in common that is needed to decide if two runs saw the same batches
+#: least number of losses in common from which we can decide whether two runs saw the same batches
 _TELL = 40
 #: a baseline must cover this fraction of the steps that the longest baseline covers
 _COVERS = 0.9
@@ -36,8 +36,8 @@ class Seeds:
         return float(np.sqrt((1 + 1 / self.n) / 2))
 
     def reach(self, confidence: float) -> float:
-        """Return the one-sided limit, in percent above the mean, below which another run of the recipe ends with this
-        confidence.
+        """Return a limit in percent above the mean. With the given confidence, another run of the same recipe ends below
+        this limit.
         """
         return self.spread * float(np.sqrt(1 + 1 / self.n) * stdtrit(self.n - 1, confidence))
 
@@ -54,13 +54,13 @@ class BaselineLoss:
     curve: LossCurve
     #: spread of several baselines; None for one baseline
     seeds: Seeds | None = None
-    #: sentences that say which of several baselines count, and why others do not count
+    #: sentences that say which of several baselines are used, and why others are not
     notes: Sequence[str] = ()
 
 
 def choose_baseline_loss(run: tuple[str, LossCurve], baselines: Mapping[str, LossCurve]) -> BaselineLoss:
-    """Choose the loss to compare a run with: of the only baseline, of a baseline that saw the run's batches, or the mean of
-    several.
+    """Choose the loss that a run is compared with: the loss of the only baseline, the loss of a baseline that saw the run's
+    batches, or the mean loss of several baselines.
 
     Args:
         run: name and losses of the run.
@@ -80,7 +80,7 @@ def choose_baseline_loss(run: tuple[str, LossCurve], baselines: Mapping[str, Los
     paired = next((name for name, curve in counted.items() if align_losses(run[1], curve).paired), None)
     if paired is not None:
         return BaselineLoss(
-            counted[paired], None, [f"{paired} saw the run's batches: the loss is compared with it alone.", *notes]
+            counted[paired], None, [f"{paired} saw the run's batches, so we compare only with this baseline.", *notes]
         )
     if len(counted) < 2:
         return BaselineLoss(next(iter(counted.values()), first), None, notes)
@@ -117,7 +117,7 @@ def _why_not(run: LossCurve, baseline: LossCurve, most: int) -> str:
     if lost is not None:
         return f"it diverges itself, from {lost} on"
     covered = _covered(run, baseline)
-    return "" if covered >= _COVERS * most else f"it covers {covered} steps of the run, another baseline {most}"
+    return "" if covered >= _COVERS * most else f"it covers {covered} steps of the run, but another baseline covers {most}"
 
 
 def _covered(run: LossCurve, baseline: LossCurve) -> int:
@@ -128,8 +128,8 @@ def _covered(run: LossCurve, baseline: LossCurve) -> int:
 
 
 def _like(baseline: LossCurve, counted: Mapping[str, LossCurve]) -> str:
-    """If a baseline saw, or may have seen, the batches of a baseline that counts, return this reason. Otherwise return an
-    empty string.
+    """If a baseline saw the batches of a baseline that counts, or may have seen them, return a clause that says so.
+    Otherwise return an empty string.
     """
     for name, curve in counted.items():
         both = align_losses(baseline, curve)
@@ -141,7 +141,7 @@ def _like(baseline: LossCurve, counted: Mapping[str, LossCurve]) -> str:
 
 
 def mean_of(curves: Sequence[LossCurve]) -> LossCurve:
-    """Return the mean of several losses. Use the steps of the longest curve, as far as all curves have finite losses there.
+    """Return the mean of several losses, at those steps of the longest curve at which all curves have finite losses.
 
     If another curve has no loss at a step, interpolate the loss.
 

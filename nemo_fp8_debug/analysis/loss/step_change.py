@@ -1,5 +1,5 @@
-"""Test whether the loss rose at a step. If other evidence names the step, a far smaller rise is enough than for a step that
-we search.
+"""Test whether the loss rose at a step. If other evidence names the step, a far smaller rise is significant than if we
+search all steps for a rise.
 """
 
 from __future__ import annotations
@@ -13,21 +13,23 @@ from .. import thresholds
 from .curve import LossCurve, PercentBase, measure_persistence, running_median, standard_error
 from .gap import PART, Aligned, Floats, Ints, align_losses
 
-#: number of losses on either side of the step: at most all losses divided by `_PART`, but at least `_FEWEST`
+#: number of losses to compare on either side of a step: all losses divided by `_PART`, but at least `_FEWEST`
 _PART, _FEWEST = 6, 10
-#: in a search: all losses divided by `_BEHIND` after a step, and `_BEFORE` times as many before the step
+#: number of losses to compare if we search for a step: all losses divided by `_BEHIND` after a step, and `_BEFORE` times as
+#: many before it
 _BEHIND, _BEFORE = 20, 2
-#: number of standard deviations of the noise from which a loss is a spike
+#: a loss is a spike if it deviates by more than this many standard deviations of the noise
 _SPIKE = 3.0
 
 
 class Rise(NamedTuple):
-    """The difference between a loss after a step and before it."""
+    """The difference between the mean loss after a step and the mean loss before it."""
 
     percent: float
     #: probability that noise alone causes a rise of this size
     chance: float
-    #: growth, in percent, of the gap to a baseline of other batches until the end; infinite without a baseline
+    #: growth of the gap to a baseline of other batches, in percent, from before the step to the end; infinite without a
+    #: baseline
     lasting: float
 
     @property
@@ -39,8 +41,8 @@ class Rise(NamedTuple):
 def measure_rise(run: LossCurve, baseline: LossCurve | None, step: int) -> float | None:
     """Return the rise of the loss at a step in percent, or None if no rise is visible.
 
-    If a loss falls and there is no baseline, the result is smaller than the true rise. With a baseline of other batches,
-    only changes are compared, so a constant gap does not count.
+    Without a baseline, the result for a falling loss is smaller than the true rise. With a baseline of other batches, only
+    changes are compared, so a constant gap does not count.
 
     Args:
         step: a step that other evidence names.
@@ -58,14 +60,16 @@ def measure_rise(run: LossCurve, baseline: LossCurve | None, step: int) -> float
 def measure_rise_of_sample(
     run: LossCurve, baseline: LossCurve | None, step: int, sampled: Ints, lasting: float = -np.inf
 ) -> float | None:
-    """Return the rise of the loss at a fault that was detected in a sample, or None if no rise is visible.
+    """Return the rise of the loss in percent at a fault that was detected in a sample, or None if no rise is visible.
 
-    The fault may have begun at any step since the previous sample, so the larger rise at either end counts.
+    The fault may have begun at any step since the previous sample, so return the larger of the rises at both ends of this
+    interval.
 
     Args:
         step: the step of the sample.
         sampled: sampled steps, int64 [S], ascending. If `step` is not among them, only `step` itself is tested.
-        lasting: least growth of the gap to a baseline of other batches until the end, in percent.
+        lasting: a rise counts only if the gap to a baseline of other batches grows by more than this percentage until the
+            end.
 
     Example:
         >>> import polars as pl
@@ -79,9 +83,10 @@ def measure_rise_of_sample(
 
 
 def measure_lasting_rise(run: LossCurve, baseline: LossCurve, step: int, sampled: Ints) -> float:
-    """Return the growth of the gap to a baseline of other batches, in percent, from before a fault in a sample to the end.
+    """Return the growth of the gap to a baseline of other batches, in percent, from before a fault that was detected in a
+    sample to the end.
 
-    The fault may have begun right after the previous sample. Return infinity if there are too few losses before.
+    The fault may have begun right after the previous sample. Return infinity if there are too few losses before the fault.
 
     Example:
         >>> import polars as pl
@@ -123,7 +128,7 @@ def _rise_at(run: LossCurve, baseline: LossCurve | None, step: int) -> Rise | No
     if not whole:
         return None
     back, end = (each[np.isfinite(each)] for each in (after, losses[-max(round(PART * len(steps)), _FEWEST) :]))
-    if len(back) < _FEWEST:  # a loss that is not finite for only a few steps has not risen
+    if len(back) < _FEWEST:  # if only a few losses are not finite, compare the others
         return Rise(np.inf, 0.0, np.inf)
     lasts = baseline is not None and len(end) >= _FEWEST
     return _rise(before, back, whole, 100 * float(end.mean() - before.mean()) / whole if lasts else np.inf)
@@ -150,8 +155,8 @@ def find_jump(run: LossCurve, baseline: LossCurve, lasting: float = 0.0) -> tupl
     jumps, the baseline's loss has fallen. If both losses jump, the run is not at fault.
 
     Args:
-        lasting: least growth of the gap to the baseline until the end, in percent, because after a spike the gap shrinks
-            again.
+        lasting: least growth of the gap to the baseline until the end, in percent. This excludes spikes, because the gap
+            shrinks again after a spike.
 
     Example:
         >>> import polars as pl
@@ -202,7 +207,7 @@ def _of_its_own(aligned: Aligned) -> tuple[Floats, float | None]:
     """Return the run's loss relative to the baseline's loss, and the value that counts as 100%.
 
     If all losses of the baseline are positive, return the ratio and None, because percentages are relative to the ratio
-    before a step. Otherwise, return the difference.
+    before a step. Otherwise, return the difference, and the scale or the final level of the baseline's loss.
     """
     expected, known = running_median(aligned.baseline, max(2, len(aligned.steps) // 12)), np.isfinite(aligned.baseline)
     if (aligned.baseline > 0).all():
@@ -212,9 +217,10 @@ def _of_its_own(aligned: Aligned) -> tuple[Floats, float | None]:
 
 
 def _jumps(series: Floats, behind: int) -> tuple[Floats, float]:
-    """At each index with enough values, return the mean of the next `behind` values minus the mean of the values before.
+    """At each index with enough values, return the mean of the next `behind` values minus the mean of the `_BEFORE * behind`
+    values before.
 
-    Also return the standard deviation of this difference for noise alone. Spikes are clipped to the noise.
+    Also return the standard deviation of this difference that noise alone causes. Spikes are clipped to the noise.
     """
     smooth = running_median(series, behind)
     scatter = float(np.median(np.abs(series - smooth))) / 0.6745

@@ -66,8 +66,8 @@ class WorstErrors:
 
 
 _NONE = WorstErrors(0.0, 0.0, 0.0)
-#: recorded errors may exceed the replayed errors of the same recipe by so many percentage points of underflow or overflow,
-#: and by this factor of relative error
+#: largest differences between recorded errors and replayed errors of the same recipe: percentage points of underflow or
+#: overflow, and a factor of the relative error
 _POINTS, _TIMES = 1.0, 1.5
 _METRICS = ("relative_error", "underflow_pct", "overflow_pct")
 
@@ -76,8 +76,8 @@ _METRICS = ("relative_error", "underflow_pct", "overflow_pct")
 class Budget:
     """The largest errors that are allowed for an operand, in the worst of the samples that count.
 
-    With the defaults, a bell-shaped tensor passes in both formats (E5M2's 0.052, E4M3's 0.026) with a margin of an eighth.
-    At most 1% of the values may become zero, and at most 0.01% may be clipped.
+    With the defaults, a bell-shaped tensor is within the budget in both formats: its relative error is 0.026 in E4M3 and
+    0.052 in E5M2, an eighth below the limit. At most 1% of the values may become zero, and at most 0.01% may be clipped.
 
     Args:
         relative_error: root mean square of the cast's errors, relative to the root mean square of the values.
@@ -92,7 +92,7 @@ class Budget:
         >>> budget.relative_error, budget.underflow_pct, budget.overflow_pct
         (0.02, 1.0, 0.01)
 
-        and then `recommend("runs/a", budget=budget)`.
+        Then call `recommend("runs/a", budget=budget)`.
     """
 
     relative_error: float = 0.06
@@ -245,8 +245,8 @@ class RecipeErrors:
     """Errors of operands under the recipes in use, under what-if recipes, and under replayed recipes.
 
     Two kinds of samples count: the later half of an operand's samples, and samples in which the operand was out of band.
-    Each error is the worst of these samples. So an option is within the budget only if all of these samples are. A recipe
-    has errors only if all of these samples have the recipe.
+    Each error is the worst of these samples. So an option is within the budget only if all of these samples are. We
+    know the errors under a recipe only if it was measured in all of these samples.
     """
 
     def __init__(self, run: Run, keys: Sequence[Key], out: Mapping[Key, tuple[int, int]] | None = None) -> None:
@@ -318,7 +318,7 @@ class RecipeErrors:
 
 
 def _stretches(out: Mapping[Key, tuple[int, int]]) -> pl.DataFrame:
-    """Return a table with layer, role, out_first and out_last."""
+    """Return a table with layer, role, and the first and last step out of band (out_first, out_last)."""
     schema = dict.fromkeys(_KEY, pl.String) | dict.fromkeys(("out_first", "out_last"), pl.Int64)
     return pl.DataFrame([(*key, *steps) for key, steps in out.items()], schema=schema, orient="row")
 

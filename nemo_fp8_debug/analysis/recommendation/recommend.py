@@ -1,6 +1,4 @@
-"""Choose the cheapest change for each operand that exceeds the budget, and compute the loss of FP8 coverage by the
-changes.
-"""
+"""Choose the cheapest change for each operand that exceeds the budget, and compute how much FP8 coverage remains."""
 
 from __future__ import annotations
 
@@ -77,10 +75,11 @@ def flops_of(metrics: Metrics) -> dict[str, float]:
 
 
 def _of_steps(rows: pl.DataFrame, place: Ints, roles: Ints) -> pl.DataFrame:
-    """Return layer (its place), size (square root of the product of its operands' sizes, summed over steps) and steps.
+    """Return a table with layer (index), size (square root of the product of the layer's operand sizes, summed over steps)
+    and steps (number of steps that are summed).
 
     Args:
-        place: place of each operand's layer, int64 [T].
+        place: index of each operand's layer, int64 [T].
         roles: a bit for each operand's role, int64 [T].
     """
     tensors = rows["tensor"].to_numpy()
@@ -151,12 +150,12 @@ class TensorFix:
         """Describe the change in a few words, for a cell of a table."""
         if self.restores:
             return "none: restore its FP8 state"
-        return self.chosen.recipe if self.changes else "none: it keeps the limits"
+        return self.chosen.recipe if self.changes else "none: within the limits"
 
     @property
     def settings(self) -> dict[str, tuple[Any, Any]]:
-        """Return the settings of the scale that the change modifies, before and after. Return nothing if more than settings
-        differs.
+        """Return the settings of the scale that the change modifies, before and after. Return an empty dict if
+        the change replaces the kind of scaling or the format.
         """
         now, then = find_recipe(self.options[0].recipe), self.chosen.parsed
         if now is None or type(now.scaling) is not type(then.scaling):
@@ -239,9 +238,9 @@ def recommend(
 
     Args:
         run: the run to fix.
-        flagged: operands, (layer, role) each. The aggregate of experts stands for all experts of a layer.
-        budget: largest errors allowed, in the worst of the later half of an operand's samples and of its flagged samples.
-        flags: further reasons and recorded changes, for some operands.
+        flagged: operands, (layer, role) each. An aggregate of experts selects all experts of a layer.
+        budget: largest errors allowed. They apply to the later half of an operand's samples, and to its samples out of band.
+        flags: for some operands, the reason to change them, and recorded changes.
 
     Returns:
         The recommendation, with the layer names of the record, because its plan is for the recorded model.
@@ -344,12 +343,12 @@ def _is_cause(flag: Flag) -> bool:
 def _reason(errors: WorstErrors | None, budget: Budget) -> str:
     if errors is None:
         return "it has no metrics"
-    return ", ".join(budget.broken_by(errors)) or "it keeps the budget"
+    return ", ".join(budget.broken_by(errors)) or "within the budget"
 
 
 def _taken_out(plan: Plan, keys: Collection[Key]) -> set[Key]:
-    """Return the operands that a plan leaves in BF16. This is equal to `Plan.change_of`, but compiles each pattern only
-    once.
+    """Return the operands that a plan leaves in BF16. The result agrees with `Plan.change_of`, but each pattern is
+    compiled only once.
     """
     out: set[Key] = set()
     for change in plan.changes:
@@ -412,12 +411,12 @@ def _notes(run: Run, findings: Sequence[TensorFix]) -> list[str]:
     changed = [f for f in findings if f.changes]
     in_bf16 = [f for f in changed if f.chosen.kind == "bf16"]
     if in_bf16 and not any(o.errors for f in in_bf16 for o in f.options if o.kind == "block"):
-        notes.append('Block recipes were not tried: a run with what_if=["blockwise", "mxfp8"] tells whether they would do.')
+        notes.append('Block recipes were not tried: a run with what_if=["blockwise", "mxfp8"] shows their errors.')
     unknown = [f.name for f in changed if not any(o.errors for o in f.options if o.kind not in (STAY, "block", "bf16"))]
     if unknown:
         notes.append(
-            f"No recipe with one scale per tensor could be tried for {_few(unknown)}: the record has no histograms of "
-            "it. If these steps were dumped, `nemo-fp8-debug replay --source dumps` adds the missing errors."
+            f"No recipe with one scale per tensor could be tried for {_few(unknown)}: the record has no histograms for "
+            "this. If these steps were dumped, `nemo-fp8-debug replay --source dumps` adds the missing errors."
         )
     if about := [f.name for f in changed if f.chosen.approximate]:
         notes.append(f"Errors of {_few(about)} after the change are approximate: float32 values were rounded to BF16.")
@@ -457,16 +456,16 @@ def why_none(run: Run) -> str | None:
     """Return a sentence with the reason why we write no engine configuration for a run, or None if we write one."""
     if engines_of(run):
         return None
-    return f"No configuration of an engine is written: {_reason_without_engine(run)}."
+    return f"No engine configuration is written: {_reason_without_engine(run)}."
 
 
 def _reason_without_engine(run: Run) -> str:
     if run.quantization == HIGH_PRECISION:
         return "nothing in the run is quantized"
     if run.quantization == NOT_READ:
-        return "whether the run quantizes, and by what, was not read"
+        return "the record does not say whether the run quantizes, and in which engine"
     kinds = ", ".join(sorted(_backends(run) or ())) or "no layers"
-    return f"the run quantizes by emulation over {kinds}, which are layers of no engine"
+    return f"the run emulates FP8 in layers that no engine quantizes ({kinds})"
 
 
 def _backends(run: Run) -> list[str] | None:

@@ -1,4 +1,4 @@
-"""Measure operands again: from histograms, all operands at once, or from dumped tensors, one by one."""
+"""Recompute the metrics of operands from histograms (all operands at once) or from dumped tensors (one by one)."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ class Job:
 
     run: str
     source: str
-    #: the recipe; None: the recorded scales
+    #: the recipe, or None to use the recorded scales
     recipe: Recipe | None
     step: int
     #: the step's recorded rows
     about: pl.DataFrame
     scales: Mapping[Key, torch.Tensor | CurrentScaling | BlockRule]
-    #: factor of the gradients in the step
+    #: factor by which the gradients of this step are multiplied, such as a loss scale
     multiplier: float | None
     #: operands to recompute; None: all operands
     only: Collection[Key] | None
@@ -89,7 +89,7 @@ def recorded_histograms(run: Storage, job: Job, exact: bool) -> list[ReplayedCal
 
 def dumped_tensors(run: Storage, job: Job) -> list[ReplayedCalls]:
     """Return the tensors that the first rank dumped, as histograms if histograms are enough."""
-    from ...kernels import count_histogram  # this compiles on import, which histograms do not need
+    from ...kernels import count_histogram  # imported here, because the import compiles kernels
 
     parts: dict[tuple[Key, int], ReplayedCalls] = {}
     under_blocks = recompute_in_blocks(job)
@@ -113,7 +113,7 @@ def dumped_tensors(run: Storage, job: Job) -> list[ReplayedCalls]:
             part = ReplayedCalls(key, count_histogram(x) if x.dtype in DTYPES else x, about.recipe, about.format, scale)
         if about.scale_source != "engine" and isinstance(part.values, Histogram):
             part = replace(part, scale=recorded.get(key, scale))
-        # Calls with one scale form one histogram, as in the record.
+        # Merge calls that had the same scale into one histogram, as in the record.
         apart = about.scale_source == "engine" and about.recipe.startswith("current")
         group = key, about.call if apart or isinstance(part.values, torch.Tensor) else -1
         parts[group] = _together(parts[group], part) if group in parts else part
@@ -163,7 +163,7 @@ class Recomputed:
         )
 
     def with_folds(self, recorded: Collection[Key]) -> Recomputed:
-        """Append an aggregate of experts if it is recorded and all its experts were recomputed."""
+        """Append each recorded aggregate of experts whose experts were all recomputed."""
         experts: dict[Key, list[Key]] = defaultdict(list)
         for layer, role in recorded:
             if aggregate := aggregate_key(layer, role):
@@ -271,8 +271,8 @@ def _moments(tensors: Sequence[torch.Tensor]) -> tuple[Moments, Moments, Histogr
 
 
 def _casts(parts: Sequence[ReplayedCalls], amax: torch.Tensor, job: Job) -> tuple[torch.Tensor, list[FloatFormat]]:
-    """Return the scale, float32 [P], and the format of each part: those in use, or those of the job's recipe for the part's
-    amax.
+    """Return the scale, float32 [P], and the format of each part: as recorded, or as the job's recipe, if it has a recipe,
+    chooses them for the part's amax.
     """
     if job.recipe is None:
         return torch.tensor([part.scale for part in parts]).float(), [part.format for part in parts]

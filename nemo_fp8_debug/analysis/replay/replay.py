@@ -1,7 +1,8 @@
 """Compute the metrics of a recorded run under another recipe, for example to see if current scaling would have helped.
 
-The metrics are computed from histograms or from dumped tensors, with the same result. Steps are computed in parallel, on
-this machine or on a cluster. Delayed scales depend on earlier steps, so we first compute the scales from the recorded amax.
+The metrics are computed from histograms or from dumped tensors. For 16-bit operands and one scale per tensor, both give the
+same result. Steps are computed in parallel, on this machine or on a cluster. Delayed scales depend on earlier steps, so we
+first compute the scales from the recorded amax.
 """
 
 from __future__ import annotations
@@ -111,7 +112,7 @@ def replay(
 ) -> pl.DataFrame:
     """Recompute all metrics of a run, under its own recipe or another recipe.
 
-    For delayed scaling, the history consists of the sampled steps. If there is no history yet, we use the tensor's own amax.
+    For delayed scaling, the amax history has only the sampled steps. If it is still empty, we use the tensor's own amax.
     Under current scaling, all micro-batches of a step get one scale, as under what-if recipes. Histograms of float32
     operands contain values that were rounded to bfloat16, so their rows are approximate. Rows from dumps are exact. If a run
     uses a block recipe, histograms yield only the metrics that need no scale.
@@ -150,7 +151,10 @@ def replay_recipes(
     steps: Collection[int] | None = None,
     only: Collection[Key] | None = None,
 ) -> list[pl.DataFrame]:
-    """Replay a run under several recipes, and read its record once. The other arguments are those of `replay`."""
+    """Replay a run under several recipes, but read its record only once. Return one frame for each recipe.
+
+    The other arguments are those of `replay`.
+    """
     run = find_run(address)
     for recipe in recipes if source == "histograms" else ():
         if recipe:
@@ -209,7 +213,7 @@ def _replay_step(jobs: Sequence[Job]) -> list[pl.DataFrame]:
     """Recompute one step under several recipes."""
     run, counted = Storage(jobs[0].run), cache(partial(recorded_histograms, Storage(jobs[0].run), jobs[0]))
     return [
-        # Values rounded to BF16 do not show what BF16 loses.
+        # For BF16, leave out values that were already rounded to BF16, because they would show no error.
         _replay_calls(counted(job.recipe == BF16_RECIPE) if job.source == "histograms" else dumped_tensors(run, job), job)
         for job in jobs
     ]

@@ -18,7 +18,7 @@ from . import cluster
 from .grid import Grid
 from .metrics import Metrics, Together
 
-#: largest number of values to sort at once, and log2 of the number of ranges in which we count if there are more values
+#: largest number of values to sort at once, and log2 of the number of ranges into which we count more values
 _AT_ONCE, _RANGES = 1 << 21, 16
 _SIGN = np.uint64(1 << 63)
 
@@ -50,7 +50,7 @@ def compute_median(metrics: Metrics, column: str, at_once: int = _AT_ONCE) -> fl
         below, inside = int(ends[at] - counts[at]), int(counts[at])
         split = low + (other << shift)
         low, high = low + (at << shift), min(low + ((at + 1) << shift) - 1, high)
-        if at != other:  # the middle values are the largest one of this range, and the smallest one of the other
+        if at != other:  # the two middle values: the largest of this range, and the smallest of the other
             nearest = [_nearest(keys, high, split) for keys in _keys(metrics, column)]
             return float(_values(np.array([max(a for a, _ in nearest), min(b for _, b in nearest)], dtype=np.uint64)).mean())
         if low == high:
@@ -61,7 +61,7 @@ def compute_median(metrics: Metrics, column: str, at_once: int = _AT_ONCE) -> fl
 
 
 def _nearest(keys: npt.NDArray[np.uint64], high: int, split: int) -> tuple[int, int]:
-    """Return the largest key up to `high`, and the smallest one from `split` on."""
+    """Return the largest key up to `high`, and the smallest key that is at least `split`."""
     below, above = keys[keys <= high], keys[keys >= split]
     return int(below.max(initial=0)), int(above.min(initial=(1 << 64) - 1))
 
@@ -86,7 +86,7 @@ def _values(keys: npt.NDArray[np.uint64]) -> npt.NDArray[np.float64]:
 Result = TypeVar("Result")
 #: largest number of values in grids at a time: 1 GiB
 CELLS = 1 << 27
-#: the last block may be larger than the others by this part
+#: the last block may be larger than the others by this fraction
 _REST = 0.25
 #: least number of tensors that a worker of a cluster gets at a time
 _FEWEST = 64
@@ -118,8 +118,8 @@ def map_tensor_chunks(do: Callable[..., Result], *runs: Metrics, together: Toget
 
 
 def _slices(tensors: int, at_once: int, workers: int = 0) -> list[slice]:
-    """Return slices of whole row groups, so that no group is read twice. If shares would be unequal, do not keep groups
-    whole.
+    """Return slices of whole row groups, so that no group is read twice. If the workers would get unequal
+    shares, split groups.
     """
     some = _cut(tensors, at_once - at_once % GROUP if at_once > GROUP else at_once)
     return _cut(tensors, at_once) if workers and len(some) % workers else some
@@ -142,7 +142,7 @@ def _of_block(do: Callable[..., Result], together: Together, runs: Sequence[Metr
 def compute_by_tensor(
     functions: Sequence[Callable[..., Mapping[str, npt.NDArray[Any]]]], *grids: Grid
 ) -> dict[str, npt.NDArray[Any]]:
-    """Compute columns, [T] each, by name, with functions of grids.
+    """Compute columns from grids. Return the columns by name, [T] each.
 
     Args:
         functions: functions of grids of some tensors. Each function processes all tensors before the next function begins.

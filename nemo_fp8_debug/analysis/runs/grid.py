@@ -28,7 +28,7 @@ class OperandColumns(Protocol):
 
     @property
     def sampled(self) -> npt.NDArray[np.bool_]:
-        """Return whether there is a row, [T, S]."""
+        """Return whether each tensor was sampled at each step, [T, S]."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class Grid:
 
     @property
     def sampled(self) -> npt.NDArray[np.bool_]:
-        """Return whether there is a row, [T, S]."""
+        """Return whether each tensor was sampled at each step, [T, S]."""
         return self._some(self._columns.sampled, False)
 
     def _some(self, values: npt.NDArray[Any], missing: float) -> npt.NDArray[Any]:
@@ -167,7 +167,7 @@ def median(values: Floats) -> Floats:
 
 
 def lower_median(values: Floats) -> Floats:
-    """Return the median over the last axis, ignoring NaN. If there are two middle values, return the lower one."""
+    """Return the median over the last axis, ignoring NaN. If there are two middle values, return the lower value."""
     if values.shape[-1] == 0:
         return np.full(values.shape[:-1], np.nan)
     if not np.isnan(values).any():

@@ -30,7 +30,8 @@ Result = TypeVar("Result")
 Together = Sequence[Sequence[str]]
 #: largest number of rows to keep in memory
 HELD = 1 << 20
-#: values between two steps in memory. If steps lay a power of two apart, copies of a tensor would share few cache lines
+#: number of unused values between two steps in memory. Without them, steps could be a power of two apart, and a tensor's
+#: values at all steps would compete for few cache lines
 _APART = 8
 #: whether a row has NaN or infinity; null if neither NaN nor infinity was counted. The count of infinity may be null,
 #: because msProbe counts only NaN
@@ -250,8 +251,8 @@ class Metrics:
             yield from self._source.alike(column, self._operand, self._step)
 
     def over_steps(self, do: Callable[[Metrics], Result]) -> list[Result]:
-        """Apply `do` to all steps at once. For a long table on a cluster, apply `do` to each worker's share. Keep the
-        order.
+        """Return the result of `do` for all steps. For a long table on a cluster, return one result for each worker's steps,
+        in order.
         """
         workers = min(cluster.count_workers() if self.is_long else 0, len(self.steps))
         if not workers:
@@ -313,7 +314,7 @@ class Metrics:
         return self.named(rows.sort("tensor")).select(*KEY, *columns)
 
     def named(self, rows: pl.DataFrame) -> pl.DataFrame:
-        """Replace the column tensor of rows by layer and role."""
+        """Replace the column `tensor` of a table by the columns layer and role."""
         keys = [self.tensors[name].gather(rows["tensor"]).alias(name) for name in KEY]
         return rows.select(*keys, pl.exclude("tensor"))
 
@@ -389,7 +390,7 @@ class ColumnReader:
 
     @cached_property
     def sampled(self) -> Bools:
-        """Return whether there is a row, [T, S]."""
+        """Return whether each operand was sampled at each step, [T, S]."""
         found = np.zeros((len(self._metrics.steps), len(self._metrics.tensors)), dtype=bool)
         for chunk in self._metrics.chunks([]):
             for at, operands in chunk.steps:

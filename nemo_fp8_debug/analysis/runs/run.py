@@ -74,9 +74,9 @@ class Run:
 
     @cached_property
     def loss_scale_skips(self) -> pl.Series:
-        """Return the skipped steps that a later optimizer step followed, in runs with a dynamic loss scale.
+        """Return the skipped steps before the last successful optimizer step, in runs with a dynamic loss scale.
 
-        If gradients overflow while the loss scale adapts, the optimizer skips the step, so this does no harm.
+        These steps do no harm: gradients overflowed while the loss scale adapted, and training went on.
         """
         steps = self.steps.with_columns(skipped=pl.col("skipped").fill_null(0) != 0)
         if steps["loss_scale"].drop_nulls().n_unique() < 2:
@@ -124,7 +124,7 @@ class Run:
 
     @property
     def own_names(self) -> dict[str, str]:
-        """Return the names in the record of renamed layers, by their new names."""
+        """Return the recorded names of renamed layers, by their new names."""
         return {there: own for own, there in self.renamed_to.items()}
 
 

@@ -21,7 +21,7 @@ _ROUNDING = 1e-5
 
 
 def usual_casts(metrics: Metrics) -> pl.DataFrame:
-    """Return layer, role, recipe (the most frequent, or null) and cast (whether usually cast) of each operand.
+    """Return a table with layer, role, recipe (the most frequent, or null) and cast (whether an engine usually casts it).
 
     Example:
         >>> rows = {"step": [0, 1, 2], "layer": "fc1", "role": "input", "recipe": ["mxfp8", "mxfp8", None]}
@@ -93,8 +93,8 @@ def list_remarks(baseline: Run, run: Run) -> list[str]:
     if recipes[0] != recipes[1]:
         measured = " and ".join(", ".join(names) or "nothing" for names in recipes)
         told.append(
-            f"The runs were measured against different recipes ({measured}): underflow, overflow and errors tell the "
-            "recipes apart as well as the tensors; amax and outlier_log2 tell the tensors alone."
+            f"The runs were measured against different recipes ({measured}), so differences in underflow, overflow and "
+            "errors may be due to the recipes. amax and outlier_log2 do not depend on the recipe."
         )
     notices = [
         describe_quantization(each.quantization, name) for each, name in ((baseline, "the baseline"), (run, "the run"))
@@ -138,8 +138,8 @@ def choose_reference(run: Run, reference: Run | None) -> tuple[Run | None, list[
     departure = None if reference is None else find_departure(reference.steps, run.steps, thresholds.RATE_DIFFERS - 1)
     if departure is None:
         return reference, []
-    why = f"The reference run's learning rate is not this run's from step {departure['step']} on"
-    return None, [f"{why}, so it does not show what precision does. We leave it out."]
+    why = f"The reference run has another learning rate than this run from step {departure['step']} on"
+    return None, [f"{why}, so it does not show the effect of precision. We leave it out."]
 
 
 def read_rates(steps: pl.DataFrame) -> pl.DataFrame:

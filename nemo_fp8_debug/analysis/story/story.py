@@ -70,8 +70,8 @@ def row_of(event: Event) -> str:
 
 
 def draw_strip(events: Sequence[Mapping[str, Any]], width: int = 80, unit: str = "step") -> str:
-    """Draw the events as text, with one row for each kind and one mark for each event. A digit counts events at the same
-    place.
+    """Draw the events as text, with one row for each kind and one mark for each event. A digit is the number of events at
+    the same place.
 
     Args:
         events: events of the story: step, kind, row.
@@ -116,7 +116,7 @@ def _marks(events: Sequence[Mapping[str, Any]], place: Callable[[int], int], col
 
 
 def _shared(marks: Sequence[str]) -> str:
-    """Return one mark for all events at one place."""
+    """Return one mark for all events at one place: the event's own mark, the number of events, or `+` for ten or more."""
     if len(marks) == 1:
         return marks[0]
     return str(len(marks)) if len(marks) < 10 else "+"
@@ -147,14 +147,15 @@ def story(found: Diagnosis) -> dict[str, Any]:
         found: the result of `diagnose`.
 
     Returns:
+        A dictionary with these keys:
         `headline`: harm, title, cause, cause_told, confidence, about_fp8, since, unit, gap, gap_told, first, warning,
         interval, change.
         `events`: step, kind (one of `diagnosis.events.KINDS`), what, layer, role, and the row of the strip, in order.
         `rows`: the rows of the strip, from top to bottom.
         `tensors`: the 40 most important tensors, by harm rank: layer, role, tensor, blamed, also_wrong, why, since, metric,
-        expected, found, harm_rank, error_rank, zero_since, values. If all values are zero to the end, zero_since is the
-        first such step and error_rank is null. `values` has medians of baseline, run and reference run over the later half,
-        by metric.
+        expected, found, harm_rank, error_rank, zero_since, values. If all values of a tensor are zero up to the end,
+        zero_since is the first such step and error_rank is null. `values` has, for each metric, the medians of baseline, run
+        and reference run over the later half of the samples.
 
     Raises:
         RecordError: a table of the record is unreadable.
@@ -179,7 +180,9 @@ def story(found: Diagnosis) -> dict[str, Any]:
 
 
 def make_loss_headline(loss: LossOutcome, unit: str) -> dict[str, Any]:
-    """Return the headline from losses alone, before tensors are read: harm, title, since, unit, gap, gap_told."""
+    """Return the part of the headline that follows from losses alone, before tensors are read: harm, title, since, unit,
+    gap, gap_told.
+    """
     return {
         "harm": loss.harm,
         "title": tell_loss_headline(loss, unit),
@@ -207,7 +210,7 @@ def _make_headline(found: Diagnosis, first: Mapping[str, Any] | None) -> dict[st
 
 
 def _describe_warning(found: Diagnosis, first: Mapping[str, Any] | None) -> str | None:
-    """If the early warning came before the first tensor left its band, return a sentence, otherwise None."""
+    """Return a sentence about the early warning if it came before the first tensor left its band, otherwise None."""
     if found.warning is None or first is None or first["since"] is None or found.warning[0] >= first["since"]:
         return None
     step, _, layer, role = found.warning
@@ -237,7 +240,7 @@ def _describe_first(tensors: Sequence[Mapping[str, Any]], found: Diagnosis) -> d
 
 
 def _choose(rows: pl.DataFrame) -> pl.DataFrame:
-    """Return the tensors of the story in order of harm, including those with the largest errors."""
+    """Return the tensors of the story in order of harm, including the tensors with the largest errors."""
     worst = pl.col("error_rank") <= WORST
     within = rows.filter((pl.col("harm_rank") <= MOST - WORST) | worst)
     others = rows.join(within, on=KEY, how="anti", maintain_order="left").head(max(MOST - len(within), 0))
@@ -285,7 +288,7 @@ def _read_medians(reference: Run | None) -> dict[Key, dict[str, Any]]:
 
 
 def _list_events(found: Diagnosis, tensors: list[dict[str, Any]]) -> list[Event]:
-    """Return the events of the findings, and the onsets of other tensors in the story."""
+    """Return the events of the findings, and an event for the onset of each other tensor in the story."""
     told = list(found.events)
     named = {(event.layer, event.role) for event in told if event.kind != "warning"}
     others = [row for row in tensors if row["since"] is not None and (row["layer"], row["role"]) not in named]

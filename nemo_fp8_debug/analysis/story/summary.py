@@ -102,12 +102,12 @@ def summarize(found: Comparison) -> str:
 
 
 def tell_conclusion(found: Comparison) -> str:
-    """Return what came of the loss, which tensor left the baseline's band first, and what the reference run says."""
+    """Return sentences about the outcome of the loss, the first tensor out of the baseline's band, and the reference run."""
     return " ".join([*_of_the_loss(found)[:1], *_of_the_first_out(found), *_of_the_reference(found)])
 
 
 def tell_tensors(found: Comparison) -> list[str]:
-    """Return where the tensors that drifted lie, and what became of the one that drifted farthest, a sentence each."""
+    """Return sentences about the layers whose tensors drifted, and about the tensor that drifted farthest."""
     worst = found.tensors.row(0, named=True)
     return [
         *describe_concentration(found.tensors),

@@ -1,4 +1,4 @@
-"""Backends: one small file per framework. Only this file depends on the framework's GEMM modules. Internal."""
+"""Backends: one small file or folder per framework. No other code depends on the framework's GEMM modules. Internal."""
 
 from __future__ import annotations
 

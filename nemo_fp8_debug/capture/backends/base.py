@@ -24,7 +24,7 @@ Kwargs = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class ScaleInUse:
-    """How an operand is cast during one step, and how we know its scale."""
+    """The cast of an operand during one step, and the source of its scale."""
 
     #: a float32 scalar tensor for the whole step, or the rule that computes a scale for each tensor
     scale: torch.Tensor | CurrentScaling | BlockRule
@@ -32,18 +32,18 @@ class ScaleInUse:
     #: recipe of the scale
     recipe: Recipe
     #: "engine": read from the quantizer of the operand. "emulated": from a history that we keep. "current": from the
-    #: operand's own amax. "not quantized": the engine left the operand in high precision; we measure current scaling.
+    #: operand's own amax. "not quantized": the engine left the operand in high precision; we assume current scaling.
     #: "expected": as "engine", but codes are rounded stochastically, so that metrics are expected values.
     #: "stored": W is stored as codes. Its values before the cast are unknown, so errors are null.
     #: "unknown": the engine may quantize the operand in an unknown way. We measure it as if it were not quantized
     source: str
-    #: casts for other GEMMs if they differ, by product as in `numerics.gemm_error`; None means high precision
+    #: casts for other products if they differ, by product as in `numerics.gemm_error`; None means high precision
     products: Mapping[str, ScaleInUse | None] = field(default_factory=dict, compare=False)
-    #: cast of the copy that another product of the backward multiplies, if it is known and its values differ
+    #: cast of the separate copy that dgrad or wgrad multiplies, if this cast is known and the copy has other values
     columnwise: ScaleInUse | None = field(default=None, compare=False)
-    #: values of the codes if the engine stores codes; None if the engine casts in each step
+    #: decoded values if the engine stores the operand as codes; None if the engine casts the operand in each step
     decoded: Decoded | None = field(default=None, compare=False)
-    #: group of ranks that cast with their largest amax, or None if this rank casts with its own amax
+    #: group of ranks that all cast with the largest amax in the group, or None if this rank casts with its own amax
     amax_group: Any = field(default=None, compare=False)
 
     def in_product(self, product: str) -> ScaleInUse | None:
@@ -57,15 +57,15 @@ class ScaleInUse:
 
     @property
     def sees_infinity(self) -> bool:
-        """True if an infinite value makes the amax infinite, as in an engine. Otherwise scales follow finite values."""
+        """True if an infinite value makes the amax infinite, as in an engine. Otherwise infinite values are ignored."""
         return self.source in ("engine", "expected")
 
 
 class UnknownCast(Exception):
-    """Raised if the cast of an operand cannot be determined. The message names the reason."""
+    """An error that is raised if the cast of an operand cannot be determined. The message names the reason."""
 
 
-#: recipe to measure an operand under that nothing quantizes
+#: recipe for measuring an operand that nothing quantizes
 _SHADOW = Recipe(CurrentScaling())
 
 
@@ -97,9 +97,10 @@ class StoredCodes(Protocol):
 
 @dataclass(frozen=True)
 class Backend:
-    """How to find a framework's GEMM modules and their operands.
+    """Functions that find a framework's GEMM modules and their operands.
 
-    A module may run several GEMMs, its *parts*. Functions receive the part's name, or "" if there is only one part.
+    A module may run several GEMMs, which we call its *parts*. Functions receive the name of a part, or "" if a module has
+    only one part.
     """
 
     name: str
@@ -107,7 +108,7 @@ class Backend:
     owns: Callable[[nn.Module], bool]
     #: returns X from the arguments of a forward call, or None if X is not available
     input: Callable[[nn.Module, Args, Kwargs, str], torch.Tensor | None]
-    #: returns W, but never through `module.weight`, because its getter makes some sharding engines gather
+    #: returns W, but never through `module.weight`, because some sharding engines gather when this attribute is read
     weight: Callable[[nn.Module, Args, Kwargs, str], torch.Tensor | None]
     #: returns the tensor whose gradient is dY, from the output of forward
     output: Callable[[Any], torch.Tensor]
@@ -119,8 +120,9 @@ class Backend:
     copied: Callable[[nn.Module, str], bool | None] = parallel.is_duplicate
     #: returns the roles of a part that hooks cannot observe
     unseen: Callable[[nn.Module, str], Collection[str]] = lambda module, part: ()
-    #: called after a forward call; returns a function that returns how the engine casts a role of a part. For X and W, call
-    #: that function immediately. For dY, call it in the backward. Raises UnknownCast. None if the backend never quantizes
+    #: called after a forward call, to find how the engine casts a role of a part. It returns a function that returns this
+    #: cast. Call the returned function immediately for X and W, and in the backward for dY. Both functions may raise
+    #: UnknownCast. The field is None if the backend never quantizes
     cast: Callable[[nn.Module, Kwargs, str, str, torch.Tensor], Callable[[], ScaleInUse]] | None = None
     #: called once per sampled step; returns why no cast of the engine can be determined, or ""
     untold: Callable[[], str] = str
@@ -128,15 +130,15 @@ class Backend:
     stored: Callable[[nn.Module, str], StoredCodes | None] = lambda module, part: None
     #: whether operands exist only inside the module's forward, so that we observe them at torch's operators
     in_forward: bool = False
-    #: returns why a module may treat its operands in an unknown way, or "" if the way is known or `cast` determines it
+    #: returns why a module may change its operands in an unknown way, or "" if it does not, or if `cast` determines the way
     foreign: Callable[[nn.Module], str] = lambda module: ""
     #: returns facts about a call before it runs, as keywords of `cast`
     arguments: Callable[[nn.Module, Args, Kwargs], Kwargs] = lambda module, args, kwargs: kwargs
     #: returns whether ranks may share the amax of a module's calls
     shares_amax: Callable[[nn.Module], bool] = lambda module: False
-    #: returns the autograd node that casts dY in its backward, from the output of forward, if the node is known
+    #: returns, from the output of forward, the autograd node that casts dY in the backward, or None if it is unknown
     node: Callable[[torch.Tensor], Any] = lambda out: None
-    #: returns whether a module in FP8 accumulates a product in float32 between the sums of the tensor core
+    #: returns whether a module in FP8 adds up partial sums of the tensor cores in float32, for a product
     splits_accumulator: Callable[[nn.Module, str], bool] = lambda module, product: False
     #: whether the framework's modules can quantize on their own
     has_own_fp8: bool = False
@@ -154,7 +156,7 @@ def find_foreign_forward(module: nn.Module, kinds: tuple[type, ...], read: Colle
         read: forwards of subclasses that only call a supported forward, by module and qualified name.
     """
     if "forward" in vars(module):
-        return "its forward was replaced by one that may change or quantize its operands"
+        return "its forward was replaced by a function that may change or quantize its operands"
     for kind in type(module).__mro__:
         if kind in kinds:
             return ""
@@ -166,17 +168,17 @@ def find_foreign_forward(module: nn.Module, kinds: tuple[type, ...], read: Colle
 
 
 def read_raw_weight(module: nn.Module, name: str = "weight") -> torch.Tensor | None:
-    """Return the parameter of a module without the getters of sharding engines, or None if each call computes the weight."""
+    """Return a module's parameter without calling a sharding engine. Return None if each call computes the weight."""
     weight: torch.Tensor | None = dict.get(module._parameters, name)
     if weight is None:
-        # FSDP1 without `use_orig_params` gathers into a plain attribute, which is a view of FSDP1's flat parameter.
+        # Under FSDP1 without `use_orig_params`, the gathered weight is a plain attribute: a view of FSDP1's flat parameter.
         attribute = module.__dict__.get(name)
         weight = attribute if getattr(getattr(attribute, "_base", None), "_is_flat_param", False) else None
     return weight
 
 
 def is_plain(parameter: Any) -> bool:
-    """Return True for plain numbers of 16 bits or more, and False for tensor classes that may quantize in their products."""
+    """Return True for a plain tensor with 16 bits or more per value, not for tensor classes whose products may quantize."""
     if parameter is None:
         return False
     local = getattr(parameter, "_local_tensor", parameter) if is_dtensor(parameter) else parameter
@@ -184,7 +186,7 @@ def is_plain(parameter: Any) -> bool:
 
 
 def is_prepared_later(module: nn.Module, weight: torch.Tensor | None) -> bool:
-    """Return True if a sharding engine will still gather W, or cast or split X, before this forward."""
+    """Return True if a sharding engine may still gather W, or cast or split X, between our hook and the forward."""
     if hasattr(module, "unshard"):  # FSDP2 may have gathered W in advance
         return True
     return weight is not None and (is_dtensor(weight) or weight.numel() == 0)

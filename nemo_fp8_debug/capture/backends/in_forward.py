@@ -1,4 +1,4 @@
-"""Modules that multiply parameters inside their forward, so that their arguments and outputs are not operands.
+"""Backend for modules that multiply parameters inside their forward, so that their arguments are not operands.
 
 These are experts in parameters of three dimensions, `nn.MultiheadAttention`, and transformers' `Conv1D`. We observe their
 operands at torch's operators (`capture.matmul_capture`).
@@ -16,7 +16,7 @@ from .base import Backend, is_plain, read_raw_weight
 
 #: parameters that are never multiplied as matrices
 NO_MATRIX = re.compile(r"(?:^|_)bias(?:es)?$|norm")
-#: packages whose modules have their own kernels, or never multiply such parameters
+#: packages whose modules multiply three-dimensional parameters with their own kernels, or not at all
 _OTHERS = ("transformer_engine", "torchao", "torch")
 
 
@@ -26,7 +26,7 @@ def is_conv1d(module: nn.Module) -> bool:
 
 
 def parts(module: nn.Module) -> Sequence[str]:
-    """Return the name suffix of each parameter that a module may multiply."""
+    """Return the name suffixes of a module's GEMMs: one for each parameter that the module may multiply."""
     if isinstance(module, nn.MultiheadAttention):
         inner = [name for name, p in module._parameters.items() if p is not None and name.endswith("proj_weight")]
         return [*(name.removesuffix("_weight") for name in inner), "out_proj"]
@@ -52,7 +52,7 @@ def is_computed(module: nn.Module) -> bool:
 
 
 def computed_of(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Return the parameters that a weight may be computed from, which are all except the bias."""
+    """Return the parameters from which a weight may be computed: all except biases and parameters of norms."""
     return {name: p for name, p in module.named_parameters() if not NO_MATRIX.search(name)}
 
 
@@ -69,7 +69,7 @@ def parameter_name(module: nn.Module, part: str) -> str:
 
 
 def find_parameter(module: nn.Module, name: str) -> torch.Tensor | None:
-    """Return a parameter by its name in a module, without the getters of sharding engines."""
+    """Return a parameter by its name in a module, without calling a sharding engine."""
     path, _, key = name.rpartition(".")
     return read_raw_weight(module.get_submodule(path), key)
 

@@ -1,4 +1,4 @@
-"""Megatron-core's own parallel linear layers (another backend handles its Transformer Engine layers)."""
+"""Backend for Megatron-core's own parallel linear layers. Another backend handles its Transformer Engine layers."""
 
 from __future__ import annotations
 

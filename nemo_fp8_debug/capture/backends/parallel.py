@@ -51,7 +51,7 @@ def _is_split(module: nn.Module, role: str, expert: bool) -> bool:
 
 
 def find_part(module: nn.Module, what: str) -> int | None:
-    """Return the number of this rank's part of a tensor, or None if no other rank is known to have the same part.
+    """Return the index of this rank's part of a tensor, or None if no other rank is known to have the same part.
 
     Args:
         what: `weight`, `weight_gradient` or `input`. Tensor-parallel ranks share the input of column-parallel layers.
@@ -68,7 +68,7 @@ def find_part(module: nn.Module, what: str) -> int | None:
 
 
 def count_tensor_parts() -> dict[str, int]:
-    """Return the number of parts of each kind of tensor that is compared, the same on all ranks."""
+    """Return the number of parts for each kind of tensor that ranks compare. The result is the same on all ranks."""
     state = find_parallel_state()
     if state is None:
         return {"weight": 1, "weight_gradient": 1, "master": 1}
@@ -80,7 +80,7 @@ def count_tensor_parts() -> dict[str, int]:
 
 
 def count_gradient_ranks(module: nn.Module) -> int | None:
-    """Return the number of Megatron's ranks that a weight's gradient is summed over, or None without Megatron's groups."""
+    """Return over how many ranks Megatron sums a weight's gradient, or None without Megatron's groups."""
     state = find_parallel_state()
     if state is None:
         return None
@@ -105,9 +105,9 @@ def adds_up(module: nn.Module, product: str) -> bool:
 
 
 def find_sequence_part(module: nn.Module, kind: str) -> tuple[int, int] | None:
-    """Return this rank's number and the number of ranks, if ranks split the sequence and modules of a kind gather it.
+    """Return this rank's index and the number of ranks, if ranks split the sequence and the module is of this kind.
 
-    The kind is `column` or `row`. Return None for a module that does not gather the sequence.
+    Return None for other modules. The kind is `column` or `row`.
     """
     state = find_parallel_state()
     if state is None or _kind(module) != kind or _is_expert(module) or not _splits_sequence(module):
@@ -117,7 +117,7 @@ def find_sequence_part(module: nn.Module, kind: str) -> tuple[int, int] | None:
 
 
 def _splits_sequence(module: nn.Module) -> bool:
-    """Return True if tensor-parallel ranks split by the sequence any activation that they do not split by features."""
+    """Return True if tensor-parallel ranks split activations by the sequence wherever they do not split them by features."""
     if _kind(module) is None:  # Megatron marks weights whose gradients must be added up over parts of the sequence
         return any(getattr(p, "sequence_parallel", False) for p in module._parameters.values() if p is not None)
     if _others_communicate(module):
@@ -127,12 +127,12 @@ def _splits_sequence(module: nn.Module) -> bool:
 
 
 def _others_communicate(module: nn.Module) -> bool:
-    """Return True if other modules gather and add up for this module, as for shared experts that overlap communication."""
+    """Return True if other modules communicate for this module, as for shared experts that overlap communication."""
     return bool(getattr(module, "explicit_expert_comm", False)) or getattr(module, "parallel_mode", "") is None
 
 
 def _kind(module: nn.Module) -> str | None:
-    """Return what tensor parallelism splits of the weight: outputs (`column`), inputs (`row`), or nothing (None)."""
+    """Return which dimension of the weight tensor parallelism splits: outputs (`column`), inputs (`row`), or none (None)."""
     mode = getattr(module, "parallel_mode", None)
     if mode in ("column", "row"):
         return str(mode)
@@ -141,9 +141,9 @@ def _kind(module: nn.Module) -> str | None:
 
 
 def _is_expert(module: nn.Module) -> bool:
-    """Return True if the module is split over ranks of experts.
+    """Return True if the module belongs to experts that are distributed over ranks.
 
-    In Transformer Engine's wrappers, only parameters show this.
+    In wrappers of Transformer Engine modules, only the parameters show this.
     """
     told = getattr(module, "is_expert", None)
     if told is None:
@@ -157,14 +157,14 @@ def _expert_tensor_rank(state: Any) -> int:
 
 
 def _expert_data_rank(state: Any) -> int:
-    """Return this rank among an expert's data-parallel ranks. Up to 0.10 the group has another name."""
+    """Return this rank's index among an expert's data-parallel ranks. Their group has another name up to release 0.10."""
     get = getattr(state, "get_expert_data_parallel_rank", None) or state.get_data_modulo_expert_parallel_rank
     rank: int = get()
     return rank
 
 
 def find_first_expert(experts: int, owner: nn.Module | None = None) -> int:
-    """Return the global number of the first of this rank's `experts` experts.
+    """Return the global index of this rank's first expert. Each rank has `experts` experts.
 
     Args:
         owner: a module that may have an attribute with the group of ranks that experts are split over.

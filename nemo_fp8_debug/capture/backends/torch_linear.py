@@ -1,4 +1,4 @@
-"""torch.nn.Linear and its subclasses."""
+"""Backend for torch.nn.Linear and its subclasses."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def _foreign(module: nn.Module) -> str:
         return why
     weight = read_raw_weight(module)
     if weight is not None and not is_plain(weight):
-        return f"its weight is a {type(weight).__name__}, which may quantize in its products"
+        return f"its weight is a {type(weight).__name__}, whose products may quantize"
     return ""
 
 

@@ -1,10 +1,10 @@
-"""Compute the sums of a 16-bit operand's error under block scales, in CPU memory.
+"""Compute the quantization sums of a 16-bit operand under block scales, in CPU memory.
 
-The amax of a block is one of its dtype's 32,768 magnitudes, so we look up its scale in a table. Each thread takes a share
-of the blocks. Loops have no calls and no branches, so that LLVM turns them into vector instructions.
+The amax of a block is one of the 32,768 magnitudes of its dtype, so we look up the block's scale in a table. Each thread
+takes a share of the blocks. Loops have no calls and no branches, so that LLVM turns them into vector instructions.
 
-The cache of machine code checks only the date of a loop's own file. After a change here, also save the files that import
-this module.
+Numba's cache of machine code checks only the date of the file that contains a loop. After a change here, also save the files
+that import this module, so that Numba compiles their loops again.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from .threads import share_out
 
 #: least number of values for each thread
 GRAIN = 1 << 18
-#: numbers that a share writes: underflows, overflows, and three sums as float64
+#: how many numbers each share writes: underflows, overflows, and three sums as float64
 _RESULTS = 5
 
 
@@ -62,7 +62,7 @@ def block_sums(x: torch.Tensor, rule: BlockRule, role: str, fmt: FloatFormat, co
 
 @jit
 def bounds(address: int, infinity: int) -> tuple[int, int]:
-    """Return the first and the last occupied bin, ignoring zero and NaN. Return (0, 0) if there are no such bins."""
+    """Return the first and the last occupied bin, ignoring the bins of zero and NaN. Return (0, 0) if none is left."""
     bins, counts = np.empty(BINS, np.int64), np.empty(BINS, np.int64)
     end, first = occupied(address, bins, counts), 0
     while end and bins[end - 1] > infinity:
@@ -74,9 +74,9 @@ def bounds(address: int, infinity: int) -> tuple[int, int]:
 
 @functools.cache
 def _sums_of_blocks(wide: int, half: bool) -> Work:
-    """Compile the loop over blocks of this width, or over whole rows if it is 0.
+    """Compile the loop over blocks of width `wide`, or over blocks of whole rows if `wide` is 0.
 
-    `half` means float16 instead of bfloat16.
+    `half` selects float16 instead of bfloat16.
     """
     infinity = np.uint16(infinity_bin(torch.float16 if half else torch.bfloat16))
 
@@ -128,7 +128,7 @@ def _sums_of_block(  # type: ignore[no-untyped-def]
     underflows, overflows, error2, xq, q2 = np.uint32(0), np.uint32(0), 0.0, 0.0, 0.0
     if not amax or not 0 <= entry < scales.size:
         return underflows, overflows, error2, xq, q2
-    # A block whose scale rounds to zero would saturate, but its values are lost anyway, so we count no overflow.
+    # If a block's stored scale rounds to zero, its codes represent zero. Its values count as underflows, not overflows.
     scale_inv = inverses[entry]
     scale = scales[entry] if scale_inv else np.float32(0)
     for r in range(rows):
@@ -150,7 +150,7 @@ def _sums_of_block(  # type: ignore[no-untyped-def]
 
 @functools.partial(jit, forceinline=True)
 def _value_of(pattern, half):  # type: ignore[no-untyped-def]
-    """Return the value of a magnitude's pattern.
+    """Return the value of a magnitude's bit pattern.
 
     Avoid subnormal float32 intermediates, because torch may flush them to zero.
     """

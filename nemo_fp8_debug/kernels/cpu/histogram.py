@@ -1,4 +1,4 @@
-"""Count the magnitude patterns of 16-bit values in CPU memory, with one counter update per value, at one value per cycle."""
+"""Count the magnitude patterns of 16-bit values in CPU memory, at one value per clock cycle."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ Counts = npt.NDArray[np.int64]
 Counters = npt.NDArray[np.uint32]
 Values = npt.NDArray[np.uint16]
 
-#: number of values below which private counters take more time to clear and fold than they save, if caches are full
+#: for fewer values than this, clearing and adding up private counters takes more time than they save, if caches are full
 SMALL = 1 << 20
 #: least number of values for each thread
 GRAIN = 1 << 19
-#: values of a row to count before checking whether private 32-bit counters have room for more
+#: number of values to count between two checks that no private 32-bit counter can overflow
 RUN = 1 << 30
 _private = ZeroedArrays((4, 32768), np.uint32)
 
@@ -47,20 +47,20 @@ def _count_directly(values: Values, counts: Counts) -> None:
 
 @jit
 def count_few(address: int, n: int, counts: int) -> None:
-    """Count fewer than `SMALL` values in this thread, as `count_patterns` does. `address` and `counts` are addresses."""
+    """Count fewer than `SMALL` values, like `count_patterns`. The values are at `address`, the counters at `counts`."""
     _count_directly(carray(values_at(address), (1, n)), carray(counts_at(counts), 32768))
 
 
 @jit
 def last_counts(counts: int, first: int) -> int:
-    """Return the sum of the counters from number `first` on. `counts` is their address."""
+    """Return the sum of the counters from index `first` on. `counts` is the address of the counters."""
     total: int = carray(counts_at(counts), 32768)[first:].sum()
     return total
 
 
 @jit
 def occupied(address: int, bins: Counts, counts: Counts) -> int:
-    """Write the bins that are not empty, in ascending order, and their counts. Return the number of these bins.
+    """Write the non-empty bins, in ascending order, to `bins`, and their counts to `counts`. Return how many there are.
 
     `address` is the address of the histogram.
     """
@@ -95,8 +95,7 @@ def _move(private: tuple[Counters, ...], counts: int) -> None:
 
 @jit
 def _count_in_turn(run: Values, following: Values, private: tuple[Counters, ...]) -> None:
-    # Use four tables in turn, because equal neighbors are common, and their updates of one counter would wait for each
-    # other.
+    # Use four tables in turn. Neighboring values are often equal, and updates of one counter would wait for each other.
     a, b, c, d = private
     whole = run.size // 32 * 32
     for start in range(0, whole, 32):
@@ -116,9 +115,10 @@ def _count_in_turn(run: Values, following: Values, private: tuple[Counters, ...]
 
 @functools.cache
 def _counting() -> Work:
-    """Compile the loop that counts values at an address, [rows, columns], with a stride between rows and between columns.
+    """Compile the loop that counts the values of a matrix in memory. Its rows and columns may have any strides.
 
-    Each share has four private tables, uint32 [32768], which are zero before and after. A share that is done writes a 1.
+    Each share has four private tables, uint32 [32768], which are zero before and after its work. A finished share writes
+    a 1.
     Shares consist of rows, or of columns if there are fewer rows than shares.
     """
 
@@ -141,7 +141,7 @@ def _counting() -> Work:
             counted, size = 0, (right - left - 1) * step + 1
             for r in range(top, bottom):
                 row = carray(values_at(address + 2 * (r * stride + left * step)), size)
-                # If a view has gaps, the row below does not follow this one in memory.
+                # If a view has gaps, the next row does not directly follow this row in memory.
                 below = carray(values_at(address + 2 * (min(r + 1, bottom - 1) * stride + left * step)), size)
                 for first in range(0, right - left, RUN):
                     end = min(first + RUN, right - left)
@@ -165,8 +165,8 @@ def count_patterns(values: Values, counts: Counts, threads: int) -> None:
 
     Args:
         values: uint16 [n] or [rows, columns], with any strides that are not negative. Long rows are counted fastest.
-        counts: int64 [32768], contiguous, added to in place.
-        threads: most threads that run at once, see `share_out`.
+        counts: int64 [32768], contiguous. It is updated in place.
+        threads: largest number of threads that run at once, see `share_out`.
     """
     values = np.atleast_2d(values)
     if values.size < SMALL:

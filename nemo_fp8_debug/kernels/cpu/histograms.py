@@ -1,6 +1,6 @@
-"""Compute metrics of histograms in host memory in one loop. Results equal those of `numerics/metrics.py` to the bit.
+"""Compute the metrics of histograms in host memory, in one loop. The results are bitwise those of `numerics/metrics.py`.
 
-The torch operations there read all bins about sixty times and take ten times as long.
+The torch operations in `numerics/metrics.py` read all bins about sixty times and take ten times as long as this loop.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ _FP8_BITS = 8
 
 
 class Histograms:
-    """S histograms. Nothing may be counted into them afterwards."""
+    """A list of S histograms, and their metrics. Do not count values into these histograms afterwards."""
 
     def __init__(self, histograms: Sequence[Histogram]) -> None:
         self._histograms = histograms
         _find_occupied(histograms)
 
     def select(self, rows: Sequence[int]) -> Histograms:
-        """Return the histograms of these rows, in order."""
+        """Return the histograms with these indices, in this order."""
         return self if len(rows) == len(self._histograms) else Histograms([self._histograms[i] for i in rows])
 
     @functools.cached_property
     def moments(self) -> Moments:
-        """Return the moments, S rows."""
+        """The moments of all histograms, as S rows."""
         integers, floats = np.empty((3, len(self._histograms)), np.int64), np.empty((5, len(self._histograms)))
         if self._histograms:
             _moments(*self._packed, integers, floats)
@@ -50,7 +50,7 @@ class Histograms:
         return self.moments.amax.float()
 
     def quantization_sums(self, scale: torch.Tensor, formats: Sequence[FloatFormat]) -> QuantizationSums:
-        """Return the sums, S rows. Each histogram has its own scale, float32 [S], and format."""
+        """Return the quantization sums as S rows. Each histogram has its own scale (`scale` is float32 [S]) and format."""
         if any(fmt.bits != _FP8_BITS for fmt in formats):
             return metrics.quantization_sums(HistogramBatch.of(self._histograms), scale, formats)
         integers, floats = np.empty((2, len(formats)), np.int64), np.empty((3, len(formats)))
@@ -61,7 +61,7 @@ class Histograms:
 
     @functools.cached_property
     def _packed(self) -> tuple[npt.NDArray[np.float32], Integers, Integers, Integers, Integers, Integers]:
-        """Return the occupied bins and counts of all histograms, end to end, and the magnitudes of bins."""
+        """Arguments of the compiled loops: magnitudes, and the occupied bins and counts of all histograms, end to end."""
         bins, counts = (np.concatenate(of) for of in zip(*(h.occupied for h in self._histograms), strict=True))
         ends = np.cumsum([0, *(len(h.occupied[0]) for h in self._histograms)])
         infinity = np.array([infinity_bin(h.dtype) for h in self._histograms])
@@ -82,7 +82,7 @@ def _find_occupied(histograms: Sequence[Histogram]) -> None:
 def _total(values: Floats, n: int) -> float:
     """Return the sum of `n` values in the order of `HistogramBatch.per_histogram`.
 
-    The function overwrites the values, and needs room behind them.
+    The function overwrites `values`, which must have room for padding after the first `n` values.
     """
     lanes = (n + LANES - 1) // LANES
     values[n : lanes * LANES] = 0
@@ -104,7 +104,7 @@ def _total(values: Floats, n: int) -> float:
 
 @jit
 def _finite(bins: Integers, first: int, end: int, infinity: int) -> int:
-    """Return the end of the finite bins."""
+    """Return the index after the last finite bin."""
     while end > first and bins[end - 1] >= infinity:
         end -= 1
     return end

@@ -1,7 +1,7 @@
 """Compile the loops over CPU memory with Numba, and add instructions that Numba lacks.
 
-The cache of machine code checks only the date of a loop's own file. After a change here, also save the files that import
-this module.
+Numba's cache of machine code checks only the date of the file that contains a loop. After a change here, also save the files
+that import this module, so that Numba compiles their loops again.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from numba.core import cgutils, types
 from numba.extending import intrinsic
 from numba.np.numpy_support import carray
 
-#: number of values to read ahead (2 KiB). The hardware's own prefetcher stops at each 4 KiB page, which halves the speed
+#: how many values ahead to prefetch (2 KiB). The hardware's prefetcher alone stops at each 4 KiB page, at half the speed
 AHEAD = 1024
-#: number of entries of a job before the results of its shares
+#: number of entries at the start of a job, before the results of its shares
 JOB = 16
 
 
 def jit(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-    """Compile a function that releases the GIL. Cache the machine code on disk if there is a writable place for it."""
+    """Compile a function so that it releases the GIL. Cache the machine code on disk if a folder for it is writable."""
     try:
         compiled: Callable[..., Any] = numba.njit(nogil=True, cache=True, **options)(function)
     except RuntimeError:
@@ -44,7 +44,7 @@ class Work:
 
 
 def work(function: Callable[[int], None]) -> Work:
-    """Compile a function of one address immediately, with the cache of `jit`."""
+    """Compile a function of one address immediately. Use the same cache as `jit`."""
     try:
         compiled: Any = numba.cfunc(types.void(types.intp), cache=True)(function)
     except RuntimeError:
@@ -53,7 +53,7 @@ def work(function: Callable[[int], None]) -> Work:
 
 
 def instruction(function: Callable[..., Any], prefer_literal: bool = False) -> Callable[..., Any]:
-    """Return Numba's `intrinsic`, with a type whose arguments leave out the typing context."""
+    """Return the function as a Numba intrinsic, typed for its callers, who do not pass the typing context."""
     return intrinsic(prefer_literal=prefer_literal)(function)
 
 
@@ -61,7 +61,7 @@ def instruction(function: Callable[..., Any], prefer_literal: bool = False) -> C
 def prefetch(typing_context: Any, array: Any, index: Any) -> Any:
     """Prefetch the cache line of `array[index]`.
 
-    We do not fill the closest cache, which can wait for only a few lines at once.
+    We do not load the line into the first-level cache, which can wait for only a few lines at once.
     An index past the end is harmless, because a prefetch cannot fault.
     """
 
@@ -78,9 +78,9 @@ def prefetch(typing_context: Any, array: Any, index: Any) -> Any:
 
 
 def _pointer_to(kind: Any) -> Any:
-    """Compile a cast from an address to a pointer.
+    """Return an intrinsic that casts an address to a pointer.
 
-    Making an array in each call would take longer than counting a small tensor.
+    Kernels take addresses, because making an array in each call would take longer than counting a small tensor.
     """
 
     @instruction
@@ -99,13 +99,13 @@ floats_at, doubles_at = _pointer_to(types.float32), _pointer_to(types.float64)
 
 @jit
 def view_job_numbers(address: int) -> Any:
-    """Return the numbers of a job, int64 [16]."""
+    """Return the first `JOB` entries of the job at this address, int64 [16]."""
     return carray(counts_at(address), JOB)
 
 
 @instruction
 def add_atomically(typing_context: Any, address: Any, number: Any) -> Any:
-    """Add atomically to the int64 at an address, and return its previous value."""
+    """Atomically add a number to the int64 at an address. Return the previous value."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         pointer = builder.inttoptr(args[0], ir.IntType(64).as_pointer())

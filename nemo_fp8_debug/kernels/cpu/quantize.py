@@ -1,7 +1,7 @@
 """Cast all values of a tensor to an 8-bit format and back, in one read and one write, and compute the amax.
 
-The cache of machine code checks only the date of a loop's own file. After a change here, also save the files that import
-this module.
+Numba's cache of machine code checks only the date of the file that contains a loop. After a change here, also save the files
+that import this module, so that Numba compiles their loops again.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from .threads import share_out
 
 Words = npt.NDArray[Any]
 Floats = npt.NDArray[np.float32]
-#: the scale, its reciprocal, and three results of `spacing`: the limit, the lowest binade and the anchor
+#: the scale, its reciprocal, and three results of `spacing`: the largest value, the smallest normal value and the anchor
 _By = tuple[np.float32, np.float32, np.float32, np.float32, np.float32]
 
-#: dtypes with a loop of their own
+#: dtypes that have a compiled loop
 DTYPES = (torch.bfloat16, torch.float32)
 #: least number of values for each thread
 GRAIN = 1 << 16
@@ -33,9 +33,10 @@ GRAIN = 1 << 16
 
 @functools.cache
 def spacing(fmt: FloatFormat) -> Floats:
-    """Return four numbers for `rounded`: the limit, where overflow begins, the lowest binade, and the anchor.
+    """Return four numbers: a format's largest value, the magnitude beyond which values overflow, its smallest normal value,
+    and the anchor.
 
-    Adding the anchor rounds to multiples of a spacing.
+    The anchor is 1.5 * 2^23 times the spacing of the format's values between 1 and 2, see `rounded`.
     """
     anchor = 1.5 * 2.0**23 * fmt.min_subnormal / fmt.min_normal
     return np.array([fmt.max, fmt.max * SCALE_ROUNDING, fmt.min_normal, anchor], np.float32)
@@ -43,9 +44,9 @@ def spacing(fmt: FloatFormat) -> Floats:
 
 @jit
 def rounded(value: np.float32, lowest: np.float32, anchor: np.float32) -> np.float32:
-    """Cast a value to a format that `spacing` describes. The value is not negative and at most the format's limit.
+    """Round a value to a format that `spacing` describes. The value must be between 0 and the format's largest value.
 
-    After adding 1.5 * 2^23 spacings of the format, float32's own rounding gives a multiple of the spacing.
+    If we add 1.5 * 2^23 spacings of the format, float32 rounds the sum to a multiple of the spacing.
     """
     exponent = np.int32(np.float32(value).view(np.int32) & 0x7F800000)
     above = max(exponent.view(np.float32), lowest) * anchor
@@ -56,11 +57,11 @@ def quantize_dequantize(x: torch.Tensor, scale: float, scale_inv: float, fmt: Fl
     """Return the same values, to the bit, as `numerics.tensor_scaling.quantize_dequantize`.
 
     Args:
-        x: tensor without gaps, of a dtype in `DTYPES`, not empty.
+        x: non-empty tensor without gaps in its memory, of a dtype in `DTYPES`.
         scale: a float32 value.
-        scale_inv: its float32 reciprocal.
+        scale_inv: float32 reciprocal of the scale.
         fmt: an 8-bit format.
-        threads: most threads that run at once.
+        threads: largest number of threads that run at once.
     """
     out = torch.empty_like(x)
     limit, _, lowest, anchor = spacing(fmt)
@@ -71,7 +72,7 @@ def quantize_dequantize(x: torch.Tensor, scale: float, scale_inv: float, fmt: Fl
 
 
 def amax(x: torch.Tensor, threads: int) -> torch.Tensor:
-    """Return the same value as `numerics.metrics.compute_amax`. `x` is as for `quantize_dequantize`."""
+    """Return the same value as `numerics.metrics.compute_amax`. `x` must be as in `quantize_dequantize`."""
     shares = _shares(x, threads)
     job = share_out(_reading(x.dtype), (x.data_ptr(), x.numel()), shares, 1)
     pattern = max(job[JOB:])
@@ -148,7 +149,7 @@ def _cast_float32(x: Floats, out: Floats, by: _By) -> None:
 
 @jit
 def largest_pattern(x: Words, sign: Any, infinity: Any) -> int:
-    """Return the largest pattern without its sign, ignoring NaN. `sign` and `infinity` have the words' type."""
+    """Return the largest magnitude pattern, ignoring NaN. `sign` and `infinity` have the same integer type as the words."""
     top = sign ^ sign
     for i in range(x.size):
         magnitude = x[i] & ~sign

@@ -26,7 +26,7 @@ def share_out(work: Work, numbers: tuple[int, ...], shares: int, results: int = 
         results: how many numbers each share writes, after the first `JOB` numbers.
 
     Returns:
-        The job as int64. A result that no share has written is zero.
+        The job as an int64 array, with results from index `JOB` on. A result that no share has written is zero.
     """
     job = _numbers(JOB + results * shares)(0, shares, *numbers)
     if shares == 1:
@@ -42,26 +42,26 @@ def share_out(work: Work, numbers: tuple[int, ...], shares: int, results: int = 
 
 
 class ZeroedArrays:
-    """Zeros for each share of a job.
+    """Arrays of zeros for the shares of a job.
 
-    Shares leave them zero. We reuse them, because new memory from the system takes long.
+    A share must leave its array zero. We reuse the arrays, because getting new memory from the system takes long.
     """
 
     def __init__(self, shape: tuple[int, ...], dtype: type[np.generic]) -> None:
         """
         Args:
-            shape: shape of each share's zeros.
+            shape: shape of each share's array.
         """
         self._shape, self._dtype = shape, dtype
         self._kept: list[npt.NDArray[Any]] = []
 
     def take(self, shares: int) -> npt.NDArray[Any]:
-        """Return zeros, [at least `shares`, *shape], for exclusive use. Give them back only if all values are zero."""
+        """Return an array of zeros, [at least `shares`, *shape], for exclusive use. Give it back only if it is all zeros."""
         found = self._kept.pop() if self._kept else None
         return found if found is not None and len(found) >= shares else np.zeros((shares, *self._shape), self._dtype)
 
     def give_back(self, zeros: npt.NDArray[Any]) -> None:
-        """Keep the zeros for the next call."""
+        """Keep an array of zeros for a later `take`."""
         self._kept.append(zeros)
 
 
@@ -72,10 +72,10 @@ def _numbers(length: int) -> Any:
 
 @functools.cache
 def _team() -> Callable[..., None] | None:
-    """Return the GNU entry point of torch's OpenMP library, or None if the library lacks it. LLVM's and Intel's have it too.
+    """Return the function `GOMP_parallel` of torch's OpenMP library, or None if the library lacks it.
 
-    Our own threads would compete with torch's threads, which spin for a while after each operation. Our own threads would
-    also take several times as long to wake up.
+    The OpenMP libraries of GNU, LLVM and Intel have it. Our own threads would compete with torch's threads, which spin for a
+    while after each operation. Our own threads would also take several times as long to wake up.
     """
     if os.getpid() != _PROCESS:
         return None
@@ -95,6 +95,6 @@ def _pool() -> ThreadPoolExecutor:
 
 
 if hasattr(os, "register_at_fork"):
-    # A forked child inherits teams and pools without their threads, and would wait forever for these threads.
+    # A forked child inherits teams and pools without their threads, so it would wait forever for these threads.
     os.register_at_fork(after_in_child=_team.cache_clear)
     os.register_at_fork(after_in_child=_pool.cache_clear)

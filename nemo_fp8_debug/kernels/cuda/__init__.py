@@ -1,1 +1,1 @@
-"""Kernels of a CUDA device, compiled by Numba. Internal."""
+"""Kernels for CUDA devices, compiled by Numba. Internal."""

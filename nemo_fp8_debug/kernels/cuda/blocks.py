@@ -1,4 +1,4 @@
-"""Compute the sums of a matrix of 16-bit values under the scales of its blocks, on a CUDA device.
+"""Compute the quantization sums of a 16-bit matrix under block scales, on a CUDA device.
 
 This module is imported only if there is such a matrix.
 """
@@ -21,12 +21,12 @@ from .launches import Grid, Stream, multiprocessors
 from .sums import SUMS, total
 from .tile import STRIP, THREADS, TILE, CodeRounding, PatternLayout, compile_sum_kernel
 
-#: blocks of threads that fit on a multiprocessor, with 66 registers a thread and at most 37 KiB of shared memory
+#: number of thread blocks that fit on a multiprocessor, at 66 registers per thread and at most 37 KiB of shared memory
 RESIDENT = 3
 
 
 def arguments(shape: torch.Size, block: Block, dtype: torch.dtype, fmt: FloatFormat) -> tuple[Any, ...]:
-    """Return the kernel's arguments for a matrix, its blocks, values and codes. Sizes of blocks are powers of two."""
+    """Return the kernel arguments that describe a matrix, its blocks, values and codes. Block sizes are powers of two."""
     high, wide = block
     return (
         tuple(shape),
@@ -37,7 +37,7 @@ def arguments(shape: torch.Size, block: Block, dtype: torch.dtype, fmt: FloatFor
 
 
 def whole_words(address: int, columns: int) -> bool:
-    """Return True if rows consist of aligned 8-byte words, and 32 bits can number the words of 128 rows."""
+    """Return True if rows consist of aligned 8-byte words, and a 32-bit index can address the words of 128 rows."""
     return address % 8 == 0 and columns % 4 == 0 and columns < 1 << 26
 
 
@@ -47,10 +47,10 @@ def launch(values: Any, words: Any, known: tuple[Any, ...], scales: tuple[Any, A
     Args:
         values: uint16 [n], the matrix row by row.
         words: uint64 [n / 4], the same memory if `whole_words`, otherwise an empty array.
-        known: `arguments` of the matrix.
+        known: what `arguments` returned for the matrix.
         scales: float32 and float64 [32768], scale and scale_inv for each amax.
-        out: float64 [blocks of threads * 5], receives the sums of each block of threads.
-        grid: where to run.
+        out: float64 [thread blocks * 5], in which each thread block stores its sums.
+        grid: size of the launch, and its stream.
     """
     shape, block, kind, codes = known
     compile_sum_kernel(kind, grid[1]).start(grid, values, words, shape, block, *scales, codes, out)

@@ -1,8 +1,8 @@
-"""Compute the moments of a float32 tensor on a CUDA device, and its sums under a scale, in one read each.
+"""Compute the moments of a float32 tensor, and its quantization sums under a scale, on a CUDA device, in one read each.
 
-This module is imported only if there is such a tensor. For each value, results equal those of the plain torch operations in
-`numerics.metrics` to the bit. In the simulator, the last bit may differ, because its `fma` rounds twice. Sums are added up
-in another order.
+This module is imported only if there is such a tensor. For each value, the kernels compute bitwise the same terms as the
+plain torch operations in `numerics.metrics`, but they add up the terms in another order. In Numba's simulator, the last bit
+of a term may differ, because the simulator's `fma` rounds twice.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from .launches import Grid, Kernel, Stream, cuda, multiprocessors, on_device
 from .sums import SUMS, fold, nearest, store_thread_sums, total
 from .tile import CodeRounding
 
-#: threads of a block: a power of two
+#: number of threads in a thread block, a power of two
 THREADS = 256
-#: blocks of threads that fit on a multiprocessor, with 32 registers a thread
+#: number of thread blocks that fit on a multiprocessor, at 32 registers per thread
 RESIDENT = 8
 #: number of values that a thread loads before it adds the first value, so that enough loads are under way
 AT_ONCE = 4
-#: number of sums among the moments: NaN, infinities, squares, fourth powers. The largest and smallest magnitude follow
+#: number of moments that are sums: NaN, infinities, squares, fourth powers. The largest and smallest magnitude follow them
 MOMENTS = 4
 
 _MAGNITUDE, _INFINITY = np.uint32(0x7FFFFFFF), np.uint32(0x7F800000)
@@ -47,9 +47,9 @@ _MOMENTS_ROOM, _SUMS_ROOM = MOMENTS * THREADS, SUMS * THREADS
 
 @on_device
 def _nearest_bfloat16(clamped: Any, codes: Any) -> Any:
-    """Return the nearest bfloat16.
+    """Return the bfloat16 value nearest to a float32 value.
 
-    Round the lower half as an integer, because adding an anchor to large values would overflow.
+    Round the lower 16 bits in integer arithmetic, because adding an anchor to large values would overflow.
     """
     bits = clamped.view(np.uint32)
     odd = np.uint32(bits >> np.uint32(16) & np.uint32(1))
@@ -73,7 +73,10 @@ def _add_moments(pattern: Any, so_far: Any) -> Any:
 
 @on_device
 def _add_up(mine: Any, room: Any, threads: Any, out: Any) -> None:
-    """Write the sums over a block's threads into its row. Reuse shared memory that no thread reads any more."""
+    """Add up the sums of a block's threads, and write the totals to the block's row of `out`.
+
+    `room` is shared memory that no thread reads any more.
+    """
     thread, half = cuda.threadIdx.x, threads >> 1
     store_thread_sums(mine, room, thread, threads)
     while half:
@@ -114,7 +117,7 @@ def _moments(values: Any, out: Any) -> None:
 
 @functools.cache
 def _sums_of(is_bfloat16: bool) -> Any:
-    """Return the kernel of sums for codes in bfloat16, or in a narrower format."""
+    """Return the kernel that computes quantization sums, for bfloat16 codes or for codes in another format."""
     cast = _nearest_bfloat16 if is_bfloat16 else nearest
 
     @on_device
@@ -160,9 +163,9 @@ def launch_moments(values: Any, out: Any, grid: Grid) -> None:
 
     Args:
         values: uint32 [n], the patterns.
-        out: float64 [blocks of threads * 6], receives rows of 4 sums, then the largest magnitude of each block of threads,
-            then the smallest non-zero magnitude of each block, or infinity if a block has only zeros.
-        grid: where to run.
+        out: float64 [thread blocks * 6], for the results: first a row of 4 sums for each thread block, then the largest
+            magnitude of each, then the smallest non-zero magnitude of each, or infinity if there are only zeros.
+        grid: size of the launch, and its stream.
     """
     _moments.start(grid, values, out)
 
@@ -174,8 +177,8 @@ def launch_sums(values: Any, scale: Any, fmt: FloatFormat, out: Any, grid: Grid)
         values: uint32 [n], the patterns.
         scale: float32 [1].
         fmt: format of the codes.
-        out: float64 [blocks of threads * 5], receives the sums of each block of threads.
-        grid: where to run.
+        out: float64 [thread blocks * 5], in which each thread block stores its sums.
+        grid: size of the launch, and its stream.
     """
     _sums_of(fmt == BF16).start(grid, values, scale, CodeRounding.from_format(fmt), out)
 
@@ -241,7 +244,7 @@ def quantization_sums(x: torch.Tensor, scale: torch.Tensor, fmt: FloatFormat) ->
 
 
 def _values(x: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """Return the values without gaps, and how many blocks of threads to start for them."""
+    """Return the values in contiguous memory, and the number of thread blocks to start for them."""
     values = x.detach().contiguous()
     if not values.data_ptr():
         raise ValueError("the memory of the tensor was freed")

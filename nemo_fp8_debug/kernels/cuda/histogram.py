@@ -15,29 +15,29 @@ from ...numerics.histogram import BINS
 from ..memory import DeviceMemory
 from .launches import Grid, Kernel, Stream, cuda, multiprocessors, on_device
 
-#: counters that a block of threads keeps in shared memory: 44 KiB, 88 binades of bfloat16 and 11 of float16
+#: number of counters that a thread block keeps in shared memory (44 KiB): 88 binades of bfloat16, or 11 of float16
 WINDOW = 11 << 10
-#: number of these counters above the largest value of a first sample: 8 binades of bfloat16, 1 of float16
+#: number of these counters above the largest value sampled at the start: 8 binades of bfloat16, or 1 of float16
 SPARE = 1 << 10
 THREADS = 512
 #: number of blocks that fit on a multiprocessor with 64 Ki registers and 228 KiB of shared memory (164 KiB suffice)
 RESIDENT = 3
-#: least number of blocks to start: for fewer, Numba warns that they do not keep a device busy
+#: least number of thread blocks to start; with fewer, Numba warns that the device is not busy enough
 LEAST_BLOCKS = 128
 #: number of words that a thread loads before it counts the first word, so that enough loads are under way
 AT_ONCE = 4
 
 _MAGNITUDE = np.uint64(0x7FFF)
-#: number of the counter that takes all values outside the window. Nobody reads this counter
+#: index of the counter for all values outside the window. This counter is never read
 _OUTSIDE = np.uint32(WINDOW)
 _COUNTERS = WINDOW + 1
-#: places of a block's other two numbers: the largest sampled pattern, and the number of zeros outside the window
+#: indices of a thread block's two other numbers: the largest sampled pattern, and the number of zeros outside the window
 _TOP, _ZEROS = 0, 1
 
 
 @on_device
 def largest_below(word: Any, end: Any) -> Any:
-    """Return the largest magnitude pattern of a word below `end`, or zero if there is none."""
+    """Return the largest magnitude pattern of a word that is below `end`, or zero if no pattern is below `end`."""
     largest = int32(0)
     for _ in range(4):
         pattern = int32(word & _MAGNITUDE)
@@ -70,7 +70,7 @@ def _tally(word: Any, lowest: Any, window: Any, counts: Any) -> Any:
     """Count the four values of a word, except zeros outside the window. Return the number of these zeros."""
     rest, farthest = word, uint32(0)
     for _ in range(4):
-        # Every value is added to a counter, because a branch costs more than a counter for values outside the window.
+        # Values outside the window go to an extra counter, because a branch would cost more than this counter.
         place = min(uint32(int32(rest & _MAGNITUDE) - lowest), _OUTSIDE)
         cuda.atomic.add(window, place, uint32(1))
         farthest = max(farthest, place)
@@ -90,7 +90,7 @@ def _count(values: Any, words: Any, head: Any, apart: Any, infinity: Any, counts
         beside[_TOP] = beside[_ZEROS] = 0
     cuda.syncthreads()
 
-    # Sample values from the whole tensor, the same for all blocks, because part of a tensor may be padding or masked.
+    # Sample values from the whole tensor, because part of it may be padding or masked. All blocks take the same sample.
     if words.size:
         cuda.atomic.max(beside, _TOP, uint32(largest_below(words[thread * apart], infinity)))
     cuda.syncthreads()
@@ -119,7 +119,7 @@ def _count(values: Any, words: Any, head: Any, apart: Any, infinity: Any, counts
 
 
 def words_of(address: int, n: int) -> tuple[int, int]:
-    """Return how many of `n` 16-bit values precede the first 8-byte boundary of `address`, and how many words follow."""
+    """Return how many of `n` 16-bit values at `address` precede the first 8-byte boundary, and how many words follow it."""
     head = min(n, -address % 8 // 2)
     return head, (n - head) // 4
 
@@ -129,11 +129,11 @@ def launch(values: Any, words: Any, cut: tuple[int, int], infinity: int, counts:
 
     Args:
         values: uint16 [n].
-        words: uint64, the same memory as whole words of four values, from the first boundary on.
-        cut: `words_of` the values.
+        words: uint64, the same memory from the first 8-byte boundary on, as words of four values.
+        cut: what `words_of` returned for the values.
         infinity: the pattern of infinity. Only finite values determine the place of the window.
-        counts: int64 [32768], added to.
-        grid: where to run.
+        counts: int64 [32768], updated in place.
+        grid: size of the launch, and its stream.
     """
     (head, body), threads = cut, grid[1]
     _count.start(grid, values, words, head, body // threads, infinity, counts)
@@ -146,7 +146,7 @@ def count_patterns(values: torch.Tensor, counts: torch.Tensor, infinity: int) ->
 
     Args:
         values: contiguous 16-bit values on the device of `counts`.
-        counts: int64 [32768], added to in place.
+        counts: int64 [32768], updated in place.
         infinity: the pattern of infinity in the format of the values.
 
     Raises:

@@ -1,10 +1,11 @@
 """Start kernels that Numba compiles.
 
-Numba's own launch takes 120 us on the host, because it determines the types of its arguments each time. We launch Numba's
-machine code with cuda.core, which Numba is built on, and lay out parameters as Numba does. We do so only if Numba names
-exactly the array fields that we know, and the driver reports the sizes that we expect. Otherwise Numba launches the kernel.
+A launch by Numba takes 120 us on the host, because Numba determines the types of the arguments each time. So we launch
+Numba's machine code with cuda.core, which Numba is built on, and lay out parameters as Numba does. First we check that
+Numba's arrays have exactly the fields that we know, and that the driver reports the parameter sizes that we expect. If not,
+Numba launches the kernel.
 
-This module is imported only if there is a CUDA device, or Numba's simulator, which runs the same source without one
+This module is imported only if there is a CUDA device, or if Numba's simulator runs the same source on a CPU
 (`NUMBA_ENABLE_CUDASIM=1`).
 """
 
@@ -24,9 +25,9 @@ from ..memory import DeviceMemory, current_stream
 
 cuda: Any = numba.cuda
 
-#: fields of an array; each is a parameter
+#: fields of a Numba array; each field is a parameter of the kernel
 _FIELDS = ("meminfo", "parent", "nitems", "itemsize", "data", "shape", "strides")
-#: bytes of a Python integer
+#: size in bytes of a Python integer as a parameter
 _INTEGER = 8
 _entered = threading.local()
 _HERE = contextlib.nullcontext()
@@ -44,9 +45,9 @@ class Stream(NamedTuple):
         return cls(device.index, current_stream(device))
 
 
-#: the number of blocks of threads, the number of threads of each, and the stream to run in if there are streams
+#: number of thread blocks, number of threads in each, and the stream to run in (the simulator has no streams)
 Grid = tuple[int, int] | tuple[int, int, Stream]
-#: an array in a device's memory, or in the simulator's, a number, or a tuple of numbers
+#: argument of a kernel: an array in the memory of a device or the simulator, a number, or a tuple of numbers
 Argument = Any
 
 
@@ -60,7 +61,7 @@ class Kernel:
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = cuda.jit(function)
-        #: the kernel of cuda.core by device; None if Numba has to launch the kernel
+        #: by device, the kernel as an object of cuda.core, or None if Numba has to launch the kernel
         self._direct: dict[int, Any] = {}
 
     def start(self, grid: Grid, *arguments: Argument) -> None:
@@ -92,10 +93,10 @@ class Kernel:
 
 
 def _checked(compiled: Any, arguments: Sequence[Argument]) -> Any:
-    """Return the kernel of cuda.core in Numba's machine code for these arguments.
+    """Return Numba's machine code for these arguments, as a kernel of cuda.core.
 
     Raises:
-        ValueError: Numba lays out its parameters in a way that is not supported.
+        ValueError: Numba lays out the kernel's parameters in a way that is not supported.
     """
     (definition,) = compiled.overloads.values()
     array = cuda.types.Array(cuda.types.uint8, 1, "C")
@@ -110,7 +111,7 @@ def _checked(compiled: Any, arguments: Sequence[Argument]) -> Any:
 
 
 def parameters(arguments: Sequence[Argument]) -> list[Any]:
-    """Return arguments as Numba's kernels take them: an array as seven integers, a tuple as its elements."""
+    """Return the arguments in the form that Numba's kernels take: an array as seven integers, a tuple as its elements."""
     found: list[Any] = []
     for argument in arguments:
         if isinstance(argument, DeviceMemory):

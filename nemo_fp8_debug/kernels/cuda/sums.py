@@ -1,7 +1,7 @@
-"""Device functions that kernels share for adding up: round a value to a code, and sum over threads and blocks.
+"""Device functions that several kernels use: round a value to a code, and add up over threads and blocks.
 
-Functions here take the thread as an argument. In the simulator, only functions in the kernel's own module can get it from
-Numba.
+Functions here take the thread's index as an argument. In Numba's simulator, only functions in the kernel's own module can
+get this index from Numba.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from ...numerics.metrics import QuantizationSums
 from .launches import on_device
 
-#: the sums, in the order of `QuantizationSums`
+#: number of sums, which are in the order of `QuantizationSums`
 SUMS = 5
 
 _EXPONENT = np.uint32(0x7F800000)
@@ -22,22 +22,22 @@ _EXPONENT = np.uint32(0x7F800000)
 
 @on_device
 def nearest(clamped: Any, codes: Any) -> Any:
-    """Return the code nearest to a magnitude within the format's range, ties to even: a cast to `Codes`."""
+    """Return the code nearest to a magnitude, ties to even. The magnitude must be within the format's range."""
     exponent = np.uint32(max(clamped.view(np.uint32), codes.lowest) & _EXPONENT).view(np.float32)
-    anchor = np.float32(exponent * codes.anchor)  # a power of two times a few digits: exact, whether fused or not
+    anchor = np.float32(exponent * codes.anchor)  # exact, fused or not: a power of two times a number of few digits
     return np.float32(np.float32(clamped + anchor) - anchor)
 
 
 @on_device
 def store_thread_sums(mine: Any, room: Any, thread: Any, threads: Any) -> None:
-    """Put a thread's sums, float64, into shared memory: uint64 [sums * threads]."""
+    """Store the float64 sums of a thread in shared memory, which is uint64 [sums * threads]."""
     for i in range(len(mine)):
         room[i * threads + thread] = mine[i].view(np.uint64)
 
 
 @on_device
 def fold(sums: Any, room: Any, thread: Any, half: Any, threads: Any) -> None:
-    """Run one step of adding up the threads' sums: add the upper half to the lower half, always in the same order."""
+    """Run one step of adding up the threads' sums: add the upper half of the threads to the lower half, in a fixed order."""
     if thread < half:
         for i in range(sums):
             at = i * threads + thread
@@ -45,6 +45,6 @@ def fold(sums: Any, room: Any, thread: Any, half: Any, threads: Any) -> None:
 
 
 def total(parts: torch.Tensor) -> QuantizationSums:
-    """Return the total of float64 [parts, 5]. Counts below 2^53 are exact in float64."""
+    """Add up the rows of `parts`, float64 [parts, 5], into one row. Counts below 2^53 are exact in float64."""
     underflows, overflows, *others = parts.sum(0)[:, None]
     return QuantizationSums(underflows.long(), overflows.long(), *others)

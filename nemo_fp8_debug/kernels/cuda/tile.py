@@ -1,9 +1,9 @@
-"""The kernel that adds up a matrix of 16-bit values under the scales of its blocks, in one read of a CUDA device's memory.
+"""The kernel that computes the quantization sums of a 16-bit matrix under block scales, in one read of device memory.
 
-A block of threads loads a tile of 128x128 values at a time into shared memory. The scaled blocks of
-every rule divide a tile. The threads find the amax of each scaled block, look up its scale in a table of all 32,768
-magnitudes, and add up. They exchange the amax through shared memory. Warp shuffles would take more instructions, and Numba's
-simulator lacks them.
+A thread block loads tiles of 128x128 values into shared memory, one after the other. The scaled blocks of every rule divide
+a tile without remainder. The threads find the amax of each scaled block, and look up the block's scale in a table with an
+entry for each of the 32,768 possible amaxes. Then they add up the values. The threads exchange the amaxes through shared
+memory, because warp shuffles would take more instructions and Numba's simulator lacks them.
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ from ...numerics.metrics import SCALE_ROUNDING
 from .launches import Kernel, cuda, on_device
 from .sums import fold, nearest, store_thread_sums
 
-#: digits of a float32's mantissa
+#: number of binary digits in a float32's mantissa
 _DIGITS = 23
 
 
 class PatternLayout(NamedTuple):
-    """How to read the patterns of a dtype.
+    """How to read the bit patterns of a dtype.
 
-    If we shift a magnitude's exponent to the place of float32's exponent, it equals the float32 value except for a power of
-    two, because the exponents have different biases. This also holds for subnormals.
+    We shift a magnitude so that its exponent is where float32 has its exponent. Read as float32, the result is the value
+    except for a power of two, because the exponents have different biases. This is also true for subnormals.
     """
 
     #: the pattern of infinity
     infinity: np.uint32
-    #: how far to shift, and the power of two to multiply with
+    #: by how many bits to shift, and the power of two to multiply by
     shift: np.uint32
     lift: np.float32
 
     @classmethod
     def from_dtype(cls, dtype: torch.dtype) -> PatternLayout:
-        """Return the values of torch.bfloat16 or torch.float16."""
+        """Return how to read torch.bfloat16 or torch.float16."""
         kind = torch.finfo(dtype)
         digits, bias = -int(math.log2(kind.eps)), 1 - int(math.log2(kind.tiny))
         return cls(
@@ -54,10 +54,10 @@ class PatternLayout(NamedTuple):
 class CodeRounding(NamedTuple):
     """How to turn a value into a code.
 
-    After adding 1.5 * 2^23 spacings of the format, float32's own rounding gives the code.
+    If we add 1.5 * 2^23 spacings of the format, float32 rounds the sum to a multiple of the spacing, which gives the code.
     """
 
-    #: the largest value, and the magnitude where overflow begins
+    #: the largest value, and the magnitude beyond which values overflow
     limit: np.float32
     beyond: np.float32
     #: smallest normal value, as bits of a float32
@@ -68,7 +68,10 @@ class CodeRounding(NamedTuple):
 
     @classmethod
     def from_format(cls, fmt: FloatFormat) -> CodeRounding:
-        """Return the codes of E4M3, E5M2, E2M1 or FP16. In BF16, 1.5 * 2^23 spacings exceed float32 near its max."""
+        """Return how to cast to E4M3, E5M2, E2M1 or FP16. For BF16, only the limits are usable.
+
+        Near BF16's max, 1.5 * 2^23 spacings are beyond float32's range.
+        """
         limit = np.float32(fmt.max)
         return cls(
             limit,
@@ -81,13 +84,13 @@ class CodeRounding(NamedTuple):
 
 #: rows and columns of a tile
 TILE = 128
-#: threads of a block: a power of two, at least a warp
+#: number of threads in a thread block: a power of two, at least one warp
 THREADS = 256
-#: number of neighboring values of a row that one thread handles. No block of any rule is narrower
+#: number of neighboring values of a row that one thread handles together. No rule has narrower blocks
 STRIP = 16
 
 _STRIPS, _WORDS = TILE // STRIP, STRIP // 4
-#: number of words from one row of a tile to the next: one more than in a row, so that the rows of a warp share no bank
+#: number of words between the starts of two rows of a tile: one more than a row has, so that rows of a warp share no bank
 _PITCH = TILE // 4 + 1
 _ROOM, _BLOCKS = TILE * _PITCH, TILE * _STRIPS
 _MAGNITUDES, _LOWEST_16 = np.uint64(0x7FFF7FFF7FFF7FFF), np.uint64(0xFFFF)
@@ -115,7 +118,7 @@ def _load(words: Any, row: Any, rows: Any, pitch: Any, place: Any, threads: Any,
 
 @on_device
 def _gather(values: Any, row: Any, rows: Any, columns: Any, column: Any, threads: Any, tile: Any) -> None:
-    """Fill a tile value by value, if rows are not whole words."""
+    """Fill a tile value by value, for a matrix whose rows do not consist of whole words."""
     i = cuda.threadIdx.x
     while i < rows * (TILE // 4):
         r, w = i // (TILE // 4), i % (TILE // 4)
@@ -129,7 +132,7 @@ def _gather(values: Any, row: Any, rows: Any, columns: Any, column: Any, threads
 
 @on_device
 def _largest(tile: Any, at: Any, infinity: Any) -> Any:
-    """Return the largest magnitude of a strip, ignoring NaN. Clear non-finite values, which then add nothing."""
+    """Return the largest magnitude of a strip, ignoring NaN. Set non-finite values to zero, which adds nothing to sums."""
     largest = np.uint32(0)
     for w in range(_WORDS):
         word = tile[at + np.uint64(w)]
@@ -156,7 +159,7 @@ def _without_others(tile: Any, at: Any, infinity: Any) -> Any:
 
 @on_device
 def _add_word(word: Any, scale: Any, scale_inv: Any, nothing: Any, kind: Any, codes: Any, so_far: Any) -> Any:
-    """Add one word to underflows, squared errors, products of values and codes, and squared codes."""
+    """Add the values of one word to the sums: underflows, squared errors, products of values and codes, squared codes."""
     underflows, error2, xc, c2 = so_far
     for _ in range(4):
         pattern = np.uint32(word & _LOWEST_16)
@@ -201,13 +204,16 @@ def _sums_of_strip(tile: Any, at: Any, amax: Any, scale: Any, scale_inv: Any, ki
     largest = np.float32(np.uint32(amax << kind.shift).view(np.float32) * kind.lift)
     if not lost and np.float32(largest * scale) > codes.beyond:
         overflows = _overflows(tile, at, scale, kind, codes.beyond)
-    # All terms have one sign, so taking the scale out of the sum loses no accuracy.
+    # All terms have the same sign, so taking the scale out of the sum loses no accuracy.
     return underflows, overflows, error2, xc * scale_inv, c2 * scale_inv * scale_inv
 
 
 @on_device
 def _add_up(mine: Any, room: Any, threads: Any, out: Any) -> None:
-    """Write the sums over a block's threads into its row. Reuse shared memory that no thread reads any more."""
+    """Add up the sums of a block's threads, and write the totals to the block's row of `out`.
+
+    `room` is shared memory that no thread reads any more.
+    """
     thread, half = cuda.threadIdx.x, threads >> 1
     store_thread_sums(mine, room, thread, threads)
     while half:
@@ -224,8 +230,8 @@ def _find_amax(tile: Any, amax: Any, rows: Any, strips: Any, block: Any, threads
     """Find the amax of each block of a tile."""
     i = np.uint32(cuda.threadIdx.x)
     while i < TILE * strips:
-        # The threads of a warp read different rows of one strip. So they use different banks, and different scaled blocks
-        # unless blocks are square.
+        # The threads of a warp read the same strip in different rows, so they use different banks. They also update
+        # different scaled blocks, unless blocks are square.
         r, s = np.uint32(i & TILE - 1), np.uint32(i >> 7)
         if r < rows:
             largest = _largest(tile, np.uint64(r * _PITCH + s * _WORDS), infinity)
@@ -267,7 +273,7 @@ def _add_tile(
 def compile_sum_kernel(kind: PatternLayout, threads: int) -> Any:
     """Compile the kernel for one kind of values and a number of threads. As constants, these cost no instructions.
 
-    `cuda_blocks.launch` documents its arguments.
+    `blocks.launch` documents the kernel's arguments.
     """
 
     @Kernel

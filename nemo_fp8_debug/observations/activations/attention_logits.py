@@ -27,7 +27,7 @@ _QUERY, _KEY, _MASK, _CAUSAL = ("query", "q"), ("key", "k"), ("attn_mask", "attn
 
 
 class Scores(OperatorMode):
-    """Watches one forward of an attention."""
+    """Watches one forward of an attention module."""
 
     def __init__(self, found: Callable[[torch.Tensor], None]) -> None:
         """
@@ -151,7 +151,7 @@ def rows_of(queries: int, logits: int) -> list[int]:
 
     Args:
         queries: number of rows.
-        logits: number of logits in a row of all heads.
+        logits: number of logits in one row, summed over all heads.
 
     Example:
         >>> rows_of(100, 1000)[:3], rows_of(100, 1000)[-1], rows_of(8, 1000)
@@ -190,9 +190,9 @@ def seen_logits(logits: torch.Tensor) -> torch.Tensor:
 
 
 def attention_sums(logits: torch.Tensor) -> torch.Tensor:
-    """Return the number of rows, the sum of the entropies of their weights (nats), and the sum of their first keys' weights.
+    """Return the number of rows, the sum of their entropies (nats), and the sum of the weights of the first key.
 
-    The result is float64 [3].
+    The entropy of a row is that of its weights. The result is float64 [3].
 
     Args:
         logits: [batch, heads, rows, keys], -inf for keys that a row does not attend to.

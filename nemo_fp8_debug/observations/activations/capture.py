@@ -84,13 +84,13 @@ def _found(
 
 
 _LOGITS = ("router_logits",)
-_NO_LOGITS = "no operator of torch showed them"
+_NO_LOGITS = "no torch operator received them"
 _Begin = Callable[[Pass, Args, Kwargs], None]
 _End = Callable[[Pass, Args, Kwargs, Any], None]
 
 
 class ActivationCapture:
-    """Observes activations, of the same forward calls that count for operands."""
+    """Observes activations, in the forward calls in which operands are measured too."""
 
     def __init__(
         self, sites: Sequence[Site], operands: Mapping[Key, Operand], on_fault: Fault, dispatcher: Dispatcher
@@ -117,7 +117,8 @@ class ActivationCapture:
                 self._watch(module, name, roles, partial(self._watch_scores, name), self._end_scores)
 
     def _watch(self, module: nn.Module, name: str, roles: Sequence[str], begin: _Begin, end: _End) -> None:
-        """
+        """Call `begin` and `end` around each forward that counts.
+
         Args:
             roles: roles that the two functions observe.
             begin: called at the beginning of each forward that counts.

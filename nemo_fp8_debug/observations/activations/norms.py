@@ -10,7 +10,7 @@ from torch import nn
 
 from ...capture.backends.base import Args, Kwargs
 
-#: norms over the channels of each token, by the end of their class's name
+#: end of the class names of norms that normalize over the channels of each token
 _NORM = re.compile(r"(?<!batch)(?<!group)(?<!instance)norm\Z")
 #: Transformer Engine's layers that begin with a norm
 _FUSED = ("LayerNormLinear", "LayerNormMLP")

@@ -46,8 +46,8 @@ def of_channels(sums: torch.Tensor) -> dict[str, float | None]:
         sums: number of rows and the sum of squares of each channel, float64 [1 + C].
 
     Returns:
-        The number of rows, the channel with the largest root mean square, and the ratio of this value to that of the
-            median channel.
+        The number of rows, the channel with the largest root mean square, and the ratio of this root mean square to that of
+        the median channel.
 
     Example:
         >>> of_channels(torch.tensor([10.0, 1.0, 1.0, 400.0], dtype=torch.float64))
@@ -63,8 +63,7 @@ def of_attention(sums: torch.Tensor) -> dict[str, float | None]:
     """Return the metrics of rows of attention.
 
     Args:
-        sums: number of rows, the sum of the entropies of their weights, and the sum of their first keys' weights: float64
-        [3].
+        sums: totals of `attention_sums` over calls and ranks, float64 [3].
 
     Example:
         >>> of_attention(torch.tensor([4.0, 2.0, 1.0], dtype=torch.float64))
@@ -84,7 +83,7 @@ def of_router(sums: torch.Tensor) -> dict[str, Any]:
 
     Returns:
         The number of tokens, their mean entropy in nats, the ratio of the largest to the mean load of an expert, the number
-            of experts without tokens, the percentage of dropped requests, and each expert's number of tokens.
+        of experts without tokens, the percentage of dropped requests, and each expert's number of tokens.
 
     Example:
         >>> of_router(torch.tensor([4.0, 2.0, 8.0, 4.0, 2.0, 0.0], dtype=torch.float64))

@@ -2,8 +2,8 @@
 
 A router is a module with "router" in its class name (Megatron's `TopKRouter`, routers of transformers). In Mixtral or Qwen,
 the router is the linear layer with one output for each expert in a block of experts. We watch the torch operators inside the
-router, and call them unchanged. The logits are the first tensor that they read with a number for each token and expert. The
-chosen experts are in the last top-k over all experts, or in the map that the router returns.
+router, and call them unchanged. The logits are the first tensor with a number for each token and expert that these operators
+read. The chosen experts are in the last top-k over all experts, or in the map that the router returns.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ...core.error_guard import enter_again, leave_modes
 _ROUTER = re.compile(r"(Router|MoE\w*Gate|TopKGate)\Z")
 #: attributes of a module or its configuration with the number of experts
 _EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts", "num_moe_experts", "moe_num_experts")
-#: attributes of a block of experts that hold the router
+#: attributes of a block of experts that may contain the router
 _GATES = ("gate", "router")
 #: operators that read logits without multiplying a weight
 _READERS = ("view", "_unsafe_view", "_to_copy", "_softmax", "sigmoid", "topk", "detach", "clone", "logsumexp", "alias")
@@ -90,7 +90,7 @@ class Choice(OperatorMode):
         """
         Args:
             logits: function to call once with the logits, or None if they are observed elsewhere.
-            ends: whether the first choice over all experts is the last.
+            ends: whether to stop watching after the first top-k over all experts.
         """
         super().__init__()
         self._experts, self._logits, self._ends, self._on = experts, logits, ends, True

@@ -24,7 +24,7 @@ _LOGITS, _ROUTER = "attention_logits", "router_logits"
 
 
 class AttentionCourse(NamedTuple):
-    """The largest logit of one attention layer, and the median entropy of its weights before and after it grows."""
+    """The largest logit of one attention layer, and the entropy of its weights, sample by sample."""
 
     course: LayerCourse
     steps: np.ndarray[tuple[int], np.dtype[np.int64]]

@@ -1,4 +1,4 @@
-"""Compare the tensors between the GEMMs of two runs."""
+"""Compare the activations (tensors between GEMMs) of two runs."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def compare_runs(baseline: Run, run: Run) -> pl.DataFrame:
 
     Returns:
         One row for each activation and metric: layer, role, tensor (the symbol of the role), metric (`size` is the root mean
-        square), baseline and run (medians), and ratio_log2 (log2 of their ratio). For ratios, we add a point to percentages.
-        The largest ratios come first. Empty if a record has no activations.
+        square), baseline and run (medians), and ratio_log2 (log2 of their ratio). Before we divide percentages, we add one
+        point to each. The largest ratios come first. There are no rows if a record has no activations.
 
     Example:
         >>> from nemo_fp8_debug.analysis.runs.run import Run

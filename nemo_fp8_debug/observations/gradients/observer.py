@@ -23,7 +23,7 @@ from .table import TABLES
 
 @dataclass(eq=False)
 class _Batch:
-    """Measurements of tensors that were measured together, one value for each."""
+    """Measurements of tensors that were measured together, with one value for each tensor."""
 
     norms: torch.Tensor
     nonzero: torch.Tensor
@@ -42,7 +42,7 @@ class GradientSize:
 
 
 class GradientSizes:
-    """Sizes of this rank's gradients in one sampled step, by GEMM name. Later measurements replace earlier ones."""
+    """Sizes of this rank's gradients in one sampled step, by GEMM name. A new measurement replaces an earlier one."""
 
     def __init__(self) -> None:
         self._found: dict[str, tuple[_Batch, int, int]] = {}
@@ -104,7 +104,7 @@ def make_observation(setup: RunSetup) -> GradientObservation | None:
 class GradientsOfRank:
     """The gradients that one rank has counted."""
 
-    #: names of GEMMs. This rank should count a part of their gradients
+    #: names of the GEMMs for whose gradients this rank should count a part
     due: Collection[str] = ()
     sizes: Mapping[str, GradientSize] = field(default_factory=dict)
 

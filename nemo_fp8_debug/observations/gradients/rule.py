@@ -76,16 +76,16 @@ class GradientRatio(NamedTuple):
 
     layer: str
     step: int
-    #: log2 of the ratio of its norm to the baseline's norm
+    #: log2 of the ratio of the gradient's norm to its norm in the baseline
     bits: float
-    #: log2 of the ratio of its weight's norm to the norm of that weight in the baseline
+    #: log2 of the ratio of the weight's norm to its norm in the baseline
     weight_bits: float
     #: the gradient's norm in the baseline, divided by the median norm of all gradients
     share: float = 1.0
 
     @property
     def norm_change_bits(self) -> float:
-        """Bits by which the norm differs from the baseline. A small norm counts less, because it is mostly noise."""
+        """Bits by which the norm differs from its baseline. A small norm counts less, because it is mostly noise."""
         return min(abs(self.bits), float(np.log2(1 + self.share * abs(2**self.bits - 1))))
 
 
@@ -93,7 +93,7 @@ class GradientRatio(NamedTuple):
 def first_gradients(records: Records) -> list[GradientRatio]:
     """Return sizes of weight gradients in the first sample, compared with the baseline.
 
-    Return an empty list if first steps differ.
+    Return an empty list if the two runs begin at different steps.
     """
     if records.baseline is None:
         return []

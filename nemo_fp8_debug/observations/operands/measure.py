@@ -34,12 +34,12 @@ _OF_ERRORS = ("underflow_pct", "overflow_pct", "mse", "relative_error", "sqnr_db
 class OperandMeasurements:
     """Measurements of some tensors, in columns."""
 
-    #: metrics as the tensors were cast
+    #: metrics of the tensors as the run cast them
     metrics: Rows
     histograms: Rows
     #: metrics under recipes that were not in use
     what_if: Rows
-    #: metrics of the further copies of operands, which other products multiply
+    #: metrics of the copies of operands that are cast for other products
     copies: Rows
     #: scales of blocks
     block_scales: Rows
@@ -53,10 +53,10 @@ def measure_tensors(
     """Return all metrics of the tensors, and of each layer's experts together.
 
     Args:
-        others: what-if recipes. Under delayed and current scaling, float32 operands are left out, because their histograms
-            are rounded.
-        names: names of the observed GEMMs. Experts without a sample still count towards the number of experts of their
-        aggregate.
+        others: what-if recipes. If a recipe is measured from histograms, float32 operands are left out, because their
+            histograms are rounded.
+        names: names of the observed GEMMs. They determine the number of experts of each aggregate, because experts without a
+            sample count too.
     """
     aggregates = ExpertAggregates.of([s.key for s in stats], [(s.cast.recipe, s.cast.format, s.cast.dtype) for s in stats])
     aggregated = [add_up_stats(key, [stats[i] for i in of]) for key, of in aggregates.members.items()]
@@ -127,7 +127,7 @@ def _block_scales(operands: _Operands) -> Rows:
 
 @dataclass(frozen=True)
 class _Operands:
-    """Everything that does not depend on scales.
+    """The data of a sample that do not depend on scales.
 
     A row for each operand comes first, then a row for each aggregate of experts.
     """
@@ -198,7 +198,7 @@ def _order(places: Sequence[int]) -> torch.Tensor:
 
 
 def _rule(stat: OperandStats) -> CurrentScaling | None:
-    """Return the rule that computes a scale from the amax of the whole tensor, if there is one."""
+    """Return the rule that computes a scale from the amax of the whole tensor, or None."""
     rule = stat.cast.parsed.scaling
     if isinstance(rule, CurrentScaling):
         return rule

@@ -93,7 +93,7 @@ def _add_operand(step: OpenStep, gemm: Gemm, role: str) -> None:
     counted = (gemm.name in step.chosen or gemm.name in step.dumped) and not copied
     if not counted and not is_multiplied and gemm.name not in step.dumped:
         return
-    # Either all ranks have the same operand, or the ranks of a mesh share the operand. Its tensors show which.
+    # Either all ranks have the same operand, or each rank of a mesh has a part of it. The operand's tensors show which.
     first = watched.shard_group.first[gemm.name] if copied is None else None
     counts = is_never_counted if copied else partial(is_counted, rank=watched.rank, first=first)
     operand = Operand(gemm, role, watched.model.scales.in_use(gemm, role), config.what_if_recipes, counts)

@@ -30,15 +30,15 @@ Stats = list[OperandStats]
 #: bins of a histogram that are sent together: a binade of bfloat16, an eighth of a binade of float16
 BINADE = 128
 BINADES = BINS // BINADE
-#: stands for an absent number, and is less than any number in a maximum over ranks
+#: marks an absent number. It is smaller than any other number, so a maximum over ranks ignores it
 NONE = int(np.iinfo(np.int32).min)
-#: numbers of each tensor to be maximized over ranks. A minimum is the maximum of the negated number. Non-negative
-#: floats have the order of their bits. `further` is the number of additional sums of this tensor
+#: numbers of each tensor to be maximized over ranks. A minimum is the maximum of the negated number. Floats are compared by
+#: their bits, which have the same order if no float is negative. `further` is the number of additional sums of the tensor
 EXTREMES = ("amax", "scale_max", "amin", "scale_min", "order", "cast", "dtype_max", "dtype_min", "further")
 _MOMENTS = ("n", "nan", "inf", "sum_x2", "sum_x4")
 _SUMS = tuple(f.name for f in fields(QuantizationSums))
 _DTYPES = ("bfloat16", "float16", "float32")
-#: kinds of sums: of casts in use, of copies, and of each recipe to try
+#: kinds of sums: for casts in use, for copies, and for each what-if recipe
 _IN_USE, _COPY, _TRIED = "in use", "copy", "tried"
 _Group = tuple[str, str]
 
@@ -123,7 +123,7 @@ def _columns(plan: SamplePlan) -> list[tuple[_Group | None, str | int]]:
 
 
 class TensorSums:
-    """Adds up statistics of K tensors. This rank may have observed parts of M tensors."""
+    """Adds up the statistics of K tensors over ranks. This rank has observed parts of M of these tensors."""
 
     def __init__(self, kinds: Mapping[Key, str], ranks: Ranks) -> None:
         """
@@ -187,7 +187,7 @@ class TensorSums:
         return torch.from_numpy(made).flatten()
 
     def _seen(self, extremes: torch.Tensor) -> tuple[Array, dict[str, Array], Array]:
-        """Return the tensors of any rank, int64 [S], their extremes, int32 [S], and occupied binades, bool [S, 256]."""
+        """Return the tensors of all ranks (int64 [S]), their extremes (int32 [S]) and occupied binades (bool [S, 256])."""
         table = extremes.numpy().reshape(len(self._keys), len(EXTREMES) + BINADES)
         seen = (table[:, EXTREMES.index("cast")] != NONE).nonzero()[0]
         table = table[seen]
@@ -273,7 +273,7 @@ class TensorSums:
         return stats
 
     def _number_of(self, cast: Cast) -> int:
-        """Return 31 bits that identify a cast on all ranks."""
+        """Return a number of 31 bits that identifies a cast on all ranks."""
         if cast not in self._numbers:
             number = zlib.crc32(json.dumps(vars(cast)).encode()) >> 1
             self._ranks.set_if_absent(f"cast/{number}", vars(cast))

@@ -27,7 +27,7 @@ def accumulation_of(device: torch.device, dtype: torch.dtype, terms: int, fp8: b
         dtype: dtype of its operands before any cast.
         terms: number of terms in each sum.
         fp8: whether the engine quantizes its operands.
-        splits: whether the engine requests float32 sums between the sums of the tensor core.
+        splits: whether the engine adds up the tensor core's partial sums in float32.
     """
     if device.type != "cuda":
         return FLOAT32
@@ -82,7 +82,7 @@ class CheckQueue:
         self._checks: list[ProductChecks] = []
 
     def serve(self, checks: ProductChecks) -> None:
-        """Also move the tensors of these checks when the waiting blocks are moved."""
+        """When `move` is called, also move the tensors of these checks."""
         self._checks.append(checks)
 
     def add(self, checks: ProductChecks, product: str, block: CheckedBlock) -> None:
@@ -139,8 +139,8 @@ class ProductChecks:
         self._shapes: dict[str, tuple[int, int]] = {}
         self._reasons: dict[str, int] = {}
         self._not_computed: set[str] = set()
-        #: a block of dY and the shape of dY, once as observed and once as the GEMM receives dY, in either order. The second
-        #: attribute is a bool scalar: whether both differ
+        #: a block of dY and the shape of dY, once as observed and once as the GEMM receives dY, in either order. `_changed`
+        #: is a bool scalar: whether the two blocks differ
         self._gradients: dict[str, tuple[torch.Tensor, tuple[int, ...]]] = {}
         self._changed: torch.Tensor | None = None
 
@@ -174,8 +174,8 @@ class ProductChecks:
         """Note the operands of a product, A and B of A B^T.
 
         Args:
-            splits: whether the engine requests float32 sums between the sums of an FP8 tensor core.
-            exact: A B^T in float64, if it is known.
+            splits: whether the engine adds up the partial sums of an FP8 tensor core in float32.
+            exact: A B^T in float64, or None if it is not known.
         """
         if a.rows is None or b.rows is None:
             self.mark_uncheckable(product, a.reason or b.reason)
@@ -216,7 +216,7 @@ class ProductChecks:
         return product in self._returned or product in self._shapes
 
     def mark_uncheckable(self, product: str, reason: int) -> None:
-        """Note a reason, an index into `REASONS`, why a product cannot be checked. The first reason stays."""
+        """Note why a product cannot be checked, as an index into `REASONS`. Keep the first reason."""
         self._reasons.setdefault(product, reason)
 
     def mark_not_computed(self, product: str) -> None:

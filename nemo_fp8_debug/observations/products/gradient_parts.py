@@ -105,7 +105,7 @@ class GradientParts:
 
 @dataclass(frozen=True)
 class _Added:
-    """All ranks' values of one part of a weight."""
+    """Sums over all ranks for one part of a weight's gradient."""
 
     of: Mapping[str, float]
     exact: torch.Tensor
@@ -144,7 +144,7 @@ class _Added:
         return float((self.exact * self.reduced).sum()) / size, error / size
 
     def block(self, factor: float, loose: float) -> CheckedBlock:
-        """Return the block to check. Only single values have limits, because these are proven.
+        """Return the block to check. Only single values have limits, because only these limits are proven.
 
         Args:
             factor: unknown factor of the gradient, in addition to the known one.
@@ -235,7 +235,9 @@ class GradientSums:
         return rows
 
     def of_all(self, added: torch.Tensor) -> dict[tuple[str, str], torch.Tensor]:
-        """Return the result of each weight that any rank has computed, by (layer, `REDUCTION`), as `verification.OF_RANKS`.
+        """Return the result for each weight, by (layer, `REDUCTION`), in the order of `verification.OF_RANKS`.
+
+        Weights for which no rank computed a gradient are left out.
 
         Args:
             added: the sums over all ranks.

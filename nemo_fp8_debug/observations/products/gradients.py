@@ -37,7 +37,7 @@ class Reducer:
 
     #: number of ranks with summands
     ranks: int = 1
-    #: factor of their sum
+    #: factor that multiplies the sum
     factor: float = 1.0
     #: whether nothing else multiplies the gradient before we read it
     known: bool = True
@@ -77,7 +77,7 @@ def of_fsdp(sharded: Sharded, module: nn.Module, name: str) -> Reducer:
 
 
 def of_megatron(module: nn.Module, weight: Any, buffers: Sequence[Any]) -> tuple[Reducer, slice | None]:
-    """Return the reducer of a weight with a `main_grad`, and the slice of reduced values on this rank, if there is one.
+    """Return the reducer of a weight with a `main_grad`, and the slice of its reduced values on this rank, or None.
 
     Megatron may divide all gradients by the tokens of a step, and clips them in place.
 
@@ -109,7 +109,7 @@ def is_alone() -> bool:
 
 
 _LOOKING = "while comparing reduced gradients"
-#: number of roundings in addition to those of sums: an average before and after sums, a division by tokens, and clipping
+#: number of roundings in addition to roundings of sums: averaging before and after sums, dividing by tokens, and clipping
 _SCALINGS = 4
 
 
@@ -144,11 +144,11 @@ class _Gradient:
         return m.detach()[_places(self.shape, self.step, m.device)]
 
     def add(self, anew: bool, *blocks: torch.Tensor) -> None:
-        """Add summands."""
+        """Add summands. If `anew` is set, they replace earlier summands."""
         self.summands = [*blocks] if anew else [*self.summands, *blocks]
 
     def keep_part(self, flat: torch.Tensor, begin: int) -> None:
-        """Copy from a part of the reduced gradient: the values from index `begin` on."""
+        """Copy the values to compare that are in this part of the reduced gradient, which starts at index `begin`."""
         rows, columns = _places(self.shape, self.step, flat.device)
         at = rows * self.shape[1] + columns - begin
         self.held = (at >= 0) & (at < flat.numel())
@@ -245,7 +245,7 @@ class ReducedGradients:
     def _see_summand(self, one: _Gradient, grad: torch.Tensor | None) -> None:
         weight = one.weight
         main = getattr(weight, "main_grad", None)
-        if main is not None and adds_to_main_grad(one.gemm.module):  # the GEMM added it itself, so autograd receives none
+        if main is not None and adds_to_main_grad(one.gemm.module):  # the GEMM added dW itself, so autograd receives none
             one.add(True, one.block(main))
         elif grad is not None and not is_dtensor(grad):
             own = one.block(grad)
@@ -303,7 +303,7 @@ class ReducedGradients:
 
 
 def _parts(one: _Gradient) -> GradientParts | None:
-    """Return this rank's part, or None if it has no part and should have none."""
+    """Return this rank's part of the gradient, or None if this rank should have no part."""
     part, reducer = find_part(one.gemm.module, "weight_gradient"), one.reducer or OTHER
     seen = one.passes > 0 or hasattr(one.weight, "main_grad")  # experts without tokens have a `main_grad` too
     if part is None or not one.adds or not seen:

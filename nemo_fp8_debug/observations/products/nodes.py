@@ -34,7 +34,7 @@ _BETWEEN = {
 
 @dataclass(frozen=True)
 class ProductNode:
-    """The node of a product, and the positions of X and W among its inputs. None if the node returns no such gradient."""
+    """The node of a product, and the positions of X and W among its inputs. None if it does not return this gradient."""
 
     node: Any
     x: int | None
@@ -103,7 +103,7 @@ def watch_node(
 
 
 def find_bias(module: nn.Module) -> torch.Tensor | None:
-    """Return the bias that a module adds to its output, if any."""
+    """Return the bias that a module adds to its output, or None."""
     if getattr(module, "skip_bias_add", False) or getattr(module, "return_bias", False):
         return None
     bias = module._parameters.get("bias")

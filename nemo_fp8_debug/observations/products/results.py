@@ -1,6 +1,6 @@
 """Pass a GEMM's results to the checks of its products: Y from the module's output, dX and dW from the autograd node.
 
-If a result is summed over ranks inside the module, a mode that sees collectives takes the result before the sum.
+If a result is summed over ranks inside the module, a dispatch mode takes the result just before the collective.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Guard = Callable[[str], AbstractContextManager[None]]
 
 
 class Results:
-    """Results of one GEMM in a forward call and its backward. They keep no activation and no node alive."""
+    """Observes the results of one GEMM in a forward call and its backward. Keeps no activation and no node alive."""
 
     def __init__(
         self, gemm: Gemm, checks: ProductChecks, args: Args, kwargs: Kwargs, guard: Guard, dispatcher: Dispatcher
@@ -197,7 +197,7 @@ class MainGrad:
 
 
 def _first_tensor(given: tuple[Args, Kwargs]) -> torch.Tensor | None:
-    """Return X of all GEMMs that a module runs."""
+    """Return the first tensor argument, which is X of all GEMMs of the module."""
     args, kwargs = given
     return next((x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)), None)
 
@@ -213,6 +213,6 @@ def changes_operands(module: Any) -> bool:
 
 
 def _package_of(hook: Any) -> str:
-    function = getattr(hook, "func", hook)  # of a partial
+    function = getattr(hook, "func", hook)  # if the hook is a partial
     name = getattr(function, "__module__", None) or type(function).__module__
     return str(name).partition(".")[0]

@@ -28,7 +28,7 @@ _SHAPES = {
 
 
 class FirstWrongProduct(NamedTuple):
-    """The first product beyond its bound. Of several in a sample, the product with the largest error."""
+    """The first product whose error exceeds its bound. If a sample has several, the product with the largest error."""
 
     row: Mapping[str, Any]
     #: number of other wrong products in the same sample, number of later samples of this product, and how many of these
@@ -148,7 +148,7 @@ def _describe_reach(found: Finding, run: pl.DataFrame, baseline: pl.DataFrame | 
 
 
 def _share_errors(outputs: pl.DataFrame, verification: pl.DataFrame) -> dict[str, float]:
-    """Return each operand's share of a product's squared error, in percent. A joint part that cancels errors is negative."""
+    """Return each operand's share of a product's squared error, in percent. The joint share is negative if errors cancel."""
     rows = outputs.filter(pl.col("relative_error").is_not_null()).with_columns(pl.col("^.*error.*$") ** 2)
     if rows.is_empty():
         return {}

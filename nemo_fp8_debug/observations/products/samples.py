@@ -46,12 +46,12 @@ class ProductOptions:
     errors: int = 0
     #: number of rows and columns of each product to check results on
     verify: int = 0
-    #: whether to keep the rows of dW, to compute the error of the step of W from them
+    #: whether to keep the rows of dW, from which we compute the error of the optimizer's step
     keeps_gradients: bool = False
 
     @property
     def rows(self) -> int:
-        """Number of rows and columns to copy: one set serves both."""
+        """Number of rows and columns to copy. Both measurements use the same rows and columns."""
         return max(self.errors, self.verify)
 
 
@@ -102,7 +102,7 @@ class Products:
         """Copy the needed rows of an operand, and keep no reference to the operand. X determines which call counts.
 
         Args:
-            call: forward call of the operand.
+            call: number of the operand's forward call.
             use: how the operand is cast in this call, if known.
         """
         with self._guard("while computing parts of outputs"):
@@ -175,7 +175,7 @@ class Products:
         use: ScaleInUse,
         cast: ScaleInUse | None,
     ) -> MultipliedRows:
-        """Return the rows as the GEMM multiplies them."""
+        """Return the rows in the form in which the GEMM multiplies them."""
         if not self._checks:
             return MultipliedRows(None, len(of))
         if reason := _untold(side, use, cast):
@@ -192,7 +192,7 @@ class Products:
         return MultipliedRows(_emulated(side, of, at, rows, scale, cast), len(of))
 
     def _multiply(self, product: str, first: Side, second: Side) -> None:
-        """Compute a product once both operands have arrived. It cannot be computed from parts that do not match."""
+        """Compute a product once both operands have arrived. Operands whose summed dimensions differ give no product."""
         if first in self._kept and second in self._kept:
             a, b = self._kept.pop(first), self._kept.pop(second)
             self._done.add(product)
@@ -213,14 +213,14 @@ class Products:
     def sums(self) -> dict[tuple[str, str], torch.Tensor]:
         """Return this rank's `OutputSums` in host memory.
 
-        Return none if this rank's X and dY are copies of another rank's.
+        Return an empty mapping if this rank's X and dY are copies of tensors that another rank counts.
         """
         if not self._counted:
             return {}
         return {(self.name, product): torch.cat([sums.cpu(), torch.ones(1)]) for product, sums in self._sums.items()}
 
     def checks(self) -> dict[tuple[str, str], torch.Tensor]:
-        """Return this rank's `ProductChecks.collect_product_errors`, even if its operands are copies of another rank's."""
+        """Return this rank's `ProductChecks.collect_product_errors`, even if its operands are counted on another rank."""
         return (
             {(self.name, product): found for product, found in self._checks.collect_product_errors().items()}
             if self._checks

@@ -56,7 +56,7 @@ def error_over_bound(found: Mapping[str, float]) -> float:
 
 
 def rank_severities(found: Sequence[torch.Tensor | None], rank: int) -> torch.Tensor:
-    """Return the severity of each product, int32 [products]: larger for larger errors, -1 without a result.
+    """Return the severity of each product, int32 [products]: larger for larger errors, -1 if there is no result.
 
     Any two ranks have different severities."""
     codes = []
@@ -145,7 +145,7 @@ def _place(of: Mapping[str, float]) -> tuple[float | None, float | None]:
 
 
 def _in_whole(place: float | None, n: float, rows: int, step: int, columns: bool) -> int | None:
-    """Return the position in the whole result."""
+    """Return the position in the whole result, or None if `place` is None."""
     return None if place is None else int(spread_places(int(n), rows, torch.device("cpu"), step, columns)[int(place)])
 
 
@@ -176,7 +176,7 @@ class WorstProducts:
         self._keys, self._rank = keys, rank
 
     def compute_single_rank_result(self, found: ProductsFound) -> dict[tuple[str, str], torch.Tensor]:
-        """Return what `of_all` would return if there is only one rank."""
+        """Return what `of_all` would return for a run with a single rank."""
         return {key: of_a_rank(of, self._rank, is_worst=True) for key, of in found.items()}
 
     def severities(self, found: ProductsFound) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Compute checksums of tensors that several ranks hold. A checksum depends on bits and positions.
+"""Compute checksums of tensors that several ranks have copies of. A checksum depends on bits and positions.
 
 Histograms ignore signs and positions, so they can be equal although copies differ.
 """
@@ -77,7 +77,7 @@ class ReplicaChecks:
         dispatcher.watch_optimizer(guard, self._masters.note)
 
     def see(self, name: str, role: str, x: torch.Tensor) -> None:
-        """Compute the checksum of a tensor. Only its first call in a step counts."""
+        """Compute the checksum of a tensor. Only the first call for each tensor in a step counts."""
         if (name, role) in self._found or name not in self._gemms:
             return
         with self._guard(_COMPARING):
@@ -103,7 +103,7 @@ class ReplicaChecks:
     def _see_master(self, gemm: Gemm) -> None:
         """Compare a parameter with this rank's part of its master weight.
 
-        Store 0 if it equals the rounded master, otherwise 1.
+        Store 0 if the parameter equals the rounded master weight, otherwise 1.
         """
         parameter: Any = read_raw_weight(gemm.module) if not gemm.part else None
         if parameter is None or is_dtensor(parameter) or is_quantized(parameter):

@@ -12,7 +12,8 @@ import torch
 from ...core.plain_arrays import Array
 from ..operands.tensors import NONE
 
-#: number of sums over ranks for a slot: holders, holders of the largest and of the smallest checksum, and these ranks
+#: number of sums over ranks for each slot: how many ranks have a copy, how many of these have the largest and the smallest
+#: checksum, and the sums of the numbers of these ranks
 _COLUMNS = 5
 
 
@@ -79,7 +80,7 @@ class ReplicaComparison:
 
 
 def _wrong(row: torch.Tensor, any_is: bool) -> ReplicaResult:
-    """Return the result of a comparison that each rank makes alone. A 1 means wrong."""
+    """Return the result of a comparison within each rank, whose checksum is 1 if the rank found a difference."""
     held, top, _, of_top, _ = row.tolist()
     apart = int(top) if any_is else 0
     return ReplicaResult(int(held), apart, int(of_top) if apart == 1 else None)

@@ -12,7 +12,7 @@ from ...analysis.diagnosis.finding import Finding
 from ...analysis.diagnosis.rule import rule
 
 _SHOWN = {"master": "the master weight", "weight": "W", "weight_gradient": "the reduced dW", "input": "X"}
-#: order within a step
+#: order of the tensors within a step
 _ORDER = {"master": -1, "weight": 0, "input": 1, "weight_gradient": 2}
 
 
@@ -22,13 +22,13 @@ class CopiesApart(NamedTuple):
     row: Mapping[str, Any]
     #: number of other tensors that differ in the same sample
     more: int
-    #: last earlier step with equal copies, if there is one
+    #: last earlier step with equal copies, or None
     equal_until: int | None
 
 
 @fact
 def copies_apart(records: Records) -> CopiesApart | None:
-    """Return the first copies that differ, in the order of a step."""
+    """Return the first copies that differ. Within a step, the order is that of `_ORDER`."""
     rows = records.run.table("replicas")
     apart = rows.filter(pl.col("outcome") == "apart")
     if apart.is_empty():

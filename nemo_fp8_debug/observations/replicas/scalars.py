@@ -11,7 +11,7 @@ LABELS = {"replicas_apart": "replicas apart"}
 
 
 def add_scalars(sample: Sample, tags: Tags) -> None:
-    """Add nothing: the summary has the number of differing copies."""
+    """Add nothing, because the summary contains the number of differing copies."""
 
 
 def add_summary(sample: Sample, summary: StartHere) -> None:

@@ -1,4 +1,4 @@
-"""The table of copies: a row for each tensor that ranks may hold copies of."""
+"""The table of copies, with a row for each tensor that several ranks may have copies of."""
 
 from __future__ import annotations
 

@@ -92,7 +92,7 @@ class StateObservation(TensorObservation):
         return {states: join_rows(found.metrics, found.what_if, own), histograms: found.histograms}
 
     def finish(self, tables: Mapping[str, Columns], scalars: Mapping[str, float]) -> dict[str, Columns]:
-        """Return states with their share of the squared norms of all layers. Each pipeline stage has only some layers."""
+        """Return states with their shares of the squared norms of all layers, which no single pipeline stage has."""
         name = TABLES[0].name
         if not (states := tables.get(name)):
             return {}

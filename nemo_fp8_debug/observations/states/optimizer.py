@@ -76,7 +76,7 @@ class UpdateSample:
             gradient: gradient of the optimizer's step.
 
         Raises:
-            LookupError: ranks have parts of the tensors, or the tensors are not matrices of one shape.
+            LookupError: each rank has only a part of the tensors, or the tensors are not matrices of one shape.
         """
         self._k, self._step, self._shape = rows, step, tuple(weight.shape)
         self._before = self._held(weight, first, second)
@@ -85,7 +85,7 @@ class UpdateSample:
     def sums(
         self, adam: Adam, weight: Any, first: Any, second: Any, products: tuple[torch.Tensor, torch.Tensor] | None
     ) -> torch.Tensor:
-        """Return `update_sums` after the step."""
+        """Return the result of `update_sums`. Call this after the optimizer's step."""
         after = self._held(weight, first, second)
         return update_sums(adam, self._before, after, self._gradient, products, weight.dtype == torch.float32)
 
@@ -135,7 +135,7 @@ _NAMES = {
 
 _LOOKING = "while looking at an optimizer's states"
 _GRADIENT = "weight_gradient"
-#: raised for parts of states, and for states that are not matrices. We do not compare steps of such weights
+#: errors for states that are split over ranks or are not matrices. We do not compare steps of such weights
 _NOT_WHOLE = (LookupError, TypeError)
 
 

@@ -107,7 +107,7 @@ def find_nonfinite(run: Run, baseline: Run | None) -> list[FirstNonfinite]:
 
 
 def describe_culprit(found: Finding, records: Records) -> Iterator[str]:
-    """Yield what causes the error of the steps of the culprit's weight.
+    """Describe what causes the errors in the steps of the culprit's weight.
 
     Args:
         found: a finding about an operand.

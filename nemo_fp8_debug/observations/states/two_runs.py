@@ -26,8 +26,8 @@ def compare_runs(baseline: Run, run: Run) -> pl.DataFrame:
     Returns:
         One row for each weight and state: layer, role, tensor (the symbol of the role), rms_baseline and rms_run (root mean
         squares), size_log2 (log2 of their ratio), share_baseline and share_run (percent of all squared norms), and
-        nonfinite_since (first step with NaN or infinity in the run alone). All values except the last are medians. Tensors
-            that are not finite come first, then the largest ratios. Empty if a record has no states.
+        nonfinite_since (first step with NaN or infinity in the run but not in the baseline). All other values are medians.
+        Tensors that are not finite come first, then the largest ratios. There are no rows if a record has no states.
 
     Example:
         >>> from nemo_fp8_debug.analysis.runs.run import Run

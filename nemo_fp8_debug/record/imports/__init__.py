@@ -15,7 +15,8 @@ _EXPECTED = "; ".join(f"{tool.TOOL}: {tool.EXPECTED}" for tool in _FORMATS)
 
 
 def import_logs(source: str | os.PathLike[str], output: str | os.PathLike[str]) -> Imported:
-    """Write a record of another tool's logs. Each import into the same `output` adds an attempt.
+    """Convert another tool's logs to a record, and return what was imported. Each import into the same `output` adds an
+    attempt.
 
     Args:
         source: a log, or a folder with the logs of one run. The files show which tool wrote them.
@@ -43,7 +44,7 @@ def _read(root: Path) -> Imported:
         raise RecordError(f"{root} is not a log that can be imported, and contains no such log ({_EXPECTED})")
     if len(claimed) > 1:
         found = ", ".join(f"{tool.TOOL} ({mine[0]})" for tool, mine in claimed.items())
-        raise RecordError(f"{root} holds logs of {len(claimed)} tools: {found}; name the folder of one")
+        raise RecordError(f"{root} contains logs of {len(claimed)} tools: {found}; name a folder with logs of one")
     ((tool, mine),) = claimed.items()
     imported: Imported = tool.read(mine)
     if not imported.rows:

@@ -20,7 +20,7 @@ Key = tuple[str, str, str | None, bool]
 
 @dataclass
 class Imported:
-    """Another tool's log in terms of our record."""
+    """The contents of another tool's log, as rows and scalars for our record."""
 
     tool: str
     files: list[Path]
@@ -36,10 +36,12 @@ class Imported:
     notes: list[str] = field(default_factory=list)
 
     def add(self, step: int, key: Key, metric: str, value: float, rounded_to: int | None = None) -> None:
-        """Add a metric to its row, if the log has a value.
+        """Add a value to its row. If the value is not finite, or too small for the log's rounding, count it as left out
+        instead.
 
         Args:
-            rounded_to: number of decimals in the log, for metrics that we compare as ratios. None if the log does not round.
+            rounded_to: number of decimals in the log, for metrics that we compare as ratios. None for other metrics, and for
+                logs that do not round.
         """
         if not math.isfinite(value):
             self.left_out[f"{metric}: NaN or infinity in the log"] += 1
@@ -76,7 +78,7 @@ class Imported:
 
 
 class LineErrors:
-    """Collects lines of a file that cannot be read, for one warning."""
+    """Collects the unreadable lines of a file, so that one warning reports them all."""
 
     def __init__(self, path: Path, expected: str) -> None:
         self._path = path
@@ -97,7 +99,9 @@ class LineErrors:
 
 
 def read_numbered_lines(path: Path, faults: LineErrors) -> Iterator[tuple[int, str]]:
-    """Yield the lines of a file with their numbers from 1. Skip blank lines. Report an error if the last line is cut off."""
+    """Yield the lines of a file with their numbers from 1. Skip blank lines. Add an error to `faults` if the last line is
+    cut off.
+    """
     with path.open(encoding="utf-8", errors="replace", newline="\n") as file:
         for number, line in enumerate(file, 1):
             if not line.endswith("\n"):
@@ -107,7 +111,7 @@ def read_numbered_lines(path: Path, faults: LineErrors) -> Iterator[tuple[int, s
 
 
 def read_first_lines(path: Path, n: int) -> list[str]:
-    """Return the first lines of any file. Long lines are cut."""
+    """Return the first `n` lines of a file. Long lines are cut."""
     with path.open(encoding="utf-8", errors="replace") as file:
         return [line for _ in range(n) if (line := file.readline(1000))]
 

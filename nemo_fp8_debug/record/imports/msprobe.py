@@ -1,7 +1,7 @@
 """Import CSV files of msProbe's monitors (`TrainerMon` and `TrainerMonitorV2`): amax and NaN counts of X, W and dY.
 
-Each rank writes its own values without reducing them over ranks. We import the lowest rank's values. Several rows of a step
-and tensor are micro-batches.
+Each rank writes its own values without reducing them over ranks. We import the lowest rank's values. If a step has several
+rows for a tensor, each row is a micro-batch.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .importer import Imported, Key, LineErrors, global_name, read_first_lines, 
 TOOL = "msprobe"
 EXPECTED = "CSV files with the columns vpp_stage, step and name or module_name"
 
-#: role of each operand, by the tensor's name in the file name or in the scope of its rows
+#: pattern for tensor names, and role of the operand, by the kind of tensor in the file name or in the column `scope`
 _OPERANDS = {
     "actv": (re.compile(r"(.*)\.input(?:_0)?"), "input"),
     "forward": (re.compile(r"(.*)\.input\.0"), "input"),
@@ -40,7 +40,7 @@ class Row(NamedTuple):
     role: str
     step: int
     amax: float
-    #: None if the file does not say
+    #: None if the file has no NaN counts
     nans: float | None
     dtype: str | None
     decimals: int | None
@@ -54,7 +54,7 @@ def claims(path: Path) -> bool:
 
 
 def read(files: Iterable[Path]) -> Imported:
-    """Read the files of a run. If several files have a step, the last file counts."""
+    """Read the files of a run. If several files contain the same step, the last file counts."""
     files = sorted(files, key=_order)
     rank = min(_rank(path) for path in files)
     found = Imported(TOOL, [path for path in files if _rank(path) == rank])
@@ -95,7 +95,7 @@ def _rank(path: Path) -> int:
 
 
 def read_file(path: Path, found: Imported) -> Iterator[Row]:
-    """Yield the rows of operands. Warn about unreadable lines, and note unused rows in `found`."""
+    """Yield the rows of operands. Warn about unreadable lines, and count unused rows in `found.left_out`."""
     lines = read_numbered_lines(path, faults := LineErrors(path, "a row with the columns of the first line"))
     _, header = next(lines, (0, ""))
     columns = header.split(",")
@@ -147,7 +147,9 @@ def _parse(fields: dict[str, str], kind: str) -> Row | str:
 
 
 def _layer(name: str, stage: int) -> str:
-    """Return a layer's name with its pipeline chunk. Each chunk counts layers from 0, so later chunks need their number."""
+    """Return a layer's name, with the number of its pipeline chunk except for chunk 0. Each chunk counts its layers from 0,
+    so the name alone is ambiguous.
+    """
     return f"chunk{stage}.{global_name(name)}" if stage > 0 else global_name(name)
 
 

@@ -1,4 +1,4 @@
-"""Import statistics that nvdlfw_inspect logs: Transformer Engine's debug features, alone or under Megatron-Bridge.
+"""Import statistics that nvdlfw_inspect logs: Transformer Engine's debug features, used directly or through Megatron-Bridge.
 
 We read its text logs. If a run also wrote the statistics to TensorBoard, we read the event files too. Text logs are rounded
 to four decimals, so event files take precedence.
@@ -31,7 +31,7 @@ _MEGATRON = re.compile(r"(?:.*\.)?decoder\.layers\.\d{1,9}\.(?:self_attention|cr
 
 
 class LayerNumbers:
-    """Decides for each list of layers in a model if the log numbers its layers from 0 or from 1."""
+    """Decides, for each list of layers in a model, whether the log numbers its layers from 0 or from 1."""
 
     def __init__(self, logged: Iterable[str], assigned: Iterable[str]) -> None:
         """
@@ -45,7 +45,7 @@ class LayerNumbers:
         from_1 = {name for name, numbers in whole.items() if numbers == set(range(1, len(numbers) + 1))}
         from_0 = {name for of in (seen, whole) for name, numbers in of.items() if 0 in numbers}
         self._shifted = (megatron | from_1) - from_0
-        #: lists of layers for which it is unknown if the log numbers them from 0 or from 1
+        #: lists of layers for which we do not know whether the log numbers them from 0 or from 1
         self.unverified = sorted(set(seen) - self._shifted - from_0)
 
     def indexed(self, layer: str) -> str:
@@ -56,11 +56,11 @@ class LayerNumbers:
         return f"{found[1]}{int(found[2]) - 1}{found[3]}"
 
     def notes(self) -> list[str]:
-        """Return a sentence for each list of layers if it is unknown whether its numbers begin at 0 or at 1."""
+        """Return a sentence for each list of layers in `unverified`."""
         return [
-            f"The layers of {name.removesuffix('.') or 'the model'} keep their numbers in the log, which does not "
-            "show whether they count from 0 or from 1. Import the folder that also has nvdlfw_inspect_logs, which "
-            "shows this, or compare with --rename."
+            f"The layers of {name.removesuffix('.') or 'the model'} keep the numbers in the log, which does not "
+            "show whether it numbers layers from 0 or from 1. Import the folder that also contains nvdlfw_inspect_logs, "
+            "which shows this, or compare with --rename."
             for name in self.unverified
         ]
 
@@ -98,7 +98,7 @@ _EXTREMES = ("min", "max")
 _KNOWN = {*_OF_TENSOR, *_OF_RECIPE, *_SCALES, *_EXTREMES}
 #: recipes with one scale for the whole tensor
 _PER_TENSOR = {"fp8_delayed_scaling", "fp8_current_scaling"}
-#: metrics that we compare as ratios, so rounding distorts small values
+#: metrics that we compare as ratios; the log's rounding distorts the ratios of small values
 _RATIOS = {"amax", "mse", "scale"}
 
 
@@ -118,7 +118,7 @@ class Statistic(NamedTuple):
 
     layer: str
     role: str
-    #: None for the tensor before quantization, or for the recipe in use
+    #: recipe in the statistic's name; None if the statistic describes the tensor before quantization, or the recipe in use
     recipe: str | None
     name: str
 
@@ -210,7 +210,7 @@ def _rank(path: Path) -> int:
 
 
 def read_text(path: Path) -> Iterator[Scalar]:
-    """Yield the lines of a text log. Give one warning for all lines that cannot be read."""
+    """Yield the numbers in a text log. Give one warning for all lines that cannot be read."""
     faults = LineErrors(path, "'<time> - INFO - <layer>_<tensor>_<statistic> iteration=000010 value=0.1234'")
     for number, text in read_numbered_lines(path, faults):
         if line := _LINE.fullmatch(text):
@@ -266,7 +266,7 @@ def parse_name(name: str) -> tuple[Statistic | None, str]:
 
 
 def _fill(found: Imported, tensors: Mapping[tuple[str, str], _Steps], numbers: LayerNumbers) -> None:
-    """Turn statistics into rows."""
+    """Add the statistics to `found` as rows."""
     logged = [(key, value) for steps in tensors.values() for values in steps.values() for key, value in values.items()]
     doubt = _doubt_about_underflow(logged)
     for (layer, role), steps in tensors.items():
@@ -304,7 +304,7 @@ def _fill_scale(found: Imported, step: int, row: Key, low: _Value | None, high: 
     elif low is None or high is None or low.value != high.value:
         found.left_out["scale_inv_min, scale_inv_max: the scale varies within the step"] += 1
     elif low.decimals is not None and low.value < 5 * 10.0**-low.decimals:
-        found.add(step, row, "scale", low.value, low.decimals)  # counts as too small
+        found.add(step, row, "scale", low.value, low.decimals)  # `add` leaves this value out as too small
     else:
         found.add(step, row, "scale", 1 / low.value if low.value > 0 else math.nan)
 
@@ -312,8 +312,8 @@ def _fill_scale(found: Imported, step: int, row: Key, low: _Value | None, high: 
 def _in_use(statistics: Iterable[tuple[str | None, str]]) -> tuple[str | None, list[str]]:
     """Return the recipe that a tensor was cast with (None if unknown), and the what-if recipes.
 
-    Statistics without a recipe's name belong to the recipe in use. Delayed scaling is logged only if it is in use, and
-    overflow only under delayed scaling (`log_fp8_tensor_stats.py`, `check_if_stat_is_supported`).
+    Statistics without a recipe's name belong to the recipe in use. Delayed scaling is logged only if it is in use. Overflow
+    is logged only under delayed scaling (`log_fp8_tensor_stats.py`, `check_if_stat_is_supported`).
     """
     statistics = set(statistics)
     named = sorted({recipe for recipe, _ in statistics if recipe})
@@ -328,7 +328,7 @@ def _in_use(statistics: Iterable[tuple[str | None, str]]) -> tuple[str | None, l
 
 
 def _doubt_about_underflow(logged: Iterable[tuple[tuple[str | None, str], _Value]]) -> str | None:
-    """Return the reason if this log defines underflow differently from us, or None if it does not.
+    """Return a sentence if this log defines underflow differently from us, or None if it does not.
 
     Transformer Engine 2.4 to 2.6 logged the share of zeros under the same name, and nothing else about quantized tensors.
     2.7 left out values that became -0, which can make the share negative.
@@ -338,10 +338,10 @@ def _doubt_about_underflow(logged: Iterable[tuple[tuple[str | None, str], _Value
         newer |= recipe is not None or stat in ("overflows%", "mse", *_SCALES)
         negative |= stat == "underflows%" and value.value < 0
     if negative:
-        return "underflows%: of Transformer Engine 2.7, which counts half of them (some are below 0)"
+        return "underflows%: from Transformer Engine 2.7, which misses values that became -0 (some percentages are negative)"
     if not newer:
         return (
-            "underflows%: the share of zeros in Transformer Engine 2.4 to 2.6, and the log does not tell the release; "
-            "log mse or fp8_delayed_scaling_underflows% beside it"
+            "underflows%: means the share of zeros in Transformer Engine 2.4 to 2.6, and the log does not show the release; "
+            "also log mse or fp8_delayed_scaling_underflows%"
         )
     return None

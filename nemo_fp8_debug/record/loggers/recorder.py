@@ -22,22 +22,22 @@ from .sinks import PREFIX, Sink
 
 #: number of sampled steps between two maps of the layers; the last map is always sent
 MAP_INTERVAL = 20
-#: seconds that the end of a run may wait in total for all loggers
+#: longest time in seconds that the end of a run waits for all loggers together
 CLOSING = 120.0
 #: scalars of each step that we log only in runs that we started
 _OF_STEPS = ("loss", "grad_norm", "lr", "loss_scale")
 #: calls that may wait for a slow logger; later calls are dropped
 WAITING = 200
-#: seconds after which we assume that a call hangs: the end of a run does not wait for it
+#: seconds after which we assume that a call hangs; the end of a run does not wait for calls that hang
 HANGING = 120.0
-#: seconds that the page of a comparison may take
+#: longest time in seconds to make the comparison page
 PAGE_LIMIT = 90.0
 
 
 class LoggerRecorder(Recorder):
     """Sends a summary of each sample to all loggers. The summary is computed once, in the background.
 
-    The rest is done in `finish`, when the record is complete.
+    When the record is complete, `finish` sends the last map and the comparison page.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class LoggerRecorder(Recorder):
         self._map: LayerMap | None = None
 
     def open(self, fingerprint: Mapping[str, Any]) -> None:
-        """Start or join all runs."""
+        """Start or join the run of each logger."""
         self._overview.open(fingerprint)
         for thread in self._threads:
             thread.submit(lambda sink: sink.open(fingerprint), needed=True)
@@ -119,7 +119,7 @@ def _named(scalars: Mapping[str, float | None]) -> dict[str, float]:
 
 
 class LoggerThread:
-    """Does a sink's jobs in order. An error causes one warning of its kind, and does not affect the run."""
+    """Does a sink's jobs in order. Errors do not affect the run. We warn once for each type of error."""
 
     def __init__(self, sink: Sink) -> None:
         self.sink = sink
@@ -131,7 +131,7 @@ class LoggerThread:
         self._warned: set[type] = set()
 
     def submit(self, job: Callable[[Sink], None], needed: bool = False, last: bool = False) -> None:
-        """Do `job` after all earlier jobs. Never wait.
+        """Queue `job` to run after all earlier jobs, without waiting for it.
 
         Args:
             needed: whether later jobs depend on this job, such as opening the run. If it fails, they are dropped.

@@ -36,7 +36,7 @@ _OFF = dict.fromkeys(
 
 
 class Sink:
-    """One run in one logger. A subclass must accept scalars. The base class ignores everything else."""
+    """A run in a logger. A subclass must implement `log`. The other methods do nothing by default."""
 
     #: the logger's name, for messages and for the thread's name
     name: str
@@ -64,7 +64,7 @@ class Sink:
 
 
 class WandbSink(Sink):
-    """Rows of a history in W&B, with a step metric of our own.
+    """A run in W&B. We log rows of its history, and define our own step metric.
 
     W&B numbers the rows of a history, and the user may set these numbers, which must increase. So in a user's run we never
     end a row. We add each sample to the user's next row.
@@ -76,7 +76,7 @@ class WandbSink(Sink):
         """
         Args:
             run: the user's run, or None to start a new run.
-            settings: for `wandb.init`.
+            settings: arguments for `wandb.init`.
         """
         self._run, self._settings = run, dict(settings or {})
         self.owned = run is None
@@ -108,7 +108,7 @@ class WandbSink(Sink):
         self._ride()
 
     def _ride(self) -> None:
-        """Add the oldest waiting sample to the user's row, unless the row has a sample already."""
+        """Add the oldest waiting sample to the user's current row, unless this row has a sample already."""
         if self._waiting and self._run.step != self._row:
             self._run.log(self._waiting.popleft(), commit=False)
             self._row = self._run.step
@@ -150,7 +150,7 @@ class WandbSink(Sink):
 
 
 class MlflowSink(Sink):
-    """A run in MLflow. We use MLflow's client only, because its fluent functions act on the active run of the user's
+    """A run in MLflow. We use MLflow's client only, because MLflow's fluent functions act on the active run of the user's
     thread.
     """
 
@@ -216,7 +216,9 @@ class MlflowSink(Sink):
 
 
 def _absolute(uri: str | None) -> str | None:
-    """Return a tracking URI that stays valid when another thread, perhaps in another folder, makes the client."""
+    """Return a tracking URI with an absolute path. Another thread makes the client later, and the working folder may change
+    until then.
+    """
     path = (uri or "").removeprefix("file:")
     is_path = uri is not None and "://" not in uri and (path != uri or path.startswith(".") or "/" in path)
     return str(Path(path).absolute()) if is_path else uri
@@ -226,7 +228,7 @@ def _make_client(uri: str | None, files: Path) -> Any:
     """Return a client for a tracking URI, or for MLflow's own setting.
 
     Args:
-        files: the run's folder, which we use if no URI is set and no database can be opened.
+        files: folder for MLflow's files, which we use if no URI is set and no database can be opened.
     """
     import mlflow
 
@@ -251,7 +253,7 @@ def _variable(name: str, value: str) -> Iterator[None]:
 
 
 class CometSink(Sink):
-    """Metrics, others and assets of an experiment in Comet.
+    """An experiment in Comet. We log metrics, Comet's "others", and assets.
 
     An experiment has one current step. `log_metric(step=...)` would change this step for everything that the user logs
     without a step. So we enqueue the messages that `log_metric` makes, each with its own step.
@@ -263,7 +265,7 @@ class CometSink(Sink):
         """
         Args:
             experiment: the user's experiment, or None to start a new experiment.
-            settings: for `comet_ml.start`.
+            settings: arguments for `comet_ml.start`.
         """
         self._experiment, self._settings = experiment, dict(settings or {})
         self.owned = experiment is None
@@ -271,7 +273,7 @@ class CometSink(Sink):
     def open(self, fingerprint: Mapping[str, Any]) -> None:
         """Start an experiment if the user gave none."""
         if self._experiment is None:
-            # Comet's framework hooks would start an experiment for each MLflow run.
+            # Turn Comet's framework hooks off, because they would start an experiment for each MLflow run.
             with _variable("COMET_DISABLE_AUTO_LOGGING", "1") if "comet_ml" not in sys.modules else contextlib.nullcontext():
                 comet_ml = importlib.import_module("comet_ml")
             config = comet_ml.ExperimentConfig(**_OFF)
@@ -339,7 +341,7 @@ class CsvSink(Sink):
 
 
 class AnyLoggerSink(Sink):
-    """A logger with Lightning's `log_metrics(metrics, step)`. The user confirms that another thread may call it."""
+    """A logger with Lightning's `log_metrics(metrics, step)`. Users who pass it confirm that another thread may call it."""
 
     def __init__(self, logger: Any) -> None:
         self._logger = logger
@@ -395,7 +397,7 @@ def _given(logger: Any) -> Sink:
     return sink or AnyLoggerSink(logger)
 
 
-#: function that makes a sink for an object, by the object's class name with or without its package; the first match counts
+#: functions that make the sink for an object, by the name of its class, with or without the package; the first match counts
 _SINKS: Mapping[str, Callable[[Any], Sink]] = {
     "wandb.Run": WandbSink,
     "mlflow.MlflowClient": lambda client: MlflowSink(client=client),

@@ -1,10 +1,12 @@
-// Builds ../static/page.js, one script for TensorBoard and for pages of their own; the same bytes from the same source.
+// Builds ../static/page.js, one script for TensorBoard and for standalone pages. The same source always gives the same
+// bytes.
 import {build} from 'esbuild';
 
 const folder = process.argv[2] ?? '../static';
 
-// A script of the classic kind, which file:// can load: a function that makes a page. A page of its own calls it at once, a
-// report for each of its figures, and TensorBoard through the export that the tab's server adds.
+// Build a classic script, because pages from file:// cannot load modules. The script defines a function that makes a page. A
+// standalone page calls this function at once, and a report calls it for each figure. TensorBoard calls it through the
+// export that the tab's server appends.
 await build({
   entryPoints: ['src/page.jsx'],
   outfile: `${folder}/page.js`,

@@ -41,12 +41,12 @@ def judge_run(
     renames: Sequence[str] = (),
     tell: Tell = tell_nobody,
 ) -> dict[str, Any]:
-    """Compare, diagnose and recommend, like the commands of these names.
+    """Compare a run, diagnose it, and recommend changes, like the commands of these names. Return all results.
 
     Args:
         renames: rules for the run's layer names, as in `compare`.
-        tell: function that receives partial results: `stage` (`loss`, `comparison`, `diagnosis`), `story` with a growing
-            headline, and in the last stage `diagnosis`.
+        tell: function that receives partial results: `stage` (`loss`, `comparison`, `diagnosis`), `story` with a headline
+            that gets more facts at each stage, and in the last stage `diagnosis`.
 
     Raises:
         RecordError: a record is unreadable, or has no sampled step.
@@ -75,7 +75,7 @@ def judge_run(
 
 
 def judge_headline(run: str, baseline: str | None, reference: str | None, by: str) -> dict[str, Any]:
-    """Judge a run and return only the headline, without recommended changes, which would import torch.
+    """Diagnose a run and return only the headline. It contains no recommended changes, because these would import torch.
 
     Raises:
         RecordError: a record is unreadable, or has no sampled step.
@@ -105,7 +105,7 @@ def _headline_of_losses(run: str, baseline: str | None, by: str) -> dict[str, An
 def _diagnosed(
     run: Run, baseline: Run | None, reference: Run | None, by: str, headline: dict[str, Any], tell: Tell
 ) -> Diagnosis:
-    """Compare and diagnose a run, with a partial result in between."""
+    """Return the diagnosis of a run. Before that, report the comparison as a partial result."""
     if baseline is None:
         return diagnose(run, None, reference, by)
     comparison = compare_for_diagnosis(run, baseline, reference, by)

@@ -1,7 +1,8 @@
-"""Run jobs that are too large for TensorBoard's own process, in one child process at a time. Its memory is freed at its end.
+"""Run jobs that are too large for TensorBoard's own process. Each job has its own child process, one at a time, so that the
+memory is freed at the end of the job.
 
-The child reads one request from stdin, and ends when stdin closes. It writes lines of JSON to stdout: partial results, and
-last the answer.
+The child reads one request from stdin, and ends when stdin closes. It writes lines of JSON to stdout: partial results, then
+the answer as the last line.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ def _there_is() -> int:
 
 
 def measure_memory(pid: int) -> int:
-    """Return the memory of a process without mapped files, in bytes; 0 if the system does not report it, as on macOS."""
+    """Return the memory of a process in bytes, without mapped files. Return 0 if the system, such as macOS, reports none."""
     with contextlib.suppress(OSError, ValueError, IndexError):
         lines = (line.split() for line in Path(f"/proc/{pid}/status").read_text().splitlines())
         return sum(int(line[1]) << 10 for line in lines if line[0] in ("RssAnon:", "RssShmem:", "VmSwap:"))
@@ -186,7 +187,9 @@ class JobQueue:
             return self._running
 
     def _done(self, job: _Job) -> dict[str, Any]:
-        """Run a job in a child. Stop the job if it gets no requests, or takes too long or too much memory."""
+        """Run a job in a child process and return its answer. Stop the job if no page asks for it, or if it takes too long
+        or too much memory.
+        """
         began, most = time.monotonic(), read_memory_limit()
         environment = os.environ | {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
         child = subprocess.Popen(
@@ -304,7 +307,7 @@ def _compute(kind: str, request: dict[str, Any], tell: _Tell) -> Any:
     if kind == "verdict":
         return judge_run(**request, tell=tell)
     if kind == "headline":
-        del request["version"]  # the version only tells jobs on different states of a record apart
+        del request["version"]  # the version only distinguishes jobs on different states of a record
         return judge_headline(**request)
     return try_recipe(**request)
 

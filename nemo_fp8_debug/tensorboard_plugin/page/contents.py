@@ -80,14 +80,16 @@ class RouteClient:
             return None
 
     def rename_tensor(self, run: str, baseline: str | None, tensor: ShownTensor) -> ShownTensor:
-        """Return a tensor of a verdict. Replace the layer's name in the baseline by its name in the run's record."""
+        """Return a tensor of a verdict with the layer's name in the run's record. Verdicts use the layer's name in the
+        baseline.
+        """
         if baseline in (None, run):
             return tensor
         names = self.ask("names", run=run, baseline=baseline)["names"]
         return replace(tensor, layer=next((own for own, theirs in names.items() if theirs == tensor.layer), tensor.layer))
 
     def await_verdict(self, names: Mapping[str, Any], by: str = "step") -> dict[str, Any]:
-        """Wait for the verdict of runs by part (run, baseline, reference), and return the finished job."""
+        """Wait for a verdict, and return its job. `names` contains the run, the baseline and the reference by part."""
         while (job := self._plugin.ask_verdict(**names, by=by))["state"] == "working":
             time.sleep(_LOOK)
         return job
@@ -138,7 +140,7 @@ class PackedAnswers:
 
 
 def encode_script(value: Any) -> str:
-    """Return JSON that is safe in a script of a page for any text."""
+    """Return a value as JSON that is safe inside a script of a page, whatever text it contains."""
     return encode_json(value).replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
 
 
@@ -175,7 +177,7 @@ class PageContents:
                 self.held.put(name_answer(route, **about), thin_columns(answer, POINTS))
 
     def add_names(self, run: str, baseline: str) -> None:
-        """Add the names in a baseline of a run's layers, if any name differs."""
+        """Add the baseline's names of a run's layers, if any name differs."""
         answer = self.client.ask("names", run=run, baseline=baseline)
         if answer["names"]:
             self.held.put(name_answer("names", run=run, baseline=baseline), answer)
@@ -226,7 +228,7 @@ class PageContents:
         self.held.put(name_answer("fingerprints", a=a, b=b), self.client.ask("fingerprints", a=a, b=b))
 
     def add_verdict(self, names: Mapping[str, str | None], job: Mapping[str, Any]) -> None:
-        """Add the verdict of runs by part, as a finished job."""
+        """Add a verdict as a finished job. `names` contains its runs by part."""
         self.held.put(name_answer("verdict", **names), job)
         if job["state"] == "done":
             self._headlines[str(names["run"])] = job["result"]["story"]["headline"]

@@ -47,7 +47,7 @@ def choose_figures(result: Mapping[str, Any], tensors: list[ShownTensor], unit: 
 
     def step(of: ShownTensor | None) -> int | None:
         since = of.since if of and of.since is not None else divergence
-        return since if unit == "step" else None  # the page counts steps
+        return since if unit == "step" else None  # the page shows steps, not samples
 
     first = tensors[0] if tensors else None
     metric = first.metric if first else USUAL_METRIC
@@ -84,7 +84,7 @@ class ReportSubject:
 
 
 def check_report(path: str | os.PathLike[str]) -> None:
-    """Check that a report can be written, before the work is done.
+    """Check that a report can be written. Call this before the runs are compared.
 
     Raises:
         ConfigError: the file exists, or its folder does not.

@@ -38,7 +38,7 @@ _WITHOUT = "This page needs JavaScript: switch JavaScript on to see it."
 
 
 def render_page(title: str, scripts: str, policy: str = "") -> str:
-    """Return the HTML around scripts."""
+    """Return an HTML page that contains scripts."""
     allowed = f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n' if policy else ""
     return (
         f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n{allowed}'
@@ -123,12 +123,13 @@ def _missing(request: Request) -> Response:
 
 
 def _foreign(request: Request) -> Response:
-    raise Foreign("This name is not the server's; open the address that it printed, or name the server with --host.")
+    raise Foreign("The server does not answer to this name; open the address that it printed, or set the name with --host.")
 
 
-#: largest number of sampled steps of a run
+#: largest number of sampled steps of a run in the page
 _STEPS = 128
-#: largest number of characters: of all maps, of all distributions, and of an answer that is part of the page's file
+#: largest number of characters: of all maps, of all distributions, and of an answer that goes into data.js instead of its
+#: own file
 _MAPS, _DISTRIBUTIONS, _INLINE = 24_000_000, 16_000_000, 1000
 #: largest numbers: steps of a run with distributions, tensors of a verdict with timelines, rows in a list, verdicts
 _HISTOGRAMS, _TENSORS, _ROWS, _VERDICTS = 6, 12, 1000, 20
@@ -281,6 +282,4 @@ class _Export:
         )
 
 
-_NEEDS_SERVER = (
-    "Verdicts of other choices of runs and recipes that were not recorded need the server: `nemo-fp8-debug view`."
-)
+_NEEDS_SERVER = "To see verdicts for other choices of runs, or other recipes, start the server with `nemo-fp8-debug view`."

@@ -60,8 +60,10 @@ class LayerNames:
         self._pairs: Cache[dict[str, Any]] = Cache(_PAIRS)
 
     def match(self, run: Storage, baseline: Storage) -> dict[str, Any]:
-        """Return `names` (the baseline's names of layers with different names) and `how` (how the names were matched)."""
-        # Names are matched only if the runs have no name in common. Usually the newest parts show that.
+        """Return `names` (the baseline's name of each layer that has another name there) and `how` (how the names were
+        matched).
+        """
+        # Names are matched only if the runs have no name in common. Usually the newest parts show whether they have one.
         if not self._renames and not self._of_newest(run).keys().isdisjoint(self._of_newest(baseline)):
             return {"names": {}, "how": ""}
         versions = [self._parts.index(record).version for record in (run, baseline)]
@@ -207,7 +209,7 @@ class TensorBands:
         return self._tables.get((str(run), part.path), lambda: self._parts.columns(run, part, *_READ)).take(rows)
 
     def _steps_quantized(self, run: Storage, index: RecordIndex) -> Array | None:
-        """Return the sampled steps with engine-quantized operands, or None if no engine quantizes any."""
+        """Return the sampled steps at which the engine quantizes operands, or None if it never does."""
         return self._quantized.get((str(run), index.version), lambda: self._find_quantized(run, index))
 
     def _find_quantized(self, run: Storage, index: RecordIndex) -> Array | None:

@@ -177,7 +177,7 @@ class Extents:
         return self._known.get((str(run), part.path, name, tuple(steps)), make)
 
 
-#: least changes that count for metrics that `compare` does not use; 0.585 bits are a rise of an error by half
+#: least changes that count for metrics that `compare` does not use; 0.585 bits mean that an error grew by half
 _HALF_AGAIN = 0.585
 _LEAST = {"sqnr_db": 10 * np.log10(1.5), "cosine": 0.01, "dynamic_range_log2": 3.0, "sink_pct": 1.0, "dropped_pct": 1.0}
 #: largest number of values in memory (half a GiB), and number of tensors in one batch of medians

@@ -1,6 +1,4 @@
-"""Read a metric of all tensors, at single steps or over all steps. For all steps, group them into the columns of a
-picture.
-"""
+"""Read a metric of all tensors at single steps, or over all steps grouped into the columns of a picture."""
 
 from __future__ import annotations
 

@@ -82,7 +82,7 @@ class Logdir:
         return self._found
 
     def has_records(self, wait: float) -> bool:
-        """Return True if a record is known. Wait up to `wait` seconds for the first one."""
+        """Return True if a record is known. Wait up to `wait` seconds for the first record."""
         self.look()
         self._some.wait(wait)
         return bool(self._found.records)

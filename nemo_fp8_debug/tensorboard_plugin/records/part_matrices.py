@@ -38,7 +38,7 @@ NONFINITE = "nonfinite"
 
 
 class Tensors(tuple[tuple[str, str], ...]):
-    """(layer, role) of tensors. Many parts share an instance, so that derived data is computed only once."""
+    """The (layer, role) of some tensors. Many parts share an instance, so that derived data is computed only once."""
 
     @cached_property
     def places(self) -> dict[tuple[str, str], int]:
@@ -162,7 +162,7 @@ def lay_out_rows(outline: Outline, names: Mapping[str, Tensors], tried: Array | 
 T = TypeVar("T")
 #: bytes of cached metrics, and of cached layouts
 _HELD, _LAYOUTS = 384 << 20, 64 << 20
-#: number of cached lists of names
+#: largest number of tensors in all cached lists of names
 _TENSORS = 1 << 22
 #: seconds before the list of a record's parts is read again
 _LISTED = 1.0
@@ -241,7 +241,9 @@ class PartMatrices:
             self.index(run)
 
     def glance(self, run: Storage) -> RecordIndex:
-        """Return a known index, or an index made from the names of parts, which has only their first and last steps."""
+        """Return the known index of a record. If there is none, make an index from the names of parts, with only their first
+        and last steps.
+        """
         held = self._indexes.get(str(run), _KnownIndex).index
         if held is not None:
             return held
@@ -306,7 +308,7 @@ class PartMatrices:
             return read_rows(run, self.table, part, names, places)
 
     def read_unless_damaged(self, run: Storage, part: Part, what: str, read: Callable[[], T]) -> T | None:
-        """Return the result of `read` for a part, or None if the part is damaged. `list_damaged` returns the damage.
+        """Return the result of `read` for a part, or None if the part is damaged. `list_damaged` then returns the reason.
 
         Args:
             what: name of the data to read, because only some data of a part may be damaged.
@@ -330,7 +332,7 @@ class PartMatrices:
         return np.full((len(layout.steps), len(layout.tensors)), np.nan) if found is None else found
 
     def list_damaged(self, run: Storage) -> dict[str, str]:
-        """Return the damage of partly damaged parts by part name."""
+        """Return the reasons why data of some parts is unreadable, by part."""
         return {part: why for (of, part, _), why in list(self._harmed.items()) if of == str(run)}
 
     def texts(self, run: Storage, part: Part, name: str) -> CodedTexts:

@@ -81,7 +81,7 @@ def list_notes(parts: PartMatrices, run: Storage, index: RecordIndex) -> list[st
         told.append("The record has no metrics yet, because no step was sampled.")
     attempts = {part.attempt for part in index.owner.values()}
     if len(attempts) > 1:
-        told.append(f"The run was started {len(attempts)} times. Of repeated steps, only the latest is shown.")
+        told.append(f"The run was started {len(attempts)} times. If a step was repeated, only its latest values are shown.")
     known = find_quantization(parts, run, index, fingerprint)
     if known is not None and (said := describe_quantization(known)):
         told.append(said)
@@ -99,7 +99,7 @@ def find_quantization(parts: PartMatrices, run: Storage, index: RecordIndex, fin
 SERIES = ("loss", "grad_norm", "lr")
 #: largest number of points, and largest number of marks of each kind
 _POINTS, _MARKS = 4000, 1000
-#: a spike is this many standard deviations above the running median
+#: a spike is more than this many standard deviations above the running median
 _SIGMAS = 5.0
 #: a spike is also above the minimum of this many previous losses
 _BEFORE = 3
@@ -141,7 +141,8 @@ def _spikes(table: pl.DataFrame) -> list[int]:
     before = pl.Series(curve.losses).fill_nan(None).shift(1).rolling_min(_BEFORE, min_samples=1).to_numpy().copy()
     before[0] = np.inf
     with np.errstate(invalid="ignore"):
-        # If a loss falls fast, as at the start, its values are above the running median.
+        # While a loss falls fast, as at the start, all values are above the running median. So compare with earlier values
+        # too.
         above = np.nan_to_num(curve.losses - np.fmax(curve.smooth, before), nan=0.0, posinf=np.inf)
     high = np.flatnonzero(above > _SIGMAS * curve.scatter)
     highest = high[np.argsort(-above[high], kind="stable")[:_MARKS]]

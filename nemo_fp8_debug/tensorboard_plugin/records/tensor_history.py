@@ -83,7 +83,7 @@ class TextsSoFar:
         self._known: dict[Key, str | None] = {}
 
     def look_up_texts(self, outline: Outline, places: Sequence[int]) -> dict[str, list[str | Key]]:
-        """Return the strings, or their keys, of some rows of a part by column, for columns that need not be read."""
+        """Return the strings of some rows, or keys of these strings, by column. Leave out columns that must be read."""
         told: dict[str, list[str | Key]] = {}
         for name in TEXTS:
             if type(text := outline.same.get(name)) is str:
@@ -240,7 +240,7 @@ def list_dumps(files: Files, layer: str, role: str) -> dict[str, Any]:
     """Return the latest files of a tensor, and the number of all its files.
 
     Args:
-        files: files of a record. Layers that have the same name in file names are not told apart.
+        files: files of a record. Two layers whose names are equal in file names count as one.
 
     Returns:
         `count`, and `files` with the `step`, `rank` and `name` (below the record's folder) of each file, ascending.

@@ -152,7 +152,7 @@ def test_an_attention_whose_kernel_shows_nothing_is_said(tmp_path: Path) -> None
 
     model = nn.Sequential(MixingAttention())
     monitor = Monitor(model, str(tmp_path), interval=1, table_rows=0, activations=("attention",))
-    told = "logits of 0 is missing .*: LookupError: no operator of torch showed them"
+    told = "logits of 0 is missing .*: LookupError: no torch operator received them"
     with pytest.warns(FP8DebugWarning, match=told), monitor.step(0):
         model(torch.randn(2, 4, 8)).sum().backward()
     monitor.close()

@@ -180,7 +180,7 @@ def test_fp8_inputs_with_bf16_multiplication(tmp_path: Path) -> None:
 
 def test_what_a_fused_norm_makes_stays_and_is_said() -> None:
     model = Model()
-    with pytest.warns(FP8DebugWarning, match="X of 2 layers .first first.qkv. is made inside of a fused norm"):
+    with pytest.warns(FP8DebugWarning, match="X of 2 layers .first first.qkv. is computed inside a fused norm"):
         changed(model, Change("qkv", "delayed", multiply_in_bf16=True))
     losses, found = log(model, stepper(model, DELAYED))
     assert found.keys() == {"first.proj", "second.proj"} and all(loss == loss for loss in losses)

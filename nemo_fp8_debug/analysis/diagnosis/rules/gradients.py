@@ -23,8 +23,7 @@ from ..facts import Facts, Records, fact
 from ..finding import Finding
 from ..rule import rule
 
-#: units of the factor, because gradients of micro-batches may be averaged or summed; a fault changes the factor in both
-#: units
+#: units of the factor. Gradients of micro-batches may be averaged or summed, so only a change in both units shows a fault
 _UNITS = ("per_scale", "per_micro_batch")
 
 
@@ -32,7 +31,7 @@ _UNITS = ("per_scale", "per_micro_batch")
 
 
 class Factors(NamedTuple):
-    """The factors of gradients in the run and in the baseline: step, grad_scale, loss_scale, and both units."""
+    """Tables with the factors of gradients in the run and in the baseline: step, grad_scale, loss_scale, and both units."""
 
     run: pl.DataFrame
     baseline: pl.DataFrame | None
@@ -40,8 +39,8 @@ class Factors(NamedTuple):
 
 @fact
 def gradient_factors(records: Records) -> Factors:
-    """Return the factors of samples with a constant loss scale. If the scale changes, frameworks report the change early or
-    late.
+    """Return the factors at steps around which the loss scale is constant. If the scale changes, frameworks may report the
+    change a step early or late.
     """
     mine, theirs = (None if each is None else _read_factors(each) for each in (records.run, records.baseline))
     assert mine is not None
@@ -70,7 +69,7 @@ def find_factor(facts: Facts) -> Iterator[Finding]:
 
     If the loss scale or accumulation explains a factor, there is no finding.
 
-    Example: a loss scale of 65,536 is reported and never applied, so small gradients underflow.
+    Example: a loss scale of 65,536 is reported but never applied, so small gradients underflow.
     """
     mine, theirs = gradient_factors(facts)
     if mine.is_empty():
@@ -139,8 +138,8 @@ def _usual(values: Floats) -> float:
 
 
 def find_common_scale(mine: pl.DataFrame, theirs: pl.DataFrame) -> float | None:
-    """Return the median loss scale of two runs if it is equal, and so large that no other factor is likely to be equal to
-    it.
+    """Return the median loss scale if it is equal in both runs, and so large that no other factor is likely to have this
+    value. Otherwise return None.
     """
     scales = [rows["loss_scale"].fill_nan(None).median() for rows in (mine, theirs)]
     here, there = (scale if isinstance(scale, float) else 0.0 for scale in scales)
@@ -148,7 +147,7 @@ def find_common_scale(mine: pl.DataFrame, theirs: pl.DataFrame) -> float | None:
 
 
 def _differ(value: float, usual: float, factor: float | None = None) -> bool:
-    """Return True if two values differ by a factor or in sign, or if only one is zero."""
+    """Return True if two values differ by more than a factor or in sign, or if only one of them is zero."""
     if value == 0 or usual == 0:
         return value != usual
     ratio = value / usual
@@ -167,7 +166,8 @@ def _factor(strength: str, evidence: str, since: int, advice: str) -> Finding:
 
 @fact
 def sizes_against_baseline(records: Records) -> pl.DataFrame:
-    """Return layer, role and bits: the log2 ratio of run to baseline of the median amax in early samples.
+    """Return layer, role and bits: log2 of the ratio of the run's median amax to the baseline's median amax in early
+    samples.
 
     The first samples have initial scales and are left out.
     """
@@ -193,17 +193,17 @@ def _first_sizes(metrics: Metrics) -> pl.DataFrame:
 class GradientNorms:
     """Gradient norms by step, and related quantities."""
 
-    #: step, grad_norm, with NaN and infinity, without skipped steps
+    #: step and grad_norm, including NaN and infinity, but without skipped steps
     run: pl.DataFrame
     #: the same columns of the baseline, or None
     baseline: pl.DataFrame | None
     #: step, consumed_samples
     consumed: pl.DataFrame
-    #: step, layer, level: log2 of the largest dY; empty if no dY is recorded
+    #: step, layer and level (log2 of the amax of dY); empty if no dY is recorded
     gradients: pl.DataFrame
     #: whether any dY is recorded
     records_gradients: bool
-    #: median loss scale of run and baseline, if it is equal and large
+    #: median loss scale if it is equal in run and baseline, and large; otherwise None
     common_scale: float | None
 
 
@@ -279,7 +279,7 @@ def _zero_norms(norms: GradientNorms, facts: Facts) -> Iterator[Finding]:
     behind = len(zero) - int(np.argmin(zero[::-1])) if not zero.all() else 0
     lasts = len(zero) - behind >= thresholds.FEW
     since = int(steps[behind] if lasts else steps[np.argmax(zero)])
-    # Megatron-Core reports 0 if it does not clip, because it then computes no norm.
+    # If Megatron-Core does not clip gradients, it computes no norm and reports 0.
     arrive = len(norms.gradients) > 0
     if zero.all() and (arrive or not norms.records_gradients) and (norms.baseline is None or norms.baseline.is_empty()):
         return
@@ -295,8 +295,8 @@ def _zero_norms(norms: GradientNorms, facts: Facts) -> Iterator[Finding]:
 
 
 def _find_move(mine: pl.DataFrame, theirs: pl.DataFrame | None) -> _Move | None:
-    """Return a lasting change of the norm that also shows in its ratio to the baseline's norm. Measure it in the less noisy
-    series.
+    """Return a lasting change of the norm that is also visible in its ratio to the baseline's norm, or None. Measure the
+    change in the norm or in this ratio, whichever is less noisy.
     """
     own = _bits(_usable(mine), "grad_norm")
     ratio = None if theirs is None else _ratio(mine, theirs)
@@ -329,7 +329,7 @@ def _bits(rows: pl.DataFrame, name: str) -> tuple[Ints, Floats]:
 
 
 def _largest_move(steps: Ints, bits: Floats) -> _Move | None:
-    """Return the largest change to another level that is sudden and lasts to the end."""
+    """Return the largest change to another level if it is sudden and lasts to the end, otherwise None."""
     if len(bits) <= 2 * thresholds.LEVEL:
         return None
     medians = np.median(np.lib.stride_tricks.sliding_window_view(bits, thresholds.LEVEL), axis=1)

@@ -74,7 +74,9 @@ def _rises(mine: pl.DataFrame, unit: str) -> Iterator[Finding]:
 
 
 def _first_in_a_row(differs: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> int | None:
-    """Return the index of the first two consecutive True values, or of a single value if there is only one."""
+    """Return the index of the first two consecutive True values, or None. If there is only one value, a single True is
+    enough.
+    """
     needed = min(thresholds.IN_A_ROW, len(differs))
     if not needed:
         return None

@@ -61,13 +61,13 @@ def _is_abrupt(loss: LossCurve, step: int) -> bool:
     if len(medians) <= few or not (np.isfinite(before).any() and np.isfinite(after).any()):
         return True
     rise = np.nanmedian(after) - np.nanmedian(before)
-    with np.errstate(invalid="ignore"):  # two medians may be infinite
+    with np.errstate(invalid="ignore"):  # the difference of two infinite medians is invalid
         return bool(np.nanmax(medians[few:] - medians[:-few]) >= thresholds.ABRUPT_PART * rise)
 
 
 @fact
 def resumes(records: Records) -> list[int]:
-    """Return the first step of each attempt but the first."""
+    """Return the first step of each attempt except the first attempt."""
     rows = records.run.steps.select("step", "attempt").drop_nulls()
     firsts = rows.group_by("attempt").agg(pl.col("step").min()).sort("attempt")["step"].to_list()
     return [int(step) for step in firsts[1:]]
@@ -92,7 +92,7 @@ def skipped_steps(records: Records) -> SkippedSteps:
 
 @rule("skipped steps", ("skipped",), (skipped_steps,), event="optimizer")
 def find_skipped(facts: Facts) -> Iterator[Finding]:
-    """Name an optimizer that skips all steps from some step on, or many steps.
+    """Name an optimizer that skips all steps from some step on, or that skips many steps.
 
     Example: the backward pass overflows in float16, so the optimizer skips all steps from step 60 on.
     """

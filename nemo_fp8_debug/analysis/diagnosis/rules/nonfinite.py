@@ -38,7 +38,7 @@ class NonfiniteValues:
     """The first NaN or infinity of each kind of value, in order."""
 
     first: tuple[FirstNonfinite, ...]
-    #: whether all W are finite in the first sample that has a NaN or infinity
+    #: whether all W are finite in the first sample in which an operand has NaN or infinity
     weights_are_finite: bool
 
 
@@ -95,7 +95,9 @@ def _of_operands(run: Run, baseline: Run | None) -> list[FirstNonfinite]:
 
 
 def find_first_nonfinite_row(rows: pl.DataFrame) -> list[FirstNonfinite]:
-    """Return the first row in order of execution. Rows have step, layer, role and nonfinite_order."""
+    """Return a list with the first row in order of execution, empty without rows. Rows have step, layer, role,
+    nonfinite_order.
+    """
     if rows.is_empty():
         return []
     first = rows.filter(pl.col("step") == pl.col("step").min()).sort("nonfinite_order", nulls_last=True).row(0, named=True)
@@ -105,7 +107,7 @@ def find_first_nonfinite_row(rows: pl.DataFrame) -> list[FirstNonfinite]:
 
 
 def _lost_operands(run: Run) -> pl.DataFrame:
-    """Return the first row with NaN or infinity of each operand."""
+    """For each operand, return the first row with NaN or infinity."""
     operands = run.metrics.reduce_rows(
         ["nan", "inf", "nonfinite_order"],
         lambda rows: rows.filter(IS_NONFINITE).unique("tensor", keep="first", maintain_order=True),

@@ -33,7 +33,7 @@ _KEY = ["layer", "role"]
 _LOOKED_INTO = 8
 #: metrics that are independent of the recipe
 _OF_VALUES = ("nonfinite", "outlier_log2")
-#: columns of the `metrics` table that make a course
+#: columns of the `metrics` table from which a `Course` is built
 COURSE = ("scale", "scale_ratio_log2", "amax", "outlier_log2", "underflow_pct", "overflow_pct", "nan", "inf")
 
 
@@ -91,7 +91,7 @@ class Suspect:
     by: str
     course: Course
     baseline: Course | None
-    #: usual outlier of the role, in bits above the median
+    #: usual outlier of operands with this role, in bits above the median
     usual_outlier: float
     #: if many values are lost later: metric, percent, percent in the baseline, step; otherwise None
     loses_later: tuple[str, float, float, int] | None = None
@@ -110,7 +110,7 @@ def judged_samples(records: Records) -> Ints:
     """Return the steps, [S], at which operands can be checked.
 
     With a baseline, these are the samples with error metrics within the baseline's steps. Without a baseline, these are all
-    samples, if there are enough samples, and limits or bands for the operands.
+    samples, provided that there are enough samples, and that limits or bands exist for the operands.
     """
     run, baseline = records.run, records.baseline
     if baseline is None:
@@ -215,7 +215,7 @@ def has_lost_most(suspect: Suspect) -> bool:
 
 
 def explain_course(suspect: Suspect) -> Finding:
-    """Return the cause that the samples around the onset show.
+    """Return a finding with the cause that the samples around the onset show.
 
     Usual values come from the baseline. Without a baseline, they come from the samples before the onset.
     """
@@ -386,7 +386,9 @@ def _has_jumped(scale: Floats, wanted: Floats, error: float) -> bool:
 
 
 def _usual_outlier(suspect: Suspect, start: int) -> float:
-    """Return the usual outlier in bits above the median: of the baseline, else of earlier samples, else of the role."""
+    """Return the usual outlier, in bits above the median. It comes from the baseline, otherwise from earlier samples,
+    otherwise from other operands with the same role.
+    """
     if suspect.baseline is not None:
         return _median(suspect.baseline.outlier, np.nan)
     if start > MADE_UP or np.isnan(suspect.usual_outlier):
@@ -481,8 +483,8 @@ def _find_losses(out_of_band: pl.DataFrame, layer: str, role: str) -> tuple[str,
 def _comparable(comparison: Comparison) -> pl.DataFrame:
     """Return the rows out of the baseline's band, without rows that a different recipe explains.
 
-    If an operand's recipe differs from the baseline, its errors and scales differ too. Such an operand counts only if its
-    values are unusual, or if it exceeds the limits of healthy operands.
+    If an operand's recipe differs from its recipe in the baseline, its errors and scales differ too. Such an operand counts
+    only if its values are unusual, or if it exceeds the limits of healthy operands.
     """
     mine, theirs = (usual_casts(run.metrics) for run in (comparison.run, comparison.baseline))
     both = mine.join(theirs, on=_KEY, suffix="_baseline")

@@ -1,4 +1,4 @@
-"""A rule about versions and features that have broken other runs, and the list of these bug reports."""
+"""A rule about versions and features that have broken other runs, and the list of the bug reports that the rule uses."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def _option(fingerprint: Fingerprint, name: str) -> Any:
 
 
 def _te_before(fingerprint: Fingerprint, fixed: str) -> bool:
-    """Return True if Transformer Engine quantizes in this run and is older than a release."""
+    """Return True if Transformer Engine quantizes in this run and is older than the release `fixed`."""
     version = _version(fingerprint, "transformer-engine")
     return version is not None and version < Version(fixed) and bool(_option(fingerprint, "fp8"))
 
@@ -118,7 +118,7 @@ def _multi_token_prediction_recomputed(fingerprint: Fingerprint) -> bool:
 
 
 def _is_between(fingerprint: Fingerprint, package: str, first: str, fixed: str) -> bool:
-    """Return True if a package is at least as new as one release and older than another."""
+    """Return True if a package is at least as new as the release `first` and older than the release `fixed`."""
     version = _version(fingerprint, package)
     return version is not None and Version(first) <= version < Version(fixed)
 

@@ -43,7 +43,7 @@ def moves_of_levels(operands: Metrics, level: Level, together: Callable[[Floats]
 
     Args:
         operands: metrics of T operands.
-        together: function of the changes of each level's natural log, float64 [T], NaN if unknown.
+        together: function that gets the change of each operand's level (natural log), float64 [T], NaN if unknown.
 
     Example:
         >>> rows = {"layer": "fc1", "role": "input", "step": [0, 5, 10], "relative_error": 0.5, "mse": [1.0, 4.0, 4.0]}
@@ -107,8 +107,8 @@ class Decays(NamedTuple):
 
 @fact
 def weight_decays(records: Records) -> Decays:
-    """Return the decay between consecutive samples: the decrease of log root mean square, divided by the sum of learning
-    rates.
+    """Return the weight decay between consecutive samples: the decrease of the log of the root mean square, divided by the
+    sum of the learning rates.
     """
     steps, decays = _decays(records.run)
     return Decays(steps, decays, np.zeros(0) if records.baseline is None else _decays(records.baseline)[1])
@@ -205,7 +205,8 @@ def still_weights(records: Records) -> StillWeights:
 def find_still_weights(facts: Facts) -> Iterator[Finding]:
     """Name a layer in which weights have stopped changing, and weights that never change.
 
-    A step changes the smallest value of nearly every W, and so the range of W. Weight decay alone hardly changes the range.
+    An optimizer step changes the smallest value of nearly every W, and therefore the range of W. Weight decay alone hardly
+    changes the range.
 
     Example: the optimizer writes to a copy, so 10 of 11 W are bit-identical in all samples.
     """
@@ -233,11 +234,11 @@ def find_still_weights(facts: Facts) -> Iterator[Finding]:
 
 
 def _find_constant(weights: Metrics) -> list[str]:
-    """Return the weights with equal range, outliers and kurtosis in all of at least four samples."""
+    """Return the weights that have at least four samples, and the same range, outliers and kurtosis in all samples."""
     weights = _without_codes(weights)
     if len(weights.steps) < thresholds.LASTING or weights.tensors.is_empty():
         return []
-    # Weights rarely stand still. Otherwise, only the last samples are read.
+    # Few weights are constant at the end of a run. Only for these weights, earlier samples are read too.
     at_the_end = _count_values(weights.select_samples(np.arange(len(weights.steps))[-thresholds.LASTING :]))
     moved = weights.tensors[at_the_end.filter(pl.col("values") > 1)["tensor"]]
     weights = weights.select_keeping_steps(
@@ -250,7 +251,9 @@ def _find_constant(weights: Metrics) -> list[str]:
 
 
 def _count_values(weights: Metrics) -> pl.DataFrame:
-    """Return tensor, values (how many combinations of range, outliers and kurtosis it has), and samples."""
+    """For each tensor, return the number of different combinations of range, outliers and kurtosis, and the number of
+    samples.
+    """
     names = (_RANGE, "outlier_log2", "kurtosis")
     found = weights.reduce_rows(
         names, lambda rows: rows.group_by("tensor", *names, maintain_order=True).agg(pl.sum("count"))
@@ -259,7 +262,7 @@ def _count_values(weights: Metrics) -> pl.DataFrame:
 
 
 def _find_stopped(run: Run) -> dict[str, StillLayer]:
-    """Return by name the layers in which weights changed before but do not change any more.
+    """Return, by name, the layers in which most weights changed before but do not change any more.
 
     A single expert may get no tokens, so single experts do not count.
     """
@@ -290,7 +293,7 @@ def _find_stopped(run: Run) -> dict[str, StillLayer]:
 
 
 def _without_codes(weights: Metrics) -> Metrics:
-    """Return the weights that are not stored as codes, because most steps do not change codes."""
+    """Return the weights that are not stored as quantized codes, because most optimizer steps do not change such codes."""
     sources = weights.unique("scale_source")
     kept = [source for source in sources if source is not None and source != "stored"]
     return weights.only("scale_source", kept) if "stored" in sources else weights
@@ -305,7 +308,7 @@ def _most_of(blocks: Mapping[str, str], still: Sequence[str]) -> dict[str, list[
 
 
 def _blocks(layers: Sequence[str]) -> dict[str, str]:
-    """Return for each GEMM the layer that contains it: the common prefix of all names with the same number."""
+    """Return for each GEMM the layer that contains it: the common prefix of all names with the same layer number."""
     of_depth: dict[int, list[str]] = defaultdict(list)
     for layer in layers:
         depth = read_depth(layer)
@@ -326,7 +329,7 @@ class Standing:
     #: log2 of the range at the weight's first and last sample; NaN without samples
     first: Floats
     last: Floats
-    #: first step of the last range, number of samples with this range, and number of changes of the range
+    #: first step with the latest range, number of samples with this range, and number of changes of the range
     since: Ints
     samples: Ints
     moves: Ints

@@ -31,11 +31,11 @@ class ZeroTensor:
     layer: str
     role: str
     since: int
-    #: whether the tensor had other values before
+    #: whether the tensor had nonzero values before
     had_values: bool
     #: whether the tensor stays zero to the end; if a path is dropped at random, its tensors are zero only in some steps
     lasts: bool
-    #: whether the baseline has the tensor, with other values
+    #: whether the baseline has the tensor, with nonzero values
     has_baseline: bool
 
 
@@ -102,7 +102,7 @@ def _describe(facts: Facts, role: str, since: int, layers: Sequence[str], of: Se
 
 
 def is_zero(grid: Grid) -> Bools:
-    """Return whether a tensor was sampled and all its values are zero, [T, S]."""
+    """For each tensor and sample, return True if the tensor was sampled and all its values are zero, [T, S]."""
     zero: Bools = (grid.metric("amax") == 0) & ~(grid.metric("nonfinite") > 0)
     return zero
 

@@ -29,8 +29,8 @@ RECIPES: dict[type[Any], str] = {CurrentScaling: "tensorwise", Float8BlockScalin
 _MENU = [Recipe(scaling(), fmt) for scaling in RECIPES for fmt in ("hybrid", "e4m3")] + [BF16_RECIPE]
 _HOW = (
     "Recipes of single modules. Megatron-LM: --te-precision-config-file THIS_FILE; Megatron-Bridge and others: quant_recipe "
-    "of TransformerConfig = megatron.core.quantization.utils.load_quantization_recipe(THIS_FILE). It takes megatron-core "
-    "0.16 or later and Transformer Engine, and weights that are not kept in FP8 (--fp8-param-gather)."
+    "of TransformerConfig = megatron.core.quantization.utils.load_quantization_recipe(THIS_FILE). This needs megatron-core "
+    "0.16 or later and Transformer Engine, and weights that are not stored in FP8 (--fp8-param-gather)."
 )
 _HOW_OPTIONS = (
     "Options of the whole run: fields of Megatron's TransformerConfig, of Megatron-Bridge's MixedPrecisionConfig, and of "
@@ -56,8 +56,8 @@ def make_per_module(found: Recommendation) -> Snippet | None:
         coarser += [_coarser(finding, recipe, name) for finding in findings]
     if count_stages(found) > 1:
         coarser.append(
-            f"Each of {count_stages(found)} parts of the pipeline numbers its blocks from 0, and Megatron matches those "
-            "names: the same blocks are changed in every part. Blocks are taken to be spread evenly."
+            f"Each of {count_stages(found)} parts of the pipeline numbers its blocks from 0, and Megatron matches these "
+            "names. So this changes the same blocks in every part. We assume that all parts have equally many blocks."
         )
     content = yaml.safe_dump({"configs": configs, "matchers": matchers}, sort_keys=False)
     return Snippet(NAME, "recipes of modules, Megatron", comment_lines(_HOW, *coarser) + content, tuple(coarser))
@@ -72,9 +72,9 @@ def _recipe(recipe: Recipe) -> dict[str, str]:
 def _coarser(finding: TensorFix, recipe: Recipe, name: str) -> str:
     chosen = finding.chosen
     if chosen.recipe == BF16_RECIPE.name:
-        return f"{finding.name}: BF16 is for all three GEMMs of the module, not only for the two that read this operand."
+        return f"{finding.name}: BF16 applies to all three GEMMs of the module, not only for the two that read this operand."
     if find_cast(chosen.parsed, finding.role) == find_cast(recipe, finding.role):
-        return f"{finding.name}: {name} is for all operands of the module."
+        return f"{finding.name}: {name} applies to all operands of the module."
     return f"{finding.name}: a module cannot have {chosen.recipe}; it has {name} instead, for all of its operands."
 
 
@@ -153,16 +153,16 @@ def _options(recipe: Recipe | None, found: Recommendation, unsolved: list[Tensor
     than needed.
     """
     coarser = [
-        f"{f.name}: no option of the whole run does it; recipes of modules do, see the other files." for f in unsolved
+        f"{f.name}: no option of the whole run can do this. Recipes of modules can; see the other files." for f in unsolved
     ]
     if recipe:
-        coarser.append(f"{recipe.name} is for all layers of the run, not only for those that need it.")
+        coarser.append(f"{recipe.name} applies to all layers of the run, not only to layers that need it.")
     if found.ends is None:
         return _recipe_options(recipe), coarser
     recipe = recipe or _in_use(found)
     if recipe and isinstance(recipe.scaling, DelayedScaling):
         recipe = Recipe(CurrentScaling(), recipe.fp8_format)
-        coarser.append("Megatron refuses blocks in BF16 under delayed scaling: the others get tensorwise scaling.")
+        coarser.append("Megatron allows no BF16 blocks with delayed scaling, so the other blocks get tensorwise scaling.")
     coarser.append(f"The first {found.ends.start} and the last {found.ends.end} blocks are in BF16 as a whole.")
     return _recipe_options(recipe) | {
         "first_last_layers_bf16": True,

@@ -50,7 +50,9 @@ class Module:
 
 
 def read_casts(run: Run) -> dict[str, Casts | Unreadable]:
-    """Return the last recorded casts of all modules that quantize. Experts of a module must have the same casts."""
+    """Return the last recorded casts of all modules that quantize, or why they are unreadable, for example because experts
+    of a module differ.
+    """
     rows = run.metrics.last(["recipe", "format", "scale_source"])
     found: dict[str, dict[str, Cast | None] | Unreadable] = {}
     for layer, role, name, fmt, source in rows.iter_rows():
@@ -172,7 +174,7 @@ def _tell_differences(name: str, findings: Sequence[TensorFix], options: Mapping
     for finding in findings:
         option = options[finding.role]
         if option.recipe != finding.chosen.recipe:
-            said[finding.name] = f"no {finding.chosen.recipe} with the others of its GEMMs, so it has {option.recipe}"
+            said[finding.name] = f"no kernel takes {finding.chosen.recipe} with the other operand, so it has {option.recipe}"
         elif finding.layer != name:
             said[f"{SHOWN_AS[finding.role]} of {name}"] = "all experts of the group are cast alike"
     return tuple(f"{key}: {sentence}." for key, sentence in said.items())
@@ -330,8 +332,8 @@ _HOW = (
     "A loop of your own: nemo_fp8_debug.name_modules(model) before the first step, then te.autocast(enabled=True, "
     "recipe=CustomRecipe(qfactory=te_quantizers.factory)) with this folder on PYTHONPATH.",
     "Megatron-LM: --fp8-recipe custom --fp8-quantizer-factory te_quantizers.factory, and name_modules(model) in the "
-    f"function that builds the model. Or, with megatron-core 0.17 or later, {MODULES}: it changes the named modules alone, "
-    "and leaves the run's own recipe to all others.",
+    f"function that builds the model. Or, with megatron-core 0.17 or later, {MODULES}: it changes only the named modules. "
+    "All others keep the run's own recipe.",
 )
 _NOT_IN_RECORD = (
     "The record does not contain custom functions for amaxes and scales, or reduce_amax. This file assumes Transformer "
@@ -339,9 +341,9 @@ _NOT_IN_RECORD = (
     "This file assumes that column-wise copies are cast like the recorded row-wise ones.",
 )
 _HOW_MODULES = (
-    f"Quantizers of the named modules, which are functions of {NAME}; all others keep the run's recipe. Megatron-LM: "
-    "--te-precision-config-file THIS_FILE, with the folder on PYTHONPATH. It takes megatron-core 0.17 or later, "
-    "Transformer Engine 2.19 or later, and weights that are not kept in FP8 (--fp8-param-gather)."
+    f"Quantizers of the named modules, from {NAME}. All other modules keep the run's recipe. Megatron-LM: "
+    "--te-precision-config-file THIS_FILE, with the folder on PYTHONPATH. This needs megatron-core 0.17 or later, "
+    "Transformer Engine 2.19 or later, and weights that are not stored in FP8 (--fp8-param-gather)."
 )
 
 
@@ -354,7 +356,7 @@ def make_quantizers(found: Recommendation, for_megatron: bool) -> tuple[list[Sni
         return [], []
     recorded = read_casts(found.run)
     if reason := next(_reasons(found, recorded, by_module), None):
-        return [], [f"{NAME} is not written: {reason}. Recipes of modules are, see the other files."]
+        return [], [f"{NAME} is not written: {reason}. Recipes of modules are written; see the other files."]
     known = {name: casts for name, casts in recorded.items() if not isinstance(casts, Unreadable)}
     changed = [change_module(name, known[name], findings) for name, findings in by_module.items()]
     older = _older(found, "transformer-engine", NEEDS, NAME)
@@ -370,7 +372,7 @@ def make_quantizers(found: Recommendation, for_megatron: bool) -> tuple[list[Sni
 def _reasons(found: Recommendation, recorded: Mapping[str, Any], names: Iterable[str]) -> Iterator[str]:
     host = found.run.fingerprint.get("backend_options", {})
     if host.get("fp8_quantizer_factory"):
-        yield "the run has its own quantizer factory, whose casts the record shows only in part; edit that one"
+        yield "the run has its own quantizer factory, whose casts the record shows only in part; edit that factory"
     if host.get("fp8_wgrad") is False:
         yield "fp8_wgrad is off, and CustomRecipe has no option for that"
     for name in names:
@@ -409,9 +411,9 @@ def _tables(found: Recommendation, known: Mapping[str, Casts], changed: Iterable
     }
     names = sorted({re.sub(r"\d+", "*", name) for name in known})
     parts = [
-        _table("USUAL", "by role: how most modules of the run cast it", _operands(spread_over_gemms(usual), "    ")),
-        _table("OTHERS", "by module: as in the run, where that differs", _by_module(others)),
-        _table("CHANGED", "by module: what is cast otherwise than in the run", _by_module(by_name)),
+        _table("USUAL", "by role: the cast in most modules of the run", _operands(spread_over_gemms(usual), "    ")),
+        _table("OTHERS", "by module: casts in the run that differ from USUAL", _by_module(others)),
+        _table("CHANGED", "by module: casts that differ from the run", _by_module(by_name)),
         "#: modules of the record, * for a number\nRECORDED = (\n" + "".join(f"    {name!r},\n" for name in names) + ")\n",
         "#: for Megatron's recipes of modules\n"
         + "".join(f"module_{i} = factory_of({name!r})\n" for i, name in enumerate(by_name)),

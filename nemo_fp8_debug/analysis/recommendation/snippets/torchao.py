@@ -19,7 +19,7 @@ from .snippet import Snippet, combine_options, comment_lines
 
 NAME = "torchao_float8.py"
 _HOW = (
-    "Layers of torchao as in the run that was recorded, except for those in CHANGED. Call convert(model) in "
+    "This file converts layers as in the recorded run, except for those in CHANGED. Call convert(model) in "
     "place of the run's own convert_to_float8_training, or of torchtitan's and Accelerate's conversion, before the model is "
     "sharded or compiled.",
 )
@@ -154,12 +154,12 @@ def _without_gather(layer: str, config: dict[str, Any], coarser: list[str]) -> t
     plain = {key for key, field in _FIELDS.items() if config[field]["scaling_type"] == "DISABLED"}
     if config.get(_GATHER) and any(role == "weight" for role, _ in plain):
         config[_GATHER] = False
-        coarser.append(f"{SHOWN_AS['weight']} of {layer} is gathered in high precision: one of its products reads it so.")
+        coarser.append(f"{SHOWN_AS['weight']} of {layer} is gathered in high precision, as one of its products needs it.")
     return (None if len(plain) == len(_FIELDS) else config), coarser
 
 
 def _tables(groups: Sequence[tuple[Mapping[str, Any], Sequence[str]]], changed: Sequence[str]) -> str:
-    lines = [f"#: layers that are not as in the run\nCHANGED = {changed!r}\n#: configuration, and its layers\nCONFIGS = [\n"]
+    lines = [f"#: layers that differ from the run\nCHANGED = {changed!r}\n#: configuration, and its layers\nCONFIGS = [\n"]
     for config, layers in groups:
         if layers:
             options = "".join(f"            {name}={_value(value)},\n" for name, value in config.items())

@@ -1,4 +1,4 @@
-"""Linear layers of torchao. The casts of a layer are unknown unless `casts` supports its class. Internal."""
+"""Backend for linear layers of torchao. A layer's casts are unknown unless `casts.py` supports its class. Internal."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _owns(module: nn.Module) -> bool:
 def _input(module: nn.Module, args: Args, kwargs: Kwargs, part: str) -> torch.Tensor:
     x: torch.Tensor = require_uncast(args[0] if args else kwargs["input"])
     kind = name_layer_class(module)
-    if kind == NVFP4_LINEAR:  # ignores autocast
+    if kind == NVFP4_LINEAR:  # torchao ignores autocast here
         return x.to(torch.bfloat16)
     if kind != FLOAT8_LINEAR:
         return view_as_multiplied(x)
@@ -53,12 +53,12 @@ def _grad(grad: torch.Tensor, *_: Any) -> torch.Tensor:
 
 
 def _cast(module: nn.Module, kwargs: Kwargs, part: str, role: str, out: torch.Tensor) -> Any:
-    use: ScaleInUse = casts.find_cast(module, role)  # the configuration of this call, which also applies to its backward
+    use: ScaleInUse = casts.find_cast(module, role)  # read now, because this configuration also applies to the backward
     return lambda: use
 
 
 def find_engine(modules: Iterable[nn.Module]) -> str:
-    """Return the engine that quantizes in training: torchao, "unknown" for unsupported classes, or "" without layers."""
+    """Return the engine that quantizes in training: torchao, "unknown" for unsupported classes, or "" if there is none."""
     classes = {name_layer_class(module): module for module in modules}
     if not classes or classes.keys() & {FLOAT8_LINEAR, MXFP8_LINEAR, NVFP4_LINEAR}:
         return BACKEND.name if classes else ""

@@ -6,8 +6,8 @@
 | dgrad | dY, W | `cast_config_grad_output`, `cast_config_weight_for_grad_input` |
 | wgrad | dY, X | `cast_config_grad_output_for_grad_weight`, `cast_config_input_for_grad_weight` |
 
-A row of the record has the cast of X and W in fprop, and of dY in dgrad. Every field of a configuration must be supported,
-because an unsupported field may change the cast. The cast is then unknown. Once per sampled step, we also compare torchao's
+A row of the record has the cast of X and W in fprop, and of dY in dgrad. If a configuration has an unsupported field, the
+cast is unknown, because this field may change the cast. Once per sampled step, we also compare torchao's
 arithmetic with ours (`trial`).
 """
 
@@ -32,13 +32,13 @@ from .nvfp4 import nvfp4_cast
 from .trial import find_difference
 from .weights import find_gathered_in_fp8, is_torchao
 
-#: product -> field of the configuration, by role; a row of the record has the first product's cast
+#: field of the configuration, by role and product; a row of the record has the first product's cast
 CASTS: Mapping[str, Mapping[str, str]] = {
     "input": {"fprop": "cast_config_input", "wgrad": "cast_config_input_for_grad_weight"},
     "weight": {"fprop": "cast_config_weight", "dgrad": "cast_config_weight_for_grad_input"},
     "grad_output": {"dgrad": "cast_config_grad_output", "wgrad": "cast_config_grad_output_for_grad_weight"},
 }
-#: supported fields by class of configuration. We read a field, or the field does not change a cast
+#: supported fields, by class of configuration. We read each field, unless the field does not change a cast
 KNOWN: Mapping[str, frozenset[str]] = {
     "Float8LinearConfig": frozenset(
         (
@@ -52,15 +52,15 @@ KNOWN: Mapping[str, frozenset[str]] = {
     "Float8GemmConfig": frozenset(("use_fast_accum",)),
 }
 _FORMATS = {torch.float8_e4m3fn: FORMATS["e4m3"], torch.float8_e5m2: FORMATS["e5m2"]}
-#: attributes of a `MXFP8Linear` in addition to a Linear's
+#: attributes that a `MXFP8Linear` has and a Linear does not have
 MXFP8_OPTIONS = frozenset(("kernel_preference", "scale_calculation_mode", "wgrad_with_hp"))
 
 
 def find_cast(module: nn.Module, role: str) -> ScaleInUse:
-    """Return how the call of `module` that has just returned casts `role`.
+    """Return how `module` casts `role` in the call that has just returned.
 
     Raises:
-        UnknownCast: the class, a field of the configuration, or a value is not supported. The message names which.
+        UnknownCast: the class, a field of the configuration, or a value is not supported. The message names the cause.
     """
     kind, weight = name_layer_class(module), read_raw_weight(module)
     if kind not in _READERS:
@@ -95,7 +95,7 @@ def _float8_cast(module: Any, role: str) -> ScaleInUse:
 
 
 def _cast_by(config: Any, field: str, role: str) -> ScaleInUse | None:
-    """Return the cast in one field, or None for high precision."""
+    """Return the cast that one field of a configuration sets, or None for high precision."""
     cast = getattr(config, field)
     _check_fields(cast, "CastConfig", field)
     kind = _choice(cast.scaling_type, "ScalingType", ("DYNAMIC", "DISABLED"), f"{field}.scaling_type")
@@ -114,7 +114,7 @@ def _cast_by(config: Any, field: str, role: str) -> ScaleInUse | None:
 
 
 def _gathered_cast(weight: Any, config: Any) -> ScaleInUse:
-    """Return the cast of a weight that an all-gather has cast, for both products. The weight carries its single scale."""
+    """Return the cast of a weight that was gathered as codes with one scale. This cast applies to both products."""
     fmt = _FORMATS.get(weight._data.dtype)
     if fmt is None or weight._scale.numel() != 1:
         raise UnknownCast(f"it was gathered as {weight._data.dtype} with {weight._scale.numel()} scales")
@@ -129,7 +129,7 @@ def _tried(rule: CurrentScaling | RowwiseScaling, fmt: FloatFormat, config: Any)
 
 
 def _named(rule: CurrentScaling | BlockRule, fmt: FloatFormat, config: Any) -> ScaleInUse:
-    """Return a cast, named "hybrid" if the configuration as a whole is hybrid."""
+    """Return a cast. Its recipe is named "hybrid" if the whole configuration is hybrid."""
     targets = [getattr(config, next(iter(of_role.values()))).target_dtype for of_role in CASTS.values()]
     hybrid = targets == [torch.float8_e4m3fn, torch.float8_e4m3fn, torch.float8_e5m2]
     return ScaleInUse(rule, fmt, Recipe(rule, "hybrid" if hybrid else fmt.name), "engine")
@@ -152,7 +152,7 @@ _READERS: Mapping[str, Callable[[Any, str], ScaleInUse]] = {
 
 
 def _check_fields(config: Any, name: str, field: str) -> None:
-    """Raise UnknownCast unless every field of a configuration is supported, and its class is torchao's own."""
+    """Raise UnknownCast unless every field of a configuration is supported, and its class is from torchao."""
     if find_class(config) != f"torchao.float8.config.{name}":
         raise UnknownCast(f"its {field} is a {find_class(config)}, which is not supported")
     if strange := sorted((vars(config).keys() | type(config).__dataclass_fields__.keys()) - KNOWN[name]):

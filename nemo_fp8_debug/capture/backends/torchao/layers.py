@@ -1,4 +1,4 @@
-"""Classes of layers that torchao quantizes in training, including torchtitan's subclasses, and their configurations."""
+"""Find the classes and configurations of layers that torchao quantizes in training, including torchtitan's subclasses."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MXFP8_LINEAR = "torchao.prototype.moe_training.mxfp8_linear.MXFP8Linear"
 NVFP4_LINEAR = "torchao.prototype.moe_training.nvfp4_training.nvfp4_training.NVFP4Linear"
 
 _TITAN = "torchtitan.components.quantization"
-#: torchtitan's classes that build and shard a layer, and keep its forward
+#: torchtitan's classes that keep the forward of a torchao class, and that torchao class
 _SAME_FORWARD: Mapping[str, str] = {
     f"{_TITAN}.float8.Float8Linear": FLOAT8_LINEAR,
     f"{_TITAN}.mx.MXFP8Linear": MXFP8_LINEAR,
@@ -49,7 +49,7 @@ def _name(kind: type) -> str:
 
 
 def name_layer_class(module: nn.Module) -> str:
-    """Return the name of a layer's class, ignoring FSDP2's.
+    """Return the name of a layer's class, ignoring the subclass that FSDP2 makes.
 
     For a subclass that keeps torchao's forward, return torchao's class.
     """

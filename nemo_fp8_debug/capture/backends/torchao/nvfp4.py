@@ -6,8 +6,8 @@
 | dgrad | dY 1x16, rounded stochastically; W 16x16, as in fprop |
 | wgrad | dY and X by column after a random Hadamard transform; dY rounded stochastically |
 
-Its kernels run only on GPUs with compute capability 10.0 or later, so a trial is impossible on other devices. Instead we
-list the releases whose kernels we have read.
+The kernels run only on GPUs with compute capability 10.0 or later, so we cannot try them on other devices. Instead we list
+the releases whose kernels we have read.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .layers import check_attributes
 
 #: supported releases of torchao
 RELEASES = ("0.18",)
-#: attributes of a `NVFP4Linear` in addition to a Linear's, and its buffers
+#: attributes and buffers that a `NVFP4Linear` has and a Linear does not have
 OPTIONS = frozenset(("kernel_preference", "process_group", "world_size", "tensor_parallel_style", "_rht_sign_vector_tuple"))
 BUFFERS = frozenset(("_sr_seed", "_rht_sign_vector"))
 

@@ -33,7 +33,7 @@ def forget_trials() -> str:
 
 @functools.cache
 def find_difference(rule: CurrentScaling | RowwiseScaling, fmt: FloatFormat) -> str:
-    """Return the difference in a cast by torchao, or "" if there is no difference. Runs once per rule and sampled step."""
+    """Return how torchao's cast differs from ours, or "" if both agree. Compare once per rule and sampled step."""
     with torch.no_grad():
         x = torch.tensor(_ROWS, device="cpu")
         many = torch.linspace(-1.7, 300.0, _MANY, device="cpu").view(-1, 64)

@@ -17,12 +17,12 @@ _TO_GATHER = "torchao.float8.fsdp_utils.WeightWithDynamicFloat8CastTensor"
 
 
 def is_torchao(x: Any) -> bool:
-    """Return True if a tensor, or this rank's part of it, is a torchao tensor, which stores its values elsewhere."""
+    """Return True if a tensor, or this rank's part of it, is of a torchao class, which stores its values elsewhere."""
     return type(getattr(x, "_local_tensor", x)).__module__.partition(".")[0] == "torchao"
 
 
 def require_uncast(x: torch.Tensor) -> torch.Tensor:
-    """Return the tensor itself.
+    """Return the tensor itself if it is not cast yet.
 
     Raises:
         TypeError: the tensor is already cast, as under torchao's tensor parallelism.
@@ -40,7 +40,7 @@ def find_gathered_in_fp8(module: nn.Module) -> Any:
 
 
 def weight_in_high_precision(module: nn.Module) -> torch.Tensor | None:
-    """Return W before its cast, or a DTensor of this rank's part if FSDP2 gathers codes.
+    """Return W before its cast. If FSDP2 gathers codes, return this rank's part of W, as a DTensor.
 
     Raises:
         TypeError: the values are not available.

@@ -1,6 +1,7 @@
-"""Transformer Engine's linear modules, and Megatron's wrappers that inherit from them. Internal.
+"""Backends for Transformer Engine's linear modules, and for Megatron's wrappers that inherit from them. Internal.
 
-`casts.py` describes the differences between versions. No module here imports Transformer Engine or checks its version.
+`casts.py` describes the differences between versions. No module here imports Transformer Engine, and only
+`environment.py` checks its version.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ from .casts import find_node, read_call_facts, shares_amax, splits_accumulator
 from .environment import unread_release
 from .stored import read_stored_weight
 
-#: modules of Megatron's wrappers, from core 0.9 on and before
+#: Python modules of Megatron's wrappers: from Megatron-core 0.9 on, and before 0.9
 _MEGATRON = ("megatron.core.extensions.transformer_engine", "megatron.core.transformer.custom_layers.transformer_engine")
-#: supported forwards of subclasses: they call Transformer Engine's forward, and return its result with the bias
+#: supported forwards of subclasses: they only call Transformer Engine's forward, and return its result and the bias
 _READ_FORWARDS = frozenset(
     f"{module}.{name}.forward"
     for module in _MEGATRON

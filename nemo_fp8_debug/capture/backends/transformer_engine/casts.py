@@ -1,6 +1,6 @@
-"""Find how a call of a Transformer Engine module casts an operand, from the objects that the call itself holds.
+"""Find how a call of a Transformer Engine module casts an operand, from objects that belong to the call.
 
-| what moved | since | how we find it |
+| what changed | since release | how we find it |
 |---|---|---|
 | `FP8GlobalStateManager` from `fp8.py` to `quantization.py` | 2.9 | the module that has it |
 | the state of the backward from the autograd node to its own object (Linear) | 2.16 | the attribute `backward_objects` |
@@ -8,10 +8,10 @@
 | the order of `LayerNormMLP`'s output gradients | 2.4 | `layernorm_mlp.py` |
 | the order of `GroupedLinear`'s slots | 2.3 | `grouped.py` |
 
-The autograd node of a forward call holds the quantizers of the call and the plan of its backward. Each call decides whether
-it quantizes dY. A call without gradient has no node, and uses the module's quantizers for X and W. We read these quantizers
-after the forward, before the end of an autocast updates delayed scales. We read the quantizer of dY when dY arrives. If a
-scale follows the tensor, we do not read the scale but compute it by the same rule.
+The autograd node of a forward call contains the quantizers of the call, and shows what its backward will do. Each call
+decides whether it quantizes dY. A call without gradient has no node, and uses the module's quantizers for X and W. We read
+the quantizers of X and W after the forward, but before the end of an autocast updates delayed scales. We read the quantizer
+of dY when dY arrives. If a scale depends on the tensor, we do not read this scale, but compute it by the same rule.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _OTHERS = {"input": "fprop", "weight": "fprop", "grad_output": "dgrad"}
 
 
 def cast_with_copy(quantizer: Any, te_recipe: Any, role: str) -> ScaleInUse:
-    """Return how `quantizer` casts operand `role`, with its column-wise copy if this copy is known and has other values.
+    """Return how `quantizer` casts operand `role`. Include the column-wise copy if it is known and has other values.
 
     Raises:
         UnknownCast: the quantizer of the row-wise copy is not supported.
@@ -55,7 +55,7 @@ def cast_with_copy(quantizer: Any, te_recipe: Any, role: str) -> ScaleInUse:
 
 
 def without_copy(use: ScaleInUse, role: str) -> ScaleInUse:
-    """Return the cast in a call whose backward does not multiply the column-wise copy."""
+    """Return the cast for a call whose backward does not multiply the column-wise copy."""
     return replace(use, columnwise=None, products={**use.products, PRODUCT[role]: None})
 
 
@@ -66,7 +66,7 @@ def _is_sampled(use: ScaleInUse | None) -> bool:
 
 
 def _copy(quantizer: Any, use: ScaleInUse, te_recipe: Any, role: str) -> tuple[ScaleInUse | None, bool]:
-    """Return the column-wise copy, if it is quantized and known, and whether it has the values of the row-wise copy."""
+    """Return the cast of the column-wise copy, if quantized and known, and whether both copies have the same values."""
     if type(quantizer).__name__ == "HybridQuantizer":
         if quantizer.columnwise_source != "original":
             return None, False
@@ -89,7 +89,7 @@ def _copy(quantizer: Any, use: ScaleInUse, te_recipe: Any, role: str) -> tuple[S
     elif _is_square(rule, role):
         return None, True
     if isinstance(rule, NVFP4Scaling) and rule.row_scaled:
-        rule = replace(rule, row_scaled=False)  # the kernel gives scales to the rows of X, but not to its columns
+        rule = replace(rule, row_scaled=False)  # the kernel computes one scale per row of X, but none per column
     return replace(use, scale=rule, recipe=replace(use.recipe, scaling=rule)), False
 
 
@@ -104,28 +104,28 @@ def _is_quantized(use: ScaleInUse) -> bool:
 
 _HOLDERS = ("transformer_engine.pytorch.quantization", "transformer_engine.pytorch.fp8")
 _STATES = {"input": "scaling_fwd", "weight": "scaling_fwd", "grad_output": "scaling_bwd"}
-#: largest number of nodes between a module's output and the node of its function: views, an added bias, checkpoints
+#: largest number of nodes to search for a module's own node. Views, an added bias and checkpoints add nodes after it
 _FARTHEST = 8
 
 
 @dataclass(frozen=True)
 class QuantizerSlot:
-    """The place where a call keeps the quantizer of an operand."""
+    """The location of an operand's quantizer in a call."""
 
     #: attribute of the autograd node's state, such as `input_quantizer`, and the index if the attribute is a list
     name: str
     number: int | None
-    #: index in the module's state for the direction
+    #: index in the module's list of quantizers for forward or backward
     slot: int
 
 
 def defer_cast_lookup(
     module: Any, role: str, held: QuantizerSlot, out: torch.Tensor, known: Kwargs
 ) -> Callable[[], ScaleInUse]:
-    """Return a function that returns how the call that returned `out` casts `role`. For dY, call it in the backward.
+    """Return a function that determines the cast of `role` in the call with output `out`. For dY, call it in the backward.
 
     Args:
-        known: facts from before the call, as returned by `read_call_facts`.
+        known: facts that `read_call_facts` returned before the call.
 
     Raises:
         UnknownCast: the cast is unknown. The returned function may also raise this.
@@ -144,9 +144,9 @@ def defer_cast_lookup(
 
 
 def _not_moved(use: ScaleInUse, known: Kwargs) -> ScaleInUse:
-    """Return a scale that was read after the call if the call has used this scale.
+    """Return `use` if its scale, which was read after the call, is still the scale that the call has used.
 
-    The outermost autocast updates the scale at its end.
+    When the outermost autocast ends, it updates the scale.
 
     Raises:
         UnknownCast: the outermost autocast has ended, or may have ended.
@@ -178,7 +178,7 @@ def _forward_cast(module: Any, role: str, held: QuantizerSlot, call: Any) -> Sca
 def _quantizer_of(
     module: Any, role: str, held: QuantizerSlot, call: Any, debug: bool = False
 ) -> Callable[[Any], ScaleInUse]:
-    """Return a function from the recipe to the cast, for the quantizer of the call or of the module."""
+    """Return a function that receives the recipe and returns the cast, from the quantizer of the call or of the module."""
     found = getattr(call, held.name, None)
     if isinstance(found, (list, tuple)) and held.number is not None:
         found = found[held.number]
@@ -218,13 +218,13 @@ def _state_before_quantizers(module: Any, role: str) -> Any:
 
 
 def find_call(out: torch.Tensor) -> Any:
-    """Return the state that a call keeps for its backward, or None if it is not found."""
+    """Return the state that a call keeps for its backward, or None if no state is found."""
     node = find_node(out)
     return node if node is None else getattr(node, "backward_objects", node)
 
 
 def find_node(out: torch.Tensor) -> Any:
-    """Return the autograd node of the call that returned `out`, or None if it is not found."""
+    """Return the autograd node of the call with the output `out`, or None if no such node is found."""
     waiting, seen = deque([out.grad_fn] if out.grad_fn is not None else []), 0
     while waiting and seen < _FARTHEST:
         node, seen = waiting.popleft(), seen + 1
@@ -235,7 +235,7 @@ def find_node(out: torch.Tensor) -> Any:
 
 
 def splits_accumulator(module: Any, product: str) -> bool:
-    """Return True if a product is accumulated in float32 between the sums of the tensor core, under the recipe in force.
+    """Return True if partial sums of the tensor cores are added up in float32 for a product, under the recipe in force.
 
     If the recipe does not set this, Transformer Engine does so in dgrad and wgrad, but not in fprop.
     """
@@ -263,7 +263,7 @@ def find_state_manager() -> Any:
 
 
 def read_call_facts(module: Any, args: Args, kwargs: Kwargs, place: int = 1) -> Kwargs:
-    """Return facts about a call that is about to run: its weight caching, and how many autocasts are open around it.
+    """Return facts about a call that is about to run: whether it uses a cached weight, and how many autocasts are open.
 
     `is_first_microbatch` is True if the call casts and caches its weight, False if it uses the cached weight, and None
     without a cache.

@@ -1,4 +1,4 @@
-"""Read the release and the environment of Transformer Engine, because variables and later releases may change casts."""
+"""Check the release and the environment variables of Transformer Engine, because both may change casts."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ def unread_release() -> str:
 
 @functools.lru_cache(maxsize=1)
 def _installed(look_up: Callable[[str], str], module: Any, says: str) -> str:
-    """Look up the version once for each imported module, because a lookup takes longer than all other work in a step.
+    """Return the version of an imported module. Look it up only once, because a look-up takes longer than our other work.
 
     Args:
         look_up: returns the version of a package.
-        says: the module's own version, if no package is found.
+        says: the version in the module itself, which we return if no package is found.
     """
     for name in ("transformer_engine", "transformer-engine"):
         try:
@@ -50,23 +50,23 @@ _PREFIX = "NVTE_"
 _BUILD = """
     CUDA_INCLUDE_DIR FRAMEWORK PLUGIN PROJECT_BUILDING PYTORCH_FORCE_BUILD PYTORCH_FORCE_CXX11_ABI PYTORCH_SKIP_CUDA_BUILD
     RELEASE_BUILD UB_WITH_MPI USE_PYTORCH_TRITON WITH_CUBLASMP"""
-#: options of recipes. The quantizers of a call show their effect
+#: options of recipes. The effect of each is visible in the quantizers of a call
 _RECIPES = """
     BACKWARD_OVERRIDE FP8_BLOCK_SCALING_FP32_SCALES FP8_CURRENT_SCALING_POWER_2_SCALES NVFP4_4OVER6
     NVFP4_4OVER6_E4M3_USE_256 NVFP4_4OVER6_ERR_MODE NVFP4_DISABLE_2D_QUANTIZATION NVFP4_DISABLE_RHT
     NVFP4_DISABLE_STOCHASTIC_ROUNDING NVFP4_ROW_SCALED_ACTIVATION"""
-#: attention, which is not observed
+#: options of attention, which this backend does not observe
 _ATTENTION = """
     ALLOW_NONDETERMINISTIC_ALGO APPLY_QK_LAYER_SCALING BATCH_MHA_P2P_COMM DPA_FP8CS_O_in_F16 DPA_FP8DS_AMAX_ALGO
     DPA_FP8DS_AMAX_HISTLEN DPA_FP8DS_REDUCE_AMAX DPA_FP8_FORMAT DPA_FP8_RECIPE DPA_FP8_RECIPE_DPA DPA_FP8_RECIPE_MHA
     FLASH_ATTN FLASH_ATTN_V2 FLASH_ATTN_V3 FLASH_ATTN_V4 FP8_DPA_BWD FUSED_ATTN FUSED_ATTN_USE_FAv2_BWD FUSED_MLA_Q_UPROJ
     FUSED_RING_ATTENTION_USE_SCAN MASKED_SOFTMAX_FUSION UNFUSED_ATTN UnfusedDPA_Emulate_FP8"""
-#: modules that are not observed (te.ops), and fusions around GEMMs
+#: options of modules that we do not observe (te.ops), and of fusions around GEMMs
 _OPS = """
     BIAS_DROPOUT_FUSION BIAS_GELU_NVFUSION CUTEDSL_FUSED_GROUPED_MLP CUTEDSL_FUSED_GROUPED_MLP_FC1_GLU_RHT_AMAX_TMEM
     DISABLE_CUTEDSL_WGRAD_FUSED_GROUPED_MLP ENABLE_CUTEDSL_BACKEND GEMM_GELU_FUSION GROUPED_LINEAR_SINGLE_PARAM
     GROUPED_LINEAR_USE_FUSED_GROUPED_GEMM"""
-#: how kernels are run, compiled and logged
+#: options for how kernels are run, compiled and logged
 _RUNNING = """
     ALLOW_UNSAFE_PICKLE_EXTRA_STATE BWD_LAYERNORM_SM_MARGIN COMPILE_OP_SIDE_EFFECTS CPU_OFFLOAD_V1 DEBUG DEBUG_LEVEL
     DISABLE_TRITON_AUTOTUNING EXT_MARGIN_SM FP8_GEMM_HIGH_PRECISION_ACCUMULATION FWD_LAYERNORM_SM_MARGIN
@@ -100,7 +100,7 @@ def check_environment(module: Any, role: str) -> None:
 
 @dataclass
 class _Asked:
-    """The variables at the last reading, in Python's own form, because comparing is far faster than reading."""
+    """The variables at the last check, in the form in which Python stores them, because comparing this form is fast."""
 
     variables: dict[Any, Any] | None = None
     strange: list[str] = field(default_factory=list)
@@ -116,14 +116,14 @@ def _strange_variables() -> list[str]:
     """
     now = getattr(os.environ, "_data", None)
     if now is None or now != _asked.variables:
-        before = None if now is None else dict(now)  # a variable that is set during this reading differs next time
+        before = None if now is None else dict(now)  # copied first, so that the next call notices later changes
         mine = {name for name, value in os.environ.items() if name.startswith(_PREFIX) and value not in ("0", "")}
         _asked.strange, _asked.variables = sorted(mine - KNOWN_VARIABLES), before
     return _asked.strange
 
 
 def check_option(variable: str, asked: bool) -> None:
-    """Check that a variable that is set agrees with a quantizer.
+    """Check that a quantizer has the option of an environment variable, if this variable is set.
 
     Args:
         asked: whether the quantizer has the option that the variable enables.
@@ -136,6 +136,6 @@ def check_option(variable: str, asked: bool) -> None:
 
 
 def _casts_in_blocks(module: Any) -> bool:
-    """Return True if the norm's output is cast in blocks. With MXFP8, cuDNN's norm casts values before rounding them."""
+    """Return True if the norm's output is cast in blocks. For MXFP8, cuDNN's norm casts values that are not rounded yet."""
     quantizers = getattr(module, "quantizers", {}).get("scaling_fwd") or [None]
     return module.fp8 and "Float8" not in type(quantizers[0]).__name__

@@ -1,4 +1,4 @@
-"""GroupedLinear: a GEMM for each expert, on rows of one input."""
+"""Operands and casts of GroupedLinear, which runs one GEMM per expert on rows of one input."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def operand_x(module: Any, args: Args, kwargs: Kwargs, part: str) -> torch.Tenso
 
 
 def operand_w(module: Any, args: Args, kwargs: Kwargs, part: str) -> torch.Tensor | None:
-    """See `named_weight`."""
+    """Return W of an expert, as `named_weight` does."""
     return named_weight(module, f"weight{part}")
 
 
@@ -39,21 +39,21 @@ def _rows(x: torch.Tensor, args: Args, kwargs: Kwargs, part: str) -> torch.Tenso
     splits = args[1] if len(args) > 1 else kwargs["m_splits"]
     if torch.is_tensor(splits):
         if splits.device.type != "cpu":
-            raise RuntimeError("the tokens of experts are split on the device, and reading the split would block the run")
+            raise RuntimeError("the numbers of tokens per expert are on the device, and reading them would block the run")
         splits = splits.tolist()
     rows = x.reshape(-1, x.shape[-1]).split(list(splits))[int(part)]
     return rows if len(rows) else None
 
 
 def unseen(module: Any, part: str) -> Collection[str]:
-    """Return "weight" if the weight is stored in an unsupported way, or if one parameter holds all experts."""
+    """Return the unobserved roles: "weight" if one parameter contains all experts or is stored as unsupported codes."""
     weight = read_raw_weight(module, f"weight{part}")
     unread = is_quantized(weight) and not is_read(read_stored_weight(module, f"weight{part}"))
     return ("weight",) if weight is None or unread else ()
 
 
 def cast(module: Any, kwargs: Kwargs, part: str, role: str, out: torch.Tensor) -> Callable[[], ScaleInUse]:
-    """Return a function that returns how the call that returned `out` casts `role`."""
+    """Return a function that determines the cast of `role` in the call with the output `out`."""
     if role == "grad_output":
         _check_row_wise(find_call(out))
     read = defer_cast_lookup(
@@ -63,7 +63,7 @@ def cast(module: Any, kwargs: Kwargs, part: str, role: str, out: torch.Tensor) -
 
 
 def _check_row_wise(call: Any) -> None:
-    """Check that a HybridQuantizer makes a row-wise copy. A call makes only the copies that it needs.
+    """Check that a HybridQuantizer makes a row-wise copy. A quantizer makes only the copies that the call needs.
 
     Raises:
         UnknownCast: the call makes no row-wise copy.
@@ -74,7 +74,7 @@ def _check_row_wise(call: Any) -> None:
 
 
 def _slot(module: Any, expert: int, role: str) -> int:
-    """Return the slot of an expert. Up to release 2.2, slots are ordered by role, later by expert."""
+    """Return the slot of an expert's quantizer. Up to release 2.2, slots are ordered by role, later by expert."""
     offset: int = module._offsets[role]
     strides = getattr(module, "_num_fp8_tensors_per_gemm", None)
     if strides is None:

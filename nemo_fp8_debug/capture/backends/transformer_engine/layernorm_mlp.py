@@ -1,4 +1,4 @@
-"""LayerNormMLP: two GEMMs in one module. Hooks cannot observe the activation between them."""
+"""Operands and casts of LayerNormMLP, which has two GEMMs. Hooks cannot observe the activation between these GEMMs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def operand_x(module: Any, args: Args, kwargs: Kwargs, part: str) -> torch.Tenso
 
 
 def operand_w(module: Any, args: Args, kwargs: Kwargs, part: str) -> torch.Tensor | None:
-    """See `named_weight`."""
+    """Return W of fc1 or fc2, as `named_weight` does."""
     return named_weight(module, f"{part}_weight")
 
 
@@ -37,12 +37,12 @@ def unseen(module: Any, part: str) -> Collection[str]:
 
 
 def cast(module: Any, kwargs: Kwargs, part: str, role: str, out: torch.Tensor) -> Callable[[], ScaleInUse]:
-    """Return a function that returns how the call that returned `out` casts `role`."""
+    """Return a function that determines the cast of `role` in the call with the output `out`."""
     slot = _fc2_grad_slot(module) if role == "grad_output" else _FORWARD[part, role]
     read = defer_cast_lookup(module, role, QuantizerSlot(f"{part}_{role}_quantizer", None, slot), out, kwargs)
     return (lambda: find_cached_weight_cast(module, kwargs, f"{part}_weight", read)) if role == "weight" else read
 
 
 def _fc2_grad_slot(module: Any) -> int:
-    """Return slot 0 up to release 2.3, and slot 2 since release 2.4, which added the debug API."""
+    """Return the slot of the quantizer for dY of fc2: 0 up to release 2.3, and 2 from release 2.4 on."""
     return 2 if hasattr(module, "_get_debug_quantizers") else 0

@@ -1,4 +1,4 @@
-"""Linear and LayerNormLinear. We compute X of LayerNormLinear again, as its fused kernel does."""
+"""Operands and casts of Linear and LayerNormLinear. We compute X of LayerNormLinear again, as its fused kernel does."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ def operand_x(module: Any, args: Args, kwargs: Kwargs, part: str) -> torch.Tenso
 
 
 def operand_w(module: Any, args: Args, kwargs: Kwargs, part: str) -> torch.Tensor | None:
-    """See `named_weight`."""
+    """Return W, as `named_weight` does."""
     return named_weight(module)
 
 
 def named_weight(module: Any, name: str = "weight") -> torch.Tensor | None:
-    """Return W before its cast. In high precision, return W as the GEMM multiplies it."""
+    """Return W before its cast. If the module runs in high precision, return W in the dtype that the GEMM multiplies."""
     weight = read_raw_weight(module, name)
     if weight is None or is_quantized(weight):
         return None
@@ -47,12 +47,12 @@ def named_weight(module: Any, name: str = "weight") -> torch.Tensor | None:
 
 
 def unseen(module: Any, part: str) -> Collection[str]:
-    """Return "weight" if the weight is stored in an unsupported way."""
+    """Return the roles that hooks cannot observe: "weight" if it is stored as unsupported codes."""
     return ("weight",) if is_quantized(read_raw_weight(module)) and not is_read(read_stored_weight(module)) else ()
 
 
 def cast(module: Any, kwargs: Kwargs, part: str, role: str, out: torch.Tensor) -> Callable[[], ScaleInUse]:
-    """Return a function that returns how the call that returned `out` casts `role`."""
+    """Return a function that determines the cast of `role` in the call with the output `out`."""
     read = defer_cast_lookup(module, role, _HELD[role], out, kwargs)
     return (lambda: find_cached_weight_cast(module, kwargs, "weight", read)) if role == "weight" else read
 

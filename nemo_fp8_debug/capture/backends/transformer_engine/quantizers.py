@@ -1,8 +1,8 @@
 """Find how a quantizer of Transformer Engine casts a tensor, from the object itself.
 
-The quantizer's class and all its attributes must be supported, because an unsupported attribute may change the cast with any
-value. The cast is then unknown. We read row-wise copies: X and W in the forward GEMM, and dY in the GEMM for dX. For
-column-wise copies see `casts.py`.
+If the quantizer's class or one of its attributes is unsupported, the cast is unknown, because an unsupported attribute may
+change the cast whatever its value is. We read row-wise copies: X and W in the forward GEMM, and dY in the GEMM for dX. For
+column-wise copies, see `casts.py`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ....numerics.tensor_scaling import CurrentScaling, DelayedScaling
 from ..base import ScaleInUse, UnknownCast, make_unquantized_cast
 from .environment import check_option
 
-#: module of each quantizer in `transformer_engine.pytorch.tensor`; other classes elsewhere may have the same name
+#: module of each quantizer class in `transformer_engine.pytorch.tensor`, because other classes may have the same name
 _MODULES: Mapping[str, str] = {
     "Float8Quantizer": "float8_tensor",
     "Float8CurrentScalingQuantizer": "float8_tensor",
@@ -39,7 +39,7 @@ _LAYOUT = frozenset(("rowwise_usage", "columnwise_usage", "internal", "optimize_
 _FORMATS = {"kFloat8E4M3": "e4m3", "kFloat8E5M2": "e5m2", "kFloat4E2M1": "e2m1"}
 _AMAX_REDUCTION = ("with_amax_reduction", "amax_reduction_group")
 _ROUNDING = ("force_pow_2_scales", "amax_epsilon")
-#: supported attributes by class. We read an attribute below, or the attribute does not change the row-wise copy
+#: supported attributes, by class. We read each attribute below, unless it does not change the row-wise copy
 KNOWN: Mapping[str, frozenset[str]] = {
     "Float8Quantizer": frozenset(("scale", "amax", "dtype")),
     # Up to release 2.15, this class also has buffers for its kernel.
@@ -65,11 +65,11 @@ def make_cast(quantizer: Any, te_recipe: Any, role: str) -> ScaleInUse:
     """Return how `quantizer` casts operand `role` at this moment.
 
     Args:
-        quantizer: quantizer that a call of a module holds, or None if the call does not quantize this operand.
+        quantizer: the quantizer that a call uses for this operand, or None if the call does not quantize the operand.
         te_recipe: Transformer Engine's recipe of the call. We name the cast after it.
 
     Raises:
-        UnknownCast: the quantizer's class or an attribute is not supported. The message names which.
+        UnknownCast: the quantizer's class or an attribute is not supported. The message names it.
     """
     if quantizer is None:
         return make_unquantized_cast(role)
@@ -84,7 +84,7 @@ def make_cast(quantizer: Any, te_recipe: Any, role: str) -> ScaleInUse:
 
 
 def _class_attributes(kind: type) -> Set[str]:
-    """Return the attributes that a class and its bases give each object, except methods: defaults, properties and slots.
+    """Return the attributes that a class and its bases give each object: defaults, properties and slots, but not methods.
 
     Called at every cast. We search again only if something was set on one of the classes since the last search.
     """
@@ -104,7 +104,7 @@ def _attributes_of(kind: type) -> Set[str]:
     }
 
 
-#: contents of a class and its bases when we searched, and the names of attributes, by class
+#: for each class: the contents of the class and its bases at the last search, and the attributes that we found
 _attributes: dict[type, tuple[list[tuple[type, dict[str, Any]]], Set[str]]] = {}
 
 
@@ -114,7 +114,7 @@ def _is_ours(kind: type) -> bool:
 
 
 def _inspected(quantizer: Any, te_recipe: Any, role: str) -> ScaleInUse:
-    """Return the cast in a module that nvdlfw_inspect watches. One of its features may change the cast."""
+    """Return the cast in a module that nvdlfw_inspect watches. A feature of nvdlfw_inspect may change the cast."""
     plan = getattr(quantizer, "rowwise_tensor_plan", None)
     if plan == "High Precision":
         return make_unquantized_cast(role)
@@ -124,10 +124,10 @@ def _inspected(quantizer: Any, te_recipe: Any, role: str) -> ScaleInUse:
 
 
 def make_delayed_cast(scale: torch.Tensor, te_recipe: Any, role: str) -> ScaleInUse:
-    """Return the cast in a release without quantizers, with the format of the recipe.
+    """Return the cast in a release without quantizers. The recipe determines its format.
 
     Args:
-        scale: float32 scalar of the module's state.
+        scale: float32 scalar from the module's state.
     """
     if type(te_recipe).__name__ != "DelayedScaling" or not _is_ours(type(te_recipe)):
         raise UnknownCast(f"recipe {type(te_recipe).__name__} is not supported for a module without quantizers")
@@ -141,7 +141,7 @@ def _delayed(quantizer: Any, te_recipe: Any, role: str) -> ScaleInUse:
 
 
 def _history(te_recipe: Any) -> DelayedScaling:
-    """Return the recipe's rule, which only names the cast, because the scale itself is read."""
+    """Return the rule of delayed scaling in the recipe. We only name the cast after it, because we read the scale itself."""
     algo = getattr(te_recipe, "amax_compute_algo", "max")
     return DelayedScaling(
         getattr(te_recipe, "margin", 0),
@@ -171,7 +171,7 @@ def _blockwise(quantizer: Any, te_recipe: Any, role: str) -> ScaleInUse:
 
 def _mxfp8(quantizer: Any, te_recipe: Any, role: str) -> ScaleInUse:
     square = _switch(quantizer, "with_2d_quantization", default=False)
-    # The option for square weights does not change the cast of X and dY, so their names leave it out.
+    # The option for square weights does not change the cast of X and dY, so the names of their recipes omit this option.
     rule = MXFP8Scaling(square_weights=square and role == "weight")
     _check(quantizer, not square or role == "weight", "with_2d_quantization")
     return _in_use(rule, rule, _format(quantizer), te_recipe, role)
@@ -218,7 +218,7 @@ _READERS: Mapping[str, Callable[[Any, Any, str], ScaleInUse]] = {
 
 
 def _switch(quantizer: Any, option: str, default: Any = None) -> bool:
-    """Return an option that is on or off. Other values are not supported."""
+    """Return the value of a boolean option. Other types are not supported."""
     value = getattr(quantizer, option, default)
     _check(quantizer, isinstance(value, bool), option)
     return bool(value)
@@ -231,7 +231,7 @@ def _number(quantizer: Any, option: str) -> float:
 
 
 def _refuse(quantizer: Any, option: str) -> None:
-    """Raise UnknownCast if this option, which changes the cast in an unsupported way, is on."""
+    """Raise UnknownCast if this option is on, because it changes the cast in an unsupported way."""
     _check(quantizer, not getattr(quantizer, option, False), option)
 
 
@@ -271,7 +271,7 @@ def _in_use(
     te_recipe: Any,
     role: str,
 ) -> ScaleInUse:
-    """Return a cast, named after the recipe if the recipe gives this format, otherwise after the format."""
+    """Return a cast. Its name is the recipe's, if the recipe sets this format, and otherwise the format's."""
     asked = getattr(getattr(te_recipe, "fp8_format", None), "name", "").lower()
     return ScaleInUse(scale, fmt, _recipe_of(rule, asked, fmt, role), "engine")
 

@@ -1,7 +1,7 @@
 """Decode weights that are stored in FP8 or FP4.
 
-A tensor of Transformer Engine keeps codes and scales in attributes. Their layout depends on the tensor's class. We support
-the classes below, but no scales that are swizzled for a kernel. We read row-wise copies, because fprop multiplies these.
+A tensor of Transformer Engine keeps codes and scales in attributes, whose layout depends on the tensor's class. We support
+the classes below, but not scales that are swizzled for a kernel. We read row-wise copies, which fprop multiplies.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .environment import unread_release
 from .quantizers import make_cast
 
 _PACKAGE = "transformer_engine.pytorch.tensor."
-#: torch's dtype and the code of the largest value, by the format's name in Transformer Engine's enums
+#: torch dtype and code of the largest value of each format, by Transformer Engine's name for the format
 _TYPES = {"kFloat8E4M3": (torch.float8_e4m3fn, 0x7E), "kFloat8E5M2": (torch.float8_e5m2, 0x7B)}
 
 
@@ -28,7 +28,7 @@ class StoredWeight:
     """A parameter that is stored as codes."""
 
     parameter: Any
-    #: Transformer Engine's recipe, which the cast is named after
+    #: Transformer Engine's recipe. We name the cast after it
     te_recipe: Any = None
 
     def decoded(self) -> Decoded:
@@ -59,12 +59,12 @@ class StoredWeight:
         return use
 
     def _row_wise(self) -> Any:
-        """Return the tensor with the row-wise copy: a part of a HybridQuantizer's tensor, or the parameter itself."""
+        """Return the tensor with the row-wise copy: the parameter, or a part of it under a HybridQuantizer."""
         return getattr(self.parameter, "_rowwise_storage", self.parameter)
 
 
 def read_stored_weight(module: Any, name: str = "weight") -> StoredWeight | None:
-    """Return the parameter of a module if it is stored as codes."""
+    """Return the parameter of a module if it is stored as codes, otherwise None."""
     weight = read_raw_weight(module, name)
     return StoredWeight(weight, getattr(module, "fp8_meta", {}).get("recipe")) if is_quantized(weight) else None
 
@@ -102,7 +102,7 @@ def _float8(x: Any) -> Decoded:
 def _mxfp8(x: Any) -> Decoded:
     values, at_limit, fmt = _fp8(_codes(x._rowwise_data, "row-wise codes"), x._fp8_dtype)
     _check_layout(x)
-    # The smallest scale is 2^-127. We use float64, because float32 represents this scale only as a subnormal.
+    # We use float64, because the smallest scale, 2^-127, is subnormal in float32.
     scales = torch.exp2(x._rowwise_scale_inv.detach().double() - 127)
     return _times(values, scales, (1, 32), at_limit, fmt)
 
@@ -139,7 +139,7 @@ def _check_layout(x: Any) -> None:
 def _times(
     values: torch.Tensor, scales: torch.Tensor, block: tuple[int, int], at_limit: torch.Tensor, fmt: FloatFormat
 ) -> Decoded:
-    """Return each value times the scale of its block. Scales may be padded."""
+    """Return each value multiplied by the scale of its block. The scales may be padded."""
     m = values.reshape(-1, values.shape[-1])
 
     def of_values() -> torch.Tensor:

@@ -1,4 +1,4 @@
-// What is looked at, in the address: TensorBoard's hash, as #fp8&p.fp8.view=map&p.fp8.run=bad, so that a link shows the same.
+// The state of the page, kept in TensorBoard's hash, such as #fp8&p.fp8.view=map&p.fp8.run=bad. A link restores this state.
 import {computed, signal} from '@preact/signals';
 import {figure, host} from './host.js';
 
@@ -27,7 +27,7 @@ function read() {
   return state;
 }
 
-// Browsers refuse an address that changes more than some 200 times in 10 s, as it would while something is dragged.
+// Browsers allow about 200 changes of the address in 10 s. Dragging would exceed this limit, so we write less often.
 const WRITE_MS = 100;
 let waiting;
 let written = -WRITE_MS;
@@ -38,23 +38,23 @@ host.addEventListener('hashchange', () => {
   state.value = read();
 });
 
-/** The value of a key; undefined where the address has none. */
+/** The value of a key, or undefined if the address does not have the key. */
 export const at = (key) => state.value[key];
 
-/** The step that is looked at; null: the last one. */
+/** The selected step, or null for the last step. */
 export const step = computed(() => {
   const value = Number.parseInt(at('step') ?? '', 10);
   return Number.isSafeInteger(value) && value >= 0 ? value : null;
 });
 
-/** The tensor that is looked at, {layer, role}; null: none. */
+/** The selected tensor {layer, role}, or null if none is selected. */
 export const tensor = computed(() => (at('layer') && at('role') ? {layer: at('layer'), role: at('role')} : null));
 
-/** What is tried on a tensor: of the calls, which one; and how it is cast. */
+/** Changes that reset what the user tries on a tensor: the scale, margin and format of the cast, and the call. */
 const NO_TRIAL = {scale: null, margin: null, format: null, call: null};
 
 /**
- * Changes, as for `go`, that look at a tensor: what was tried on another one is not tried on it.
+ * Return changes for `go` that select a tensor. If another tensor was selected, the changes also reset what was tried on it.
  * @param {{layer: string, role: string}} picked
  * @param {Object<string, string|number|null>} more changes
  */
@@ -71,12 +71,12 @@ function write(how) {
   const others = parts().filter((part) => !decoded(part).startsWith(PREFIX));
   const ours = Object.entries(state.value).map(([key, value]) => `${PREFIX}${encodeURIComponent(key)}=${encodeURIComponent(value)}`);
   const hash = `#${[...others, ...ours].join('&')}`;
-  // In full: TensorBoard's page of a plugin has another base.
+  // Write the full address, because TensorBoard's page of a plugin has another base address.
   const {pathname, search} = host.location;
   try {
     if (hash !== host.location.hash) host.history[how](host.history.state, '', pathname + search + hash);
   } catch {
-    // A sandboxed frame, as others show a page in, has no address that could change.
+    // In a sandboxed frame, in which another site may show the page, the address cannot change.
   }
 }
 
@@ -90,9 +90,9 @@ function changed(changes) {
 }
 
 /**
- * Look at something else; the address follows.
- * @param {Object<string, string|number|null>} changes null takes a key out
- * @param {boolean} remember whether the browser's back button comes back to what is looked at now
+ * Change the state of the page and the address.
+ * @param {Object<string, string|number|null>} changes values by key; null removes the key
+ * @param {boolean} remember whether the browser's back button returns to the present state
  */
 export function go(changes, remember = false) {
   const next = changed(changes);
@@ -107,7 +107,7 @@ export function go(changes, remember = false) {
   else waiting ??= setTimeout(write, WRITE_MS, 'replaceState');
 }
 
-/** The address under which something else is looked at; changes as for `go`. */
+/** Return the address of another state. The changes are the same as for `go`. */
 export function linkTo(changes) {
   if (figure) return figure.linkTo(changed(changes));
   const url = new URL(host.location.href);

@@ -1,4 +1,4 @@
-// The page: which runs, which view, and the view.
+// The page: the choice of runs, the choice of the view, and the view.
 import {useEffect, useRef} from 'preact/hooks';
 import {at, go} from './address.js';
 import {Notice, Problem} from './components/basics.jsx';
@@ -18,7 +18,10 @@ import {Timeline} from './views/timeline.jsx';
 import {Verdict} from './views/verdict.jsx';
 import {WhatIf} from './views/what_if.jsx';
 
-/** `of`: the run that is looked at may be any one, or one that is readable; otherwise it has samples. */
+/**
+ * The views. `of` is the kind of run that a view accepts: any run, or any readable run. By default, the run must have
+ * samples.
+ */
 const VIEWS = {
   verdict: {label: 'Verdict', show: Verdict},
   course: {label: 'Course', show: Course},
@@ -56,7 +59,7 @@ export function App() {
   );
 }
 
-/** Of the frame, for who hears the page, and of a window of its own. */
+/** Set the document's title, for screen readers and for the title of a standalone window. */
 function useTitle() {
   const view = VIEWS[at('view')] ?? VIEWS.verdict;
   const title = `${view.label}${chosen.value.run ? ` of ${chosen.value.run}` : ''} · nemo_fp8_debug`;
@@ -65,7 +68,7 @@ function useTitle() {
   }, [title]);
 }
 
-/** What had the focus went with its view, by Enter on the map, say: the keyboard goes on from the tab of the new one. */
+/** If a change of the view removes the focused element, for example after Enter on the map, focus the new view's tab. */
 function useFocusOnTab(view) {
   const before = useRef(view);
   useEffect(() => {
@@ -126,14 +129,14 @@ function Notes() {
   return <div role="status"><ul class="notes">{all.map((note) => <li key={note}>{note}</li>)}</ul></div>;
 }
 
-/** Runs whose layers are called otherwise in their records, in words. */
+/** Return a sentence for each run whose layers have other names in its record than in the baseline's record. */
 function useRenamed() {
   const runs = [chosen.value.run, chosen.value.reference];
   const {data} = useAnswers(runs.map(namesOf));
   return runs.flatMap((run, i) => (data?.[i]?.how ? [`${run}: its layers have the names of ${chosen.value.baseline}. ${data[i].how}`] : []));
 }
 
-/** Runs beside the one that is looked at which the address names and nobody finds; an empty name asks for none. */
+/** Return a sentence for a baseline or reference run in the address that was not found. An empty name means no run. */
 const missing = () =>
   ['baseline', 'reference'].filter((part) => at(part) && !about(at(part))).map((part) => `${PARTS[part].label} ${at(part)} is not under the logdir, so the page does not use it.`);
 

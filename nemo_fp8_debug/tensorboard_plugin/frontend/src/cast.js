@@ -1,14 +1,16 @@
-// What a format and a scale make of a tensor, from its histogram; the definitions are those of numerics/metrics.py.
+// Computes a tensor's metrics under a format and a scale from its histogram. numerics/metrics.py has the same definitions.
 
 const INFINITY = {bfloat16: 0x7f80, float16: 0x7c00};
-/** A float32 scale made from the amax may carry the amax itself past the format's max by one unit in the last place. */
+/**
+ * With a float32 scale computed from the amax, the scaled amax may exceed the format's max by one unit in the last place.
+ */
 const SCALE_ROUNDING = 1 + 2 ** -22;
 const LARGEST = Math.fround(2 ** 128 * (1 - 2 ** -24));
 
 const float = new Float32Array(1);
 const bits = new Uint32Array(float.buffer);
 
-/** The value that a pattern of a 16-bit dtype stands for. */
+/** Return the value that a bit pattern of a 16-bit dtype represents. */
 function magnitude(dtype, pattern) {
   if (dtype === 'bfloat16') {
     bits[0] = pattern << 16;
@@ -19,7 +21,9 @@ function magnitude(dtype, pattern) {
   return exponent ? (1 + mantissa / 1024) * 2 ** (exponent - 15) : mantissa * 2 ** -24;
 }
 
-/** 2^floor(log2 x) of a float32; at most 2^-127 of a subnormal one, which no format calls normal. */
+/**
+ * Return 2^floor(log2 x) of a float32. For a subnormal x, return 2^-127, which is below the normal values of every format.
+ */
 function binade(x) {
   float[0] = x;
   return 2 ** ((bits[0] >>> 23) - 127);
@@ -31,7 +35,7 @@ function nearestEven(x) {
   return rest > 0.5 || (rest === 0.5 && below % 2) ? below + 1 : below;
 }
 
-/** A magnitude rounded to a format {max, min_normal, min_subnormal}: to nearest, ties to even, never past its max. */
+/** Round a magnitude to a format {max, min_normal, min_subnormal}: to nearest, ties to even, at most to the format's max. */
 export function cast(x, format) {
   const kept = Math.min(x, format.max);
   const spacing = Math.max(binade(kept), format.min_normal) * (format.min_subnormal / format.min_normal);
@@ -39,10 +43,10 @@ export function cast(x, format) {
 }
 
 /**
- * A histogram ready for sums.
- * @param {{dtype: string, bins: number[], counts: number[], scale: ?number}} row as the server gives it
- * @returns {{values: Float64Array, counts: Float64Array, n, zeros, inf, nan, amax, power, scale}} finite magnitudes ascending;
- *   n of them, their sum of squares in `power`
+ * Unpack a histogram, so that sums can be computed from it.
+ * @param {{dtype: string, bins: number[], counts: number[], scale: ?number}} row histogram as the server sends it
+ * @returns {{values: Float64Array, counts: Float64Array, n, zeros, inf, nan, amax, power, scale}} `values`: the different
+ *   finite magnitudes, ascending. `n`: number of finite values. `power`: their sum of squares.
  */
 export function unpacked({dtype, bins, counts, scale}) {
   const first = bins.findIndex((bin) => bin >= INFINITY[dtype]);
@@ -62,12 +66,12 @@ export function unpacked({dtype, bins, counts, scale}) {
   return of;
 }
 
-/** The scale of current scaling: max / amax, float32; 1 of a tensor of zeros. */
+/** Return the scale of current scaling in float32: max / amax, or 1 for a tensor of zeros. */
 export function currentScale(amax, format) {
   return amax > 0 ? Math.min(Math.fround(Math.fround(format.max) / amax), LARGEST) : 1;
 }
 
-/** A scale as what casts holds it: a positive, finite float32; null of anything else. */
+/** Return a scale as a positive, finite float32, or null for any other value. */
 export function asScale(value) {
   const scale = Math.fround(value);
   return value != null && scale > 0 && scale <= LARGEST ? scale : null;
@@ -75,7 +79,7 @@ export function asScale(value) {
 
 const NOTHING = {underflows: 0, overflows: 0, error2: 0, xq: 0, q2: 0};
 
-/** Sums of one histogram x against q = cast(x * scale) / scale; products with the scale are float32's. */
+/** Return the sums over one histogram of x and q = cast(x * scale) / scale. The product x * scale is rounded to float32. */
 function sums({values, counts}, scale, format) {
   const limit = Math.fround(Math.fround(format.max) * SCALE_ROUNDING);
   const total = {...NOTHING};
@@ -95,20 +99,20 @@ function sums({values, counts}, scale, format) {
 
 const added = (a, b) => Object.fromEntries(Object.keys(a).map((key) => [key, a[key] + b[key]]));
 
-/** Parts of a tensor together, without their values. */
+/** Add up the counts of a tensor's parts, without their values. */
 export const together = (parts) =>
   parts.map(({n, zeros, inf, nan, power}) => ({n, zeros, inf, nan, power})).reduce(added, {n: 0, zeros: 0, inf: 0, nan: 0, power: 0});
 
 export const amaxOf = (parts) => Math.max(0, ...parts.map((part) => part.amax));
 
-// A ratio with a zero below is absent, not infinite.
+// If the denominator is zero, there is no ratio.
 const ratio = (above, below) => (below > 0 ? above / below : null);
 
 /**
- * The metrics of a tensor under a format, each part of it cast with its own scale; null for what cannot be had.
+ * Return the metrics of a tensor under a format. Each part is cast with its own scale. Metrics that are undefined are null.
  * @param {Array} parts from `unpacked`
- * @param {number[]} scales positive and finite float32, one a part
- * @returns {object} the metrics by name, and the counts `underflows`, `overflows` and `n` behind them
+ * @param {number[]} scales one positive and finite float32 for each part
+ * @returns {object} metrics by name, and the counts that they derive from: `underflows`, `overflows` and `n`
  */
 export function metricsOf(parts, scales, format) {
   const {n, power} = together(parts);
@@ -126,14 +130,14 @@ export function metricsOf(parts, scales, format) {
   };
 }
 
-/** Magnitudes under a scale: from which on they are not zero, subnormal no more, and clipped. */
+/** Return the magnitudes, before scaling, above which values are not zero, not subnormal, and clipped. */
 export const windowOf = (format, scale) => ({
   zero: format.min_subnormal / 2 / scale,
   normal: format.min_normal / scale,
   max: format.max / scale,
 });
 
-/** Values by half binades of magnitude, ascending and without gaps: [{from: log2, count}], each up to from + 1/2. */
+/** Count values by half binades of magnitude, ascending and without gaps: [{from: log2, count}], each up to from + 1/2. */
 export function histogram(parts) {
   const counts = new Map();
   for (const {values, counts: times} of parts) {

@@ -1,9 +1,9 @@
-// What there is to know of the runs that are looked at: their steps and their tensors.
+// The steps and tensors of the selected runs.
 import {computed, effect, signal} from '@preact/signals';
 import {ask} from './names.js';
 import {about, chosen, table, versionOf} from './records.js';
 
-/** By part: answers of `run`, of the runs that are looked at; each {data} or {error}. */
+/** Answers of `run` for the selected runs, by part: each {data} or {error}. */
 export const details = signal({});
 
 effect(() => {
@@ -18,13 +18,16 @@ effect(() => {
   return () => (current = false);
 });
 
-/** Sampled steps of all runs that are looked at, ascending. */
+/** Sampled steps of all selected runs, ascending. */
 export const steps = computed(() => {
   const all = Object.values(details.value).flatMap(({data}) => data?.steps ?? []);
   return [...new Set(all)].sort((a, b) => a - b);
 });
 
-/** [first, last] of them, which the list of runs tells of operands before the steps between are read; null: not known yet. */
+/**
+ * The [first, last] of these steps, or null if unknown. For operands, the list of runs contains them before all steps are
+ * read.
+ */
 export const stepsFromTo = computed(() => {
   if (steps.value.length) return [steps.value[0], steps.value.at(-1)];
   const listed = Object.values(chosen.value).map(about).filter((run) => run && run.first !== null);

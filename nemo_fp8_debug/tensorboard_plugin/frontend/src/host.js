@@ -1,11 +1,11 @@
-// Where the page stands: in TensorBoard's frame, in a window of its own, or as one figure of a report.
+// Where the page is shown: in TensorBoard's frame, in its own window, or as a figure of a report.
 /* global fp8Figure */
 
-/** What the report says of this figure, as of `figureOf` in report/figures.js; null: this is no figure. */
+/** The figure of a report, from `figureOf` in report/figures.js, or null if this page is not a figure. */
 export const figure = typeof fp8Figure === 'undefined' ? null : fp8Figure;
 
-/** The window whose address and colors are followed. The frame of a tab is of TensorBoard's origin. */
+/** The window whose address and colors the page uses. The frame of the tab has the same origin as TensorBoard. */
 export const host = !figure && location.pathname.endsWith('/data/plugin_entry.html') ? window.parent : window;
 
-/** Data that stands in the page, as of page/contents.py; undefined: a server answers. */
+/** Data that page/contents.py put into the page, or undefined if a server answers. */
 export const page = globalThis.fp8DebugPage;

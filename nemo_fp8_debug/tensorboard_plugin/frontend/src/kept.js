@@ -1,10 +1,10 @@
-// Questions to what knows the records, and their answers as long as they are worth something.
+// Asks the source for answers, and caches the most recently used answers.
 import {source} from './source.js';
 
 const KEPT = 400;
-/** The last ones are those that were used last. */
+/** Cached answers by key, the most recently used last. */
 const answers = new Map();
-/** Answers that are not there yet. */
+/** Answers that have not arrived yet. */
 export const awaited = new Set();
 
 const keyOf = (route, parameters, version) => `${version} ${source.nameOf(route, parameters)}`;
@@ -15,7 +15,7 @@ function used(key) {
   return answer;
 }
 
-/** The answer to a question, as of `ask` of names.js, with the names of layers that the record has. */
+/** Return the answer to a question, as `ask` in names.js does, but with the layer names of the record. */
 export function fetched(route, parameters = {}, version = '') {
   const key = keyOf(route, parameters, version);
   if (!answers.has(key)) {
@@ -28,8 +28,8 @@ export function fetched(route, parameters = {}, version = '') {
   return used(key);
 }
 
-/** An answer that is there already; undefined: it was not asked for, or is awaited. */
+/** Return an answer that has arrived, or undefined if it was not requested or is still awaited. */
 export const there = (route, parameters, version) => used(keyOf(route, parameters, version))?.data;
 
-/** What is asked anew each time. */
+/** Ask again each time, without the cache. */
 export const askAgain = (route, parameters = {}) => source.answer(route, parameters);

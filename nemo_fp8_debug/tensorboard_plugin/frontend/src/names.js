@@ -1,27 +1,30 @@
-// Layers are called as the baseline calls them, which is how the verdict does: each run is asked in its own names.
+// The page uses the baseline's layer names, as the verdict does. Questions to each run use the run's own names.
 import {effect} from '@preact/signals';
 import {at, go} from './address.js';
 import {fetched, there} from './kept.js';
 import {chosen, versionOf} from './records.js';
 
-/** Where the answers of a route have columns of tensors; '': they are such columns. */
+/** Key of the columns of tensors in the answers of each route. An empty key means that the answer itself has the columns. */
 const COLUMNS = {frames: '', course: '', spread: '', run: 'tensors', others: 'rows', what_if: 'rows'};
 const SAME = {names: {}, how: ''};
 
-/** The question what the baseline calls the layers of a run; null: it is the baseline, or there is none. */
+/**
+ * Return the question for the baseline's names of a run's layers, or null if the run is the baseline or there is no
+ * baseline.
+ */
 export function namesOf(run) {
   const {baseline} = chosen.value;
   return run && baseline && run !== baseline ? ['names', {run, baseline}, versionOf(run, baseline)] : null;
 }
 
-/** The same of the run that a question is about; null where no layer is named, too. */
+/** Return this question for the run of another question. Return null also if that question has nothing to do with layers. */
 export const namesIn = (route, {run, layer}) => (layer !== undefined || route in COLUMNS ? namesOf(run) : null);
 
 /**
- * The answer to a question, kept as long as the record it is about stays the same.
+ * Return the answer to a question. It is cached as long as the record does not change.
  * @param {string} route
  * @param {object} parameters
- * @param {string} version of the records asked about
+ * @param {string} version version of the records that the question is about
  */
 export function ask(route, parameters = {}, version = '') {
   const question = namesIn(route, parameters);
@@ -31,7 +34,7 @@ export function ask(route, parameters = {}, version = '') {
   return Promise.all([answer, names]).then(([data, found]) => renamed(route, data, found));
 }
 
-/** An answer that is there already; undefined: it was not asked for, or is awaited. */
+/** Return an answer that has arrived, or undefined if it was not requested or is still awaited. */
 export function known(route, parameters, version) {
   const question = namesIn(route, parameters);
   const found = question ? there(...question) : SAME;
@@ -39,7 +42,7 @@ export function known(route, parameters, version) {
   return data && renamed(route, data, found);
 }
 
-/** An answer that was kept as it was given. */
+/** Convert a stored answer from the run's own names to the baseline's names. */
 export function called(route, parameters, data) {
   const question = namesIn(route, parameters);
   return renamed(route, data, (question && there(...question)) ?? SAME);
@@ -49,7 +52,7 @@ const asOwn = (parameters, found) => (parameters.layer === undefined ? parameter
 
 const owns = new WeakMap();
 
-/** What a run itself calls a layer. */
+/** Return the run's own name of a layer. */
 function ownName(layer, found) {
   if (!owns.has(found)) owns.set(found, new Map(Object.entries(found.names).map(([own, name]) => [name, own])));
   return owns.get(found).get(layer) ?? layer;
@@ -57,7 +60,7 @@ function ownName(layer, found) {
 
 const made = new WeakMap();
 
-/** The same object for the same answers. */
+/** Return an answer in the baseline's names: the same object for the same answers. */
 function renamed(route, data, found) {
   if (!(route in COLUMNS) || !Object.keys(found.names).length) return data;
   if (made.get(data)?.found !== found) made.set(data, {found, data: inNames(COLUMNS[route], data, found)});
@@ -71,7 +74,8 @@ function inNames(place, data, {names}) {
 
 let last = {found: SAME};
 
-// The tensor in the address stays the same where another baseline calls its layer otherwise.
+// If another baseline has another name for the selected layer, change the name in the address, so that the tensor stays the
+// same.
 effect(() => {
   const {run} = chosen.value;
   const question = namesOf(run);

@@ -1,4 +1,5 @@
-// What the script runs: the tab in TensorBoard's frame, the same page by itself, a report, or a figure of one.
+// The start of the script. It shows the tab in TensorBoard's frame, the same page standalone, a report, or a figure of a
+// report.
 import {render as mount} from 'preact';
 import {App} from './app.jsx';
 import {figure, page} from './host.js';

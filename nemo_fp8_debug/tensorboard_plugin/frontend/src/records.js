@@ -1,13 +1,13 @@
-// The runs under the logdir, asked for again while the tab is looked at, and which of them are looked at.
+// The runs under the logdir, updated while the tab is visible, and the selected runs.
 import {computed, effect, signal} from '@preact/signals';
 import {at, go} from './address.js';
 import {askAgain} from './kept.js';
 
 const AGAIN_MS = 10_000;
 
-/** Answer of `runs`; null before there is one. */
+/** The answer of `runs`, or null before the first answer. */
 export const known = signal(null);
-/** Why there is none; null otherwise. */
+/** The reason why the last request failed, or null. */
 export const unreachable = signal(null);
 
 export async function look() {
@@ -26,14 +26,14 @@ export function keepLooking() {
   return () => clearInterval(timer);
 }
 
-/** The parts that runs play, in the order of the page. */
+/** The parts that a run can play in a comparison, in the order of the page. */
 export const PARTS = {
   run: {label: 'Run', hint: 'the run to look at'},
   baseline: {label: 'Baseline', hint: 'what the run is compared with'},
   reference: {label: 'Reference run', hint: 'the same run in BF16'},
 };
 
-/** Names of the runs by part: as the address has them, or as their names suggest. */
+/** Names of the selected runs by part, from the address, or else suggested by the names of runs. */
 export const chosen = computed(() => {
   const names = new Set((known.value?.runs ?? []).map((run) => run.name));
   const pick = (part, guess) => (at(part) === undefined ? guess : names.has(at(part)) ? at(part) : undefined);
@@ -41,7 +41,7 @@ export const chosen = computed(() => {
   return {run, baseline: baseline === run ? undefined : baseline, reference: reference === run || reference === baseline ? undefined : reference};
 });
 
-// A guess stays what it was, and is in the link, whatever runs appear later.
+// Write suggested runs to the address, so that they stay the same in links and if other runs appear later.
 effect(() => {
   if (chosen.value.run && Object.keys(PARTS).some((part) => at(part) === undefined)) {
     const guessed = Object.keys(PARTS).filter((part) => at(part) === undefined);
@@ -49,7 +49,7 @@ effect(() => {
   }
 });
 
-/** The name of the run that plays a part, and the part where the name does not say it. */
+/** Return the name of the run that plays a part, followed by the part if the name does not show it. */
 export function nameOf(part) {
   const [name, label] = [chosen.value[part], PARTS[part].label.toLowerCase()];
   return label.startsWith(name.toLowerCase()) ? name : `${name} (${label})`;
@@ -57,35 +57,38 @@ export function nameOf(part) {
 
 export const choose = (part, name) => go({[part]: name ?? ''}, true);
 
-/** Let a run play a part; whoever played it takes over what the run was. */
+/** Let a run play a part. The run that played this part before gets the other run's part. */
 export function exchange(part, name) {
   const was = Object.keys(PARTS).find((other) => chosen.value[other] === name);
   if (was !== part) go({...(was ? {[was]: chosen.value[part] ?? ''} : {}), [part]: name}, true);
 }
 
-/** What `runs` says of a run. */
+/** Return the description of a run in `runs`. */
 export const about = (name) => (known.value?.runs ?? []).find((run) => run.name === name);
 
 export const versionOf = (...names) => names.map((name) => about(name)?.version ?? '').join('/');
 
-/** The tables of tensors, by what they hold. */
+/** The tables of tensors, and what they contain. */
 export const TABLES = {metrics: 'operands of GEMMs', states: 'optimizer states', activations: 'between GEMMs'};
 
-/** The table that is looked at. */
+/** The selected table. */
 export const table = computed(() => (at('table') in TABLES ? at('table') : 'metrics'));
 
-/** Metrics that tensors of the table have that is looked at. */
+/** Return the metrics of tensors in the selected table. */
 export const metricsOfTable = () => known.value.metrics.filter((metric) => !metric.table || metric.table === table.value);
 
-/** What there is to know of a metric: {name, label, unit, worse, scale}. */
+/** Return the description of a metric: {name, label, unit, worse, scale}. */
 export const metricNamed = (name) => (known.value?.metrics ?? []).find((metric) => metric.name === name);
 
 const suggestion = signal({});
 
-/** The metric by which a verdict found the first tensor out of the baseline's band; undefined: none, or not known. */
+/**
+ * Return the metric by which the verdict's first tensor left the baseline's band, or undefined if there is none or it is
+ * unknown.
+ */
 export const suggestedMetric = () => (suggestion.value.run === chosen.value.run && suggestion.value.baseline === chosen.value.baseline ? suggestion.value.metric : undefined);
 
-/** Look at a metric as long as none is chosen. */
+/** Set the metric to show while no metric is selected. */
 export function suggest(run, baseline, metric) {
   if (suggestion.value.run !== run || suggestion.value.baseline !== baseline || suggestion.value.metric !== metric) suggestion.value = {run, baseline, metric};
 }

@@ -1,4 +1,4 @@
-// What views ask, and what they are answered.
+// Hooks with which views ask questions and get answers.
 import {useEffect, useRef, useState} from 'preact/hooks';
 import {askAgain, awaited} from './kept.js';
 import {ask, known, namesIn} from './names.js';
@@ -8,9 +8,9 @@ const WAITING = {loading: true};
 const RETRY_MS = 5000;
 
 /**
- * {data, error, loading} of several questions at once; the data of earlier ones stays until the new is there. What failed is
- * asked again while it is looked at.
- * @param {Array<?[string, object, string]>} questions arguments of `ask` of names.js; null where there is nothing to ask
+ * Return {data, error, loading} of several questions. The data of earlier questions stays until the new data has arrived.
+ * Failed questions are asked again while the page is visible.
+ * @param {Array<?[string, object, string]>} questions arguments for `ask` in names.js, or null to ask nothing
  */
 export function useAnswers(questions) {
   const key = JSON.stringify(questions.map((question) => question && [question, namesIn(...question)]));
@@ -44,19 +44,19 @@ export function useAnswers(questions) {
   return answered.current.key === key ? answered.current : {data: answered.current.data, loading: true};
 }
 
-/** {data, error, loading} of one question, or of none. */
+/** Return {data, error, loading} of one question. Without a route, ask nothing. */
 export function useAnswer(route, parameters, version) {
   const {data, ...rest} = useAnswers([route ? [route, parameters, version] : null]);
   return {data: data?.[0], ...rest};
 }
 
 const AGAIN_MS = 1000;
-/** How long nothing is asked for once a view has all that it needs, and how long that is waited for. */
+/** Milliseconds without requests after which a view has all answers, and longest time in milliseconds to wait for this. */
 const [CALM_MS, PATIENCE_MS] = [150, 5000];
 
 const pause = (ms) => new Promise((done) => setTimeout(done, ms));
 
-/** Until all is answered that the view asks for: a job takes a processor away from it. */
+/** Wait until the view has all its answers, because a job would slow these down. */
 export async function calm() {
   const until = performance.now() + PATIENCE_MS;
   do {
@@ -66,10 +66,10 @@ export async function calm() {
 }
 
 /**
- * Asks about a job, what the server works on for a while, until it is done.
- * @param {function} tell told {loading, seconds, partial}, then {data} or {error}
- * @param {?Promise} after when it begins; null: now
- * @returns {function} ends it
+ * Ask about a job, which takes the server some time, until the job is done.
+ * @param {function} tell function that receives {loading, seconds, partial}, then {data} or {error}
+ * @param {?Promise} after promise to wait for before asking, or null to ask now
+ * @returns {function} function that stops asking
  */
 export function watchJob(route, parameters, tell, after = null) {
   let timer;
@@ -93,7 +93,7 @@ export function watchJob(route, parameters, tell, after = null) {
   };
 }
 
-/** {data, error, seconds, partial} of a job. */
+/** Return {data, error, seconds, partial} of a job. */
 export function useJob(route, parameters, version) {
   const key = route && JSON.stringify([route, parameters, version]);
   const [found, keep] = useState(WAITING);

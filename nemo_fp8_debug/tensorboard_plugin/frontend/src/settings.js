@@ -1,18 +1,18 @@
-// Fingerprints as rows, as `nemo-fp8-debug compare` has them (analysis/settings.py).
+// Fingerprints as rows, as in `nemo-fp8-debug compare` (analysis/runs/settings.py).
 
-/** Differ between any two attempts. */
+/** Settings to leave out, because they differ between any two attempts. */
 const PASSED_OVER = ['attempt', 'schema_version'];
 
 const isSection = (value) => value !== null && typeof value === 'object' && !Array.isArray(value);
 
-/** Pairs of a setting, `section.name`, and its value as text. */
+/** Return pairs of a setting, `section.name`, and its value as text. */
 export function flat(settings, prefix = '') {
   return Object.entries(settings)
     .filter(([name]) => prefix || !PASSED_OVER.includes(name))
     .flatMap(([name, value]) => (isSection(value) ? flat(value, `${prefix}${name}.`) : [[prefix + name, asText(value)]]));
 }
 
-/** As Python writes it, which is what differences are told in. */
+/** Return a value as Python writes it, because the list of differences contains values in this form. */
 export function asText(value, inside = false) {
   if (value === null) return 'None';
   if (value === true) return 'True';

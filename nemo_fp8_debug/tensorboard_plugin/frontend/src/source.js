@@ -1,10 +1,10 @@
-// Where answers come from: the server beside this page, or data that stands in it.
+// The source of answers: the page's server, or data in the page.
 import {page} from './host.js';
 import {server} from './sources/server.js';
 import {standing} from './sources/standing.js';
 
 /**
- * {live, answer, nameOf}: whether a server answers, what is answered to a route and its parameters (a promise), and the name
- * under which an answer is kept.
+ * The source {live, answer, nameOf}. `live`: whether a server answers. `answer`: returns a promise of the answer to a route
+ * and its parameters. `nameOf`: returns the name under which an answer is stored.
  */
 export const source = page ? standing(page) : server(import.meta.url);

@@ -1,8 +1,8 @@
-// Numbers and names as people read them.
+// Numbers and names in the form that people read.
 
 const MINUS = '−';
 
-/** As `format_number` of `core/text.py` writes it: three significant digits, or more; `-` for an absent number. */
+/** Format a number like `format_number` in `core/text.py`: with three significant digits or more, or `-` for no number. */
 export function number(value, digits = 3, signed = false) {
   if (value == null || Number.isNaN(value)) return '-';
   const sign = value < 0 ? MINUS : signed && value > 0 ? '+' : '';
@@ -19,29 +19,29 @@ function sized(size, digits) {
   return size.toLocaleString('en', size >= 10 ** (digits - 1) ? {maximumFractionDigits: 0} : {maximumSignificantDigits: digits});
 }
 
-/** A whole number with all of its digits. */
+/** Format a whole number with all of its digits. */
 export const count = (value) => value.toLocaleString('en');
 
-/** As on an axis, where room is scarce. */
+/** Format a number for an axis. */
 export const tick = (value) => number(value, 4);
 
-/** Five significant digits, where numbers next to each other are almost the same. */
+/** Format a number with five significant digits, for numbers that are nearly equal to their neighbors. */
 export const precise = (value) => number(value, 5);
 
-/** A value in its unit, a logarithm of a ratio as the ratio. */
+/** Return a value in its unit. Convert the log2 of a ratio to the ratio. */
 export const inUnit = (value, unit) => (value != null && unit === 'log2' ? 2 ** value : value);
 
-/** A power of two. */
+/** Format a power of two. */
 export const powerOfTwo = (exponent) => `2^${number(Number(exponent.toFixed(2)), 4)}`;
 
-/** A ratio by its log2, as `format_power` writes it. */
+/** Format a ratio, given its log2, like `format_power`. */
 export function factor(exponent, digits = number) {
   if (exponent == null || Number.isNaN(exponent)) return '-';
   const isExtreme = Number.isFinite(exponent) && !(exponent >= Math.log2(1e-4) && exponent < Math.log2(1e6));
   return isExtreme ? `x2^${number(exponent)}` : `x${digits(2 ** exponent)}`;
 }
 
-/** A number and its unit; a logarithm of a ratio as the ratio. */
+/** Format a number with its unit. Convert the log2 of a ratio to the ratio. */
 export function withUnit(value, unit, digits = number) {
   if (value == null || Number.isNaN(value)) return '-';
   if (unit === 'log2') return factor(value, digits);
@@ -56,16 +56,19 @@ const SHOWN_AS = {
   norm_input: 'input', norm_output: 'output', router_logits: 'logits', attention_logits: 'logits',
 };
 
-/** Every role of an operand, in order. */
+/** All roles of tensors, in order. */
 export const ROLES = Object.keys(SHOWN_AS);
 
-/** An operand's role as people write it. */
+/** Return the usual name of a role. */
 export const shown = (role) => SHOWN_AS[role] ?? role;
 
-/** A tensor in words. */
+/** Return the usual name of a tensor. */
 export const titleOf = ({layer, role}) => `${shown(role)} of ${layer}`;
 
-/** The place of the nearest of ascending values, of two the earlier; 0 where there is none. */
+/**
+ * Return the index of the nearest of ascending values, the earlier of two equally near values. Return 0 if there are no
+ * values.
+ */
 export function placeOf(values, value) {
   const after = values.findIndex((one) => one >= value);
   if (after < 0) return Math.max(0, values.length - 1);

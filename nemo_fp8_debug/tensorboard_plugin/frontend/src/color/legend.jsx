@@ -1,4 +1,4 @@
-// What colors stand for: how many values have which color, and handles to set from where to where.
+// The legend of the colors: how many values have which color, and handles to set the limits.
 import {number} from '../units.js';
 import {CHOICES, currentChoice, offered, setLimits} from './scales.js';
 import {go} from '../address.js';
@@ -9,15 +9,15 @@ const percent = (share) => `${(100 * share).toFixed(2)}%`;
 
 /**
  * @param {object} metric
- * @param {string} choice what the colors stand for
- * @param {object} scale as of `scaleOf`
- * @param {string} label with the unit
- * @param {Array<number>} automatic [low, high] as the values suggest
- * @param {?{values, counts}} distribution of the values; without counts each is one
- * @param {Array<number>} counting values from which on they count
+ * @param {string} choice name of what the colors show
+ * @param {object} scale result of `scaleOf`
+ * @param {string} label name of the metric, with its unit
+ * @param {Array<number>} automatic limits [low, high] that the values suggest
+ * @param {?{values, counts}} distribution of the values; without `counts`, each value counts once
+ * @param {Array<number>} counting thresholds of the values
  * @param {string} note a sentence
- * @param {boolean} set whether somebody set the limits
- * @param {boolean} fixed whether nobody can
+ * @param {boolean} set whether the user has set the limits
+ * @param {boolean} fixed whether the user cannot set the limits
  */
 export function Legend({metric, choice, scale, label, automatic, distribution, counting = [], note, set, fixed = false, show = number}) {
   const ends = [...automatic.map(scale.to), scale.low, scale.high];
@@ -56,7 +56,7 @@ export function Legend({metric, choice, scale, label, automatic, distribution, c
   );
 }
 
-/** How many there are of which color; tall is many, by their logarithm. */
+/** Bars that show how many values have which color. The height is the logarithm of the number. */
 function Bars({bars, counting}) {
   const most = Math.log1p(Math.max(1, ...bars));
   return (
@@ -86,13 +86,13 @@ function barsOf(distribution, scale, [low, high]) {
   return bars;
 }
 
-/** The ramp between the handles, and its ends beyond them. */
+/** Return the color ramp between the handles. Beyond the handles, it has the colors of its ends. */
 function gradientOf({colors, low, high, center}, placed) {
   const at = (share) => (center === null ? low + share * (high - low) : share < 0.5 ? low + 2 * share * (center - low) : center + (2 * share - 1) * (high - center));
   return `linear-gradient(90deg, ${colors.map((color, i) => `${color} ${percent(placed(at(i / (colors.length - 1))))}`).join(', ')})`;
 }
 
-/** What colors are to stand for. */
+/** The choice of what the colors show. */
 export function Choice() {
   return (
     <label>

@@ -1,4 +1,5 @@
-// From a metric's value to a color and back: ramps, limits that a few odd values do not set, and what they stand for.
+// Color scales: they convert a metric's values to colors and back. Also their limits, which ignore a few outliers, and the
+// choice of what colors show.
 import {lerp} from 'zrender/lib/tool/color.js';
 import {at, go} from '../address.js';
 import {keyOf} from '../map/data.js';
@@ -7,10 +8,10 @@ import {diverging, SEQUENTIAL} from '../theme.js';
 import {factor, number} from '../units.js';
 
 const LINEAR = {to: (x) => x, from: (x) => x};
-// Most percents are small, and one that is not would leave the others one color.
+// Most percentages are small. On a linear scale, one large percentage would give all others the same color.
 const ROOT = {to: (x) => Math.sign(x) * Math.sqrt(Math.abs(x)), from: (x) => Math.sign(x) * x * x};
 const LOG = {to: (x) => (x > 0 ? Math.log10(x) : NaN), from: (x) => 10 ** x};
-// Multiples of what counts: below 1 almost no color, and from there a step for each doubling.
+// A scale for multiples of the threshold: almost no color below 1, and one more step for each doubling.
 const FAINT = 0.25;
 const MULTIPLES = {
   to: (x) => Math.sign(x) * (Math.abs(x) <= 1 ? FAINT * Math.abs(x) : FAINT + Math.log2(Math.abs(x))),
@@ -20,8 +21,8 @@ const MULTIPLES = {
 export const wayOf = (metric) => (metric.scale === 'log' ? LOG : metric.unit === '%' ? ROOT : LINEAR);
 
 /**
- * {to, from, low, high, center, colors, share}: `low` and `high` are places, as of `to`; `share` of a value is its place on
- * the ramp, from 0 to 1, NaN where it has none.
+ * Return a scale {to, from, low, high, center, colors, share}. `low` and `high` are limits after conversion by `to`. `share`
+ * converts a value to its place on the ramp, from 0 to 1, or NaN for NaN.
  */
 function scaled(way, low, high, colors, center = null) {
   const [least, most] = [low, high > low ? high : low + 1];
@@ -36,30 +37,36 @@ function scaled(way, low, high, colors, center = null) {
 
 const oriented = (metric, colors) => (metric.worse < 0 ? [...colors].reverse() : colors);
 
-/** A scale of a metric from a value to another. */
+/** Return the scale of a metric between two values. */
 export function scaleOf(metric, [low, high]) {
   const way = wayOf(metric);
   if (metric.scale === 'diverging') return scaled(way, Math.min(way.to(low), 0), Math.max(way.to(high), 0), diverging(), 0);
   return scaled(way, way.to(low), way.to(high), oriented(metric, SEQUENTIAL));
 }
 
-/** Around 0, for multiples of what counts. */
+/** Return a scale around 0 for multiples of the threshold. */
 export const scaleOfMultiples = (metric, [low, high]) => scaled(MULTIPLES, MULTIPLES.to(low), MULTIPLES.to(high), metric.scale === 'diverging' ? diverging() : oriented(metric, diverging()), 0);
 
-/** How bad a value of a metric is, more for worse; metrics around 0 by their distance from it. */
+/**
+ * Return a function that rates a value of a metric: a worse value gets a larger number. On diverging scales, the number is
+ * the distance from 0.
+ */
 export const badnessOf = (metric) => (metric.scale === 'diverging' ? Math.abs : (value) => metric.worse * value);
 
-/** What is made of two values: how many times as much for metrics on a log scale, else by how much more. */
+/** Return how to compare two values of a metric: by their ratio on a log scale, otherwise by their difference. */
 export function differenceOf(metric) {
   if (metric.scale === 'log') return {of: (run, baseline) => (run === 0 && baseline === 0 ? 0 : Math.log2(run / baseline)), unit: '', show: factor, label: 'ratio'};
   if (metric.scale === 'diverging') return {of: (run, baseline) => Math.abs(run) - Math.abs(baseline), unit: `${metric.unit}, distance from 0`, label: 'difference'};
   return {of: (run, baseline) => run - baseline, unit: metric.unit === '%' ? 'percentage points' : metric.unit, label: 'difference'};
 }
 
-/** How bad a difference is: a distance from 0 that grew is worse. */
+/**
+ * Return a function that rates a difference: a worse difference gets a larger number. On diverging scales, a larger distance
+ * from 0 is worse.
+ */
 export const badnessOfDifference = (metric) => (metric.scale === 'diverging' ? (value) => value : (value) => metric.worse * value);
 
-/** A scale around 0 for differences. */
+/** Return a scale around 0 for differences. */
 export function scaleOfDifferences(metric, values) {
   const finite = values.filter(Number.isFinite).map(Math.abs);
   const way = metric.scale === 'log' ? LINEAR : wayOf(metric);
@@ -70,22 +77,22 @@ export function scaleOfDifferences(metric, values) {
 const SHADES = 256;
 const shades = new Map();
 
-/** The color at a share of a ramp. */
+/** Return the color at a place of a ramp, from 0 to 1. */
 export function colorOf({colors}, share) {
   const key = colors.join();
   if (!shades.has(key)) shades.set(key, Array.from({length: SHADES}, (_, i) => lerp(i / (SHADES - 1), colors)));
   return shades.get(key)[Math.round(share * (SHADES - 1))];
 }
 
-// Limits of colors that a few odd values do not set.
-/** Multiples of what counts that a ramp reaches at least. */
+// Limits of colors that ignore a few outliers.
+/** A ramp ends at this multiple of the threshold or above. */
 const AT_LEAST = 16;
 
 const finite = (values) => values.filter(Number.isFinite);
 
 /**
- * [low, high] of a metric over all steps: the 1st and 99th percentile of what runs have, without their warm-up; where these
- * are one, the ends.
+ * Return the limits [low, high] of a metric over all steps: the 1st and 99th percentile of the runs' values, without the
+ * warm-up. If these are equal, return the smallest and the largest value.
  * @param {Array<object>} extents answers of `extent`
  */
 export function robustLimits(metric, extents) {
@@ -96,7 +103,7 @@ export function robustLimits(metric, extents) {
   return fitted(metric, low < high ? [low, high] : ends, positive);
 }
 
-/** [low, high] of the values of one step. */
+/** Return the limits [low, high] of the values of one step. */
 export function limitsOfValues(metric, values) {
   const found = finite(values);
   const least = found.reduce((a, b) => Math.min(a, b), Infinity);
@@ -114,20 +121,21 @@ function fitted(metric, [low, high], positive) {
 
 const around = (most) => [-most, most];
 
-/** [low, high] for multiples of what counts: the largest there is. */
+/** Return the limits [low, high] for multiples of the threshold, from the largest multiple. */
 export function limitsOfMultiples(values) {
   let most = AT_LEAST;
   for (const value of values) if (Number.isFinite(value)) most = Math.max(most, Math.abs(value));
   return around(most);
 }
 
-// Millions of values as a few thousand: how many there are of each size, to 8 significant bits.
+// Reduces millions of values to a few thousand: counts of values rounded to 8 significant bits.
 const [DROPPED, ENDLESS] = [16, 0x7f80];
 
 /**
  * @param {Float32Array} numbers [rows, width]
- * @param {number} begin columns before it are left out
- * @returns {{values: Float32Array, counts: number[], most: number}} of finite numbers; `most` is the largest magnitude, exactly
+ * @param {number} begin first column to count
+ * @returns {{values: Float32Array, counts: number[], most: number}} the finite numbers, rounded, and their counts; `most` is
+ *   the largest magnitude without rounding
  */
 export function tallyOf(numbers, width, begin = 0) {
   const bits = new Uint32Array(numbers.buffer, numbers.byteOffset, numbers.length);
@@ -147,10 +155,10 @@ export function tallyOf(numbers, width, begin = 0) {
 
 const floats = (bits) => new Float32Array(Uint32Array.from(bits).buffer);
 
-// How many times the change that counts a value lies above the baseline's: 1 is the least that `compare` counts.
+// Changes against the baseline as multiples of the threshold. 1 is the least change that `compare` counts.
 const rises = new WeakMap();
 
-/** By tensor the changes that count, of an answer of `spread`. */
+/** Return the index of each tensor in an answer of `spread`. */
 function placesIn(spread) {
   if (!rises.has(spread)) rises.set(spread, new Map(spread.layer.map((layer, i) => [keyOf(layer, spread.role[i]), i])));
   return rises.get(spread);
@@ -158,7 +166,8 @@ function placesIn(spread) {
 
 /**
  * @param {object} spread answer of `spread`
- * @returns {function(string, string): ?function(number, number): number} of a layer and role what makes a multiple of a value and the baseline's; null where nothing is known
+ * @returns {function(string, string): ?function(number, number): number} function of a layer and a role. It returns null for
+ *   an unknown tensor, otherwise a function that converts a value and the baseline's value to a multiple of the threshold.
  */
 export function againstSpread(spread) {
   const places = placesIn(spread);
@@ -178,26 +187,26 @@ export function againstSpread(spread) {
   };
 }
 
-/** A multiple as people read it. */
+/** Return a multiple in words. */
 export const asMultiple = (value) => (Number.isNaN(value) ? '-' : `${number(value, 2)}x threshold`);
 
-// What colors stand for, and from where to where: as the address has it, or as the values suggest.
-/** What colors can stand for. */
+// What colors show, and their limits: from the address, or else from the values.
+/** What colors can show. */
 export const CHOICES = {
   spread: 'changes against the baseline',
   all: 'values, limits of all steps',
   step: 'values, limits of this step',
 };
 
-/** What can be chosen now: without a baseline no change is known. */
+/** Return the choices that are possible now. Changes need a baseline. */
 export const offered = () => Object.keys(CHOICES).filter((name) => name !== 'spread' || chosen.value.baseline);
 
 export const currentChoice = () => (offered().includes(at('color')) ? at('color') : offered()[0]);
 
-// The limits say what they are of: those of another metric or choice are passed over.
+// Limits in the address contain the metric and the choice that they belong to. We ignore limits of others.
 const nameOf = (metric, choice) => `${metric.name} ${choice}`;
 
-/** [low, high] that somebody set; null: none. */
+/** Return the limits [low, high] that the user has set, or null. */
 export function limitsSet(metric, choice) {
   const found = /^(\S+ \S+) (\S+) (\S+)$/.exec(at('limits') ?? '');
   const ends = found?.[1] === nameOf(metric, choice) ? [Number(found[2]), Number(found[3])] : [];
@@ -206,5 +215,5 @@ export function limitsSet(metric, choice) {
 
 const short = (value) => Number(value.toPrecision(4));
 
-/** @param {?Array<number>} ends null: as the values suggest */
+/** @param {?Array<number>} ends limits to set, or null for those that the values suggest */
 export const setLimits = (metric, choice, ends) => go({limits: ends && `${nameOf(metric, choice)} ${ends.map(short).join(' ')}`});

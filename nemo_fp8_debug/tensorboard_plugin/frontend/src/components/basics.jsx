@@ -4,15 +4,15 @@ import {useRef, useState} from 'preact/hooks';
 import {go, linkTo} from '../address.js';
 import {saveText} from '../download.js';
 
-// Names that may go over to the next line between their parts, and nowhere else.
+// Names that may break into lines between their parts, and nowhere else.
 const BETWEEN_PARTS = /(?<=[._,]|\w\()(?=[A-Za-z])/;
 
 export const Breakable = ({text}) => String(text).split(BETWEEN_PARTS).map((part, i) => <Fragment key={i}>{i > 0 && <wbr />}{part}</Fragment>);
 
-// Links to other states of the page: followed in place, or opened in a tab of their own as links are.
+// Links to other states of the page. A click changes this page. Like other links, they can also open in a new tab.
 /**
  * @param {object} to changes of the address, as for `go`
- * @param {?string} label what is said of it, where that is not what is shown
+ * @param {?string} label text for screen readers, if it differs from the visible text
  */
 export function Link({to, label, children, ...more}) {
   const follow = (event) => {
@@ -27,8 +27,9 @@ export function Link({to, label, children, ...more}) {
 /**
  * @param {string} text
  * @param {string} label of the button
- * @param {function} mark has the text marked, ready for the keyboard: browsers have a clipboard on https and localhost only
- * @param {string} [about] what is copied, where the label does not say it
+ * @param {function} mark function that selects the text, so that the user can copy it by keyboard. Browsers give scripts a
+ *   clipboard only on https and localhost.
+ * @param {string} [about] what is copied, if the label does not say this
  */
 export function Copy({text, label = 'Copy', about, mark}) {
   const [said, say] = useState('');
@@ -49,7 +50,7 @@ export function Copy({text, label = 'Copy', about, mark}) {
   );
 }
 
-// What there is to say where there is nothing to show.
+// A notice that is shown if there is nothing else to show.
 export const Notice = ({title, children}) => (
   <div class="notice" role="status">
     {title && <h2>{title}</h2>}
@@ -63,20 +64,21 @@ export const Problem = ({error}) => (
   </div>
 );
 
-/** While an answer is awaited, a problem, or what it is for. */
+/** Shows that an answer is awaited, or its error, or else the children. */
 export function Answered({answer, children}) {
   if (answer.error) return <Problem error={answer.error} />;
   if (!answer.data) return <p class="soft" role="status">Reading the record …</p>;
   return children(answer.data);
 }
 
-/** A sentence in which what is between backticks is code. */
+/** A sentence. Text between backticks is shown as code. */
 export const Sentence = ({text}) => text.split('`').map((part, i) => (i % 2 ? <code key={i}>{part}</code> : part));
 
-// A field that is typed into.
+// A field for typing.
 /**
- * An input that keeps what is being typed until it is entered: the page may be drawn anew meanwhile, as it is while a run grows.
- * @param {function(!Event): void} onChange called with what was entered; what it does not take is gone from the field
+ * An input that keeps unfinished text. While a run grows, the page is drawn again, and this must not lose the text.
+ * @param {function(!Event): void} onChange called with the entered value; a value that it does not accept is removed from
+ *   the field
  */
 export function Typed({value, onChange, ...props}) {
   const [typed, type] = useState(null);
@@ -87,7 +89,7 @@ export function Typed({value, onChange, ...props}) {
   return <input {...props} value={typed ?? value} onInput={(event) => type(event.target.value)} onChange={enter} onBlur={() => type(null)} />;
 }
 
-// A file for a host: to read, to copy and to save.
+// A file for a training framework, to read, copy and save.
 export function Snippet({name, about, text, coarser}) {
   const box = useRef();
   return (

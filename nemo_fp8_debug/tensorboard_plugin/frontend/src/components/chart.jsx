@@ -1,4 +1,4 @@
-// A chart of ECharts that follows the theme and its size, with its picture and its numbers to take away.
+// A chart of ECharts that follows the theme and the size of its box. Its picture and its numbers can be saved.
 import {CustomChart, LineChart, ScatterChart} from 'echarts/charts';
 import {AriaComponent, AxisPointerComponent, DataZoomComponent, GridComponent, MarkLineComponent, TitleComponent, TooltipComponent} from 'echarts/components';
 import * as echarts from 'echarts/core';
@@ -13,14 +13,14 @@ echarts.use([
 ]);
 
 /**
- * @param {string} name of the files that are taken away
- * @param {string} label what is shown, in a sentence, for those who do not see it
- * @param {object} option of ECharts; texts from records belong into data, never into formatters that return HTML
- * @param {() => Array<Array>} rows the numbers, headings first
- * @param {Object<string, function>} on ECharts' events
- * @param {function} ready called with ECharts' instance once it is there
- * @param {function} resized called after the chart has another size
- * @param {string|number} mark of what is drawn: the box's data-drawn once it is
+ * @param {string} name of the saved files
+ * @param {string} label a sentence about the chart, for screen readers
+ * @param {object} option ECharts' option. Put text from records into data, never into formatters that return HTML.
+ * @param {() => Array<Array>} rows function that returns the numbers as rows, headings first
+ * @param {Object<string, function>} on handlers by event of ECharts
+ * @param {function} ready called with ECharts' instance when it has been made
+ * @param {function} resized called after the size of the chart has changed
+ * @param {string|number} mark name of what is drawn; when it has been drawn, the box's data-drawn has this value
  */
 export function Chart({name, label, option, rows, on = {}, height = 320, ready, resized, mark = ''}) {
   const box = useRef();
@@ -31,7 +31,7 @@ export function Chart({name, label, option, rows, on = {}, height = 320, ready, 
   after.current = resized;
   const isDark = dark.value;
 
-  // In time for the printer, which waits for no effect either.
+  // Use a layout effect, because a printer does not wait for effects.
   useLayoutEffect(() => {
     const element = box.current;
     const made = echarts.init(element, null, {renderer: 'canvas'});
@@ -43,7 +43,7 @@ export function Chart({name, label, option, rows, on = {}, height = 320, ready, 
       after.current?.();
       made.getZr().flush(); // the printer waits for no frame
     };
-    // It is told of the first size as well, in which the chart is drawn already.
+    // The observer also reports the first size, for which the chart is already drawn.
     const observer = new ResizeObserver(() => isFitting(made, element) || fit());
     observer.observe(element);
     window.addEventListener('beforeprint', fit);
@@ -88,7 +88,7 @@ export function Chart({name, label, option, rows, on = {}, height = 320, ready, 
 
 const isFitting = (chart, {clientWidth, clientHeight}) => chart.getWidth() === clientWidth && chart.getHeight() === clientHeight;
 
-/** Axes, tooltips and legends in the inks of the theme. */
+/** Return the option of an axis in the colors of the theme. */
 export function axis(more = {}) {
   const ink = inks();
   return {
@@ -101,7 +101,7 @@ export function axis(more = {}) {
   };
 }
 
-/** Text of a tooltip: plain lines, escaped; ECharts takes strings for HTML. */
+/** Return the element of a tooltip with lines of text. Not a string, because ECharts treats strings as HTML. */
 export function tip(...lines) {
   const box = document.createElement('div');
   for (const line of lines) box.append(Object.assign(document.createElement('div'), {textContent: line}));

@@ -1,4 +1,4 @@
-// Choices: which runs, which metric, which tensor.
+// Controls to choose runs, the metric and the tensor.
 import {at, go, tensor, toTensor} from '../address.js';
 import {details} from '../details.js';
 import {Help} from '../glossary/glossary.jsx';
@@ -36,7 +36,7 @@ function Growing() {
 
 export const DEFAULT_METRIC = 'underflow_pct';
 
-/** The metric that was chosen, or that the verdict goes by, as soon as it is known. */
+/** Return the selected metric, or else the metric of the verdict when it is known, or else the default. */
 export const currentMetric = () => [at('metric'), suggestedMetric()].find((name) => metricsOfTable().some((metric) => metric.name === name)) ?? DEFAULT_METRIC;
 
 export function Metric() {
@@ -56,7 +56,7 @@ export function Metric() {
   );
 }
 
-/** Which tensors are looked at, if the run has more than its operands. */
+/** The choice of the table of tensors, if the run recorded more than operands. */
 export function Table() {
   const there = new Set(Object.values(details.value).flatMap(({data}) => data?.tables ?? []));
   if (there.size < 2) return null;
@@ -71,8 +71,8 @@ export function Table() {
 }
 
 /**
- * The tensors of the run that is looked at, to type a part of a name.
- * @param {?object} first what is shown as long as none is chosen
+ * The choice of a tensor of the selected run. The user can type a part of its name.
+ * @param {?object} first tensor that is shown while no tensor is selected
  */
 export function Tensor({first}) {
   const tensors = details.value.run?.data?.tensors;

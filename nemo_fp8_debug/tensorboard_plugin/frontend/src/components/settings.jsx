@@ -1,7 +1,7 @@
-// Settings of runs side by side.
+// Tables of the settings of two runs.
 import {Table} from './table.jsx';
 
-/** What there is to say of a setting in a word. */
+/** Return a short remark on a setting. */
 const wordOf = (row) => (row.telling ? 'affects precision' : row.differs === false ? '' : 'differs');
 
 /**

@@ -1,4 +1,4 @@
-// The step that is looked at: a slider over the sampled steps, playing if asked to.
+// The selected step: a slider over the sampled steps, with a button that plays them.
 import {useSignal} from '@preact/signals';
 import {useEffect} from 'preact/hooks';
 import {go, step} from '../address.js';
@@ -7,10 +7,10 @@ import {placeOf} from '../units.js';
 
 const FRAME_MS = 250;
 
-/** The sampled step that is looked at; null where there is none. */
+/** Return the sampled step nearest to the selected step, or null without samples. */
 export const currentStep = () => (steps.value.length ? steps.value[step.value === null ? steps.value.length - 1 : placeOf(steps.value, step.value)] : null);
 
-/** @param {function} onNear told the place that is moved to, so that what comes next can be asked for */
+/** The slider and its buttons. */
 export function Steps() {
   const playing = useSignal(false);
   const last = steps.value.length - 1;

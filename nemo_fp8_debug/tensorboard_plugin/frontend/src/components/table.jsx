@@ -1,4 +1,4 @@
-// A table to sort by its headings and to take away as CSV.
+// A table that can be sorted by its headings and saved as CSV.
 import {useState} from 'preact/hooks';
 import {saveCsv} from '../download.js';
 import {number} from '../units.js';
@@ -6,24 +6,25 @@ import {Breakable} from './basics.jsx';
 
 /**
  * @typedef {object} Column
- * @property {string} label with the unit, if there is one
- * @property {string} [under] a second line below it
- * @property {function} of the value of a row: what is sorted by and taken away
- * @property {function} [rank] what is sorted by instead
- * @property {function} [from] the value before, of columns that say `from -> of`
- * @property {function} [show] what is shown of a row instead; undefined: the value
+ * @property {string} label heading, with the unit if there is one
+ * @property {string} [under] second line of the heading
+ * @property {function} of value of a row, for sorting and for the CSV file
+ * @property {function} [rank] value for sorting instead of `of`
+ * @property {function} [from] earlier value, in columns that show `from → of`
+ * @property {function} [show] what to show for a row instead of the value; undefined shows the value
  * @property {function} [cell] attributes of a row's cell
- * @property {boolean} [text] no number: on the left, and wrapped
+ * @property {boolean} [text] whether the column has text, which is wrapped and on the left
  */
 
 /**
- * @param {string} name of the file that is taken away
+ * @param {string} name of the CSV file
  * @param {Array<Column>} columns
- * @param {Array<object>} rows in the order in which they are shown at first
- * @param {?Array} summary cells of a row above the others
- * @param {?Array} sorting [order, set] of the column that is sorted by, {at, up} or null, where the table does not keep it itself
- * @param {?function} stays whether a row stays above the others, however they are sorted
- * @param {number} first how many rows are shown until more are asked for, and how many more then
+ * @param {Array<object>} rows in their order before sorting
+ * @param {?Array} summary cells of an extra row above the others
+ * @param {?Array} sorting [order, set]: the order {at, up} or null, and a function that sets it; if left out, the table
+ *   keeps the order itself
+ * @param {?function} stays whether a row stays above the others in every order
+ * @param {number} first number of rows at first, and number of further rows for each request
  */
 export function Table({name, caption, columns, rows, summary, first = Infinity, rowClass, sorting, stays}) {
   const own = useState(null);
@@ -85,7 +86,7 @@ function shownIn(column, row) {
   return column.from ? `${plain(column, column.from(row))} → ${value}` : value;
 }
 
-/** Rows by a value; those that have none come last, however they are sorted. */
+/** Sort rows by a value. Rows without a value come last in both orders. */
 function arranged(rows, of, up) {
   const compare = (a, b) => (typeof a === 'string' && typeof b === 'string' ? a.localeCompare(b, 'en', {numeric: true}) : a - b);
   return [...rows].sort((a, b) => {

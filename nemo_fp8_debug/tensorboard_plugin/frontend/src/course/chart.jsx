@@ -1,4 +1,4 @@
-// The picture of Course: small multiples drawn in pixels between axes; a click chooses, a drag zooms, arrow keys move.
+// The picture of Course: small multiples drawn in pixels between axes. A click selects, a drag zooms, arrow keys move.
 import Image from 'zrender/lib/graphic/Image.js';
 import Rect from 'zrender/lib/graphic/shape/Rect.js';
 import {useSignal} from '@preact/signals';
@@ -12,19 +12,20 @@ import {drawnAs} from '../runs/beside.js';
 import {COLORS, dark, inks} from '../theme.js';
 import {number, tick, titleOf} from '../units.js';
 
-// The axes of Course: the scalars of the run above, a small multiple for each role below, one axis of steps for all.
+// The axes of Course: charts of the run's scalars above, a small multiple for each role below, and one axis of steps for
+// all.
 export const [LEFT, RIGHT] = [150, 20];
 const [TOP, GAP, BOTTOM, LEAST] = [40, 30, 44, 96];
-/** Between lines, whose titles stand beside them; and how wide these may be. */
+/** Pixels between two charts of scalars, and largest width of the titles next to them. */
 const [APART, TITLE] = [12, 96];
-/** The height of lines, as a part of the window's, in pixels at least and at most. */
+/** Height of a chart of scalars: as a share of the window's height, and the least and the largest height in pixels. */
 const [LINES, LOWEST, HIGHEST] = [0.04, 28, 90];
-/** Pixels that a name takes. */
+/** Height of a name in pixels. */
 const NAME = 10;
-/** Part of the window that the small multiples take. */
+/** Share of the window's height for the small multiples. */
 const SHARE = 0.5;
 
-/** {lines, maps, height}: {top, height} of each panel, in pixels. */
+/** Return {lines, maps, height}: the {top, height} of each panel and the height of all, in pixels. */
 export function placesOf(lines, multiples) {
   const rows = multiples.reduce((sum, {tensors}) => sum + tensors.length, 0);
   const share = ({tensors}) => Math.round(Math.max(LEAST, Math.min((SHARE * window.innerHeight * tensors.length) / rows, 34 * tensors.length)));
@@ -39,8 +40,8 @@ export function placesOf(lines, multiples) {
 }
 
 /**
- * @param {Array} lines as of `linesOf`
- * @param {Array<{step, label, kind}>} marks where something diverges
+ * @param {Array} lines result of `linesOf`
+ * @param {Array<{step, label, kind}>} marks steps at which the loss or a tensor departs
  */
 export function optionOf({lines, multiples, places, span, marks, step, names}) {
   const [from, to] = span;
@@ -72,22 +73,22 @@ export function optionOf({lines, multiples, places, span, marks, step, names}) {
   };
 }
 
-/** A scalar and how its axis is drawn, in as few words as there is room for. */
+/** Return a short title of a scalar's chart, with the kind of its axis. */
 const brief = ({label, log, left}) => [label, log && 'log', left > 0 && 'without 0'].filter(Boolean).join(', ');
 
-/** The first of each so many names as share the room of one: ECharts takes long to leave out those of thousands of rows. */
+/** Return as many names as there is room for, evenly spread. ECharts would need long to choose among thousands of names. */
 function legible(rows, height) {
   const every = Math.ceil((NAME * rows.length) / height);
   return rows.filter((_, i) => i % every === 0);
 }
 
-/** Whole powers of ten around the values. */
+/** Return the powers of ten around the values, as limits of an axis. */
 function decadesOf({lines}) {
   const values = lines.flatMap((line) => line.values.filter((value) => value > 0));
   return {min: 10 ** Math.floor(Math.log10(Math.min(...values))), max: 10 ** Math.ceil(Math.log10(Math.max(...values)))};
 }
 
-/** Writes the ends of an axis alone: the decades between them would overlap. */
+/** Return a formatter that labels only the ends of an axis, because labels of the decades in between would overlap. */
 function endsOf(panel) {
   const ends = Object.values(decadesOf(panel));
   return (value) => (ends.some((end) => Math.abs(Math.log10(value / end)) < 1e-6) ? tick(value) : '');
@@ -112,14 +113,14 @@ function told(found, lines, names) {
   return tip(...told);
 }
 
-// The cells of one small multiple as a canvas; of rows that share a pixel the worst is drawn.
+// Draws the cells of one small multiple on a canvas. If several rows share a pixel, the worst is drawn.
 const SHADES = 256;
 
 /**
  * @param {{course, numbers, warmUp}} data
- * @param {number[]} tensors rows of the answer, from the top down
+ * @param {number[]} tensors indices of rows in the answer, from top to bottom
  * @param {[number, number]} span of steps
- * @param {number} fine pixels of the canvas in one of the page
+ * @param {number} fine pixels of the canvas for each pixel of the page
  */
 export function painted({course, numbers, warmUp}, tensors, scale, badness, [from, to], width, height, fine) {
   const [wide, high] = [Math.max(1, Math.round(width * fine)), Math.max(1, Math.round(height * fine))];
@@ -153,7 +154,10 @@ export function painted({course, numbers, warmUp}, tensors, scale, badness, [fro
   return canvas;
 }
 
-/** Of each pixel across its column: the last that has begun; -1 before the first and behind the last. */
+/**
+ * Return the column of each horizontal pixel: the last column that begins at or before the pixel. Return -1 before the first
+ * column and after the end of the last.
+ */
 export function columnsOf(first, width, from, to, wide) {
   const found = new Int32Array(wide).fill(-1);
   const usual = first.length > 1 ? Math.max(width, medianGap(first)) : width;
@@ -176,7 +180,7 @@ const packedColor = ([r, g, b], share, ground) => {
   return ((255 << 24) | (mix(b, ground[2]) << 16) | (mix(g, ground[1]) << 8) | mix(r, ground[0])) >>> 0;
 };
 
-/** What is left out of the limits is drawn faint. */
+/** Opacity of the warm-up, which does not affect the limits. */
 const FAINT = 0.35;
 
 function paletteOf(scale) {
@@ -190,8 +194,8 @@ function paletteOf(scale) {
   };
 }
 
-// Which cell of Course is where: {tensor, panel, place, column, step, value, number, last, samples}.
-/** The step at a place across. */
+// The cells of Course: {tensor, panel, place, column, step, value, number, last, samples}.
+/** Return the step at a horizontal position in pixels. */
 export const stepAt = (x, width, [from, to]) => from + ((x - LEFT) / (width - LEFT - RIGHT)) * (to - from);
 
 function made({course, numbers}, multiples, panel, place, column) {
@@ -203,7 +207,7 @@ function made({course, numbers}, multiples, panel, place, column) {
   };
 }
 
-/** The cell at a place of the picture; null where there is none. */
+/** Return the cell at a position of the picture, or null if there is no cell. */
 export function cellAt({x, y, width}, {data, multiples, places, span}) {
   const panel = places.maps.findIndex(({top, height}) => y >= top && y < top + height);
   const wide = width - LEFT - RIGHT;
@@ -215,7 +219,7 @@ export function cellAt({x, y, width}, {data, multiples, places, span}) {
   return made(data, multiples, panel, Math.floor(((y - top) / height) * multiples[panel].tensors.length), column);
 }
 
-/** The cell of a tensor at a step or before; null where there is none. */
+/** Return the last cell of a tensor that begins at or before a step, or its first cell. Return null without the tensor. */
 export function cellOf(data, multiples, {layer, role}, step) {
   const {course} = data;
   const panel = multiples.findIndex((one) => one.role === role);
@@ -227,7 +231,10 @@ export function cellOf(data, multiples, {layer, role}, step) {
 
 const MOVES = {ArrowUp: [0, -1], ArrowDown: [0, 1], ArrowLeft: [-1, 0], ArrowRight: [1, 0]};
 
-/** The cell that a key moves to; from nowhere the first; null for other keys and beyond the ends. */
+/**
+ * Return the cell that a key moves to, or the first cell if none is selected. Return null for other keys and beyond the
+ * ends.
+ */
 export function moved(data, multiples, cell, key) {
   const by = MOVES[key];
   const count = data.course.first.length;
@@ -240,14 +247,14 @@ export function moved(data, multiples, cell, key) {
   return next ? made(data, multiples, ...next, column) : null;
 }
 
-/** Pixels from which on a movement is a drag. */
+/** Least movement in pixels that counts as a drag. */
 const DRAG = 5;
 
 /**
- * @param {object} data as of `useCourse`
- * @param {Array} multiples as of `multiplesOf`
- * @param {function} tell a cell in words
- * @param {number} step that is looked at
+ * @param {object} data from `useCourse`
+ * @param {Array} multiples result of `multiplesOf`
+ * @param {function} tell function that describes a cell in words
+ * @param {number} step selected step
  */
 export function CourseChart({data, multiples, lines, marks, span, scale, badness, names, tell, step, label, mark, rows}) {
   const box = useRef();
@@ -335,7 +342,7 @@ function added(chart, element) {
   return element;
 }
 
-/** Around a cell, in pixels of the chart; null outside of the span. */
+/** Return the outline of a cell in pixels of the chart, or null if the cell is outside the span. */
 function outline({panel, place, column}, {data: {course}, multiples, places, span: [from, to]}, width) {
   const {top, height} = places.maps[panel];
   const high = height / multiples[panel].tensors.length;

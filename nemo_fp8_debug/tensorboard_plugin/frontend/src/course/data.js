@@ -1,4 +1,4 @@
-// What Course shows: a metric of all tensors over all steps, the scalars above it, and where the run went wrong.
+// The data of Course: a metric of all tensors over all steps, the run's scalars, and the steps at which the run went wrong.
 import {useEffect} from 'preact/hooks';
 import {at} from '../address.js';
 import {againstSpread, robustLimits} from '../color/scales.js';
@@ -11,8 +11,8 @@ import {aboutMetric} from '../timeline/metrics.jsx';
 import {axisOf, recorded} from '../timeline/option.js';
 import {ROLES, shown, titleOf} from '../units.js';
 
-// Small multiples: the tensors of each role, layers down in order of execution.
-/** [{role, label, tensors: rows of the answer, names}] of the roles that there are. */
+// Small multiples: one for each role. Their rows are layers in order of execution.
+/** Return [{role, label, tensors, names}] of all roles that have tensors. `tensors` are indices of rows in the answer. */
 export function multiplesOf({layer, role, kind, depth}) {
   return ROLES.map((one) => {
     const tensors = layer.flatMap((_, i) => (role[i] === one ? [i] : []));
@@ -20,7 +20,7 @@ export function multiplesOf({layer, role, kind, depth}) {
   }).filter(({tensors}) => tensors.length > 0);
 }
 
-/** The tensors, the farthest first: {layer, role, value, number, step, since}. */
+/** Return the tensors at their worst steps, the worst tensor first: {layer, role, value, number, step, since}. */
 export function ranked({course, numbers, warmUp}, badness, counts) {
   const width = course.first.length;
   const rows = course.layer.map((layer, i) => {
@@ -40,12 +40,12 @@ export function ranked({course, numbers, warmUp}, badness, counts) {
 
 const IN_A_ROW = 3;
 
-// The scalars of the runs above the map.
+// The scalars of the runs, shown above the map.
 const SCALARS = ['loss', 'lr', 'grad_norm'];
 
 /**
- * What was recorded of the runs within a span of steps.
- * @param {object} losses by key of `shownRuns`, answers of `loss`
+ * Return the recorded scalars of the runs within a span of steps.
+ * @param {object} losses answers of `loss`, by key of `shownRuns`
  * @returns {Array<{name, label, unit, log, limits, left, lines: Array<{part, step: number[], values: Array<?number>}>}>}
  */
 export function linesOf(losses, span) {
@@ -61,8 +61,9 @@ function within({step, values}, [from, to]) {
   return {step: kept.map((i) => step[i]), values: kept.map((i) => values[i])};
 }
 
-// Where the loss of the run departs from the baseline's, and where the first tensor does: what the verdict says.
-/** @returns {Array<{step, label, kind}>} as far as it is known by now */
+// The steps in the verdict at which the run's loss departs from the baseline's loss, and at which the first tensor leaves
+// its band.
+/** @returns {Array<{step, label, kind}>} the marks that are known by now */
 export function useMarks() {
   const {run, baseline} = chosen.value;
   const comparison = (judged.value.data ?? judged.value.partial)?.comparison;
@@ -78,12 +79,12 @@ export function useMarks() {
   ];
 }
 
-/** Columns that are asked for: what a wide window has pixels for. */
+/** Number of columns to request: as many as a wide window has pixels for. */
 const COLUMNS = 800;
 
 const AGAINST = 'against';
 
-/** What can be shown, in words: a run by its key, or it against the baseline. */
+/** Return the choices by key, in words: each run, and some runs against the baseline. */
 export function offered() {
   const keys = Object.keys(shownRuns.value).filter((key) => shownRuns.value[key]);
   const held = chosen.value.baseline ? keys.filter((key) => key === 'run' || isBeside(key)) : [];
@@ -91,10 +92,10 @@ export function offered() {
   return Object.fromEntries([...against, ...keys.map((key) => [key, calledBy(key)])]);
 }
 
-/** Whether what is shown is held against the baseline. */
+/** Return whether a choice is a comparison with the baseline. */
 export const isAgainst = (shown) => shown.startsWith(AGAINST);
 
-/** The key of the run that is shown. */
+/** Return the key of the run in a choice. */
 export const keyShown = (shown) => (isAgainst(shown) ? shown.slice(AGAINST.length + 1) || 'run' : shown);
 
 export function currentlyShown() {
@@ -104,8 +105,8 @@ export function currentlyShown() {
 
 /**
  * @param {[number, number]} span of steps
- * @returns {{data: ?{metric, shown, title, course, warmUp, numbers, baseline, robust}, error, loading}} `numbers` what is colored,
- *   [tensors, columns]; `warmUp` the last step of the run's warm-up, -1 where there is none
+ * @returns {{data: ?{metric, shown, title, course, warmUp, numbers, baseline, robust}, error, loading}} `numbers`: the
+ *   numbers that colors show, [tensors, columns]. `warmUp`: the last step of the run's warm-up, or -1 without a warm-up.
  */
 export function useCourse(metric, shown, [from, to]) {
   const against = isAgainst(shown);
@@ -118,7 +119,10 @@ export function useCourse(metric, shown, [from, to]) {
 
 const made = new WeakMap();
 
-/** The same object for the same answers; it says what they are of, since they stay until those to the next question are there. */
+/**
+ * Return the data of some answers, the same object for the same answers. The data names its metric and run, because it stays
+ * until the next answers arrive.
+ */
 function taken(metric, [course, other, spread], shown) {
   const of = {metric, shown, title: offered()[shown], course, warmUp: course.warm_up ?? -1};
   if (made.get(course)?.other !== other) made.set(course, {other, taken: {...of, ...(isAgainst(shown) ? multiples(course, other, spread) : {numbers: course.values, robust: robustLimits(metric, [other])})}});
@@ -140,7 +144,7 @@ function multiples(course, baseline, spread) {
   return {numbers, baseline};
 }
 
-/** The place of the nearest of ascending steps. */
+/** Return the index of the nearest of ascending steps. */
 function nearest(steps, step) {
   let [low, high] = [0, steps.length - 1];
   while (high - low > 1) {

@@ -1,4 +1,5 @@
-// Magnitudes by half binades, under the windows of what is in use and what is tried, with the handles to try.
+// The histogram of a tensor by half binades, the windows of the cast in use and of the cast to try, and controls to try
+// another cast.
 import '@preact/signals';
 import {signal} from '@preact/signals';
 import {useMemo, useRef} from 'preact/hooks';
@@ -9,13 +10,13 @@ import {known} from '../records.js';
 import {count, number, powerOfTwo, precise} from '../units.js';
 import {optionOf, PLOT, rangeOf, REACH_PX} from './histogram_option.js';
 
-// Two ways to cast a tensor: as it was, and as it is tried.
-/** Formats that are tried; those of 16 bits need no scale. */
+// Two casts of a tensor: the cast in use, and the cast to try.
+/** Return the formats to try. Formats of 16 bits are left out, because they need no scale. */
 export const formatsToTry = () => Object.entries(known.value.formats).filter(([, format]) => format.bits <= 8);
 
 export const MOST_MARGIN = 32;
 
-/** Scales are divided by 2 to the power of it. */
+/** Return the margin m. Scales are divided by 2^m. */
 export function margin() {
   const value = Number(at('margin') ?? 0);
   return Number.isInteger(value) && Math.abs(value) <= MOST_MARGIN ? value : 0;
@@ -28,9 +29,9 @@ const cut = (parts, scales, name) => {
 };
 
 /**
- * How parts of a tensor are cast: in use, and tried (as the address says, else as in use).
- * @returns {{inUse, tried, base: number}} each cut {name, format, scale, scales, metrics}, scale the smallest of them and null
- *   where none is known; base: the scale that others are counted from
+ * Return two casts of a tensor's parts: the cast in use, and the cast to try (from the address, or else the same).
+ * @returns {{inUse, tried, base: number}} each cast {name, format, scale, scales, metrics}. `scale` is the smallest of
+ *   `scales`, or null if a scale is unknown. `base` is the scale that the slider starts from.
  */
 export function cuts(rows, parts) {
   const inUse = cut(parts, rows.map(({scale}) => asScale(scale)), rows[0].format);
@@ -43,10 +44,10 @@ export function cuts(rows, parts) {
   return {inUse, tried: same ? inUse : cut(parts, scales, name), base};
 }
 
-// That the window can be dragged: said until somebody has done it, or has read it.
+// A hint that the window can be dragged. It is shown until the user has dragged the window or dismissed the hint.
 const KEY = 'fp8.dragged';
 
-// A page from a file, or one that may keep nothing, has no storage: it says so each time.
+// A page from a file, or in a browser that forbids storage, shows the hint each time.
 function kept() {
   try {
     return localStorage.getItem(KEY) === '1';
@@ -57,13 +58,13 @@ function kept() {
 
 const isHintKnown = signal(kept());
 
-/** From now on it is known. */
+/** Do not show the hint again. */
 export function wasDragged() {
   isHintKnown.value = true;
   try {
     localStorage.setItem(KEY, '1');
   } catch {
-    // Known as long as the page is open.
+    // Without storage, the hint returns when the page is opened again.
   }
 }
 
@@ -77,9 +78,9 @@ export function DragHint() {
   );
 }
 
-// The handles: scale, margin and format to try.
+// Controls for the scale, the margin and the format to try.
 const REACH = 24;
-/** Scales are tried in eighths of a power of two. */
+/** Steps of the slider for each factor of two in the scale. */
 export const FINEST = 8;
 
 export const scaled = (scale, log2) => asScale(scale * 2 ** log2);
@@ -122,7 +123,7 @@ export function Trial({base, tried, amax}) {
   );
 }
 
-/** The height of the chart as a part of the window's, in pixels at least and at most. */
+/** Height of the chart: as a share of the window's height, and the least and the largest height in pixels. */
 const [SHARE, LEAST, MOST] = [0.42, 280, 640];
 const heightOf = () => Math.round(Math.max(LEAST, Math.min(SHARE * window.innerHeight, MOST)));
 
@@ -138,7 +139,7 @@ export function Histogram({title, parts, baseline, baselineName, inUse, tried, c
   const whole = at('whole') === '1';
   const drag = useRef(null);
   const range = useRef();
-  // The axis stands still while the window moves over it.
+  // Keep the axis while the user drags the window.
   if (!drag.current) range.current = rangeOf([...own.bars, ...(others?.bars ?? [])], [inUse, tried], whole);
   const now = useRef();
   now.current = {scale: tried.scale * 2 ** margin()};
@@ -174,7 +175,7 @@ export function Histogram({title, parts, baseline, baselineName, inUse, tried, c
   );
 }
 
-/** Moves the scale against the pointer: a window further right is that of a smaller scale. */
+/** Let the user drag the window. Dragging it to the right makes the scale smaller. */
 function dragging(chart, drag, now) {
   const area = chart.getZr();
   const inside = ({offsetX: x, offsetY: y}) =>
@@ -199,7 +200,7 @@ function dragging(chart, drag, now) {
     const moved = drag.current?.moved;
     drag.current = null;
     if (moved) wasDragged();
-    if (moved) go({}); // so that the axis makes room for where the window is now
+    if (moved) go({}); // fit the axis to the new place of the window
   };
   area.on('mouseup', end);
   area.on('globalout', end);

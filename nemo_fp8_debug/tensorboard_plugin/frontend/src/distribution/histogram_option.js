@@ -1,4 +1,4 @@
-// What ECharts draws of a distribution.
+// ECharts' option for the chart of a distribution.
 import {windowOf} from '../cast.js';
 import {axis, tip, tooltip} from '../components/chart.jsx';
 import {COLORS, inks} from '../theme.js';
@@ -6,16 +6,16 @@ import {count, number, powerOfTwo, precise, tick} from '../units.js';
 
 const HALF = 0.5;
 const BESIDE = 2;
-/** Powers of two beside the windows that are shown. */
+/** Number of powers of two that the axis shows beyond the windows. */
 const FAR = 22;
-/** Where the plot lies in its chart, in pixels from each side. */
+/** Distance of the plot from each side of its chart, in pixels. */
 export const PLOT = {left: 70, right: 25, top: 84, bottom: 44};
-/** How far above the plot the windows lie: in use, and tried. */
+/** Distance of the windows above the plot, in pixels: of the cast in use, and of the cast to try. */
 const [IN_USE, TRIED] = [46, 14];
-/** Height of the strip below the top of the plot that has its labels. */
+/** Height of the strip with labels, below the top of the plot. */
 const LABELS = 26;
 const GRIP = {width: 30, height: 18};
-/** How far above the plot the window can be taken hold of. */
+/** Distance above the plot, in pixels, up to which the user can grab the window. */
 export const REACH_PX = TRIED + GRIP.height;
 const NOT_DRAWN = {tooltip: {show: false}, silent: true, clip: false};
 
@@ -24,7 +24,10 @@ const log2WindowOf = ({format, scale}) => {
   return {zero: Math.log2(zero), normal: Math.log2(normal), max: Math.log2(max)};
 };
 
-/** [low, high] of the axis of magnitudes, powers of two: all windows and bars, but bars far from the windows only if `whole`. */
+/**
+ * Return the limits [low, high] of the axis as powers of two. It contains all windows and the bars near them, or all bars if
+ * `whole`.
+ */
 export function rangeOf(bars, cuts, whole) {
   const windows = cuts.filter(({scale}) => scale !== null).map(log2WindowOf);
   const low = Math.min(...windows.map(({zero}) => zero));
@@ -38,7 +41,7 @@ export function optionOf({own, others, inUse, tried, linear, range}) {
   const [low, high] = range;
   const seen = ({from}) => from >= low && from < high;
   const ink = inks();
-  // Below the share of a single value, so that its bar is seen.
+  // Begin the axis below the share of a single value, so that the bar of a single value is visible.
   const floor = linear ? 0 : 10 ** (Math.ceil(Math.log10(100 / Math.max(own.n, others?.n ?? 0, 1))) - 1);
   return {
     grid: PLOT,
@@ -88,7 +91,7 @@ function outline(all, floor) {
   };
 }
 
-/** What falls out of the window, hatched and told by the number; and what is subnormal in it, shaded. */
+/** Zones of a window: values outside are hatched, with their share as a number, and subnormal values are shaded. */
 function zones(cut) {
   const {zero, normal, max} = log2WindowOf(cut);
   const ink = inks();
@@ -120,7 +123,7 @@ function zones(cut) {
   };
 }
 
-/** Slanted lines, rising or falling, so that zones are told apart without color. */
+/** Return a pattern of rising or falling lines, so that zones differ without color too. */
 function hatch(color, slope) {
   const size = 8;
   const image = Object.assign(document.createElement('canvas'), {width: size, height: size});
@@ -134,7 +137,7 @@ function hatch(color, slope) {
   return {image, repeat: 'repeat'};
 }
 
-/** A window above the plot: thin where values are subnormal, thick where they are normal; with a grip if it can be moved. */
+/** A window above the plot: thin for subnormal values, thick for normal values. It has a grip if the user can move it. */
 function bracket(cut, label, above, color, ink, isMoved = false) {
   const {zero, normal, max} = log2WindowOf(cut);
   const said = `${label}: ${cut.name.toUpperCase()}, scale ${precise(cut.scale)}`;
@@ -157,7 +160,7 @@ function bracket(cut, label, above, color, ink, isMoved = false) {
   };
 }
 
-/** What shows that a window can be taken hold of: a handle with ridges, and arrows to either side. */
+/** The grip of a window that the user can move: a handle with ridges, and arrows on both sides. */
 function grip(x, y, color, ink) {
   const {width, height} = GRIP;
   const ridge = (by) => ({type: 'line', z2: 12, shape: {x1: x + by, y1: y - 4, x2: x + by, y2: y + 4}, style: {stroke: ink.ground, lineWidth: 1.5}});

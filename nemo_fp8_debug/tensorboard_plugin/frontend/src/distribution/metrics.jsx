@@ -1,4 +1,4 @@
-// The metrics of a tensor as it was cast and as it is tried, side by side.
+// The metrics of a tensor under the cast in use and under the cast to try, side by side.
 import '@preact/signals';
 import {saveCsv} from '../download.js';
 import {metricNamed} from '../records.js';
@@ -14,7 +14,7 @@ function verdict(before, now, worse) {
 
 const said = (value, unit) => (value === Infinity ? 'nothing lost' : withUnit(value, unit, precise));
 
-/** @param {?object} recorded the recorded metrics, which stand for those in use where no scale of the whole tensor is known */
+/** @param {?object} recorded recorded metrics, shown for the cast in use if no scale of the whole tensor is known */
 export function Metrics({title, inUse, tried, recorded}) {
   const used = inUse.metrics ?? recorded ?? {};
   const rows = SHOWN.map((name) => ({name, worse: 1, label: name, unit: '', ...metricNamed(name)}));

@@ -1,18 +1,18 @@
-// What words mean: all of them behind a "?" above the views, and one behind a "?" beside it.
+// The glossary. A "?" above the views opens it, and a "?" next to a word opens it at this word.
 import {useEffect, useRef, useState} from 'preact/hooks';
 import {at, go} from '../address.js';
 import {Sentence} from '../components/basics.jsx';
 import {figure, page} from '../host.js';
 import {withText} from './words.js';
 
-/** Opens the glossary; with a word, at it. @param {string} [word] a term of the glossary */
+/** A button that opens the glossary. @param {string} [word] term at which the glossary opens */
 export function Help({word}) {
-  if (figure || page?.report) return null; // a report has no place for it
+  if (figure || page?.report) return null; // reports have no glossary
   const label = word ? `What "${word}" means` : 'What the words mean';
   return <button type="button" class="help" title={label} aria-label={label} aria-haspopup="dialog" onClick={() => go({word: word ?? ''}, true)}>?</button>;
 }
 
-/** The glossary, as long as the address has a word. */
+/** The glossary, shown while the address contains a word. */
 export function Glossary() {
   const word = at('word');
   return word === undefined ? null : <Opened key={word} word={word} />;

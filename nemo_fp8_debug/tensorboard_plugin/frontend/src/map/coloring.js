@@ -1,4 +1,4 @@
-// What the colors of the map stand for at the step that is looked at.
+// What the colors of the map show at the selected step.
 import {againstSpread, asMultiple, currentChoice, limitsOfMultiples, limitsOfValues, limitsSet, robustLimits, scaleOf, scaleOfMultiples} from '../color/scales.js';
 import {chosen, table, versionOf} from '../records.js';
 import {useAnswers} from '../server.js';
@@ -6,8 +6,8 @@ import {LIMITS} from '../what_if/rows.js';
 import {cells} from './data.js';
 
 /**
- * What is to be known of all steps; asked for when the maps are drawn.
- * @returns {{choice: string, spread: ?object, extents: ?Array, waiting: boolean}} the choice that can be followed by now
+ * Return what the colors need from all steps. Request it only after the maps are drawn.
+ * @returns {{choice: string, spread: ?object, extents: ?Array, waiting: boolean}} `choice`: what the colors can show now
  */
 export function useBackground(metric, parts, samples) {
   const wanted = currentChoice();
@@ -24,7 +24,10 @@ export function useBackground(metric, parts, samples) {
   };
 }
 
-/** {choice, scale, automatic, distribution, counting, note, set, numberOf, show}: `numberOf` a part what is colored of a tensor's value. */
+/**
+ * Return {choice, scale, automatic, distribution, counting, note, set, numberOf, show}. `numberOf` takes a part and returns
+ * a function that converts a tensor's value to the number that its color shows.
+ */
 export function coloringOf(metric, parts, samples, background) {
   const {choice, waiting} = background;
   const numberOf = choice === 'spread' ? multiplesOf(samples, background.spread) : () => (layer, role, value) => value;

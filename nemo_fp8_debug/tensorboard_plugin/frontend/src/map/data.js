@@ -1,4 +1,4 @@
-// What the map shows: one metric of all tensors of each run at a step, and where each tensor stands.
+// The data of the map: one metric of all tensors of each run at a step, and the cell of each tensor.
 import {computed, signal} from '@preact/signals';
 import {useEffect, useRef} from 'preact/hooks';
 import {tensor} from '../address.js';
@@ -9,10 +9,10 @@ import {chosen, table, versionOf} from '../records.js';
 import {useAnswers} from '../server.js';
 import {placeOf, ROLES, shown} from '../units.js';
 
-// Tensors that samples of a run have and its newest one lacks, as experts that got no token.
+// Tensors that are in earlier samples of a run, but not in the newest sample, such as experts that received no tokens.
 export const keyOf = (layer, role) => `${role} ${layer}`;
 
-/** By run, by key: {layer, role, kind, depth}. */
+/** These tensors {layer, role, kind, depth}, by table and run, and then by key. */
 export const met = signal(new Map());
 const seen = new WeakSet();
 
@@ -24,8 +24,8 @@ function keysOf(tensors) {
 }
 
 /**
- * Take in the tensors of a run's chunk.
- * @param {{layer: string[], role: string[]}} tensors that the newest sample has
+ * Add the tensors of a run's chunk to `met`.
+ * @param {{layer: string[], role: string[]}} tensors those of the newest sample
  */
 export function meet(run, chunk, tensors) {
   if (!chunk || seen.has(chunk)) return;
@@ -40,11 +40,14 @@ export function meet(run, chunk, tensors) {
   if (more.size > before.size) met.value = new Map([...met.value, [run, more]]);
 }
 
-// Where each tensor stands on the map: layers of the model down, what is in them across.
-/** {named, rows, columns, groups, cells, tensors}: whether rows are names of layers, names of both, which columns are of one kind of GEMM, [column, row, tensors] of each cell that has any, and all; of all runs. */
+// The cell of each tensor on the map. Rows are layers of the model, and columns are the tensors of a layer.
+/**
+ * The cells for all runs. `named`: whether rows are names of layers. `rows`, `columns`: their labels. `groups`: the columns
+ * of each kind of GEMM. `cells`: [column, row, tensors] of each cell with tensors. `tensors`: all tensors.
+ */
 export const cells = computed(() => {
   const all = [...tensorsOfAll().values()];
-  // Layers that have no number stand one under the other by their names.
+  // If no layer has a number, each layer is a row with its name.
   const named = all.every(({depth}) => depth === null);
   const placed = all.map((tensor) => (named ? {tensor, row: tensor.layer, group: ''} : {tensor, row: tensor.depth, group: tensor.kind}));
   const rows = [...new Set(placed.map(({row}) => row))];
@@ -83,12 +86,13 @@ function tensorsOfAll() {
   return tensors;
 }
 
-// What a map shows in each of its places.
+// What a map shows in each of its cells.
 /**
- * The places with their values: {column, row, tensor, value, number, tensors}; of several tensors in a place the worst.
- * @param {function} of a tensor's layer and role: its value, NaN where there is none
- * @param {function} badness of a number, more for worse
- * @param {function} numberOf layer, role and value: what is colored
+ * Return the cells with their values: {column, row, tensor, value, number, tensors}. A cell with several tensors shows the
+ * worst.
+ * @param {function} of function of a layer and a role that returns the tensor's value, or NaN if it has none
+ * @param {function} badness function that rates a number: worse numbers get larger ratings
+ * @param {function} numberOf function of layer, role and value that returns the number that the color shows
  */
 export function valuesOf(of, badness, numberOf = (layer, role, value) => value) {
   return cells.value.cells.map(([column, row, tensors]) => {
@@ -102,20 +106,21 @@ export function valuesOf(of, badness, numberOf = (layer, role, value) => value) 
   });
 }
 
-/** The worst of values; null where there is none. */
+/** Return the cell with the worst value, or null if no cell has a value. */
 export const worstOf = (values, badness) =>
   values.reduce((worst, one) => (Number.isNaN(one.number) || (worst && badness(one.number) <= badness(worst.number)) ? worst : one), null);
 
-/** Whether the tensor that is looked at is in this place. */
+/** Return whether the selected tensor is in this cell. */
 export const isChosen = ({tensors}) => tensors.some(({layer, role}) => layer === tensor.value?.layer && role === tensor.value?.role);
 
-// One metric of all tensors at the step that is looked at, of each run; read in chunks of steps, the next one ahead.
+// One metric of all tensors of each run at the selected step. We read it in chunks of steps, and the neighboring chunks
+// ahead.
 const CHUNK = 64;
-// What is drawn comes first, and somebody who jumps about wants nothing of what lies between.
+// Wait before reading ahead: drawing comes first, and a user who jumps between steps does not need the chunks in between.
 const PAUSE_MS = 150;
 const places = new WeakMap();
 
-/** Where each tensor is among those of a chunk. */
+/** Return the index of each tensor in a chunk, by key. */
 function placesIn(chunk) {
   if (!places.has(chunk)) places.set(chunk, new Map(chunk.layer.map((layer, i) => [keyOf(layer, chunk.role[i]), i])));
   return places.get(chunk);
@@ -126,7 +131,7 @@ const question = (part, metric, from, to) => {
   return ['frames', {run, metric, from, to, table: table.value}, versionOf(run)];
 };
 
-/** The question for a chunk of a run's steps; null where there is none. */
+/** Return the question for a chunk of a run's steps, or null if there is no such chunk. */
 function chunkOf(part, metric, chunk) {
   const steps = details.value[part]?.data?.steps ?? [];
   const [from, to] = [steps[chunk * CHUNK], steps[Math.min((chunk + 1) * CHUNK, steps.length) - 1]];
@@ -135,7 +140,10 @@ function chunkOf(part, metric, chunk) {
 
 const samplesOf = new WeakMap();
 
-/** A sample: its step, and the value of each tensor (NaN: none); the same object each time. */
+/**
+ * Return a sample: its step, and a function that returns the value of a tensor (NaN: no value). Return the same object each
+ * time.
+ */
 function sampleOf(chunk, step) {
   if (!samplesOf.has(chunk)) samplesOf.set(chunk, new Map());
   const made = samplesOf.get(chunk);
@@ -155,13 +163,15 @@ function sampled(chunk, step) {
   return {step, of};
 }
 
-/** {samples: by part, error}: the samples at the step, or the last that were there while they are read. */
+/**
+ * Return {samples, error}: by part, the sample at the selected step. While a sample is being read, return the one before it.
+ */
 export function useSamples(metric, parts) {
   const step = currentStep();
   const steps = parts.map((part) => details.value[part]?.data?.steps ?? []);
   const at = steps.map((all) => placeOf(all, step));
   const chunks = at.map((place) => Math.floor(place / CHUNK));
-  // A step by itself is there at once, and the chunk around it for the steps that follow.
+  // Ask for the single step first, because its answer is fast. The chunk around it is read afterwards, for the next steps.
   const questions = parts.map((part, i) => {
     const whole = chunkOf(part, metric, chunks[i]);
     const alone = steps[i][at[i]];

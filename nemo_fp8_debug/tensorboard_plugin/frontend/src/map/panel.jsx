@@ -1,4 +1,4 @@
-// One map: a run's metric at a step, or what sets two runs apart; for the pointer and for the keyboard.
+// One map: a run's metric at a step, or the difference of two runs. It works by pointer and by keyboard.
 import Image from 'zrender/lib/graphic/Image.js';
 import {useSignal} from '@preact/signals';
 import {useEffect, useMemo, useRef} from 'preact/hooks';
@@ -9,7 +9,7 @@ import {COLORS, dark, inks} from '../theme.js';
 import {number, titleOf, withUnit} from '../units.js';
 import {cells, isChosen, worstOf} from './data.js';
 
-// The map for the keyboard: arrows choose a tensor, Enter opens its timeline.
+// The map by keyboard: arrow keys select a tensor, and Enter opens its timeline.
 const MOVES = {ArrowUp: [0, -1], ArrowDown: [0, 1], ArrowLeft: [-1, 0], ArrowRight: [1, 0]};
 
 export function Keyed({values, tell, label, children}) {
@@ -32,15 +32,15 @@ export function Keyed({values, tell, label, children}) {
   );
 }
 
-/** The next cell in a direction. */
+/** Return the next cell in a direction, or null if there is none. */
 function nearest(values, from, [right, down]) {
   const ahead = values.filter((one) => (right ? one.row === from.row && Math.sign(one.column - from.column) === right : one.column === from.column && Math.sign(one.row - from.row) === down));
   const far = (one) => Math.abs(one.column - from.column) + Math.abs(one.row - from.row);
   return ahead.reduce((best, one) => (!best || far(one) < far(best) ? one : best), null);
 }
 
-// The map for the pointer: what is under it is told, a click chooses it.
-/** @param {function} tell a place's value in words */
+// The map by pointer: a box describes the cell under the pointer, and a click selects its tensor.
+/** @param {function} tell function that describes a cell's value in words */
 export function Pointed({values, tell, children}) {
   const under = useSignal(null);
   const chart = useRef();
@@ -50,7 +50,7 @@ export function Pointed({values, tell, children}) {
     const [column, row] = chart.current.convertFromPixel({gridIndex: 0}, where);
     return {column, row, x: where[0], y: where[1], width: chart.current.getWidth()};
   };
-  // Where the pointer is, not what was there: that changes with the step and the metric.
+  // Keep the pointer's cell, not its value, because the value changes with the step and the metric.
   const found = (place) => place && values.find((one) => one.column === place.column && one.row === place.row);
   const open = (event) => {
     const one = found(placeOf(event));
@@ -65,23 +65,23 @@ export function Pointed({values, tell, children}) {
   );
 }
 
-/** A box beside the pointer, on the side that has more room. */
+/** A box next to the pointer, on the side with more room. */
 export function Under({x, y, width, children}) {
   const right = x > width / 2;
   return <div class="under" style={{top: `${y + 14}px`, ...(right ? {right: `${width - x + 10}px`} : {left: `${x + 10}px`}), maxWidth: `min(24rem, ${(right ? x : width - x) - 12}px)`}}>{children}</div>;
 }
 
-// The cells of a map as one picture between axes that are laid out once: an element a cell would make thousands a step.
-// Names of layers take more room than numbers.
+// The cells of a map as one picture between axes that are laid out once. One element for each cell would mean thousands at
+// each step. Names of layers take more room than numbers.
 const leftOf = (named) => (named ? 190 : 64);
 const [RIGHT, TOP, BOTTOM] = [12, 26, 96];
-/** Columns whose names all fit beside each other. */
+/** Largest number of columns for which all names fit next to each other. */
 const ALL_NAMED = 60;
 const [LEAST_ROW, MOST_ROW, LEAST_PX, MOST_PX] = [20, 56, 150, 860];
-/** Part of the window that rows of a small model take. */
+/** Share of the window's height for the rows of a small model. */
 const SHARE = 0.42;
 
-/** Of a map of so many rows. */
+/** Return the height of a map with this many rows. */
 export function heightOf(rows) {
   const row = Math.min(MOST_ROW, Math.max(LEAST_ROW, (SHARE * window.innerHeight) / Math.max(1, rows)));
   return Math.min(MOST_PX, Math.max(LEAST_PX, rows * row)) + TOP + BOTTOM;
@@ -90,7 +90,7 @@ export function heightOf(rows) {
 /**
  * @param {Array} values as of `valuesOf`
  * @param {object} scale as of `scaleOf`
- * @param {function} ready called with ECharts' instance
+ * @param {function} ready called with ECharts' instance when it has been made
  */
 export function Picture({values, scale, ready, ...more}) {
   const {named, rows, columns, groups} = cells.value;
@@ -100,7 +100,7 @@ export function Picture({values, scale, ready, ...more}) {
   const latest = useRef(paint);
   latest.current = paint;
   const option = useMemo(() => ({
-    // As given, whatever labels would like: the picture has to fit.
+    // Keep these margins regardless of labels, because the picture must fit the axes.
     grid: {left, right: RIGHT, top: TOP, bottom: BOTTOM, outerBoundsMode: 'none'},
     xAxis: [
       axis({type: 'category', data: columns, axisLabel: {interval: columns.length > ALL_NAMED ? 'auto' : 0, fontSize: 10}, axisTick: {show: false}, splitLine: {show: false}}),
@@ -125,7 +125,7 @@ export function Picture({values, scale, ready, ...more}) {
   return <Chart option={option} ready={start} resized={repaint} {...more} />;
 }
 
-/** Below the roles the GEMM that they are of, once for each, with a line between two. */
+/** Return an axis below the roles with the name of each GEMM, and a line between GEMMs. */
 function groupAxis(groups, columns) {
   const ends = [...groups.map(({from}) => from), columns];
   const names = new Map(groups.map(({label, from, count}) => [from + count / 2, label]));
@@ -136,7 +136,7 @@ function groupAxis(groups, columns) {
   });
 }
 
-/** The cells as a canvas of a size in pixels of the page. */
+/** Draw the cells on a canvas. The size is in pixels of the page. */
 function painted(values, scale, columns, rows, width, height) {
   const ink = inks();
   const fine = window.devicePixelRatio;
@@ -164,9 +164,9 @@ function painted(values, scale, columns, rows, width, height) {
  * @param {number} step of the sample
  * @param {Array} values as of `valuesOf`
  * @param {object} scale as of `scaleOf`
- * @param {function} badness of what is colored, more for worse
- * @param {boolean} multiples whether that is multiples of what counts
- * @param {function} show a value in words, without its unit
+ * @param {function} badness function that rates the numbers that colors show: worse numbers get larger ratings
+ * @param {boolean} multiples whether the colors show multiples of the threshold
+ * @param {function} show function that returns a value in words, without its unit
  */
 export function Panel({name, title, step, values, scale, unit, badness, multiples = false, show = number}) {
   const worst = worstOf(values, badness);
@@ -192,7 +192,7 @@ export function Panel({name, title, step, values, scale, unit, badness, multiple
   );
 }
 
-// Of several in a place the worst.
+// The table of a map. A cell with several tensors has the worst.
 const table = (values, unit, multiples) => [
   ['layer', 'role', `value (${unit || '1'})`, ...(multiples ? ['x threshold'] : [])],
   ...values.map(({tensor: {layer, role}, value, number: times}) => [layer, role, value, ...(multiples ? [times] : [])]),

@@ -1,4 +1,4 @@
-// The tensors with the worst values, in numbers, with the ways from there.
+// The tensors with the worst values, with their numbers and links to other views.
 import {go, toTensor} from '../address.js';
 import {chosen} from '../records.js';
 import {TensorLink} from '../story/link.jsx';
@@ -7,9 +7,10 @@ import {number, titleOf, withUnit} from '../units.js';
 const LISTED = 10;
 
 /**
- * @param {Array} ordered of the worst first: {tensor, by: values by part, apart, times}
- * @param {?object} difference as of `differenceOf`
- * @param {boolean} multiples whether it is ordered by multiples of what counts
+ * @param {Array} ordered tensors, the worst first: {tensor, by: values by part, apart: difference, times: multiple of the
+ *   threshold}
+ * @param {?object} difference result of `differenceOf`
+ * @param {boolean} multiples whether the order is by multiples of the threshold
  */
 export function Worst({ordered, parts, unit, difference, multiples}) {
   const open = (view, tensor) => go(toTensor(tensor, {view}), true);

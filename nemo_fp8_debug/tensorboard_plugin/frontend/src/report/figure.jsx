@@ -1,4 +1,4 @@
-// A view as a figure: without the choices around it.
+// A view as a figure, without the controls around it.
 import {useEffect} from 'preact/hooks';
 import {Shown} from '../app.jsx';
 import {Problem} from '../components/basics.jsx';

@@ -1,9 +1,9 @@
-// The figures of a report: each is this script once more, with a state of its own instead of an address.
+// The figures of a report. Each figure runs this script again, with its own state instead of an address.
 
 const idOf = ({view, run, layer, role}) => `figure ${JSON.stringify([view, run, layer, role].map((part) => part ?? ''))}`;
 const anchorOf = (state) => encodeURIComponent(idOf(state));
 
-/** The figure that shows a state: of its tensor, if there is one, else of its view. */
+/** Return the element of the figure that shows a state: with the same tensor, or else with the same view. */
 function placeOf(state) {
   const {view, run} = state;
   return document.getElementById(idOf(state)) ?? document.getElementById(idOf({view, run}));
@@ -11,7 +11,7 @@ function placeOf(state) {
 
 export {idOf};
 
-/** {element, state, goTo, linkTo}: where a figure is drawn, what it shows, and where its links lead. */
+/** Return a figure {element, state, goTo, linkTo}: its element, what it shows, and functions for its links. */
 export const figureOf = (element, state) => ({
   element, state,
   goTo: (next) => placeOf(next)?.scrollIntoView(),

@@ -1,11 +1,11 @@
-// A report: what was found of each run, in views one below the other.
+// A report: views of each run, one below the other.
 import {useEffect, useRef} from 'preact/hooks';
 import {figureOf, idOf} from './figures.js';
 
 /**
  * @param {string} title
- * @param {string[]} told what there is to know of the report itself
- * @param {Array<{title, about, figures: Array<{title, state}>}>} sections a run each
+ * @param {string[]} told notes about the report itself
+ * @param {Array<{title, about, figures: Array<{title, state}>}>} sections one for each run
  */
 export function Report({title, told, sections}) {
   useEffect(() => {

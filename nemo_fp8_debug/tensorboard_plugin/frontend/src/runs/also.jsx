@@ -1,14 +1,14 @@
-// Which runs are shown next to run, baseline and reference run, and the same question about each.
+// The choice of runs to show in addition to run, baseline and reference run, and questions about each shown run.
 import {useRef} from 'preact/hooks';
 import {versionOf} from '../records.js';
 import {useAnswer} from '../server.js';
 import {beside, candidates, isFull, leftOut, lineOf, MOST, shownRuns, turnPin} from './beside.js';
 
-// The same question about each run that is shown.
+// The same question about each shown run.
 /**
- * By key of `shownRuns`, {data, error, loading}; a run that cannot answer leaves the others be. What was answered about a run
- * stays until it answers anew, and never stands for another run.
- * @param {function} questionOf of a run's name: [route, parameters], or nothing
+ * Return {data, error, loading} by key of `shownRuns`. If the question fails for one run, the other runs keep their answers.
+ * The answer about a run stays until the next answer about the same run, and is never shown for another run.
+ * @param {function} questionOf function of a run's name that returns [route, parameters], or nothing to ask nothing
  */
 export function useRuns(questionOf) {
   const runs = Object.entries(shownRuns.value).filter(([, name]) => name);
@@ -24,19 +24,19 @@ export function useRuns(questionOf) {
   return answers;
 }
 
-/** By key, what was answered; undefined where nothing was. */
+/** Return the data by key, or undefined for runs without an answer. */
 export const dataOf = (answers) => Object.fromEntries(Object.entries(answers).map(([key, {data}]) => [key, data ?? undefined]));
 
-/** By key, whether it is awaited. */
+/** Return whether any answer is awaited. */
 export const isAwaited = (answers) => Object.values(answers).some(({data, error}) => data === undefined && !error);
 
-/** Runs that could not answer, in words. */
+/** The errors of questions about single runs. */
 export function Problems({answers}) {
   const said = answers.flatMap((of) => Object.entries(of).map(([key, {error}]) => error && `${shownRuns.value[key]}: ${error}`)).filter(Boolean);
   return said.length ? <ul class="notes" role="status">{said.map((line) => <li key={line}>{line}</li>)}</ul> : null;
 }
 
-/** A piece of a run's line. */
+/** A sample of a run's line. */
 export function Stroke({of}) {
   if (!shownRuns.value[of]) return null;
   const {color, type} = lineOf(of);

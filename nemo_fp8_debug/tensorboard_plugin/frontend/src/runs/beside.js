@@ -1,10 +1,10 @@
-// The runs that Course and Timeline show, as chosen in the table of runs: their colors and their lines.
+// The runs that Course and Timeline show, and their colors and lines. The user pins further runs in the table of runs.
 import {computed} from '@preact/signals';
 import {at, go} from '../address.js';
 import {about, chosen, known, nameOf, PARTS} from '../records.js';
 import {colorAt, COLORS, STROKES} from '../theme.js';
 
-// What is chosen in the table of runs, in the address: the filter, the order, what is pinned.
+// The user's choices in the table of runs, kept in the address: the filter, the order, and the pinned runs.
 const asList = (names) => (names.length ? names.map(encodeURIComponent).join(',') : null);
 
 export const pinned = () => (at('pinned') ? at('pinned').split(',').map(decodeURIComponent) : []);
@@ -18,8 +18,8 @@ export const filterText = () => at('run_filter') ?? '';
 export const setFilter = (text) => go({run_filter: text || null});
 
 /**
- * Whether a run's name passes the filter, as TensorBoard's run filter has it: a regular expression that is found anywhere in
- * it, in upper or lower case. One that is none lets nothing pass.
+ * Return a test of whether a run's name passes the filter, as in TensorBoard: a regular expression that matches anywhere in
+ * the name, in upper or lower case. No name passes an invalid expression.
  * @returns {{passes: function(string): boolean, error: ?string}}
  */
 export function filter() {
@@ -31,7 +31,9 @@ export function filter() {
   }
 }
 
-/** [order, set] of a table with these columns; the address has the column's label, with - in front if the largest come first. */
+/**
+ * Return [order, set] for a table with these columns. The address contains the column's label, after - for descending order.
+ */
 export function sorting(columns) {
   const [, down, label] = /^(-?)(.*)$/s.exec(at('run_sort') ?? '');
   const place = columns.findIndex((column) => column.label === label);
@@ -39,51 +41,51 @@ export function sorting(columns) {
   return [place < 0 ? null : {at: place, up: !down}, set];
 }
 
-// Colors of runs where more than three are shown: those that TensorBoard gives them.
+// Colors of runs if more than three are shown: the colors of these runs in TensorBoard.
 export const colorOf = (name) => colorAt(Math.max(0, known.value.colored.indexOf(name)));
 
-/** Runs that are shown at once. */
+/** Largest number of runs that are shown at once. */
 export const MOST = 8;
 const BESIDE = 'also ';
 
-/** Strokes of runs beside the three, on and off by turns. */
+/** Dash patterns of runs in addition to the three: lengths of strokes and gaps in turn. */
 const DASHES = [[9, 3, 2, 3], [9, 3, 2, 3, 2, 3], [3, 3], [15, 4], [1, 4], [6, 2, 1, 2, 1, 2, 1, 2], [12, 3, 5, 3]];
 
 const keyOf = (name) => BESIDE + name;
 
-/** Whether a key of `shownRuns` is that of a run beside the three. */
+/** Return whether a key of `shownRuns` belongs to a run in addition to the three. */
 export const isBeside = (key) => key.startsWith(BESIDE);
 
 const plays = (name) => Object.values(chosen.value).includes(name);
 const hasSamples = (name) => ['growing', 'ended', 'still'].includes(about(name)?.state);
 
-/** Runs that could be shown beside the three. */
+/** Runs that can be shown in addition to the three. */
 export const candidates = computed(() => (known.value?.runs ?? []).map(({name}) => name).filter((name) => hasSamples(name) && !plays(name)));
 
 const wanted = computed(() => pinned().filter((name) => candidates.value.includes(name)));
 const room = computed(() => MOST - Object.values(chosen.value).filter(Boolean).length);
 
-/** Pinned runs beside the three, as many as there is room for: {key, name}. */
+/** Pinned runs {key, name} that are shown in addition to the three, as many as there is room for. */
 export const beside = computed(() => wanted.value.slice(0, room.value).map((name) => ({key: keyOf(name), name})));
-/** Whether no other run can be shown, and how many that are pinned are not. */
+/** Whether there is no room for further runs, and how many pinned runs are not shown. */
 export const isFull = computed(() => wanted.value.length >= room.value);
 export const leftOut = computed(() => wanted.value.length - beside.value.length);
 
-/** By key, names of the runs that are shown: those of `chosen` by part, then the others. */
+/** Names of all shown runs by key: those of `chosen` by part, then the others. */
 export const shownRuns = computed(() => ({...chosen.value, ...Object.fromEntries(beside.value.map(({key, name}) => [key, name]))}));
 
-/** The name of a run by its key, and its part where the name does not say it. */
+/** Return the name of a run by its key, followed by its part if the name does not show it. */
 export const calledBy = (key) => (key in PARTS ? nameOf(key) : shownRuns.value[key]);
 
 const WIDTH = 1.6;
 
-/** How ECharts draws the line of a run: the run that is looked at lies above the others. */
+/** Return ECharts' options for the line of a run. The selected run is drawn above the others. */
 export function drawnAs(key) {
   const line = lineOf(key);
   return {color: line.color, lineStyle: {...line, width: WIDTH}, emphasis: {disabled: true}, z: key === 'run' ? 4 : 3};
 }
 
-/** {color, type}: the color and the strokes of a run. */
+/** Return {color, type}: the color and the dash pattern of a run. */
 export function lineOf(key) {
   if (!isBeside(key)) return {color: COLORS[key], type: STROKES[key]};
   const place = beside.value.findIndex((one) => one.key === key);

@@ -97,7 +97,7 @@ function First({name, headline}) {
   );
 }
 
-/** Sampled or not. */
+/** Return the last step of a run, sampled or not. */
 function lastStep({last, loss_step: trained}) {
   return last == null || trained == null ? last ?? trained : Math.max(last, trained);
 }

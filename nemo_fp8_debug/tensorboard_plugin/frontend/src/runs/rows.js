@@ -1,4 +1,5 @@
-// The rows of the table of runs, and their verdicts: asked for one after the other, those first that can be seen.
+// The rows of the table of runs, and their verdicts. Verdicts are requested one after the other, those of visible rows
+// first.
 import {computed, effect, signal} from '@preact/signals';
 import {askAgain} from '../kept.js';
 import {about, chosen, known} from '../records.js';
@@ -11,18 +12,21 @@ const AFTER_AN_ERROR_MS = 5000;
 
 export const baseline = computed(() => chosen.value.baseline);
 
-/** What their records say of runs, by name. */
+/** Data from the records of runs, by name. */
 const read = signal({});
 
-/** Verdicts by run and baseline: {headline, version} or {error}. They stay until they are asked for anew. */
+/** Verdicts by run and baseline: {headline, version} or {error}. They stay until they are requested again. */
 export const verdicts = signal({});
 
-/** The run that is judged now, {name, seconds}; null: none is. */
+/** The run {name, seconds} whose verdict is being computed, or null. */
 export const working = signal(null);
 
 export const keyOf = (name) => JSON.stringify([name, baseline.value]);
 
-/** Ask what records say, anew whenever one has grown or the baseline is another one. */
+/**
+ * Read the rows, and read them again whenever a record has grown or the baseline has changed. Return a function that ends
+ * this.
+ */
 export function keepReading() {
   let timer;
   let times = 0;
@@ -48,14 +52,14 @@ export function keepReading() {
   };
 }
 
-/** Verdicts that were kept from earlier. */
+/** Store the verdicts in rows, which the server has cached. */
 function take(rows) {
   const there = verdicts.peek();
   const kept = Object.entries(rows).filter(([name, {headline}]) => headline && !there[keyOf(name)]);
   if (kept.length) verdicts.value = {...there, ...Object.fromEntries(kept.map(([name, {headline, version}]) => [keyOf(name), {headline, version}]))};
 }
 
-/** The verdict of the run that is looked at is that of the headline, which may know of a reference run. */
+/** Return the verdict of a run. For the selected run, use the headline's verdict, which may include a reference run. */
 function verdictOf(run) {
   if (run.name === baseline.value || ['empty', 'unreadable'].includes(run.state)) return {};
   if (run.name === chosen.value.run) {
@@ -66,22 +70,23 @@ function verdictOf(run) {
   return {...found, hasGrown: Boolean(found?.version && run.version) && found.version !== run.version};
 }
 
-/** @returns {Array<object>} of all runs what `runs` and `rows` answer, and {headline, error, hasGrown} */
+/** @returns {Array<object>} for each run, its data from `runs` and `rows`, and {headline, error, hasGrown} */
 export const rows = () => known.value.runs.map((run) => ({...read.value[run.name], ...run, headline: undefined, ...verdictOf(run)}));
 
-/** Whether a run is still to be judged. */
+/** Return whether a run still needs a verdict. */
 export const isOpen = ({name, state, headline, error}) => source.live && name !== baseline.value && !['empty', 'unreadable'].includes(state) && !headline && !error;
 
-/** Judge those anew whose records have grown since. */
+/** Drop the verdicts of runs whose records have grown, so that they are requested again. */
 export function judgeGrownAnew() {
   const grown = new Set(rows().filter((row) => row.hasGrown).map(({name}) => keyOf(name)));
   verdicts.value = Object.fromEntries(Object.entries(verdicts.value).filter(([key]) => !grown.has(key)));
 }
 
-// Runs are judged one after the other: those whose rows can be seen first, and none while the run that is looked at is judged.
+// Verdicts are computed one after the other, for visible rows first. While the selected run's verdict is being computed, we
+// wait.
 const PAUSE_MS = 300;
 
-/** @param {function} open names of the runs that are still to be judged, in the order of their rows */
+/** @param {function} open function that returns the names of runs that need a verdict, in the order of their rows */
 export function keepJudging(open) {
   let timer;
   let end = () => {};

@@ -1,4 +1,4 @@
-// Answers of the Python side. Addresses are relative to this script, wherever it is mounted.
+// Answers of the Python server. Addresses are relative to this script, wherever the server puts it.
 import {parsed} from './standing.js';
 
 /** @param {string} base address that routes are relative to */

@@ -1,24 +1,28 @@
-// Answers from data that stands in the page, or next to it as scripts: file:// has no fetch.
+// Answers from data in the page, or in scripts next to the page, because pages from file:// cannot fetch files.
 import {placeOf} from '../units.js';
 
-// Answers as they are sent and kept: JSON, and float32 tables behind a header.
+// The form in which answers are sent and stored: JSON, or a header and a float32 table.
 /** Routes whose answers are tables of float32. */
 const PACKED = new Set(['frames', 'course', 'spread']);
 
 /** @param {ArrayBuffer} bytes */
 export const parsed = (route, bytes) => (PACKED.has(route) ? tableOf(bytes) : JSON.parse(new TextDecoder().decode(bytes)));
 
-/** A header, and values: float32 as it says, NaN where there is none. */
+/** Parse a table: a header, and float32 values in the shape that the header defines. NaN means no value. */
 function tableOf(bytes) {
   const length = new DataView(bytes).getUint32(0, true);
   const about = JSON.parse(new TextDecoder().decode(new Uint8Array(bytes, 4, length)));
   return {...about, values: new Float32Array(bytes, 4 + length)};
 }
 
-// What answers a question that is not held as it was asked: a part of a larger answer, or that of the nearest step.
+// Answers to questions that are not stored under their own name: a part of a larger answer, or the answer at the nearest
+// step.
 const TENSOR_TABLES = ['metrics', 'states', 'activations'];
 
-/** By route, {...} or null of parameters; `find` gives what is held under a route and parameters, or null. */
+/**
+ * For each route, a function of the parameters that returns an answer or null. `find` returns the stored answer of a route
+ * and parameters, or null.
+ */
 export const NEAR = {
   async frames({from, to, ...about}, find) {
     const whole = await find('frames', about);
@@ -32,15 +36,15 @@ export const NEAR = {
     return fromFrames(names, tensor, find);
   },
 
-  // Steps that are not looked at are there beside the others.
+  // The stored answer has all steps, so return it for any range.
   course: ({from, to, columns, ...about}, find) => find('course', about),
   histogram: ({step, ...tensor}, find) => atStep('histogram', step, tensor, find),
   others: ({step, ...about}, find) => atStep('others', step, about, find),
-  // Names that differ are held of all runs that are in the page.
+  // Names are stored for all runs whose names differ, so no names differ here.
   names: async () => ({names: {}, how: ''}),
 };
 
-/** Of answers at several steps, which are held together, the nearest. */
+/** Return the nearest of the answers at several steps, which are stored together. */
 async function atStep(route, step, about, find) {
   const all = await find(route, about);
   return all && all[placeOf(all.map((one) => one.step), step)];
@@ -54,7 +58,7 @@ function between(whole, from, to) {
   return {...whole, steps: rows.map((row) => whole.steps[row]), values};
 }
 
-/** A tensor's metrics out of those of all tensors; how it was cast is not in them. */
+/** Return a tensor's metrics from the metrics of all tensors. These do not contain how the tensor was cast. */
 async function fromFrames(names, {run, layer, role}, find) {
   for (const table of TENSOR_TABLES) {
     const frames = await Promise.all(names.map((metric) => find('frames', {run, metric, table})));
@@ -73,18 +77,19 @@ async function fromFrames(names, {run, layer, role}, find) {
 }
 
 const valueIn = (frames, row, column) => frames.values[row * frames.layer.length + column];
-/** float32 in as many digits as it has. */
+/** Return a float32 value with as many digits as float32 has. */
 const exact = (value) => (Number.isFinite(value) ? Number(value.toPrecision(7)) : null);
 
-/** As page/contents.py names answers. */
+/** Return the name of an answer, the same as in page/contents.py. */
 export function nameOf(route, parameters) {
   const given = Object.entries(parameters).filter(([, value]) => value != null).sort(([a], [b]) => (a < b ? -1 : 1));
   return `${route}?${given.map(([name, value]) => `${name}=${encodeURIComponent(value)}`).join('&')}`;
 }
 
 /**
- * @param {{held: Object<string, string>, files: Object<string, string>, missing: string}} page answers, gzip in base64, and
- *   scripts that hold more, by name; and what is said of what is not there
+ * @param {{held: Object<string, string>, files: Object<string, string>, missing: string}} page `held`: answers by name,
+ *   compressed by gzip and encoded in base64. `files`: scripts with further answers, by name. `missing`: message for answers
+ *   that are not in the page.
  */
 export function standing({held, files = {}, missing}) {
   const loaded = new Map();
@@ -103,7 +108,7 @@ export function standing({held, files = {}, missing}) {
   return {live: false, nameOf, answer};
 }
 
-/** Runs a script that adds what it holds. */
+/** Run a script that adds its answers to the page. */
 function load(file) {
   return new Promise((done, failed) => {
     const script = Object.assign(document.createElement('script'), {src: file});

@@ -1,4 +1,5 @@
-// One card for a tensor, wherever one is named: what it does in each run, since when it is out, and whether it counts.
+// The card of a tensor: its values in each run, since when it is out of band, and whether it matters. Links to tensors open
+// it.
 import '@preact/signals';
 import {step as chosenStep, toTensor} from '../address.js';
 import {Breakable, Link} from '../components/basics.jsx';
@@ -10,18 +11,21 @@ import {markersOf} from '../timeline/happened.js';
 import {placeOf, titleOf, withUnit} from '../units.js';
 import {isTold, storyOf, useBand, useDivergence, whetherInBand, whyTold} from './judged.js';
 
-// Of how many ranks a tensor's values are, and where some were missing.
-/** {step, ranks, missing}: columns of the run; undefined where nothing is known. */
+// The number of ranks that a tensor's values come from, and the steps at which ranks were missing.
+/** Return {step, ranks, missing} as columns over the samples of the run, or undefined if unknown. */
 export function useRanks(tensor) {
   const {run} = chosen.value;
   const {data} = useAnswer('timeline', {run, ...tensor, metrics: 'ranks,ranks_missing'}, versionOf(run));
   return data && {step: data.step, ranks: data.metrics.ranks, missing: data.metrics.ranks_missing};
 }
 
-/** Steps at which ranks were missing. */
+/** Return the steps at which ranks were missing. */
 export const stepsMissing = (of) => of?.step.filter((_, i) => of.missing[i] > 0) ?? [];
 
-/** @param {string} layer of whose experts as one the parts are counted, of each expert on each rank @param {object} of as of `useRanks` */
+/**
+ * @param {string} layer the layer; if it stands for all experts, we count the parts of experts on ranks instead of ranks
+ * @param {object} of result of `useRanks`
+ */
 export function Ranks({layer, of}) {
   const at = of && (chosenStep.value === null ? of.step.length - 1 : placeOf(of.step, chosenStep.value));
   if (of?.ranks[at] == null) return null;
@@ -34,7 +38,7 @@ export function Ranks({layer, of}) {
   );
 }
 
-// Files in which values of a tensor were dumped, where there are any.
+// The files with dumped values of a tensor, if there are any.
 export function Dumps({tensor}) {
   const {run} = chosen.value;
   const {data} = useAnswer('dumps', {run, ...tensor}, versionOf(run));
@@ -51,13 +55,13 @@ export function Dumps({tensor}) {
   );
 }
 
-// A metric of a tensor as a small picture: the runs, the baseline's band, and where the loss and the tensor go their own way.
+// A small chart of a tensor's metric: the runs, the baseline's band, and the steps at which the loss and the tensor depart.
 const [WIDTH, HEIGHT, PAD] = [300, 64, 3];
 const DASHES = {solid: undefined, dashed: '5 3', dotted: '1.5 2.5'};
 const DECADE = 10;
 
 /**
- * @param {string} label what is shown, in a sentence
+ * @param {string} label a sentence about the chart
  * @param {Array<{part, step: number[], values: Array<?number>}>} lines
  * @param {?{step, low, high}} band
  * @param {Array<{kind, step}>} markers
@@ -85,7 +89,10 @@ export function Spark({label, lines, band, markers, missing}) {
   );
 }
 
-/** From steps and values to places; null of a value that has none. Logarithmic where values span a decade. */
+/**
+ * Return functions that convert steps and values to positions. A value without a position gives null. The scale is
+ * logarithmic if the values span a decade.
+ */
 function scales(lines) {
   const steps = lines.flatMap(({step}) => [step[0], step[step.length - 1]]);
   const [first, last] = [Math.min(...steps), Math.max(...steps)];
@@ -114,9 +121,10 @@ const VIEWS = {timeline: 'Timeline', distribution: 'Distribution', what_if: 'Wha
 /**
  * @param {string} layer
  * @param {string} role
- * @param {?number} step that its links go to; null: the one that is looked at
- * @param {boolean} inLine whether it lies across the page
- * @param {boolean} inTimeline whether its charts are below, which it leaves room: no picture, no link to them, and folded
+ * @param {?number} step step for its links, or null for the selected step
+ * @param {boolean} inLine whether the card has the width of the page
+ * @param {boolean} inTimeline whether the tensor's charts are below; if so, the card is folded, with no chart and no link to
+ *   Timeline
  */
 export function Card({layer, role, step, inLine = false, inTimeline = false, id}) {
   const tensor = {layer, role};
@@ -154,7 +162,7 @@ function Ranking({row}) {
   );
 }
 
-/** Baseline → run → reference run, and the same over the steps. */
+/** The values of baseline → run → reference run, and a chart of them over the steps. */
 function Figures({tensor, metric, row, band, divergence, missing, picture}) {
   const parts = ['baseline', 'run', 'reference'].filter((part) => chosen.value[part]);
   const {label, unit} = metricNamed(metric);

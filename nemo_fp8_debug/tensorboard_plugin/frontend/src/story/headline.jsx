@@ -1,4 +1,4 @@
-// The verdict in a few lines, above every view: what happened and since when, why, how sure, what to change.
+// The verdict in a few lines above every view: what happened, since when, why, how sure we are, and what to change.
 import '@preact/signals';
 import {useRef, useState} from 'preact/hooks';
 import {at} from '../address.js';
@@ -30,7 +30,7 @@ export function AsMarkdown() {
   );
 }
 
-/** What harm means, in a word and a sign. */
+/** The sign and the words for each kind of harm. */
 export const HARM = {
   harmful: ['✖', 'harmed'],
   likely: ['✖', 'likely harmed'],
@@ -40,7 +40,7 @@ export const HARM = {
   unknown: ['?', 'cannot tell'],
 };
 
-/** What comes next, by what is known. */
+/** What the page is computing, by stage. */
 const NEXT = {
   none: 'Reading the losses. Tensors, cause and advice follow.',
   loss: 'Comparing tensors. Cause and advice follow.',
@@ -69,13 +69,19 @@ export function Headline() {
   );
 }
 
-/** Words of the glossary that facts go by. */
+/** Terms of the glossary for the names of facts. */
 const EXPLAINED = {Gap: 'gap', Tensors: 'out of band', Why: 'cause'};
 
-/** Views that have much to show leave it fewer lines. */
+/**
+ * Return true if the headline is short, which leaves more room for the view. Only the verdict's own view has the long
+ * headline.
+ */
 const isBrief = () => Boolean(at('view')) && at('view') !== 'verdict';
 
-/** Losses that do not tell are no verdict while tensors are still to come. */
+/**
+ * Return the title. If the losses are inconclusive, and tensors are still being compared, the title must not look like a
+ * verdict.
+ */
 const titleOf = (told) => (told.harm === 'unknown' && told.cause === undefined ? 'the loss alone does not decide' : told.title);
 
 export function Badge({harm}) {
@@ -103,7 +109,7 @@ function Facts({told, brief}) {
   );
 }
 
-/** Words that the sentences here and below go by. */
+/** Explanations of words in the sentences here and below. */
 function Words({told}) {
   const hasBits = /\bbits?\b/.test(JSON.stringify(story.value));
   if (!hasBits && told.out_of_band == null && !told.first) return null;
@@ -145,7 +151,10 @@ function Gap({gap: {percent, low, high, visible, first, last, paired, of_range: 
 const outOfBand = ({out_of_band: out, tensors, first_out: first, unit}) =>
   out ? `${out} of ${tensors} are out of the baseline's band, the first since ${unit} ${first}` : `All ${tensors} stay in the baseline's band`;
 
-/** The tensor, since when, how many more at the same sample, how far from the loss, and how often samples are. */
+/**
+ * The first tensor: since when it is out of band, how many others left at the same sample, how far from the loss, and the
+ * sampling interval.
+ */
 function First({first, since, unit, interval}) {
   const more = first.with ? `, with ${first.with} more` : '';
   const apart = since == null || first.since == null ? '' : `, ${distance(first.since - since, unit)} the loss`;

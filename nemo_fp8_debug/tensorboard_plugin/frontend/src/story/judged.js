@@ -1,4 +1,4 @@
-// The verdict on the runs that are looked at, asked for once for all views, and what it says of a tensor.
+// The verdict on the selected runs, requested once for all views, and what it says about a tensor.
 import {computed, effect, signal} from '@preact/signals';
 import {details} from '../details.js';
 import {about, chosen, known, metricNamed, versionOf} from '../records.js';
@@ -7,13 +7,13 @@ import {withUnit} from '../units.js';
 
 const times = signal(0);
 
-/** {loading, seconds, partial}, then {data} or {error}. */
+/** The state of the verdict: {loading, seconds, partial}, then {data} or {error}. */
 export const judged = signal({loading: true});
 
-/** Whether it is worked on. */
+/** Whether the verdict is being computed. */
 export const isJudging = computed(() => isReadable.value && Boolean(judged.value.loading));
 
-/** The versions of the records as they were when the verdict was asked for. */
+/** The versions of the records when the verdict was requested. */
 const versions = signal('');
 
 const names = computed(() => JSON.stringify([chosen.value.run, chosen.value.baseline, chosen.value.reference]));
@@ -30,24 +30,29 @@ effect(() => {
   return isReadable.value && run ? watchJob('verdict', {run, baseline, reference}, (told) => (judged.value = told), calm()) : undefined;
 });
 
-// Versions that were not known when it was asked for are those that come next.
+// If the versions were unknown when the verdict was requested, store the first known versions.
 effect(() => {
   if (!isKnown(versions.value) && isKnown(newest.value)) versions.value = newest.value;
 });
 
-/** Whether records have grown since: what is read does not change under the reader's eyes. */
+/**
+ * Whether records have grown since the request. The verdict then stays, so that it does not change while the user reads it.
+ */
 export const hasGrown = computed(() => isKnown(versions.value) && isKnown(newest.value) && versions.value !== newest.value);
 
 export const judgeAnew = () => (times.value += 1);
 
-/** The story, as far as it is known; undefined: nothing is. */
+/** The story as far as it is known, or undefined if nothing is known. */
 export const story = computed(() => (judged.value.data ?? judged.value.partial)?.story);
 
-/** What is known: none, loss, comparison, diagnosis or all. */
+/** How much of the verdict is known: none, loss, comparison, diagnosis or all. */
 export const stage = computed(() => (judged.value.data ? 'all' : (judged.value.partial?.stage ?? 'none')));
 
-// The tensor that a view begins with as long as none is chosen.
-/** {layer, role} of the first tensor of the story, if it is among the run's that are looked at; null: none, or not known yet. */
+// The tensor that a view shows while no tensor is selected.
+/**
+ * {layer, role} of the story's first tensor, if the selected run's table contains it. Null if it does not, or if it is
+ * unknown.
+ */
 export const firstTensor = computed(() => {
   const first = story.value?.headline.first;
   const tensors = details.value.run?.data?.tensors;
@@ -55,38 +60,38 @@ export const firstTensor = computed(() => {
   return isThere ? {layer: first.layer, role: first.role} : null;
 });
 
-// What the story tells of one tensor.
-/** Whether the tensors that matter are known by now. */
+// What the story says about one tensor.
+/** Return whether the tensors that matter are known. */
 export const isTold = () => Boolean(story.value?.tensors);
 
-/** What the story tells of a tensor; undefined: it is not among those that matter, or they are not known yet. */
+/** Return the story's row of a tensor, or undefined if the tensor does not matter or the story is unknown. */
 export const storyOf = ({layer, role}) => story.value?.tensors?.find((row) => row.layer === layer && row.role === role);
 
-// The baseline's band of a tensor, since when the tensor is out of it, and since when the loss departs.
-/** The answer of `band`; data null where there is no baseline, or no tensor. */
+// The baseline's band of a tensor, the step at which the tensor left it, and the step at which the loss departs.
+/** Return the answer of `band`. Without a baseline or a tensor, data is null. */
 export function useBand(tensor) {
   const {run, baseline} = chosen.value;
   const asked = tensor && run && baseline;
   return useAnswer(asked ? 'band' : null, {run, baseline, ...tensor}, versionOf(run, baseline));
 }
 
-/** The answer of `divergence`. */
+/** Return the answer of `divergence`. */
 export function useDivergence() {
   const {run, baseline} = chosen.value;
   return useAnswer(run ? 'divergence' : null, {run, baseline}, versionOf(run, baseline));
 }
 
-// What there is to say of a tensor in sentences.
+// Sentences about a tensor.
 const apart = (step, other) => {
   const by = Math.abs(step - other);
   return by === 0 ? 'with the loss' : `${by} step${by === 1 ? '' : 's'} ${step < other ? 'before' : 'after'} the loss`;
 };
 
 /**
- * Whether a tensor is in the baseline's band, and since when not.
+ * Return a sentence: whether a tensor stays in the baseline's band, or since when it is out of it.
  * @param {?object} band answer of `band`
  * @param {?object} divergence answer of `divergence`
- * @param {string} baseline its name
+ * @param {string} baseline name of the baseline
  */
 export function whetherInBand(band, divergence, baseline) {
   if (!band) return '';
@@ -106,7 +111,11 @@ function within({metrics}, baseline) {
   return `Within the band of ${baseline}, except for ${most.beyond} sample${most.beyond === 1 ? '' : 's'} of ${metricNamed(name).label}: ${why}.`;
 }
 
-/** Why a tensor is blamed or is not. @param {?object} row what the story tells of it @param {boolean} known whether there is a story */
+/**
+ * Return why a tensor is blamed or not.
+ * @param {?object} row the story's row of the tensor
+ * @param {boolean} known whether the story is known
+ */
 export function whyTold(row, known) {
   if (row) return row.why;
   return known ? 'This tensor is not among those that matter.' : 'The verdict is not known yet.';

@@ -1,4 +1,4 @@
-// Tensors by name: links that open their cards, the one that a view begins with, and those that matter.
+// Tensors by name: links that open their cards, the tensor that a view shows by default, and the tensors that matter.
 import '@preact/signals';
 import {useEffect, useId, useLayoutEffect, useRef, useState} from 'preact/hooks';
 import {toTensor} from '../address.js';
@@ -10,7 +10,7 @@ import {judged} from './judged.js';
 
 const [OPENS_MS, CLOSES_MS] = [400, 250];
 
-/** A tensor's name, which opens a view of it. @param {?number} step null: the step that is looked at stays */
+/** A tensor's name as a link to a view of it. @param {?number} step step to select, or null to keep the selected step */
 export function TensorLink({layer, role, step, view = 'timeline', children}) {
   const id = useId();
   const [open, set] = useState(false);
@@ -44,7 +44,7 @@ export function TensorLink({layer, role, step, view = 'timeline', children}) {
 
 const ROOM = 8;
 
-/** Above or below an element, whatever scrolls around it, and never outside of the window. */
+/** A box above or below an element. It follows the element when something scrolls, and stays inside the window. */
 function Over({of, children}) {
   const box = useRef();
   useLayoutEffect(() => {
@@ -70,15 +70,15 @@ function Over({of, children}) {
   return <div ref={box} class="over">{children}</div>;
 }
 
-// Which tensor a view shows as long as none is chosen.
-/** @param {?{layer, role}} first as of `firstTensor` */
+// A note on which tensor a view shows while no tensor is selected.
+/** @param {?{layer, role}} first value of `firstTensor` */
 export function NotChosen({first}) {
   if (first) return <p class="soft" role="status">No tensor is chosen, so this is {titleOf(first)}, the first one in the verdict.</p>;
   if (judged.value.loading) return <p class="soft" role="status">No tensor is chosen. The first one in the verdict will appear here.</p>;
   return <Notice title="No tensor chosen"><p>Type a part of a layer's name above and choose a tensor, or click a cell of the map.</p></Notice>;
 }
 
-// The tensors that matter, those first that the verdict rests on, and why each is blamed or is not.
+// The tensors that matter, and why each is blamed or not. Tensors on which the verdict is based come first.
 const FIRST = 8;
 
 export function Tensors({tensors, unit, run}) {

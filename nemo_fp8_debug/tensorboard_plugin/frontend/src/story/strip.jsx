@@ -1,12 +1,12 @@
-// Every event of any kind on one axis of steps, in order, a row a kind: what came first, and what followed.
+// All events on one axis of steps, with a row for each kind. It shows what came first and what followed.
 import {useEffect, useRef, useState} from 'preact/hooks';
 import {toTensor} from '../address.js';
 import {Link, Sentence} from '../components/basics.jsx';
 import {Table} from '../components/table.jsx';
 import {TensorLink} from './link.jsx';
 
-// Where events lie on the strip: a row a kind, a place a step, and labels that do not overlap.
-/** Pixels: a row's height, a mark's width, and the room between two labels. */
+// The layout of the strip: a row for each kind of event, a position for each step, and labels that do not overlap.
+/** In pixels: height of a row, width of a mark, distance between two labels, and largest room at the ends of the axis. */
 export const ROW = 26;
 const MARK = 15;
 const BETWEEN = 8;
@@ -20,7 +20,7 @@ export function widthOf(text) {
 }
 
 /**
- * Marks by row: events of a row that share a place are one.
+ * Return the marks of each row. Events of a row at nearly the same position share a mark.
  * @param {Array<{step, kind, what, row}>} events in order
  * @param {string[]} rows
  * @param {number} width pixels of the axis
@@ -31,7 +31,9 @@ export function laidOut(events, rows, width) {
   return rows.map((row) => ({row, marks: labeled(together(events.filter((event) => event.row === row), place), width)}));
 }
 
-/** Steps to pixels, with room at either end for the labels of what comes first and last. */
+/**
+ * Return a function that converts steps to pixels. At both ends, there is room for labels of the first and the last event.
+ */
 export function scaleOf(events, width) {
   const first = events[0].step;
   const last = events[events.length - 1].step;
@@ -50,7 +52,7 @@ function together(events, place) {
   return marks;
 }
 
-/** Each label right of its mark, or else left of it, where there is room. */
+/** Put each label to the right of its mark if there is room, or else to the left. Without room, there is no label. */
 function labeled(marks, width) {
   let taken = 0;
   return marks.map((mark, i) => {
@@ -71,7 +73,7 @@ function labeled(marks, width) {
 
 const LAYERS = /^(?:.*\.)?layers\.(\d+)\.(?:.*\.)?([^.]+)$/;
 
-/** The end of a layer's name, which tells it from others. */
+/** Return a layer's number and the end of its name. */
 const short = (layer) => layer.replace(LAYERS, '$1.$2');
 
 function textOf(events) {
@@ -82,7 +84,7 @@ function textOf(events) {
   return tensors.has(null) ? `${events.length} events` : `${tensors.size} tensors`;
 }
 
-/** Steps to be written below the axis, at most one for 90 pixels. */
+/** Return the steps to write below the axis, at most one for every 90 pixels. */
 export function ticksOf(events, width) {
   const [first, last] = [events[0].step, events[events.length - 1].step];
   const wanted = Math.max(1, Math.floor(width / 90));
@@ -94,8 +96,8 @@ export function ticksOf(events, width) {
   return ticks.length ? ticks : [first];
 }
 
-// Marks of events, told apart by shape and color.
-/** By kind: what it is called, its shape, and whether it is filled. */
+// Marks of events, which differ in shape and color.
+/** The name of each kind of event, the shape of its mark, and whether the mark is filled. */
 export const KINDS = {
   lr: {label: 'learning rate', shape: 'square', filled: true},
   grad_norm: {label: 'gradient norm', shape: 'up', filled: true},
@@ -126,7 +128,10 @@ const PATHS = {
 
 export const Shape = ({kind}) => <path d={PATHS[KINDS[kind].shape]} class={`event ${kind} ${KINDS[kind].filled ? 'filled' : 'hollow'}`} />;
 
-/** @param {{events: Array, rows: string[]}} story @param {string} unit what steps count */
+/**
+ * @param {{events: Array, rows: string[]}} story
+ * @param {string} unit what the numbers on the axis count: steps or samples
+ */
 export function Strip({events, rows, unit, run}) {
   const [box, width] = useWidth();
   if (!events.length) return <p data-events="none">No events.</p>;
@@ -188,7 +193,7 @@ function Picture({events, rows, unit, width}) {
   );
 }
 
-/** Where an event is seen: the tensor's timeline at that step, or the loss there. */
+/** Return the state that shows an event: the tensor's timeline at the event's step, or else the loss at this step. */
 const wayTo = ({layer, role, step}) => (layer && role ? toTensor({layer, role}, {view: 'timeline', step}) : {view: 'timeline', step});
 
 function Mark({x, events, label, unit}) {

@@ -1,4 +1,5 @@
-// The charts over the steps, with one axis of steps, one pointer and one zoom; the same as tables; what happened.
+// The charts over the steps, with a common axis of steps, pointer and zoom. Also tables of their values, and a list of
+// events.
 import '@preact/signals';
 import {useSignal} from '@preact/signals';
 import {useEffect, useMemo, useRef, useState} from 'preact/hooks';
@@ -14,7 +15,7 @@ import {placeOf} from '../units.js';
 import {KINDS} from './happened.js';
 import {AXES, currentAxes, extent, layoutOf, optionOf, rowsAt, tableOf} from './option.js';
 
-// The charts as tables: all values at the step that is looked at, and all values there are.
+// The charts as tables: all values at the selected step, and all values at all steps.
 export function ValuesAt({step, panels, names}) {
   if (step === null) return null;
   const [headings, ...rows] = rowsAt(step, panels, names);
@@ -57,7 +58,7 @@ function Rows({panels, names, title}) {
   return <Table name={`timeline of ${title}`} caption={`Values of ${title} in the charts`} columns={columns} rows={rows} first={30} />;
 }
 
-// What happened in which step, to read and to go to.
+// A list of events, with links to their steps.
 const MOST = 100;
 
 export function Events({events, names}) {
@@ -91,7 +92,7 @@ const asStep = (text) => {
   return Number.isSafeInteger(value) ? value : null;
 };
 
-/** [width, room below it in the window] of an element, in pixels. */
+/** Return an element's width, and the height between its top and the bottom of the window, in pixels. */
 function useRoom(box) {
   const [room, set] = useState(null);
   useEffect(() => {
@@ -126,7 +127,7 @@ function Drawn({children, panels, events, markers, names, title, isDark, width, 
   const from = asStep(at('from')) ?? first;
   const to = asStep(at('to')) ?? last;
   const layout = useMemo(() => layoutOf(panels, width, room, markers.length), [panels, width, room, markers.length]);
-  // Not when the zoom changes: ECharts has changed it already, and a new option would end the drag.
+  // Do not update the option when the zoom changes: ECharts has zoomed already, and a new option would end the drag.
   const option = useMemo(() => optionOf({panels, layout, events, markers, names, ends, zoom: [from, to]}), [panels, layout, events, markers, isDark]);
   const keep = ([low, high]) => go({from: low <= first ? null : low, to: high >= last ? null : high});
   const zoomed = () => {

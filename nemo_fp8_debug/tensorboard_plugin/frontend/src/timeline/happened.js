@@ -1,4 +1,4 @@
-// What happened in which step, of the runs and of the tensor.
+// Events of the runs and of the tensor, by step.
 import {metricNamed} from '../records.js';
 import {placeOf, withUnit} from '../units.js';
 
@@ -11,20 +11,22 @@ export const KINDS = {
   change: {label: 'cast differently', symbol: 'circle'},
 };
 
-/** The last value that is there at a step or before. */
+/** Return the last known value at or before a step, or null. */
 function valueAt(step, values, wanted) {
   let place = placeOf(step, wanted);
   while (place > 0 && values[place] === null) place -= 1;
   return values[place] ?? null;
 }
 
-/** [step, how from then on] where a tensor is cast otherwise than at the sampled step before. */
+/**
+ * Return [step, new cast] for each sampled step at which a tensor is cast in another way than at the previous sampled step.
+ */
 function changesOf(sample) {
   const how = sample?.step.map((_, i) => `${sample.format[i]} under ${sample.recipe[i]}, scale: ${sample.scale_source[i]}`) ?? [];
   return how.flatMap((now, i) => (i > 0 && now !== how[i - 1] ? [[sample.step[i], now]] : []));
 }
 
-/** A metric that leaves its band, in words. */
+/** Return a sentence about a metric that leaves its band. */
 export function leavingTold(name, {usual, value}) {
   const {label, unit} = metricNamed(name) ?? {label: name, unit: ''};
   return `${label} ${withUnit(usual, unit)} in the baseline, ${withUnit(value, unit)} here`;
@@ -41,7 +43,7 @@ function apart(divergence, band, hasBaseline) {
   ];
 }
 
-/** What happened, ascending by step: [{part, step, kind, why, loss}]; the loss null where none is known. */
+/** Return all events, ascending by step: [{part, step, kind, why, loss}]. An unknown loss is null. */
 export function eventsOf({samples, losses, divergence, band, hasBaseline}) {
   const events = Object.entries(losses).flatMap(([part, data]) => {
     const of = (kind, step, why = KINDS[kind].why) => ({part, step, kind, why, loss: data ? valueAt(data.step, data.loss, step) : null});
@@ -55,7 +57,7 @@ export function eventsOf({samples, losses, divergence, band, hasBaseline}) {
   return [...apart(divergence, band, hasBaseline), ...events].sort((a, b) => a.step - b.step);
 }
 
-/** Steps that vertical lines mark, with what they are: those of the loss and of the tensor, and the one that is looked at. */
+/** Return the steps to mark by vertical lines, with labels: where the loss and the tensor depart, and the selected step. */
 export function markersOf({divergence, band, step, hasBaseline}) {
   return [
     divergence?.since != null && {kind: 'diverges', step: divergence.since, label: `loss ${hasBaseline ? 'departs' : 'diverges'}: step ${divergence.since}`},

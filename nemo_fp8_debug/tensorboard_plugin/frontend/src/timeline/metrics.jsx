@@ -1,9 +1,9 @@
-// Which metrics are looked at over the steps.
+// The choice of metrics to show over the steps.
 import '@preact/signals';
 import {at, go} from '../address.js';
 import {metricNamed, metricsOfTable} from '../records.js';
 
-/** What a run tells of its steps, sampled or not; optional: shown if it was recorded. */
+/** Scalars that a run records at all steps, sampled or not. Optional scalars are shown only if they were recorded. */
 const OF_THE_RUN = {
   loss: {label: 'loss', unit: ''},
   lr: {label: 'learning rate', unit: '', optional: true},
@@ -17,7 +17,7 @@ export const aboutMetric = (name) => OF_THE_RUN[name] ?? metricNamed(name);
 
 const offered = () => ['lr', 'grad_norm', ...metricsOfTable().map(({name}) => name)];
 
-/** Names of metrics, as the address has them, in the order that they are offered in; the loss is always there, and first. */
+/** Return the names of the selected metrics, in the order of the choices. The loss is always first. */
 export function chosenMetrics() {
   const wanted = new Set((at('metrics') ?? DEFAULT).split(','));
   return offered().filter((name) => wanted.has(name));

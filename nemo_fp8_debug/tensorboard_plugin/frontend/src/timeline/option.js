@@ -1,4 +1,4 @@
-// What ECharts draws over the steps: which panels, where they are, their axes, and what is told at the pointer.
+// ECharts' option for the charts over the steps: the panels, their layout, their axes, and the tooltip.
 import {at} from '../address.js';
 import {axis, tooltip} from '../components/chart.jsx';
 import {drawnAs, lineOf} from '../runs/beside.js';
@@ -7,21 +7,21 @@ import {count, placeOf, tick, withUnit} from '../units.js';
 import {KINDS} from './happened.js';
 import {aboutMetric, ofTheRun} from './metrics.jsx';
 
-// Where the charts over the steps are: one below the other, or those of the run beside those of the tensor in a wide window.
+// The layout of the charts: one below the other. In a wide window, the run's charts are left of the tensor's charts.
 const [LEFT, RIGHT] = [70, 24];
 const TITLE = 25;
 const GAP = 40;
-/** A line of labels above the first chart of a column. */
+/** Height of a line of labels above the first chart of a column, in pixels. */
 export const LABEL = 15;
 const BOTTOM = 76;
 const [LEAST, MOST] = [110, 320];
 const WIDE = 1700;
 
 /**
- * @param {Array} panels those of the run first
- * @param {number} width of all
- * @param {number} room height that the window has for them
- * @param {number} labels above the first chart
+ * @param {Array} panels all panels, those of the run first
+ * @param {number} width width of all charts
+ * @param {number} room height of the window for the charts
+ * @param {number} labels number of lines of labels above the first chart
  * @returns {{height: number, boxes: Array<{left, width, top, height, isFirst, isLast}>}} a box for each panel
  */
 export function layoutOf(panels, width, room, labels) {
@@ -45,8 +45,8 @@ function columnsOf(panels, width) {
   return width >= WIDE && groups.length > 1 ? groups : [panels];
 }
 
-// Axes of values: linear, logarithmic, or without the values that would squash all others.
-/** Choices of axes, as the address has them; automatic where it has none. */
+// Axes of values: linear, logarithmic, or robust, which means without outliers that would squash all other values.
+/** The choices of axes by their name in the address. Without a name, the axis is automatic. */
 export const AXES = {
   '': {label: 'automatic', told: 'logarithmic if values span a decade'},
   linear: {label: 'linear', told: 'from the least to the largest value'},
@@ -57,21 +57,21 @@ export const AXES = {
 export const currentAxes = () => (at('axes') in AXES ? at('axes') : '');
 
 const [LOWEST, HIGHEST] = [0.01, 0.99];
-/** Part of the steps, from the first on, that is taken for the warm-up. */
+/** Share of the steps at the start that counts as warm-up. */
 const WARM_UP = 0.1;
-/** How far an axis goes beyond what it must show, as a part of that. */
+/** Room of an axis beyond its values, as a share of their range. */
 const ROOM = 0.05;
 const DECADE = 10;
 
 const isNumber = (value) => value !== null && Number.isFinite(value);
 
 /**
- * How the values of lines are drawn.
+ * Return how an axis shows the values of lines.
  * @param {string} kind key of AXES
- * @param {boolean} mayBeLog whether equal ratios mean the same
+ * @param {boolean} mayBeLog whether an automatic or robust axis may be logarithmic
  * @param {Array<{step: number[], values: Array<?number>}>} lines
- * @returns {{log: boolean, limits: ?[number, number], left: number}} limits: null for those of the values; left: values that
- *   lie outside of the limits or that a logarithm does not have
+ * @returns {{log: boolean, limits: ?[number, number], left: number}} `limits`: null for the range of the values. `left`:
+ *   number of values outside the limits, or without a logarithm
  */
 export function axisOf(kind, mayBeLog, lines) {
   const values = lines.flatMap((line) => line.values.filter(isNumber));
@@ -81,7 +81,7 @@ export function axisOf(kind, mayBeLog, lines) {
   return {log, limits, left};
 }
 
-/** A metric and how its axis is drawn, in words. */
+/** Return a title with the metric and the kind of its axis. */
 export const axisTold = ({label, unit, log, limits, left}) =>
   [`${label}${unit && unit !== 'log2' ? ` (${unit})` : ''}`, log && 'logarithmic', limits && 'robust', left > 0 && `${count(left)} value${left === 1 ? '' : 's'} beyond the axis`].filter(Boolean).join(', ');
 
@@ -108,12 +108,12 @@ function robust(lines, log) {
 // What the charts over the steps show.
 /**
  * @param {string[]} metrics in the order of the charts
- * @param {object} samples by key of `shownRuns`, answers of `timeline`
- * @param {object} losses by key, answers of `loss`
+ * @param {object} samples answers of `timeline`, by key of `shownRuns`
+ * @param {object} losses answers of `loss`, by key of `shownRuns`
  * @param {?object} band answer of `band`
  * @param {string} axes key of AXES
  * @returns {Array<{name, label, unit, ofRun, log, limits, left, band, lines: Array<{part, step: number[], values: Array<?number>}>}>}
- *   those of the run, as the loss, before those of the tensor
+ *   panels; those of the run, such as the loss, come before those of the tensor
  */
 export function panelsOf(metrics, samples, losses, band, axes) {
   return metrics
@@ -128,20 +128,20 @@ export function panelsOf(metrics, samples, losses, band, axes) {
     .filter(({lines, optional}) => lines.length || !optional);
 }
 
-/** A line of the steps at which something was recorded: broken where it is NaN or infinite, and nowhere else. */
+/** Return the line of the recorded values. The line has a gap where a value is NaN or infinite, and nowhere else. */
 export function recorded(data, name) {
   const lost = new Set(data?.not_finite[name]);
   const places = (data?.[name] ?? []).flatMap((value, i) => (value === null && !lost.has(data.step[i]) ? [] : [i]));
   return {step: places.map((i) => data.step[i]), values: places.map((i) => data[name][i])};
 }
 
-/** [first, last] step of all lines. */
+/** Return the [first, last] step of all lines. */
 export function extent(panels) {
   const steps = panels.flatMap(({lines}) => lines.flatMap(({step}) => [step[0], step[step.length - 1]]));
   return steps.length ? [Math.min(...steps), Math.max(...steps)] : [0, 1];
 }
 
-/** By part the value of each line at the step next to one: {step, value}. */
+/** Return, by part, the value {step, value} of each line at the step nearest to a wanted step. */
 export function valuesAt({lines}, wanted) {
   return Object.fromEntries(lines.map(({part, step, values}) => {
     const place = placeOf(step, wanted);
@@ -149,14 +149,16 @@ export function valuesAt({lines}, wanted) {
   }));
 }
 
-/** {low, expected, high} of a panel's band at the step next to one; null outside of what the baseline covers. */
+/**
+ * Return {low, expected, high} of a panel's band at the step nearest to a wanted step, or null outside the baseline's steps.
+ */
 export function bandAt({band}, wanted) {
   if (!band?.step.length || wanted < band.step[0] || wanted > band.step[band.step.length - 1]) return null;
   const place = placeOf(band.step, wanted);
   return {low: band.low[place], expected: band.expected[place], high: band.high[place]};
 }
 
-/** Steps beside metrics, in rows of a table: headings, then all runs one after the other. */
+/** Return rows of a table with steps and metrics: headings, then the rows of each run. */
 export function tableOf(panels, names) {
   const parts = [...new Set(panels.flatMap(({lines}) => lines.map(({part}) => part)))];
   const rows = parts.flatMap((part) => {
@@ -168,19 +170,19 @@ export function tableOf(panels, names) {
   return [['run', 'step', ...panels.map(({name}) => name)], ...rows];
 }
 
-// What is told at the pointer: all values there, of each run and of the band, and what happened.
-/** What counts as usual, in words: the ends of a band. */
+// The tooltip: all values of each run and of the band at a step, and the events at this step.
+/** Return the limits of a band in words. */
 export function bandTold(band, unit) {
   if (!band) return '';
   const ends = [band.low !== null && `from ${withUnit(band.low, unit)}`, band.high !== null && `up to ${withUnit(band.high, unit)}`];
   return ends.filter(Boolean).join(' ');
 }
 
-/** A value, and of which step it is where that is another one. */
+/** Return a value in words, with its step if it comes from another step. */
 export const valueTold = (found, unit, step) =>
   found === undefined ? '' : `${found.value === null ? 'not a number' : withUnit(found.value, unit)}${found.step === step ? '' : ` (step ${found.step})`}`;
 
-/** Rows of texts: headings, then a row a panel. */
+/** Return rows of strings: headings, then a row for each panel. */
 export function rowsAt(step, panels, names) {
   const parts = Object.keys(names).filter((part) => panels.some(({lines}) => lines.some((line) => line.part === part)));
   const banded = panels.some((panel) => bandAt(panel, step));
@@ -195,7 +197,7 @@ export function rowsAt(step, panels, names) {
 
 const element = (tag, text, more = {}) => Object.assign(document.createElement(tag), {textContent: text, ...more});
 
-/** The tooltip at a step; texts only, since ECharts takes strings for HTML. */
+/** Return the tooltip at a step as an element with text, because ECharts treats strings as HTML. */
 export function tipAt(step, panels, events, names) {
   const box = element('div', '', {className: 'tip'});
   const table = element('table', '');
@@ -252,7 +254,9 @@ function linesOf({lines, name, log}, panel) {
   }));
 }
 
-/** What does not count against a tensor, shaded, and its ends; open to a side on which nothing counts. */
+/**
+ * Return the series of a band: the range of usual values, shaded, with lines at its limits. A side without a limit is open.
+ */
 function bandOf({step, low, high}, {name, log}, panel) {
   const known = step.flatMap((_, i) => (low[i] === null && high[i] === null ? [] : [i]));
   return {
@@ -279,7 +283,10 @@ const LINES = {
   chosen: (ink) => ({color: ink.soft, type: 'solid', width: 1}),
 };
 
-/** Vertical lines; their labels one above the other over the first chart, so that they never overlap. */
+/**
+ * Return the series of vertical lines. Their labels are above the first chart, one above the other, so that they never
+ * overlap.
+ */
 function markersIn(markers, panel, isFirst, middle, ink) {
   return {
     type: 'line', id: `markers ${panel}`, xAxisIndex: panel, yAxisIndex: panel, data: [], silent: true, tooltip: {show: false}, z: 2,

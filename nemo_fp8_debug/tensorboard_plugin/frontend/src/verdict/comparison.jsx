@@ -1,4 +1,4 @@
-// What compare says of the baseline, the run and the reference run.
+// The result of `compare` for the baseline, the run and the reference run.
 import {DifferencesTable} from '../components/settings.jsx';
 import {Table} from '../components/table.jsx';
 import {metricNamed} from '../records.js';
@@ -7,7 +7,7 @@ import {inUnit, number, titleOf, withUnit} from '../units.js';
 
 const TOP = 15;
 
-/** @param {object} names of the runs by part: baseline, run, reference */
+/** @param {object} names names of the runs by part: baseline, run, reference */
 export function Compared({found, names}) {
   const {unit} = found;
   return (
@@ -43,7 +43,7 @@ function Losses({runs, names, unit}) {
 
 const TENSOR = {label: 'tensor', of: titleOf, text: true, show: (row) => <TensorLink {...row} step={row.onset} />};
 
-/** A column of values, each shown in its unit. */
+/** Return a column of values, each shown in its own unit. */
 const inTheUnit = (label, of, unitOf) => ({label, of: (row) => inUnit(of(row), unitOf(row)), show: (row) => withUnit(of(row), unitOf(row))});
 
 const driftAs = (label) => inTheUnit(label, (row) => row.drift_log2, () => 'log2');

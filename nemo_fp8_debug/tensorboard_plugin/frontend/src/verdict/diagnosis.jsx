@@ -1,4 +1,4 @@
-// What diagnose says: the verdict, the facts of it, and what the rules found.
+// The result of `diagnose`: the verdict, its facts, and the findings of the rules.
 import {toTensor} from '../address.js';
 import {Link, Sentence} from '../components/basics.jsx';
 import {TensorLink} from '../story/link.jsx';
@@ -44,7 +44,7 @@ function Facts({found, unit}) {
   );
 }
 
-/** A gap with its interval; what JSON has no number for is infinite. */
+/** Return a gap and its interval in words. An infinite gap is null in JSON. */
 function told({percent, low, high, visible, of_range: ofRange}) {
   if (percent == null) return 'infinite';
   const signed = (value) => number(value, 3, true);

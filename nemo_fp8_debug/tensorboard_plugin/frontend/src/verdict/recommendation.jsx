@@ -1,4 +1,5 @@
-// What recommend says: a change per operand, what it makes of its errors, what it costs, and the files that do it.
+// The result of `recommend`: a change for each operand, its errors before and after, the cost, and files that apply the
+// changes.
 import {TensorLink} from '../story/link.jsx';
 import {Sentence, Snippet} from '../components/basics.jsx';
 import {Table} from '../components/table.jsx';

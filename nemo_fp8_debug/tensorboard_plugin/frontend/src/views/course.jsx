@@ -1,4 +1,4 @@
-// Layers by steps: since when, where it began, and whether it spread.
+// A picture of layers by steps. It shows when and where a problem began, and whether it spread.
 import {useMemo} from 'preact/hooks';
 import {at, go, tensor} from '../address.js';
 import {asMultiple, badnessOf, limitsOfMultiples, limitsSet, scaleOf, scaleOfMultiples, tallyOf} from '../color/scales.js';
@@ -23,7 +23,7 @@ const LISTED = 12;
 
 const asStep = (text) => (/^\d{1,15}$/.test(text ?? '') ? Number(text) : null);
 
-/** [from, to]: the steps that are looked at, as the address has them; shared with Timeline. */
+/** Return the range of steps [from, to] in the address. Timeline has the same range. */
 function spanOf([first, last]) {
   const [from, to] = [asStep(at('from')) ?? first, asStep(at('to')) ?? last];
   return from < to ? [from, to] : [first, last];
@@ -60,10 +60,10 @@ function CourseOf({ends, span}) {
   );
 }
 
-/** Whether there are lines to draw, or none to wait for; runs that are shown as well may come later. */
+/** Return whether the lines of some run have arrived, or no answer is awaited. Lines of other runs may arrive later. */
 const isRead = (losses) => Object.values(losses).some(({data}) => data) || !isAwaited(losses);
 
-/** Which steps, for those who cannot drag. */
+/** Fields for the range of steps, for users who cannot drag. */
 function Span({ends: [first, last], span: [from, to]}) {
   const set = (low, high) => low < high && go({from: low <= first ? null : low, to: high >= last ? null : high}, true);
   return (
@@ -112,7 +112,7 @@ const stepsOf = ({step, last, samples}) => (samples > 1 ? `the worst of ${sample
 
 const noteOf = (against) => `${against ? `Multiples of the threshold, which is above the moves of ${chosen.value.baseline} itself.` : 'From the 1st to the 99th percentile.'} The warm-up, the first tenth of the samples, is left out and faint.`;
 
-/** How what is colored is distributed, without the warm-up. */
+/** Return the distribution of the numbers that colors show, without the warm-up. */
 function settled({course, numbers, warmUp}) {
   const width = course.first.length;
   const begin = course.first.findIndex((step) => step > warmUp);

@@ -1,4 +1,4 @@
-// The magnitudes of a tensor at a step, the window that a format has on them, and what another scale or format would do.
+// The magnitudes of a tensor at a step, the range that its format covers, and the effect of another scale or format.
 import {useMemo} from 'preact/hooks';
 import '@preact/signals';
 import {at, go, tensor} from '../address.js';
@@ -19,7 +19,7 @@ export function Distribution() {
   const step = currentStep();
   const of = tensor.value ?? firstTensor.value;
   const {layer, role} = of ?? {};
-  // Of another tensor or run nothing stays while its own is read: it would be shown under the wrong name.
+  // While another tensor or run is being read, do not show the old one, because it would have the wrong name.
   const shown = of && step !== null && <HistogramAnswer key={JSON.stringify([run, baseline, layer, role])} run={run} baseline={baseline} about={{layer, role, step}} />;
   return (
     <>

@@ -1,4 +1,4 @@
-// What two runs are, setting by setting, differences first.
+// The settings of two runs, differences first.
 import {at, go} from '../address.js';
 import {Answered, Link, Notice} from '../components/basics.jsx';
 import {SettingsTable} from '../components/settings.jsx';
@@ -65,14 +65,16 @@ function Settings({a, b, differences, learning_rates: rates, names}) {
   );
 }
 
-/** Settings do not hold what a schedule makes of a learning rate; the record does. */
+/** A note on different learning rates. Settings do not contain the learning rate of each step, but the record does. */
 const Rates = ({rates: {step, before, run, baseline}, names}) => (
   <p class="told" data-words="rates">
     Their learning rates differ too: first at <Link to={{view: 'timeline', step}}>step {step}</Link>{before === null ? '' : ` (still the same at step ${before})`}, where {names[1]} has {number(run)} and {names[0]} {number(baseline)}.
   </p>
 );
 
-/** Differences first, those that bear on precision before the others, and then what is the same. */
+/**
+ * Return rows of all settings: first those that differ, the ones that affect precision at the top, and then equal settings.
+ */
 function beside(a, b, differences) {
   const apart = new Set(differences.map((row) => row.setting));
   const same = flat(b).filter(([setting]) => !apart.has(setting)).map(([setting, value]) => ({setting, baseline: value, run: value, differs: false}));

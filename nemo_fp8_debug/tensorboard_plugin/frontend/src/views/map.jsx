@@ -1,4 +1,5 @@
-// Every tensor of the runs at a step, one metric as color: side by side on one scale, and what sets them apart.
+// Maps of all tensors of the runs at a step, side by side. Color shows one metric on a common scale, or the difference of
+// two runs.
 import {useMemo} from 'preact/hooks';
 import {at, tensor} from '../address.js';
 import {badnessOf, badnessOfDifference, currentChoice, differenceOf, scaleOfDifferences} from '../color/scales.js';
@@ -22,7 +23,7 @@ export function MapView() {
   const there = parts.filter((part) => samples[part]);
   useMarks();
   const background = useBackground(metric, parts, samples);
-  // Drawn anew only where something else is to be seen.
+  // Draw the maps again only if something visible has changed.
   const seen = [
     metric.name, table.value, dark.value, at('layer'), at('role'), at('limits'), cells.value, currentChoice(),
     background.choice, background.spread, background.extents?.[0], ...Object.keys(PARTS).map((part) => samples[part]),
@@ -38,7 +39,7 @@ export function MapView() {
 }
 
 
-/** Maps in the order in which they are looked at: what sets the run apart comes right behind it. */
+/** The maps. The difference from the baseline comes directly after the run. */
 function Maps({metric, parts, samples, background}) {
   const coloring = coloringOf(metric, parts, samples, background);
   const multiples = coloring.choice === 'spread';
@@ -74,7 +75,7 @@ function Valued({part, metric, sample, coloring, against}) {
 
 const stepsOf = (one, other) => (one.step === other.step ? `step ${one.step}` : `step ${one.step} against ${other.step}`);
 
-/** What sets the run apart from the baseline: a panel's and a legend's properties. */
+/** Return the properties of the panel and the legend for the difference between the run and the baseline. */
 function apartOf(metric, difference, {run, baseline}) {
   const badness = badnessOfDifference(metric);
   const values = valuesOf((layer, role) => difference.of(run.of(layer, role), baseline.of(layer, role)), badness);
@@ -90,7 +91,7 @@ function apartOf(metric, difference, {run, baseline}) {
   };
 }
 
-/** All tensors, the worst first: by what sets them apart, and by their own value those that the baseline has not. */
+/** Return all tensors, the worst first. Rank them by their difference from the baseline, or else by their own value. */
 function ordered(metric, samples, difference, multipleOf) {
   const badness = badnessOf(metric);
   const apartness = badnessOfDifference(metric);
@@ -104,5 +105,5 @@ function ordered(metric, samples, difference, multipleOf) {
   return rows.filter((row) => !Number.isNaN(row.by.run)).sort((a, b) => b.sort - a.sort || badness(b.by.run) - badness(a.by.run));
 }
 
-// A ratio to nothing cannot be ranked among ratios: it comes first.
+// A value cannot be ranked among ratios. So on a log scale, tensors that the baseline does not have come first.
 const alone = (metric, value) => (metric.scale === 'log' ? Infinity : value);

@@ -1,4 +1,4 @@
-// The loss of all runs that are looked at over the steps, and below it the metrics of one tensor in the baseline's band.
+// The loss of all shown runs over the steps, and below it the metrics of one tensor with the baseline's band.
 import {useMemo} from 'preact/hooks';
 import '@preact/signals';
 import {tensor} from '../address.js';

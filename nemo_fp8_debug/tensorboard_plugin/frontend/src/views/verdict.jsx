@@ -1,4 +1,4 @@
-// What is wrong with a run, what to change, and what sets it apart from a baseline.
+// What is wrong with a run, what to change, and how the run differs from the baseline.
 import '@preact/signals';
 import {Notice, Problem} from '../components/basics.jsx';
 import {chosen} from '../records.js';

@@ -1,4 +1,4 @@
-// Recipes x layers at a step: what would be lost under recipes that were not in use.
+// A table of tensors and recipes at a step, with the errors under recipes that were not in use.
 import {at, go} from '../address.js';
 import {limitsOfValues, limitsSet, scaleOf} from '../color/scales.js';
 import {Legend} from '../color/legend.jsx';
@@ -16,11 +16,11 @@ import {byTensor, exceeds, IN_USE, isAbout, keeps, leastOf, LIMITS, METRICS, sty
 import {asked, Picker, rowsOf, Trying} from '../what_if/try.jsx';
 
 const PAGE = 30;
-/** What its limits of colors are of, in the address. */
+/** The name of this view's color limits in the address. */
 const CHOICE = 'what_if';
 const metricOf = () => (METRICS.includes(at('metric')) ? at('metric') : METRICS[0]);
 
-/** The run's own sampled step that is nearest below the one that is looked at. */
+/** Return the run's sampled step that is nearest to the selected step. */
 function stepOf() {
   const sampled = details.value.run?.data?.steps ?? [];
   return sampled.length ? sampled[placeOf(sampled, currentStep())] : null;
@@ -47,7 +47,7 @@ export function WhatIf() {
   );
 }
 
-/** That no recipe mends what FP8 did not do. */
+/** A note that another recipe would not help, if FP8 is not the cause. */
 function NotByFp8() {
   const told = story.value?.headline;
   if (told?.cause === undefined || told.cause === 'unknown' || (told.about_fp8 !== false && told.cause !== 'none')) return null;
@@ -160,7 +160,7 @@ function Cell({value, metric, least, about}) {
 
 const Mark = ({exceeded}) => exceeded && <span role="img" aria-label="above the limit">▲ </span>;
 
-/** How many tensors keep all limits under a recipe, of those that are known. */
+/** Return the share of tensors that keep all limits under a recipe, among tensors with known errors. */
 function share(tensors, name) {
   const known = tensors.map((tensor) => keeps(tensor.by.get(name))).filter((kept) => kept !== null);
   const kept = known.filter(Boolean).length;

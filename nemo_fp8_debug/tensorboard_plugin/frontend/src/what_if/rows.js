@@ -1,21 +1,21 @@
-// Rows of `others` and `what_if` by tensor, the limits that they are held against, and the colors of cells.
+// Rows of `others` and `what_if` by tensor, the limits for their errors, and the colors of cells.
 
-// What an operand may lose: analysis/options.Budget of the Python side, at its defaults.
+// Largest errors of an operand: the defaults of `Budget` in analysis/recommendation/options.py.
 export const LIMITS = {relative_error: 0.06, underflow_pct: 1, overflow_pct: 0.01};
 
-/** Whether a metric is above its limit; of those that have one. */
+/** Return whether a metric is above its limit. Return false for metrics without a limit. */
 export const exceeds = (metric, value) => value != null && value > (LIMITS[metric] ?? Infinity);
 
-/** Whether errors keep every limit; null where none is known. */
+/** Return whether errors keep every limit, or null if no error is known. */
 export function keeps(errors) {
   const known = Object.keys(LIMITS).filter((metric) => errors?.[metric] != null);
   return known.length ? known.every((metric) => !exceeds(metric, errors[metric])) : null;
 }
 
-// Cells in the colors of a scale, and text that is read on them.
+// The colors of cells, and of readable text on them.
 const channels = (color) => [1, 3, 5].map((at) => Number.parseInt(color.slice(at, at + 2), 16));
 
-/** The color at a share of the way. */
+/** Return the color at a place of a color ramp, from 0 to 1. */
 function mixed(colors, part) {
   const at = part * (colors.length - 1);
   const low = Math.min(Math.floor(at), colors.length - 2);
@@ -23,7 +23,7 @@ function mixed(colors, part) {
   return from.map((value, i) => Math.round(value + (to[i] - value) * (at - low)));
 }
 
-/** Relative luminance (WCAG 2.2). */
+/** Return the relative luminance (WCAG 2.2). */
 function luminance(rgb) {
   const [r, g, b] = rgb.map((value) => (value / 255 <= 0.04045 ? value / 255 / 12.92 : ((value / 255 + 0.055) / 1.055) ** 2.4));
   return 0.2126 * r + 0.7152 * g + 0.0722 * b;
@@ -31,7 +31,7 @@ function luminance(rgb) {
 
 const WHITE_IS_READ_BETTER_BELOW = 0.179;
 
-/** Of a cell; values that a logarithmic scale has no place for are the lowest. */
+/** Return the style of a cell. On a logarithmic scale, values that have no logarithm get the color of the lowest values. */
 export function styleOf({share, colors}, value) {
   if (value === null) return {};
   const rgb = mixed(colors, share(value));
@@ -42,9 +42,10 @@ export const METRICS = ['relative_error', 'underflow_pct', 'overflow_pct', 'mse'
 export const IN_USE = 'in use';
 
 /**
- * @param {Array<object>} tables columns by name, as the server sends them
+ * @param {Array<object>} tables answers of the server: columns by name
  * @returns {{tensors: Array<{layer, role, by: Map<string, object>}>, recipes: Array<string>, inUse: Array<string>}}
- *   errors by recipe, `in use` for the one that was; and the names of the others, and of those in use
+ *   `by`: errors by recipe, with the name `in use` for the recipe in use. `recipes`: names of the other
+ *   recipes. `inUse`: names of the recipes in use.
  */
 export function byTensor(tables) {
   const tensors = new Map();
@@ -63,18 +64,18 @@ export function byTensor(tables) {
   return {tensors: [...tensors.values()], recipes: [...others], inUse: [...inUse]};
 }
 
-/** The least of a row, by a metric; null where there is no choice. */
+/** Return the lowest value of a metric in a tensor's row, or null if all values are equal or unknown. */
 export function leastOf(tensor, metric) {
   const known = [...tensor.by.values()].map((errors) => errors[metric]).filter((value) => value != null);
   const least = Math.min(...known);
   return known.some((value) => value !== least) ? least : null;
 }
 
-/** Whether values are of float32 tensors whose histograms are rounded. */
+/** Return whether values are approximate, because they come from rounded histograms of float32 tensors. */
 export const isAbout = (tensor, name) => Boolean(tensor.by.get(name)?.about);
 
 export const valueOf = (tensor, name, metric) => tensor.by.get(name)?.[metric] ?? null;
 
-/** Worst first, by the metric in use; those without it last. */
+/** Sort tensors by their value under the recipe in use, worst first. Tensors without a value come last. */
 export const worstFirst = (tensors, metric) =>
   [...tensors].sort((a, b) => (valueOf(b, IN_USE, metric) ?? -1) - (valueOf(a, IN_USE, metric) ?? -1));

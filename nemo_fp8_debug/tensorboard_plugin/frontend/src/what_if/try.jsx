@@ -1,4 +1,4 @@
-// Recipes that the record does not have, replayed from its histograms when asked for.
+// Recipes that are not in the record. On request, the server replays them from the record's histograms.
 import {signal} from '@preact/signals';
 import {useEffect, useState} from 'preact/hooks';
 import {at, go} from '../address.js';
@@ -8,15 +8,17 @@ import {useJob} from '../server.js';
 
 const BETWEEN = ';';
 
-/** Recipes that the address asks to try. */
+/** Return the recipes to try from the address. */
 export const asked = () => [...new Set((at('what_if') ?? '').split(BETWEEN).filter(Boolean))];
 const ask = (recipes) => go({what_if: recipes.length ? recipes.join(BETWEEN) : null});
 
 const KEPT = 60;
-/** {version, rows} or {version, error} by question; the version is the record's when it was asked. */
+/**
+ * Answers {version, rows} or {version, error} by question. `version` is the record's version at the time of the question.
+ */
 const tried = signal(new Map());
 const keyOf = (question) => JSON.stringify(question);
-/** The rows of a question, those of an earlier version until the new ones are there. */
+/** Return the rows of a question. Rows of an earlier version stay until the new rows have arrived. */
 export function rowsOf(question) {
   const answer = tried.value.get(keyOf(question));
   return answer?.rows && called('what_if', question, answer).rows;
@@ -30,7 +32,7 @@ function forgetFailures() {
   tried.value = new Map([...tried.value].filter(([, answer]) => !answer.error));
 }
 
-/** The recipe's name, as numerics/recipe.py has it: options at their default are left out. */
+/** Return a recipe's name as in numerics/recipe.py, without options that have their default. */
 function nameOf({scaling, format, margin, history}) {
   if (scaling !== 'delayed') return `${scaling}-${format}`;
   const options = [margin && `margin=${margin}`, history !== 1024 && `amax_history_len=${history}`].filter(Boolean);
@@ -40,7 +42,7 @@ function nameOf({scaling, format, margin, history}) {
 const historyIn = (recipes) => Number(/amax_history_len=(\d+)/.exec(recipes.join(' '))?.[1] ?? 1024);
 const whole = (text, least, most) => Math.min(most, Math.max(least, Number.parseInt(text, 10) || least));
 
-/** @param {Array<string>} inUse recipes in use, whose history delayed scaling starts out with */
+/** @param {Array<string>} inUse recipes in use; the form starts with their length of the amax history */
 export function Picker({inUse}) {
   const [wanted, want] = useState({scaling: 'current', format: 'hybrid', margin: 0, history: historyIn(inUse)});
   const set = (more) => want({...wanted, ...more});
@@ -93,7 +95,7 @@ function Asked() {
   ));
 }
 
-/** Works on the questions one after the other, anew where the record has another version. */
+/** Asks the questions one after the other. Asks again if the record has another version. */
 export function Trying({questions, version}) {
   const failed = questions.map((question) => [question, tried.value.get(keyOf(question))?.error]).filter(([, error]) => error);
   const next = questions.find((question) => tried.value.get(keyOf(question))?.version !== version);
@@ -108,7 +110,7 @@ export function Trying({questions, version}) {
 
 const SETTLED_MS = 400;
 
-/** Asks once nobody has moved on for a moment, as a slider does that is drawn along. */
+/** Asks only after the question has stayed the same for a moment, because a dragged slider changes the step often. */
 function Settled({question, version}) {
   const [settled, settle] = useState(false);
   useEffect(() => {
