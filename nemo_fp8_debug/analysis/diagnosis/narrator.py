@@ -507,7 +507,8 @@ def _tell_loss_against_baseline(loss: LossOutcome, gap: Gap, unit: str, since: i
     low = gap.interval()[0]
     if low > loss.max_gap and not gap.paired:
         return f"The loss {end}. {_tell_other_seeds(loss, gap)}"
-    unknown = f"We cannot tell whether the loss is {loss.percents(loss.max_gap)} above {whose}: it {end}."
+    limit = loss.percents(loss.max_gap)
+    unknown = f"We cannot tell whether the loss is harmed ({limit} or more above {whose}): it {end}."
     # A gap above the visible size is certain. Only its harm is open.
     visible = f" A gap below {loss.percents(gap.visible)} would not show." if gap.percent < gap.visible else ""
     return unknown + visible

@@ -520,7 +520,7 @@ _TABLE: list[tuple[str, str, Check | None]] = [
     ("little harm", f"less than the {_PERCENT} that|by less than counts as harm|slightly above the baseline's", _check_less),
     (
         "cannot tell",
-        f"[Ww]e cannot tell whether the loss is #limit%(?: of the loss's range)? above {_WHOSE}",
+        rf"[Ww]e cannot tell whether the loss is harmed \(#limit%(?: of the loss's range)? or more above {_WHOSE}\)",
         _check_cannot_tell,
     ),
     ("visible gap", f"A gap below {_PERCENT} would not show", _check_visible),
