@@ -352,7 +352,7 @@ class TestShortBaseline:
     def test_what_both_runs_have_is_told(self, tmp_path: Path, baseline: Path) -> None:
         runs = [write(tmp_path / name, corrupted, falling(left=120)) for name in ("bad", "copy")]
         told = diagnose(*runs).verdict()
-        assert f"same trouble: X of {CULPRIT} since {ONSET}" in told and "nothing wrong" not in told
+        assert f"same trouble: X of {CULPRIT} since step {ONSET}" in told and "nothing wrong" not in told
         assert "both losses rise for good, the run's from step 120 on, the baseline's from 120 on." in told
         assert "same trouble" not in diagnose(write(tmp_path / "good"), baseline).verdict()
 
@@ -460,7 +460,7 @@ class TestReference:
         bad, bf16 = write(tmp_path / "run", corrupted, falling(1)), write(tmp_path / "bf16", losses=falling(1))
         found = diagnose(bad, baseline, bf16)
         assert found.cause == "none" and found.confidence is None
-        assert f"We found nothing that harms the loss. Unusual: X of {CULPRIT} since {ONSET}" in found.verdict()
+        assert f"We found nothing that harms the loss. Unusual: X of {CULPRIT} since step {ONSET}" in found.verdict()
         assert found.to_json()["reference"]["differs"] is False
 
 

@@ -43,7 +43,7 @@ TRUE = (
     "X of layers.0.fc1 went wrong at or before step 100: its scale jumped. The scale is 3.0 bits too large.",
     "The loss rose by 32.1% at step 100 and ended 43.1% above the baseline's (95% interval 42 to 44%; batches not matched).",
     "The loss departed from the baseline's around step 100.",
-    "Unusual: dY of layers.0.fc2 since 40 (underflow 3% instead of 1%).",
+    "Unusual: dY of layers.0.fc2 since step 40 (underflow 3% instead of 1%).",
 )
 #: by what is wrong with it, a sentence
 FALSE = {

@@ -140,7 +140,8 @@ def _tell_outcome(found: Answer) -> list[str]:
         sentences.append(f"The optimizer takes no step from {found.run.unit} {found.stopped_at} on.")
     sentences.append(tell_reference(found.loss, found.run.unit))
     if found.shared:
-        sentences.append(f"The baseline has the same trouble: {'; '.join(map(_name_finding, found.shared[:2]))}.")
+        shared = "; ".join(_name_finding(each, found.run.unit) for each in found.shared[:2])
+        sentences.append(f"The baseline has the same trouble: {shared}.")
     return [*filter(None, sentences)]
 
 
@@ -175,7 +176,7 @@ def _tell_no_cause(found: Answer, sure: str) -> str:
         return "The loss is too low to trust."
     harmed = found.harm in ("harmful", "likely")
     if found.decision.likeliest and (harmed or found.cause == "unknown"):
-        told = " or ".join(_name_finding(each) for each in found.decision.likeliest)
+        told = " or ".join(_name_finding(each, found.run.unit) for each in found.decision.likeliest)
         return f"{'We cannot tell why. Likeliest' if harmed else f'{_tell_doubt(found)}. Likeliest, if anything'}: {told}."
     if found.cause == "unknown":
         return "We cannot tell what is wrong." if harmed else f"{_tell_doubt(found)}."
@@ -199,12 +200,12 @@ def _tell_doubt(found: Answer) -> str:
     return f"We found nothing, but {n} sample{' is' if n == 1 else 's are'} too few to be sure"
 
 
-def _name_finding(found: Finding) -> str:
+def _name_finding(found: Finding, unit: str) -> str:
     where, means = found.operand or found.layer, CAUSES[found.cause].means
     if found.cause in ("unknown", "software", "changed_recipe") or (where is None and means.startswith("its ")):
         means = found.evidence
     is_told = found.since is None or (where is None and str(found.since) in means)
-    since = "" if is_told else f" since {found.since}"
+    since = "" if is_told else f" since {unit} {found.since}"
     return f"{where}{since} ({means})" if where else f"{means}{since}"
 
 
@@ -218,7 +219,8 @@ def list_unusual(found: Answer) -> list[Finding]:
 
 def _tell_unusual(found: Answer) -> str:
     unusual = list_unusual(found)[:2]
-    since = [f" since {each.since}" if each.operand and each.since is not None else "" for each in unusual]
+    unit = found.run.unit
+    since = [f" since {unit} {each.since}" if each.operand and each.since is not None else "" for each in unusual]
     told = [
         f"{each.operand or each.layer or each.rule}{at} ({each.evidence})" for each, at in zip(unusual, since, strict=True)
     ]

@@ -482,13 +482,14 @@ _TABLE: list[tuple[str, str, Check | None]] = [
     ("norm is zero", r"exactly 0 at #some of #all_of \w+, (?:and at each one from|first at) @step", None),
     (
         "other step",
-        r"(?:(?:usual|tokens|channel|is #value|so) at|no token from) @step|(?:since|from) (?P<end>\d+) (?:on|\()",
+        r"(?:(?:usual|tokens|channel|is #value|so) at|no token from) @step|"
+        r"(?:since|from)(?: step| sample)? (?P<end>\d+) (?:on|\()",
         None,
     ),
     ("scale side", r"scale is #value bits too (?P<side>large|small)", _check_scale_side),
     ("scale moved", "its scale moved, its values did not", _check_not_stale),
-    ("scale moved", "around @around it moved by #moved bits, and the values by #values", _check_moved),
-    ("values moved", "it stands still while the values moved by #moved bits", _check_moved),
+    ("scale moved", "around @around, the scale moved by #moved bits and the values by #values bits", _check_moved),
+    ("values moved", "the scale stands still while the values moved by #moved bits", _check_moved),
     (
         "scale is 1",
         "exactly 1 in all #some samples",

@@ -113,8 +113,8 @@ def _moved(mine: pl.DataFrame, theirs: pl.DataFrame | None) -> Iterator[Finding]
     first = max(place for place in places if place is not None)
     step = int(mine["step"][first])
     evidence = (
-        f"gradients carry a factor of {format_number(values[first])} on top of the loss scale from step {step} on, and "
-        f"{format_number(_usual(values))} before; neither the loss scale nor accumulation explains that"
+        f"gradients carry a factor of {format_number(values[first])} on top of the loss scale from step {step} on "
+        f"(before: {format_number(_usual(values))}); neither the loss scale nor accumulation explains that"
     )
     yield _factor("proof", evidence, step, "Look at what divides the loss: accumulation, tokens, averaging over ranks.")
 

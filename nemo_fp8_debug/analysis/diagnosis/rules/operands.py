@@ -286,8 +286,9 @@ def _explain_scale(suspect: Suspect, out: slice, error: float, usual: float) -> 
     around = slice(min(max(start - thresholds.LASTING, MADE_UP), max(start - 1, 0)), out.stop)
     scale, wanted = _moves(run.scale[around]), _moves((run.scale - run.off)[around])
     moved, asked, off = float(scale.sum()), float(wanted.sum()), error + usual
-    evidence = f"the scale is {abs(off):.1f} bits {'too large' if off > 0 else 'too small'}"
-    evidence += f"; usually {abs(usual):.1f} bits {'too large' if usual > 0 else 'too small'}" if abs(usual) >= 0.1 else ""
+    side, usual_side = ("too large" if bits > 0 else "too small" for bits in (off, usual))
+    evidence = f"the scale is {abs(off):.1f} bits {side}"
+    evidence += f" (usually {abs(usual):.1f} bits {usual_side})" if abs(usual) >= 0.1 else ""
     lost = {"underflow": _highest(run.underflow[out]), "overflow": _highest(run.overflow[out])}
     evidence += "".join(
         f"; {name} {format_number(value, '%')}" for name, value in lost.items() if value >= thresholds.LOST_MORE
@@ -305,11 +306,13 @@ def _explain_scale(suspect: Suspect, out: slice, error: float, usual: float) -> 
         if start > MADE_UP and _has_jumped(*moves, error):
             by, values = float(moves[0].sum()), -float(moves[1].sum())
             scale_by, values_by = (format_number(bits, signed=True) for bits in (by, values))
-            evidence += f"; around step {suspect.since} it moved by {scale_by} bits, and the values by {values_by}"
+            evidence += (
+                f"; around step {suspect.since}, the scale moved by {scale_by} bits and the values by {values_by} bits"
+            )
             return _name(suspect, "corrupted_scale", "clear", evidence)
     stands = len(run.scale[start : around.stop]) > 1 and not _moves(run.scale[start : around.stop]).any()
     if stands and abs(moved) < abs(asked) / 2 and asked * np.sign(error) < -thresholds.SCALE_OFF / 2:
-        evidence += f"; it stands still while the values moved by {format_number(-asked, signed=True)} bits"
+        evidence += f"; the scale stands still while the values moved by {format_number(-asked, signed=True)} bits"
         return _name(suspect, "stale_scale", "clear", evidence)
     return replace(_name(suspect, cause, "clear", evidence), advice=CAUSES["clipping"].advice)
 
