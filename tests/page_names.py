@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader
 import nemo_fp8_debug
 from nemo_fp8_debug import Monitor
 from nemo_fp8_debug.analysis.recommendation.snippets import write_snippets
-from nemo_fp8_debug.analysis.recommendation.snippets.megatron import make_per_module
+from nemo_fp8_debug.analysis.recommendation.snippets.megatron import make_module_recipes
 from nemo_fp8_debug.core.sample import Sample
 from nemo_fp8_debug.numerics.recipe import Recipe, parse_recipe
 from nemo_fp8_debug.record.schema import STATUS
@@ -233,7 +233,7 @@ def monitor_experts() -> None:
 
 def megatron_modules() -> Names:
     """The file of a recommendation for Megatron."""
-    file = make_per_module(recommendation(run(), {("decoder.layers.1.mlp.linear_fc2", "input"): BF16}))
+    file = make_module_recipes(recommendation(run(), {("decoder.layers.1.mlp.linear_fc2", "input"): BF16}))
     Path("fix").mkdir()
     Path("fix", file.name).write_text(file.text)  # type: ignore[union-attr]
     return {"config": SimpleNamespace(model=SimpleNamespace())}

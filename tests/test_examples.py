@@ -82,7 +82,7 @@ def test_examples_of_what_is_internal(name: str) -> None:
         assert is_run_elsewhere(example.name) or runner.run(example).failed == 0, example.name
 
 
-@pytest.mark.parametrize("name", ["list_folders", "with_earlier_names", "values_of", "migrate_fingerprint"])
+@pytest.mark.parametrize("name", ["list_folders", "with_earlier_names", "list_renamed_values", "migrate_fingerprint"])
 def test_examples_of_migration(name: str) -> None:
     assert failures_of(getattr(migration, name), name) == 0
 

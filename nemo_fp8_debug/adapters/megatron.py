@@ -19,7 +19,7 @@ from ..capture.grad_scale import read_loss_and_tokens
 from ..core.arguments import check_arguments
 from ..errors import ConfigError
 from ..options.config import Config
-from .session import HostRun
+from .session import FrameworkRun
 
 if TYPE_CHECKING:
     from megatron.bridge.training.callbacks import Callback, CallbackContext
@@ -49,7 +49,7 @@ class FP8DebugBridgeCallback(Callback):  # type: ignore[misc]
     """
 
     def __init__(self, **options: Any) -> None:
-        self._run = HostRun(options)
+        self._run = FrameworkRun(options)
         self._lr: Any = None
 
     def on_train_start(self, context: CallbackContext) -> None:
@@ -110,7 +110,7 @@ class FP8DebugForwardStep:
     def __init__(self, forward_step: Callable[..., Any], **options: Any) -> None:
         if not callable(forward_step):
             raise ConfigError(f"forward_step is {forward_step!r}; it must be the script's function of that name")
-        self._run = HostRun(options)
+        self._run = FrameworkRun(options)
         self._forward_step = forward_step
         self._step: int | None = None
         self._open = False

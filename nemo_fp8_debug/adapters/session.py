@@ -37,7 +37,7 @@ def start_monitor(make: Callable[[], Monitor], raises: bool) -> Monitor | None:
         return None
 
 
-class HostRun:
+class FrameworkRun:
     """A run of a framework. Before `start`, this object has only plain values, so that launchers can copy and pickle it."""
 
     def __init__(self, options: Mapping[str, Any]) -> None:

@@ -20,7 +20,7 @@ from ..capture.tracing import Hook
 from ..core.arguments import check_arguments
 from ..errors import ConfigError
 from ..options.config import Config
-from .session import HostRun
+from .session import FrameworkRun
 
 
 @check_arguments(options_of=Config)
@@ -44,7 +44,7 @@ class FP8DebugTrainerCallback(TrainerCallback):
     """
 
     def __init__(self, **options: Any) -> None:
-        self._run = HostRun(options)
+        self._run = FrameworkRun(options)
         self._hook: Any = None
         self._losses: list[torch.Tensor] = []
         self._summed = False

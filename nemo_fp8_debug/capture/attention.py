@@ -27,7 +27,7 @@ from ..numerics.block_scaling import BlockRule
 from ..numerics.metrics import compute_amax
 from ..numerics.tensor_scaling import CurrentScaling
 from .backends.base import Args, Backend, Kwargs, ScaleInUse, UnknownCast, make_unknown_cast
-from .backends.transformer_engine.environment import unread_release
+from .backends.transformer_engine.environment import explain_unsupported_release
 from .backends.transformer_engine.quantizers import make_cast
 from .dispatcher import Dispatcher, Pass
 from .gemms import Gemm
@@ -112,7 +112,7 @@ class AttentionCapture:
         """
         self._found, self._sinks, self._on_fault, self._dispatcher = found, sinks, on_fault, dispatcher
         self._emulated: set[str] = set()
-        self._untold = unread_release()
+        self._untold = explain_unsupported_release()
         #: names of attentions that ran in FP8 without showing operands
         self.unseen: dict[str, None] = {}
 

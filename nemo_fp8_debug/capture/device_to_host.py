@@ -24,7 +24,7 @@ Move = Callable[[torch.Tensor], torch.Tensor]
 Bins = tuple[torch.Tensor, torch.Tensor]
 
 
-class Holder(Protocol):
+class TensorHolder(Protocol):
     """An object that keeps tensors until their step is measured."""
 
     def move(self, to: Move) -> None:
@@ -34,7 +34,7 @@ class Holder(Protocol):
 class DeviceToHostCopy:
     """A copy to the host. The training thread prepares it after a step without waiting, and a background thread makes it."""
 
-    def __init__(self, holders: Sequence[Holder], devices: Collection[torch.device]) -> None:
+    def __init__(self, holders: Sequence[TensorHolder], devices: Collection[torch.device]) -> None:
         """
         Args:
             holders: objects that keep tensors, on any device.
@@ -70,7 +70,7 @@ def _mark(device: torch.device) -> torch.cuda.Event:
     return over
 
 
-def _by_device(holders: Sequence[Holder]) -> list[list[torch.Tensor]]:
+def _by_device(holders: Sequence[TensorHolder]) -> list[list[torch.Tensor]]:
     """Return the tensors that are not in host memory, as a list for each device, without duplicates."""
     found: dict[torch.device, dict[int, torch.Tensor]] = defaultdict(dict)
 

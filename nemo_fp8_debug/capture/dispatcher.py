@@ -43,7 +43,7 @@ _LAST_CALLBACK = 4
 _SKIPPED, _COUNTED, _FIRST, _AGAIN, _TRANSFORMED = range(5)
 
 
-class Transformed(Exception):
+class TransformedForwardError(Exception):
     """An error for a forward under a transform of torch.func (vmap, grad, jvp).
 
     We do not count such a forward, because its tensors only wrap other tensors.
@@ -221,7 +221,7 @@ class Dispatcher:
             hold(module.register_forward_hook(leave, prepend=True, with_kwargs=True, always_call=True))
         watched.observers = [_Observer(guard, entered, left, applies), *watched.observers]
 
-    def watch_ready(self, module: nn.Module, guard: Guard, call: Callable[[Args, Kwargs], None]) -> None:
+    def watch_before_forward(self, module: nn.Module, guard: Guard, call: Callable[[Args, Kwargs], None]) -> None:
         """Call `call` before each forward of a module, after all existing pre-hooks."""
         watched = self._watched(module)
         if not watched.ready:
@@ -313,7 +313,7 @@ class Dispatcher:
         if call.kind is None:
             call.kind = watched.decide(module, call)
         if call.kind == _TRANSFORMED:
-            raise Transformed
+            raise TransformedForwardError
         if call.kind in (_COUNTED, _FIRST):
             seen = call.passes[observer] = Pass(next(self.order), call.kind == _COUNTED)
             return seen

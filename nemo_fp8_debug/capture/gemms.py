@@ -12,8 +12,8 @@ from ..core.arguments import quote_names
 from ..core.layer_names import compile_patterns
 from ..errors import ConfigError
 from .backends import BACKENDS, Backend
-from .backends.base import is_plain, read_raw_weight
-from .backends.in_forward import is_computed
+from .backends.base import is_plain_tensor, read_raw_weight
+from .backends.in_forward import is_weight_computed
 from .backends.parallel import find_first_expert
 from .patching import find_emulation
 from .scan import ScannedModule, scan_modules
@@ -71,10 +71,10 @@ def is_seen_in_forward(gemm: Gemm) -> bool:
         return True
     if find_emulation(gemm.module):
         return False
-    if is_computed(gemm.module):
+    if is_weight_computed(gemm.module):
         return True
     foreign = not gemm.backend.has_own_fp8 and bool(gemm.backend.foreign(gemm.module))
-    return foreign and is_plain(read_raw_weight(gemm.module))
+    return foreign and is_plain_tensor(read_raw_weight(gemm.module))
 
 
 def _part_of_name(part: str, parts: int) -> str:
@@ -126,7 +126,7 @@ def select_gemms(gemms: Iterable[Gemm], patterns: Sequence[str] | None) -> list[
     return [g for g in chosen if not g.compiled]
 
 
-def drop_ends(gemms: Sequence[Gemm], first: int, last: int) -> list[Gemm]:
+def drop_end_layers(gemms: Sequence[Gemm], first: int, last: int) -> list[Gemm]:
     """Return all GEMMs except those of the first `first` and last `last` transformer layers, by `layers.N` in their names.
 
     Raises:

@@ -54,7 +54,7 @@ class GradScale:
         if schedules is not None:
             self._dispatcher.call_after_step(watch_calls(schedules, "forward_step", _forward_step, self._see_result))
 
-    def show(self, loss: Any, tokens: torch.Tensor | float = 1) -> None:
+    def add_loss(self, loss: Any, tokens: torch.Tensor | float = 1) -> None:
         """Watch a loss that will be backpropagated. Such losses have precedence over losses in the output of root modules.
 
         Args:
@@ -80,7 +80,7 @@ class GradScale:
 
     def _see_result(self, result: Any) -> None:
         with self._guarded():
-            self.show(*read_loss_and_tokens(result))
+            self.add_loss(*read_loss_and_tokens(result))
 
     def _watch(self, loss: Any, tokens: torch.Tensor | float, seen: list[torch.Tensor]) -> None:
         if not (torch.is_tensor(loss) and loss.requires_grad and loss.numel() == 1):

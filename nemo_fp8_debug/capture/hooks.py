@@ -24,10 +24,10 @@ import torch
 from torch import nn
 
 from ..core.error_guard import Fault, OperandGuard
-from .backends.base import Args, Backend, Kwargs, ScaleInUse, StoredCodes, UnknownCast, is_prepared_later, make_unknown_cast
+from .backends.base import Args, Backend, Kwargs, ScaleInUse, StoredCodes, UnknownCast, is_gathered_later, make_unknown_cast
 from .dispatcher import Dispatcher, Guard, Mode, Pass
 from .gemms import Gemm
-from .operator_mode import AmaxReductions, Reduced, defer_until_backward, defer_until_node, with_shared_amax
+from .operator_mode import AmaxReductions, Reduced, apply_shared_amax, defer_until_backward, defer_until_node
 from .optimizer_weights import MasterWeights, choose_measured_weight
 from .patching import find_emulation
 from .tensors import view_as_multiplied
@@ -56,7 +56,7 @@ class ProductSink(Protocol):
     weight_gradient: tuple[torch.Tensor, torch.Tensor] | None
 
     @property
-    def sees_sums(self) -> bool:
+    def has_checked_sums(self) -> bool:
         """Return True if the module sums its output over ranks, and we check this sum's terms."""
 
     def watch_sums(self) -> Mode | None:
@@ -89,7 +89,7 @@ class CopySink(Protocol):
     def see(self, name: str, role: str, x: torch.Tensor) -> None:
         """Take a tensor. Copy what is needed, because the tensor may change later."""
 
-    def see_stored(self, name: str, stored: StoredCodes) -> None:
+    def add_stored_weight(self, name: str, stored: StoredCodes) -> None:
         """Take a weight that is stored as codes."""
 
 
@@ -147,7 +147,7 @@ class _KeptOfCall:
     reductions: AmaxReductions | None = None
 
 
-class Capture:
+class OperandCapture:
     """An observer of the operands of GEMMs whose modules receive X as an argument."""
 
     def __init__(
@@ -203,10 +203,10 @@ class Capture:
             guard = partial(OperandGuard, self._on_fault, watched.gemms[0].name, "input", True)
             dispatcher.watch_calls(watched.module, guard, partial(self._enter, watched), partial(self._leave, watched))
             for one in watched.gemms:
-                if one.products and one.products.sees_sums:
-                    dispatcher.watch_ready(watched.module, guard, partial(self._watch_sums, watched, one.products))
+                if one.products and one.products.has_checked_sums:
+                    dispatcher.watch_before_forward(watched.module, guard, partial(self._watch_sums, watched, one.products))
         if self._masters and any(p.gemm.backend.stored(p.gemm.module, p.gemm.part) for p in self._watched):
-            dispatcher.watch_optimizer(partial(self._guarded, "", "weight"), self._masters.note)
+            dispatcher.watch_optimizer(partial(self._guarded, "", "weight"), self._masters.add_optimizer)
 
     def _guarded(self, name: str, role: str, lost: bool = True) -> OperandGuard:
         return OperandGuard(self._on_fault, name, role, lost)
@@ -224,7 +224,7 @@ class Capture:
             if one.products:
                 one.products.begin_call(args, kwargs)
         kept.weights = self._find_weights(watched, args, kwargs)
-        if not watched.is_sharded and any(is_prepared_later(watched.module, weight) for weight in kept.weights.values()):
+        if not watched.is_sharded and any(is_gathered_later(watched.module, weight) for weight in kept.weights.values()):
             watched.is_sharded = watched.takes_inputs_later = True
         if not watched.takes_inputs_later:
             self._take_inputs(watched, call, args, kwargs)
@@ -292,7 +292,7 @@ class Capture:
 
     def _known_cast(self, name: str, role: str, read: Callable[[], ScaleInUse], reduced: Reduced = ()) -> ScaleInUse:
         with self._guarded(name, role, lost=False):
-            return with_shared_amax(read(), reduced)
+            return apply_shared_amax(read(), reduced)
         return make_unknown_cast(role)
 
     def _leave(self, watched: _WatchedModule, call: Pass, args: Args, kwargs: Kwargs, out: Any) -> None:
@@ -325,7 +325,7 @@ class Capture:
         x, use, multiplied = choose_measured_weight(stored, self._masters)
         sink.add(x, call.order + 1, use)
         if self._copies:
-            self._copies.see_stored(watched.name, stored)
+            self._copies.add_stored_weight(watched.name, stored)
         _multiply(watched, "weight", x if multiplied is use else stored.decoded().values, call, multiplied)
 
     def _watch_gradient(

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from ..core.error_guard import Fault, OperandGuard
 from .backends.base import Args, Kwargs, ScaleInUse, UnknownCast, make_unknown_cast, read_raw_weight
-from .backends.in_forward import find_parameter, is_computed, parameter_name, parameter_names
+from .backends.in_forward import find_parameter, is_weight_computed, parameter_name, parameter_names
 from .dispatcher import Dispatcher, Pass
 from .gemms import Gemm
 from .hooks import OperandSink, ProductSink
@@ -99,7 +99,7 @@ class MatmulCapture:
         self, gemms: Mapping[str, Gemm], call: _SeenCall, found: Matmul
     ) -> Callable[[torch.Tensor, bool], None] | None:
         gemm = gemms[found.parameter]
-        has_arguments = not gemm.backend.in_forward and not is_computed(gemm.module)
+        has_arguments = not gemm.backend.in_forward and not is_weight_computed(gemm.module)
         if has_arguments and not (found.x_is_told and found.weight_is_told):
             return None
         place = self._place(call)

@@ -23,10 +23,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 from torch.utils._pytree import tree_leaves
 
-from ..core.error_guard import enter_again, leave_modes
+from ..core.error_guard import leave_modes, restore_modes
 from .backends.in_forward import find_parameter
 from .dispatcher import EventHook
-from .operator_mode import over_dtensors
+from .operator_mode import is_dtensor_call
 from .scan import scan_modules
 from .tensors import is_dtensor
 
@@ -101,7 +101,7 @@ class Matmuls(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call `func` unchanged, and follow its values."""
         kwargs = kwargs or {}
-        if self._on and over_dtensors(types):
+        if self._on and is_dtensor_call(types):
             return NotImplemented
         if not self._on or any(isinstance(x, FakeTensor) for x in args):
             return func(*args, **kwargs)
@@ -109,7 +109,7 @@ class Matmuls(TorchDispatchMode):
         try:
             self._before(func, args)
         finally:
-            enter_again(modes)
+            restore_modes(modes)
         out = func(*args, **kwargs)
         with contextlib.suppress(Exception):  # after an error, the origin of the results is unknown
             self._flow.follow(func, args, kwargs, out)

@@ -10,15 +10,15 @@ import torch
 from ..core.keys import MIXED, Key
 from ..kernels.cpu.histograms import Histograms
 from ..numerics.histogram import Histogram
-from ..numerics.metrics import Moments, QuantizationSums, merge, total_sums
-from ..numerics.recipe import NamesRecipe
-from ..numerics.tensor_scaling import CurrentScaling, scales_of
+from ..numerics.metrics import Moments, QuantizationSums, merge_moments, total_sums
+from ..numerics.recipe import RecipeReference
+from ..numerics.tensor_scaling import CurrentScaling, compute_cast_scales
 from .backends.base import ScaleInUse
 from .operands import Operand
 
 
 @dataclass(frozen=True)
-class Cast(NamesRecipe):
+class Cast(RecipeReference):
     """How an operand was cast, in words."""
 
     recipe: str
@@ -90,7 +90,7 @@ def add_up_stats(key: Key, stats: Sequence[OperandStats]) -> OperandStats:
         cast=replace(first.cast, source=first.cast.source if len(sources) == 1 else MIXED),
         histogram=Histogram.total([s.histogram for s in stats]),
         amax=max(s.amax for s in stats),
-        moments=merge(Moments.concat(direct)) if direct else None,
+        moments=merge_moments(Moments.concat(direct)) if direct else None,
         sums=None,
         block_scales=torch.stack(scales).sum(0) if len(scales) == len(stats) else None,
         calls=sum(s.calls for s in stats),
@@ -105,7 +105,7 @@ def collect_stats(operands: Sequence[Operand]) -> list[OperandStats]:
     seen = [o for o in operands if o.calls]
     for operand in seen:
         operand.add_up()
-    known = _UnderScales([o for o in seen if not o.deferred])
+    known = _UnderScales([o for o in seen if not o.is_scale_deferred])
     return [_shard(operand, known) for operand in seen]
 
 
@@ -160,7 +160,7 @@ class _UnderScales:
         held = [use.scale if isinstance(use.scale, (torch.Tensor, CurrentScaling)) else None for use in uses]
         formats = [use.format for use in uses]
         amax = _amax(operands, histograms, uses)
-        scales = scales_of(held, formats, amax)
+        scales = compute_cast_scales(held, formats, amax)
         counted = [row for row, (_, operand, *_) in enumerate(parts) if not operand.sums]
         of_counted = histograms.select(counted).quantization_sums(scales[counted], [formats[row] for row in counted])
         sums = of_counted.sum_by_owner(owner[counted], len(operands)).each()

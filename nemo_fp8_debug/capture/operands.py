@@ -9,10 +9,10 @@ from typing import ClassVar
 
 import torch
 
-from ..kernels import MeasurementRequest, ValueStats, count_histogram, count_into, count_nonfinite, measure_values
+from ..kernels import MeasurementRequest, ValueStats, add_to_histogram, count_histogram, count_nonfinite, measure_values
 from ..numerics.block_scaling import BlockRule
 from ..numerics.histogram import DTYPES, Histogram
-from ..numerics.metrics import Moments, MomentsFound, QuantizationSums, SumsFound, merge
+from ..numerics.metrics import Moments, MomentsFound, QuantizationSums, SumsFound, merge_moments
 from ..numerics.recipe import Recipe
 from ..numerics.tensor_scaling import CurrentScaling
 from .backends.base import Backend, ScaleInUse
@@ -108,7 +108,7 @@ class Operand:
         self.dtype = x.dtype
         self.calls += 1
 
-    def add_further(self, sums: torch.Tensor) -> None:
+    def add_call_sums(self, sums: torch.Tensor) -> None:
         """Add the sums of one more call, float64. They have the same length in each call."""
         self.further = sums if self.further is None else self.further + sums
 
@@ -116,7 +116,7 @@ class Operand:
         """Count a call. Return its own histogram, or one that several calls share if no what-if recipe has blocks."""
         joins = self.casts and not self.rest and _one_scale(use, self.casts[-1], x.dtype)
         if joins and not any(isinstance(recipe.scaling, BlockRule) for recipe in self.what_if):
-            count_into(self.histograms[-1], x)
+            add_to_histogram(self.histograms[-1], x)
             return self.histograms[-1]
         mine = count_histogram(x)
         if joins:
@@ -184,7 +184,7 @@ class Operand:
     @property
     def whole_moments(self) -> Moments | None:
         """Measurements (`moments`) of all calls together, as one row in host memory."""
-        return merge(Moments.concat([m.whole for m in self.moments]).cpu()) if self.moments else None
+        return merge_moments(Moments.concat([m.whole for m in self.moments]).cpu()) if self.moments else None
 
     @property
     def device(self) -> torch.device | None:
@@ -192,7 +192,7 @@ class Operand:
         return self.histograms[0].counts.device if self.histograms else None
 
     @property
-    def deferred(self) -> bool:
+    def is_scale_deferred(self) -> bool:
         """True if one scale applies to all calls, and the amax of the whole operand determines it after the step."""
         return all(map(_follows_the_whole, self.casts)) and not self.sums
 

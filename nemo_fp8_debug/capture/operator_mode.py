@@ -54,7 +54,7 @@ class OperatorMode(TorchDispatchMode):
             _python_dispatch._push_mode(mode)
 
 
-def over_dtensors(types: Any) -> bool:
+def is_dtensor_call(types: Any) -> bool:
     """Return True if an operator is called with DTensors.
 
     Such an operator calls other operators on this rank's parts, which we observe instead.
@@ -103,7 +103,7 @@ class AmaxReductions(Collectives):
         super().begin()
 
 
-def with_shared_amax(use: ScaleInUse, reduced: Reduced) -> ScaleInUse:
+def apply_shared_amax(use: ScaleInUse, reduced: Reduced) -> ScaleInUse:
     """Return the cast of an operand. If ranks share the amax, use the scale that follows from their shared amax.
 
     Args:

@@ -37,7 +37,7 @@ class MasterWeights:
         self.buffers: Sequence[Any] = ()
         self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
-    def note(self, optimizer: Any) -> None:
+    def add_optimizer(self, optimizer: Any) -> None:
         """Note an optimizer that steps."""
         self._optimizers.add(optimizer)
 
@@ -140,7 +140,7 @@ def find_weight(gemm: Gemm) -> Any:
     return read_raw_weight(gemm.module, f"weight{gemm.part}")
 
 
-def stepped_by(optimizer: Any, gemms: Mapping[str, Gemm]) -> Iterator[SteppedWeight]:
+def list_stepped_weights(optimizer: Any, gemms: Mapping[str, Gemm]) -> Iterator[SteppedWeight]:
     """Yield the weights that an optimizer updates.
 
     Args:

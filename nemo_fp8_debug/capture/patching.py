@@ -66,7 +66,7 @@ class PatchedFunction:
         for watcher in list(self._watchers):
             watcher(seen)
 
-    def join(self, watcher: Watcher) -> Callable[[], None]:
+    def add_watcher(self, watcher: Watcher) -> Callable[[], None]:
         """Add a watcher. Return a function that removes it."""
         self._watchers.append(watcher)
         return partial(self._leave, watcher)
@@ -88,4 +88,4 @@ def watch_calls(holder: Any, name: str, call: Call, watcher: Watcher) -> Callabl
     if not isinstance(current, PatchedFunction):
         current = PatchedFunction(holder, name, call)
         setattr(holder, name, current)
-    return current.join(watcher)
+    return current.add_watcher(watcher)

@@ -52,7 +52,7 @@ class Scales:
         """Keep amax histories of these operands, including operands on other ranks that measure the same tensors."""
         self._emulated = EmulatedScales(self._recipe, keys)
 
-    def in_use(self, gemm: Gemm, role: str) -> ScaleInUse:
+    def choose_operand_cast(self, gemm: Gemm, role: str) -> ScaleInUse:
         """Return how operand `role` of `gemm` is cast in the step that is beginning."""
         if self.auto and (engine := find_emulation(gemm.module)):
             if not engine.quantizes(role):

@@ -46,7 +46,7 @@ class ScannedModule:
         return ".".join(self._parts) or "model"
 
     @property
-    def around(self) -> Sequence[nn.Module]:
+    def enclosing_modules(self) -> Sequence[nn.Module]:
         """Return the modules around this one, innermost first."""
         found, outer = [], self.holder
         while outer is not None:
@@ -96,7 +96,7 @@ def scan_modules(roots: Iterable[nn.Module]) -> list[ScannedModule]:
     return found
 
 
-def find_inside(module: nn.Module) -> set[int]:
+def list_inner_modules(module: nn.Module) -> set[int]:
     """Return the ids of all modules inside a module."""
     found: set[int] = set()
     _walk(module, found)

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from ..core.error_guard import enter_again, leave_modes
+from ..core.error_guard import leave_modes, restore_modes
 from .backends.base import read_raw_weight
 from .backends.in_forward import parameter_name
 from .backends.parallel import count_gradient_ranks, find_parallel_state, is_duplicate_master
@@ -134,7 +134,7 @@ class WeightGradients:
             if one.buffer is None and not one.is_sharded:
                 self._hook(one, one.parameter)
             if one.is_sharded or one.needs_ddp:
-                self._dispatcher.watch_ready(one.module, self._guard, partial(self._before_forward, one))
+                self._dispatcher.watch_before_forward(one.module, self._guard, partial(self._before_forward, one))
         for module in {id(one.reducer): one.reducer for one in self.weights if one.reducer is not None}.values():
             watcher = partial(self._after_reduction, module)
             self._dispatcher.call_after_step(watch_calls(module, "finish_grad_sync", _call_first, watcher))
@@ -248,7 +248,7 @@ class WeightGradients:
                 for call in self._calls:
                     call(usable)
         finally:
-            enter_again(modes)
+            restore_modes(modes)
 
 
 def _place_of(gemm: Gemm) -> tuple[nn.Module, str] | None:

@@ -30,11 +30,11 @@ from ..analysis.diagnosis.ranking import order_by_harm
 from ..analysis.loss.outcome import MAX_GAP
 from ..analysis.recommendation.options import Budget, WorstErrors
 from ..analysis.recommendation.recommend import Recommendation, TensorFix
-from ..analysis.recommendation.snippets import PLAN, list_unwritten, make_snippets, write_snippets
+from ..analysis.recommendation.snippets import PLAN, explain_missing_snippets, make_snippets, write_snippets
 from ..analysis.recommendation.snippets.snippet import Snippet
 from ..analysis.runs.cluster import on_cluster
 from ..analysis.runs.run import Run
-from ..analysis.story.story import draw_strip, story
+from ..analysis.story.story import draw_event_strip, story
 from ..analysis.story.summary import tell_conclusion as tell_comparison
 from ..analysis.story.summary import tell_tensors, to_json, write_markdown
 from ..core.keys import ROLES, SHOWN_AS, STATES, Key
@@ -359,7 +359,7 @@ def _print_events(out: Console, events: Sequence[Mapping[str, Any]], unit: str) 
         return
     out.print()
     print_text(out, "Order of events", "bold")
-    for line in draw_strip(events, min(out.width, _WIDEST), unit).splitlines():
+    for line in draw_event_strip(events, min(out.width, _WIDEST), unit).splitlines():
         out.print(Text(line), no_wrap=True, overflow="ignore", crop=False)
     rows = []
     for event in events[:_EVENTS]:
@@ -484,7 +484,7 @@ def _tell_recommendation(found: Recommendation, snippets: list[Snippet]) -> Iter
     yield from found.notes
     for snippet in snippets:
         yield from (f"{snippet.name}: {sentence}" for sentence in snippet.coarser)
-    yield from list_unwritten(found)
+    yield from explain_missing_snippets(found)
 
 
 def _print_fixes(out: Console, found: Recommendation) -> None:

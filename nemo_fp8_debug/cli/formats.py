@@ -10,7 +10,7 @@ import polars as pl
 import typer
 
 from ..analysis.checkpoint.audit import Audit, audit, lacks_scale
-from ..analysis.comparison.compare import split_experts
+from ..analysis.comparison.compare import split_off_experts
 from ..analysis.replay.replay import SOURCES, add_to_record, replay
 from ..core.keys import SHOWN_AS
 from ..core.layer_names import compile_patterns
@@ -113,7 +113,7 @@ def _medians(frames: dict[str, pl.DataFrame]) -> dict[str, pl.DataFrame]:
 
 
 def _print_replayed(medians: dict[str, pl.DataFrame], top: int) -> None:
-    listed, experts = split_experts(medians["in use"])
+    listed, experts = split_off_experts(medians["in use"])
     what = format_count(len(listed), "tensor") + (", experts of a layer as one" if len(experts) else "")
     metrics = ("relative error", "underflow %", "overflow %")
     columns = [Column(f"{metric} {name}", rank=rank) for rank, metric in enumerate(metrics) for name in medians]

@@ -10,7 +10,18 @@ import typer
 
 from ..analysis.bands.bands import FEWEST, Bands
 from ..analysis.loss.gap import CHECK_DATA
-from ..analysis.loss.gate import CANNOT_TELL, ERROR, FAIL, PASS, PUBLISHED, THIS_PAIR, TRAINING, Acceptance, Gate, accept
+from ..analysis.loss.gate import (
+    CANNOT_TELL,
+    ERROR,
+    FAIL,
+    PASS,
+    PUBLISHED,
+    THIS_PAIR,
+    TRAINING,
+    Acceptance,
+    Gate,
+    gate_all_losses,
+)
 from ..analysis.runs.run import Run
 from ..core.text import format_count, format_number
 from ..errors import ConfigError, RecordError
@@ -56,7 +67,7 @@ def gate_command(
     """
     limit, part = _parse_percent(max_gap, "--max-gap"), _parse_percent(last, "--last") / 100
     runs, baselines = ([Run.read(path, by, held=0) for path in paths] for paths in (run, baseline))
-    found = accept(runs, baselines, limit, part, after)
+    found = gate_all_losses(runs, baselines, limit, part, after)
     if found is None:
         few = "share fewer than 10 losses in the compared steps, or the baseline's losses are all zero"
         raise RecordError(f"{run[0]} and its baseline {few}")

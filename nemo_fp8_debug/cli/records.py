@@ -13,7 +13,7 @@ from ..core.text import ARROW, Column, format_count, format_number
 from ..errors import ConfigError
 from ..numerics.metric_names import name_metric
 from ..record.imports import import_logs
-from ..record.merging import Compacted, Size, compact, copy_record
+from ..record.merging import Compacted, TableSize, compact, copy_record
 from ..record.schema import SCHEMAS
 from ..record.views import sql_views
 from .console import AsJson, Record, console, print_json, print_next, print_notes, print_table, print_text, show_progress
@@ -161,7 +161,7 @@ def _print_sizes(done: Compacted) -> None:
     print_text(out, f"We merged {files} in {done.run}: {sizes}.")
     headings = ("files", "rows", "MB")
     columns = (Column("table", "text"), *(Column(f"{name} {when}") for name in headings for when in ("before", "after")))
-    rows = [_show_sizes(table, size, done.after.get(table, Size(0, 0, 0))) for table, size in done.before.items()]
+    rows = [_show_sizes(table, size, done.after.get(table, TableSize(0, 0, 0))) for table, size in done.before.items()]
     print_table(out, "Tables", columns, [*rows, _show_sizes("all", before, after)])
     if done.left:
         parts = format_count(len(done.left), "part")
@@ -169,12 +169,12 @@ def _print_sizes(done: Compacted) -> None:
     print_next(out, command=["view", str(done.run)])
 
 
-def _add_up(sizes: dict[str, Size]) -> Size:
+def _add_up(sizes: dict[str, TableSize]) -> TableSize:
     found = list(sizes.values())
-    return Size(sum(s.files for s in found), sum(s.bytes for s in found), sum(s.rows for s in found))
+    return TableSize(sum(s.files for s in found), sum(s.bytes for s in found), sum(s.rows for s in found))
 
 
-def _show_sizes(table: str, before: Size, after: Size) -> tuple[str, ...]:
+def _show_sizes(table: str, before: TableSize, after: TableSize) -> tuple[str, ...]:
     counts = (f"{count:,}" for count in (before.files, after.files, before.rows, after.rows))
     return table, *counts, *(format_number(size.bytes / 1e6) for size in (before, after))
 

@@ -15,7 +15,7 @@ def describe_unobserved(coverage: object, above: float = -1.0) -> str:
     """Return a sentence with the share of multiply-adds that is not observed, and the main reasons.
 
     Args:
-        coverage: the mapping that `Ledger.compact` returns. Other mappings, from older records, give "".
+        coverage: the mapping that `CoverageLedger.summarize_coverage` returns. Other mappings, from older records, give "".
         above: largest share to ignore. It is reported nevertheless if a layer of unknown size is not observed.
 
     Returns:

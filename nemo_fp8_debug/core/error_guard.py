@@ -85,7 +85,7 @@ def guard_entry(when: str) -> Callable[[F], F]:
     return decorated
 
 
-def all_of(guard: Callable[[str], Any], steps: dict[str, Callable[[], object]]) -> None:
+def run_all_guarded(guard: Callable[[str], Any], steps: dict[str, Callable[[], object]]) -> None:
     """Run all steps in order, even if one raises an exception. Exceptions give warnings. An interrupt is raised at the end.
 
     Args:
@@ -118,7 +118,7 @@ class OperandGuard:
         self._modes = leave_modes()
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> bool:
-        enter_again(self._modes)
+        restore_modes(self._modes)
         if not isinstance(error, Exception):
             return False
         self._on_fault(self._name, self._role, error, self._lost)
@@ -126,14 +126,14 @@ class OperandGuard:
 
 
 def leave_modes() -> Sequence[Any]:
-    """Leave this thread's dispatch modes and return them for `enter_again`. If a mode is tracing, leave no mode."""
+    """Leave this thread's dispatch modes and return them for `restore_modes`. If a mode is tracing, leave no mode."""
     modes: Sequence[Any] = _python_dispatch._get_current_dispatch_mode_stack()
     if not modes or any(getattr(mode, "_mode_key", None) is not None for mode in modes):
         return _NONE
     return [_python_dispatch._pop_mode() for _ in modes]
 
 
-def enter_again(modes: Sequence[Any]) -> None:
+def restore_modes(modes: Sequence[Any]) -> None:
     """Enter the modes that `leave_modes` returned."""
     for mode in reversed(modes):
         _python_dispatch._push_mode(mode)

@@ -46,7 +46,7 @@ def is_aggregate(name: str) -> bool:
     return "*" in name.split(".")
 
 
-def few_experts(items: Iterable[T], aggregate: Callable[[T], Hashable | None], most: int) -> list[T]:
+def limit_experts(items: Iterable[T], aggregate: Callable[[T], Hashable | None], most: int) -> list[T]:
     """Return the items in order, but at most `most` items of each aggregate.
 
     Args:

@@ -1,6 +1,6 @@
 """Reuse the memory of large arrays, and return freed memory to the system.
 
-`keep_freed` and `free_unused` work with glibc only. Other C libraries ignore them.
+`retain_freed_memory` and `release_freed_memory` work with glibc only. Other C libraries ignore them.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ import numpy.typing as npt
 _MMAP_THRESHOLD, _TRIM_THRESHOLD, _TOP_PAD = -3, -1, -2
 
 
-def keep_freed() -> None:
-    """Make glibc reuse freed memory until `free_unused`.
+def retain_freed_memory() -> None:
+    """Make glibc reuse freed memory until `release_freed_memory`.
 
     By default, each array of several megabytes gets a new mapping, which the system clears page by page.
     """
@@ -30,7 +30,7 @@ def keep_freed() -> None:
             libc.mallopt(option, size)
 
 
-def free_unused() -> None:
+def release_freed_memory() -> None:
     """Return freed memory to the system. Otherwise glibc keeps it, in arenas for many threads."""
     with contextlib.suppress(Exception):
         ctypes.CDLL(None).malloc_trim(0)

@@ -69,7 +69,7 @@ class Observation:
         """
         raise NotImplementedError
 
-    def extremes(self, packed: Arrays) -> torch.Tensor:
+    def collect_maxima(self, packed: Arrays) -> torch.Tensor:
         """Return numbers to be maximized over ranks, int32 [n]. n is the same on all ranks, and 0 by default."""
         return torch.zeros(0, dtype=torch.int32)
 
@@ -81,7 +81,7 @@ class Observation:
         """
         raise NotImplementedError
 
-    def whole(self, plan: SamplePlan, sums: Lanes, extremes: torch.Tensor) -> Any:
+    def combine_all_ranks(self, plan: SamplePlan, sums: Lanes, extremes: torch.Tensor) -> Any:
         """Return the combined results of all ranks. Only the first rank of the shard group calls this."""
         raise NotImplementedError
 
@@ -89,7 +89,7 @@ class Observation:
         """Return the results if no other rank has parts of the tensors. By default, these are this rank's results."""
         return found
 
-    def rows(self, sampled: SampledTables) -> Mapping[str, Columns]:
+    def rows(self, sampled: CombinedObservations) -> Mapping[str, Columns]:
         """Return the rows of this feature's tables."""
         raise NotImplementedError
 
@@ -99,7 +99,7 @@ class Observation:
 
 
 @dataclass(frozen=True)
-class SampledTables:
+class CombinedObservations:
     """The input of `Observation.rows`: the observations of one step on all ranks that have parts of the same tensors."""
 
     step: int

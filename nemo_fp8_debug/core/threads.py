@@ -35,11 +35,11 @@ def limit_cores(some: int) -> Iterator[None]:
         _asked.pop()
 
 
-def run_ahead(do: Callable[[Item], Result], items: Sequence[Item]) -> Iterator[Result]:
+def map_in_threads(do: Callable[[Item], Result], items: Sequence[Item]) -> Iterator[Result]:
     """Yield `do` of each item in order. At most as many items run at once as there are cores. As many results may wait.
 
     Example:
-        >>> list(run_ahead(abs, [-2, 3, -1]))
+        >>> list(map_in_threads(abs, [-2, 3, -1]))
         [2, 3, 1]
     """
     if len(items) < 2 or cores() < 2:

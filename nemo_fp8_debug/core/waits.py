@@ -19,11 +19,11 @@ DUMPS = "room for dumps"
 LEAST, LEAST_A_SAMPLE = 1.0, 0.01
 
 
-class Waits:
+class WaitTimes:
     """Times that the training thread waited. Any thread may read them.
 
     Example:
-        >>> waits = Waits()
+        >>> waits = WaitTimes()
         >>> waits.start_step(100)
         >>> with waits.waiting(RECORDING):
         ...     pass
@@ -68,7 +68,7 @@ class Waits:
         if self._at_step > self.most:
             self.most, self.most_at = self._at_step, self._step
 
-    def plain(self) -> dict[str, Any]:
+    def to_plain_values(self) -> dict[str, Any]:
         """Return the figures for `status.json`."""
         by = {what: round(seconds, 3) for what, seconds in dict(self.seconds).items()}
         return {"seconds": round(self.total, 3), "for": by, "longest": round(self.most, 3), "longest_at_step": self.most_at}

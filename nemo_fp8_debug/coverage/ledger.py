@@ -25,7 +25,7 @@ POSITION = "output position"
 
 
 @dataclass(frozen=True)
-class Entry:
+class CoverageEntry:
     """One module, or several modules that differ only in the numbers in their names."""
 
     #: name of the module; for several modules, their name with `*` in place of numbers
@@ -68,10 +68,10 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class Ledger:
+class CoverageLedger:
     """The products of this rank's part of a model, as far as its modules show them."""
 
-    entries: Sequence[Entry]
+    entries: Sequence[CoverageEntry]
 
     def forward(self, status: str | None = None, unit: str = TOKEN) -> float:
         """Return the total multiply-adds per unit of forward products. Entries of unknown size are left out."""
@@ -81,7 +81,7 @@ class Ledger:
         """Return the total multiply-adds per unit of dgrad and wgrad. Entries of unknown size are left out."""
         return math.fsum(e.backward or 0 for e in self._sized(unit) if status in (None, e.status))
 
-    def _sized(self, unit: str) -> list[Entry]:
+    def _sized(self, unit: str) -> list[CoverageEntry]:
         return [e for e in self.entries if e.unit == unit and e.multiply_adds is not None]
 
     def share_not_observed(self) -> float | None:
@@ -110,7 +110,7 @@ class Ledger:
                 found[e.kind] += e.count
         return dict(found)
 
-    def compact(self) -> dict[str, Any]:
+    def summarize_coverage(self) -> dict[str, Any]:
         """Return values for the fingerprint: totals by status, and unobserved entries by reason."""
         return {
             "multiply_adds_per_token": self._by_status(),
@@ -121,8 +121,8 @@ class Ledger:
         }
 
 
-def _by_reason(entries: Iterable[Entry]) -> Mapping[str, Mapping[str, Any]]:
-    found: dict[str, list[Entry]] = {}
+def _by_reason(entries: Iterable[CoverageEntry]) -> Mapping[str, Mapping[str, Any]]:
+    found: dict[str, list[CoverageEntry]] = {}
     for entry in entries:
         found.setdefault(entry.reason, []).append(entry)
     return {reason: _told(of) for reason, of in found.items()}
@@ -133,7 +133,7 @@ def _shortest(value: float | None) -> float | None:
     return int(value) if value is not None and value == int(value) else value
 
 
-def _told(entries: Sequence[Entry]) -> dict[str, Any]:
+def _told(entries: Sequence[CoverageEntry]) -> dict[str, Any]:
     """Describe entries with the same reason. If the size of any entry is unknown, `multiply_adds_per_token` is None."""
     sizes = [e.forward if e.unit == TOKEN else None for e in entries]
     known = None if None in sizes else math.fsum(s or 0 for s in sizes)

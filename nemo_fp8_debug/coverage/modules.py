@@ -13,10 +13,10 @@ from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.parameter import is_lazy
 
-from ..capture.backends.base import is_plain
+from ..capture.backends.base import is_plain_tensor
 from ..capture.backends.in_forward import NO_MATRIX, is_conv1d
-from ..capture.scan import ScannedModule, find_inside
-from .ledger import HIGH_PRECISION, POSITION, UNKNOWN, Entry
+from ..capture.scan import ScannedModule, list_inner_modules
+from .ledger import HIGH_PRECISION, POSITION, UNKNOWN, CoverageEntry
 
 #: modules without an entry of their own: embeddings multiply nothing, and
 #: MultiheadAttention multiplies by the weight of its NonDynamicallyQuantizableLinear
@@ -37,7 +37,7 @@ _ROUTER = "routers, which multiply in a function"
 _CONV1D = "linear layers of transformers' class Conv1D"
 
 
-def list_entries(name: str, module: nn.Module, around: Sequence[nn.Module]) -> Iterator[Entry]:
+def list_entries(name: str, module: nn.Module, around: Sequence[nn.Module]) -> Iterator[CoverageEntry]:
     """Yield the entries of a module that no backend supports. Its submodules have their own entries.
 
     Args:
@@ -52,7 +52,7 @@ def list_entries(name: str, module: nn.Module, around: Sequence[nn.Module]) -> I
         # For a transposed convolution, the number of products depends on the position in the output.
         size = (math.prod(shape) or None) if shape and not isinstance(module, _ConvTransposeNd) else None
         status = _precision(module, weight)
-        yield Entry(name, "convolution", status, _CONVOLUTION, 1, shape, size, POSITION, trained, name)
+        yield CoverageEntry(name, "convolution", status, _CONVOLUTION, 1, shape, size, POSITION, trained, name)
     elif isinstance(module, _ELSEWHERE) or _is_of_megatron(module, "VocabParallelEmbedding"):
         return
     elif is_conv1d(module):
@@ -74,7 +74,7 @@ def _precision(module: nn.Module, parameter: torch.Tensor | None) -> str:
 
 
 def _of_plain(parameter: torch.Tensor | None) -> str:
-    return HIGH_PRECISION if is_plain(parameter) else UNKNOWN
+    return HIGH_PRECISION if is_plain_tensor(parameter) else UNKNOWN
 
 
 def _shape_of_convolution(module: _ConvNd) -> tuple[int, ...] | None:
@@ -85,7 +85,7 @@ def _shape_of_convolution(module: _ConvNd) -> tuple[int, ...] | None:
     return shape if all(shape) else None
 
 
-def _of_multihead(name: str, module: nn.MultiheadAttention) -> Iterator[Entry]:
+def _of_multihead(name: str, module: nn.MultiheadAttention) -> Iterator[CoverageEntry]:
     """Yield entries of the query, key, value and output projections. The module computes them without calling a Linear."""
     matrices = {n: p for n, p in module._parameters.items() if p is not None and n.endswith("proj_weight")} | {
         "out_proj": module.out_proj.weight
@@ -95,24 +95,24 @@ def _of_multihead(name: str, module: nn.MultiheadAttention) -> Iterator[Entry]:
         yield _of_matrix(whole, "attention", _precision(module, parameter), _MULTIHEAD, parameter, parameter.requires_grad)
 
 
-def _of_matrix(name: str, kind: str, status: str, reason: str, parameter: Any, trained: bool = True) -> Entry:
+def _of_matrix(name: str, kind: str, status: str, reason: str, parameter: Any, trained: bool = True) -> CoverageEntry:
     """Return the entry of a matrix that is multiplied once for each token."""
     shape = shape_of(parameter) or ()
-    return Entry(name, kind, status, reason, 1, shape, math.prod(shape) or None, trained=trained, first=name)
+    return CoverageEntry(name, kind, status, reason, 1, shape, math.prod(shape) or None, trained=trained, first=name)
 
 
-def _of_grouped_mlp(name: str, module: nn.Module, around: Sequence[nn.Module]) -> Iterator[Entry]:
+def _of_grouped_mlp(name: str, module: nn.Module, around: Sequence[nn.Module]) -> Iterator[CoverageEntry]:
     """Yield the entries of a rank's experts. Each of the two matrices contains all experts side by side."""
     here = getattr(module, "num_local_experts", 0)
-    met = experts_of_a_token(around)
+    met = count_token_experts(around)
     for key, parameter in module._parameters.items():
         shape, whole = shape_of(parameter) or (), f"{name}.{key}"
         size = math.prod(shape) * met / here if met and here and shape else None
         trained = needs_gradient(module)
-        yield Entry(whole, "experts", _of_plain(parameter), _GROUPED, 1, shape, size, trained=trained, first=whole)
+        yield CoverageEntry(whole, "experts", _of_plain(parameter), _GROUPED, 1, shape, size, trained=trained, first=whole)
 
 
-def _of_parameters(name: str, module: nn.Module, around: Sequence[nn.Module]) -> Iterator[Entry]:
+def _of_parameters(name: str, module: nn.Module, around: Sequence[nn.Module]) -> Iterator[CoverageEntry]:
     for key, parameter in module._parameters.items():
         shape = shape_of(parameter)
         whole = f"{name}.{key}"
@@ -123,10 +123,10 @@ def _of_parameters(name: str, module: nn.Module, around: Sequence[nn.Module]) ->
         elif re.search(r"Top[kK]Router$", type(module).__name__) and len(shape) == 2:
             yield _of_matrix(whole, "other", _of_plain(parameter), _ROUTER, parameter)
         else:
-            yield Entry(whole, "other", UNKNOWN, _MATRIX, 1, shape, first=whole)
+            yield CoverageEntry(whole, "other", UNKNOWN, _MATRIX, 1, shape, first=whole)
     for key, buffer in module._buffers.items():
         if buffer is not None and _may_be_codes(buffer):
-            yield Entry(f"{name}.{key}", "other", UNKNOWN, _CODES, 1, tuple(buffer.shape), first=f"{name}.{key}")
+            yield CoverageEntry(f"{name}.{key}", "other", UNKNOWN, _CODES, 1, tuple(buffer.shape), first=f"{name}.{key}")
 
 
 def _may_be_codes(x: torch.Tensor) -> bool:
@@ -134,16 +134,18 @@ def _may_be_codes(x: torch.Tensor) -> bool:
     return x.dim() == 2 and min(x.shape) > 1 and x.element_size() == 1 and x.dtype != torch.bool
 
 
-def _of_whole_experts(name: str, module: nn.Module, shape: tuple[int, ...], around: Sequence[nn.Module]) -> Entry:
+def _of_whole_experts(name: str, module: nn.Module, shape: tuple[int, ...], around: Sequence[nn.Module]) -> CoverageEntry:
     every, status = meets_all(module), _of_plain(module._parameters[name.rpartition(".")[2]])
     if every is None:
-        return Entry(name, "experts" if "expert" in name.lower() else "other", UNKNOWN, _WHOLE_UNKNOWN, 1, shape, first=name)
-    met = shape[0] if every else experts_of_a_token(around)
+        return CoverageEntry(
+            name, "experts" if "expert" in name.lower() else "other", UNKNOWN, _WHOLE_UNKNOWN, 1, shape, first=name
+        )
+    met = shape[0] if every else count_token_experts(around)
     size = None if met is None else float(shape[1] * shape[2] * met)
-    return Entry(name, "experts", status, _WHOLE, 1, shape, size, trained=needs_gradient(module), first=name)
+    return CoverageEntry(name, "experts", status, _WHOLE, 1, shape, size, trained=needs_gradient(module), first=name)
 
 
-def find_scores(scanned: Iterable[ScannedModule]) -> set[int]:
+def find_score_modules(scanned: Iterable[ScannedModule]) -> set[int]:
     """Return the ids of modules that compute attention scores: the innermost modules with "attention" in their class name.
 
     Transformer Engine's `DotProductAttention` counts as innermost, because its submodules are alternative ways to compute
@@ -151,7 +153,7 @@ def find_scores(scanned: Iterable[ScannedModule]) -> set[int]:
     """
     modules = [one.module for one in scanned if "attention" in type(one.module).__name__.lower()]
     found = {id(module): module for module in modules if not _is_choice(module)}
-    return {key for key, module in found.items() if not found.keys() & find_inside(module)}
+    return {key for key, module in found.items() if not found.keys() & list_inner_modules(module)}
 
 
 def _is_choice(module: nn.Module) -> bool:
@@ -191,7 +193,7 @@ def read_linear_shape(module: nn.Module, part: str = "") -> tuple[int, ...] | No
     return next(((o, i) for o, i in sizes if isinstance(o, int) and isinstance(i, int) and o and i), None)
 
 
-def parts_of_ranks(module: nn.Module, around: Sequence[nn.Module]) -> int | None:
+def count_rank_parts(module: nn.Module, around: Sequence[nn.Module]) -> int | None:
     """Return the number of parts into which ranks split a module's matrix, or None if it is unknown.
 
     Tensor parallelism splits a weight that is a DTensor. FSDP2 splits each of these parts again, but gathers its smaller
@@ -250,7 +252,7 @@ WHOLE_EXPERTS = {
 }
 
 
-def experts_of_a_token(path: Sequence[nn.Module]) -> int | None:
+def count_token_experts(path: Sequence[nn.Module]) -> int | None:
     """Return the number of experts that each token uses, or None if no known option gives it.
 
     Args:

@@ -11,22 +11,30 @@ from dataclasses import replace
 from torch import nn
 
 from ..capture.attention import is_attention, is_emulated, is_in_fp8
-from ..capture.backends.base import is_plain
+from ..capture.backends.base import is_plain_tensor
 from ..capture.gemms import Gemm, list_gemms
 from ..capture.patching import find_emulation
 from ..capture.scan import ScannedModule, scan_modules
 from ..core.keys import ROLES
-from .ledger import HIGH_PRECISION, OBSERVED, QUANTIZED_OBSERVED, QUANTIZED_UNOBSERVED, UNKNOWN, Entry, Ledger
+from .ledger import (
+    HIGH_PRECISION,
+    OBSERVED,
+    QUANTIZED_OBSERVED,
+    QUANTIZED_UNOBSERVED,
+    UNKNOWN,
+    CoverageEntry,
+    CoverageLedger,
+)
 from .modules import (
     FP8_SCORES,
     FUNCTIONS,
     IF_MULTIPLIED,
     SCORES,
-    experts_of_a_token,
-    find_scores,
+    count_rank_parts,
+    count_token_experts,
+    find_score_modules,
     list_entries,
     needs_gradient,
-    parts_of_ranks,
     read_linear_shape,
 )
 
@@ -34,7 +42,9 @@ _HEADS = ("lm_head", "output_layer", "embed_out", "classifier", "head", "score")
 _EXPERT_LISTS = ("experts", "local_experts")
 
 
-def ledger_of(roots: Sequence[nn.Module], gemms: Sequence[Gemm] | None = None, roles: Collection[str] = ROLES) -> Ledger:
+def ledger_of(
+    roots: Sequence[nn.Module], gemms: Sequence[Gemm] | None = None, roles: Collection[str] = ROLES
+) -> CoverageLedger:
     """Return the ledger of a model, which lists its products and shows which of them we observe.
 
     Args:
@@ -45,14 +55,14 @@ def ledger_of(roots: Sequence[nn.Module], gemms: Sequence[Gemm] | None = None, r
     return build_ledger(scan_modules(roots), gemms, roles)
 
 
-def build_ledger(scanned: Sequence[ScannedModule], gemms: Sequence[Gemm] | None, roles: Collection[str]) -> Ledger:
+def build_ledger(scanned: Sequence[ScannedModule], gemms: Sequence[Gemm] | None, roles: Collection[str]) -> CoverageLedger:
     """Return the ledger of a model that is already scanned."""
     every = list_gemms(scanned, in_forward=True)
     found = [g for g in every if not g.backend.in_forward]
     inside = {g.name: g for g in every if g.backend.in_forward}
     observed = {g.name for g in (every if gemms is None else gemms) if not g.compiled}
-    around = {id(one.module): one.around for one in scanned}
-    scores = find_scores(scanned)
+    around = {id(one.module): one.enclosing_modules for one in scanned}
+    scores = find_score_modules(scanned)
     parts = Counter(id(g.module) for g in found)
     entries = [_of_gemm(g, around[id(g.module)], parts[id(g.module)], g.name in observed, roles) for g in found]
     for one in scanned:
@@ -62,30 +72,30 @@ def build_ledger(scanned: Sequence[ScannedModule], gemms: Sequence[Gemm] | None,
                 entries.append(entry if gemm is None else _of_product(entry, gemm, entry.name in observed, roles))
         if id(one.module) in scores:
             entries.append(_of_scores(one.name, one.module, roles))
-    return Ledger((*_grouped(entries), Entry("*", "other", UNKNOWN, FUNCTIONS, first="*")))
+    return CoverageLedger((*_grouped(entries), CoverageEntry("*", "other", UNKNOWN, FUNCTIONS, first="*")))
 
 
-def _of_scores(name: str, module: nn.Module, roles: Collection[str]) -> Entry:
+def _of_scores(name: str, module: nn.Module, roles: Collection[str]) -> CoverageEntry:
     """Return the entry of attention scores, which are products of two activations. They may be computed in FP8."""
     quantized = is_in_fp8(module) if is_attention(module) else None
     seen = is_emulated() and {"input", "grad_output"} <= {*roles}
     status = (QUANTIZED_OBSERVED if seen else QUANTIZED_UNOBSERVED) if quantized else UNKNOWN
     reason = SCORES if not quantized else "" if seen else FP8_SCORES
-    return Entry(f"{name} (scores)", "attention", status, reason, first=name)
+    return CoverageEntry(f"{name} (scores)", "attention", status, reason, first=name)
 
 
-def _of_gemm(gemm: Gemm, around: Sequence[nn.Module], parts: int, observed: bool, roles: Collection[str]) -> Entry:
+def _of_gemm(gemm: Gemm, around: Sequence[nn.Module], parts: int, observed: bool, roles: Collection[str]) -> CoverageEntry:
     shape = read_linear_shape(gemm.module, gemm.part)
-    split = parts_of_ranks(gemm.module, around)
+    split = count_rank_parts(gemm.module, around)
     size = None if shape is None or split is None else math.prod(shape) / split
     kind = "head" if gemm.kind in _HEADS else "linear"
     if (siblings := _experts(gemm, around, parts)) is not None:
-        met = experts_of_a_token(around)
+        met = count_token_experts(around)
         size = None if met is None or size is None or not siblings else size * met / siblings
         kind = "experts"
     adapter = _is_idle_adapter(gemm, around)
     reason = "the adapter is merged or not active" if adapter else _reason(gemm, observed, roles)
-    return Entry(
+    return CoverageEntry(
         name=gemm.name,
         kind=kind,
         status=_status(gemm, observed),
@@ -97,7 +107,7 @@ def _of_gemm(gemm: Gemm, around: Sequence[nn.Module], parts: int, observed: bool
     )
 
 
-def _of_product(entry: Entry, gemm: Gemm, observed: bool, roles: Collection[str]) -> Entry:
+def _of_product(entry: CoverageEntry, gemm: Gemm, observed: bool, roles: Collection[str]) -> CoverageEntry:
     """Complete the entry of a product inside a forward. For an unknown class, only a step shows if it is computed."""
     reason = _reason(gemm, observed, roles)
     if not observed:
@@ -129,7 +139,7 @@ def _status(gemm: Gemm, observed: bool) -> str:
         return QUANTIZED_OBSERVED if observed else QUANTIZED_UNOBSERVED
     if observed:
         return OBSERVED
-    plain = is_plain(gemm.module._parameters.get("weight")) and type(gemm.module).__module__.startswith(
+    plain = is_plain_tensor(gemm.module._parameters.get("weight")) and type(gemm.module).__module__.startswith(
         ("torch.nn.modules.", "megatron.core.tensor_parallel.")
     )
     return HIGH_PRECISION if plain else UNKNOWN
@@ -156,9 +166,9 @@ def _is_idle_adapter(gemm: Gemm, around: Sequence[nn.Module]) -> bool:
     return off or (isinstance(active, (list, tuple, set)) and found[1] not in active)
 
 
-def _grouped(entries: Sequence[Entry]) -> list[Entry]:
+def _grouped(entries: Sequence[CoverageEntry]) -> list[CoverageEntry]:
     """Return the entries, after merging entries that differ only in the numbers in their names."""
-    groups: dict[Entry, list[Entry]] = {}
+    groups: dict[CoverageEntry, list[CoverageEntry]] = {}
     for entry in entries:
         pattern = re.sub(r"(^|\.)\d+(?=\.|$| )", r"\1*", entry.name)
         groups.setdefault(replace(entry, name=pattern, first=""), []).append(entry)

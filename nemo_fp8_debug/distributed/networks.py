@@ -35,7 +35,7 @@ class Network:
         gloo = None if list_interfaces() else address_of_name()
         return cls(_loopback(), socket.gethostname(), gloo, _route(store) or gloo or "127.0.0.1")
 
-    def plain(self) -> dict[str, Any]:
+    def to_plain_values(self) -> dict[str, Any]:
         """Return the fields for JSON."""
         return asdict(self)
 

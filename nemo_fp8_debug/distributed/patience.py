@@ -6,7 +6,7 @@ import contextlib
 import time
 from collections.abc import Iterator
 
-from ..core.waits import Waits
+from ..core.waits import WaitTimes
 
 #: total seconds that training may wait for ranks or hosts that do not answer
 LONGEST = 60.0
@@ -31,10 +31,10 @@ def compute_short_wait() -> float:
     return RESERVE * LONGEST / 3
 
 
-class Patience:
+class WaitBudget:
     """The budget of seconds that training may still wait. It is refilled once every rank has taken part."""
 
-    def __init__(self, waits: Waits) -> None:
+    def __init__(self, waits: WaitTimes) -> None:
         """
         Args:
             waits: adds up the waiting times.
@@ -46,7 +46,7 @@ class Patience:
         self._left = LONGEST
 
     @contextlib.contextmanager
-    def spending(self, what: str, reserve: bool = False) -> Iterator[float]:
+    def spend_wait(self, what: str, reserve: bool = False) -> Iterator[float]:
         """Measure a wait of the training thread in a `with` block. Yield the seconds that the wait may take.
 
         Args:

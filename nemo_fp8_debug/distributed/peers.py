@@ -43,7 +43,7 @@ class Peers:
         self._said = False
 
     @staticmethod
-    def chosen(networks: Sequence[Network]) -> list[int]:
+    def choose_contact_ranks(networks: Sequence[Network]) -> list[int]:
         """Return the ranks that other ranks ask."""
         first = {network.loopback_of: rank for rank, network in reversed(list(enumerate(networks)))}
         return sorted({*range(min(LOWEST, len(networks))), *sorted(first.values())[:LOWEST]})
@@ -73,7 +73,7 @@ class Peers:
         weak = weakref.WeakMethod(told)  # do not keep the method's owner alive, because it may be dropped without `close`
         threading.Thread(target=self._answer, args=(weak,), name="nemo_fp8_debug peers", daemon=True).start()
 
-    def warns_first(self, step: int, why: str) -> bool:
+    def elect_warner(self, step: int, why: str) -> bool:
         """Inform other ranks, and wait for an answer from a lower rank. Return whether this rank must warn."""
         for _ in range(TIMES):
             self._send("out of sync", self._addresses, step=step, why=why)

@@ -13,12 +13,12 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from ..core.waits import LOSSES, WORD, Waits
+from ..core.waits import LOSSES, WORD, WaitTimes
 from ..errors import ConfigError, warn
 from . import patience
 from .gloo import Group
 from .networks import Network, explain_unreachable
-from .patience import Patience
+from .patience import WaitBudget
 from .peers import Peers
 from .run_store import RunStore
 
@@ -32,7 +32,7 @@ _instances = itertools.count()
 class Ranks:
     """The ranks of a run that have a monitor. The first of these ranks writes the record."""
 
-    def __init__(self, waits: Waits | None = None) -> None:
+    def __init__(self, waits: WaitTimes | None = None) -> None:
         """
         Args:
             waits: adds up the training thread's waiting times.
@@ -44,7 +44,7 @@ class Ranks:
         self._prefix = f"nemo_fp8_debug/{next(_instances) if self.world > 1 else 'alone'}"
         self._run_store = RunStore()
         #: limits waits of the training thread for other ranks
-        self.patience = Patience(waits or Waits())
+        self.patience = WaitBudget(waits or WaitTimes())
         self._peers: Peers | None = None
         self._words = 0
         self._totals = Totals(self.patience)
@@ -139,7 +139,7 @@ class Ranks:
             raise TimeoutError(f"no rank published {name} within {limit:.0f} s")
         return json.loads(found)
 
-    def read_of_all(self, name: str) -> list[Any]:
+    def read_all_ranks(self, name: str) -> list[Any]:
         """Return the value that each rank published under `NAME/RANK` before `start` returned."""
         keys = [self._key(f"{name}/{rank}") for rank in range(self.world)]
         return [json.loads(value) for value in self._ask(lambda store: store.multi_get(keys))]
@@ -177,7 +177,7 @@ class Ranks:
         """Return whether any rank has published a value under this name."""
         return self.world > 1 and self._ask(lambda store: bool(store.check([self._key(name)])))
 
-    def share(self, value: Any) -> Any:
+    def broadcast_value(self, value: Any) -> Any:
         """Return the first rank's value. All ranks call this at the same steps.
 
         Args:
@@ -190,10 +190,10 @@ class Ranks:
             return value
         self._words += 1
         if not self.writes:
-            with self.patience.spending(WORD) as seconds:
+            with self.patience.spend_wait(WORD) as seconds:
                 value = self.read(self._word, seconds)
         else:
-            with self.patience.spending(WORD) as seconds:
+            with self.patience.spend_wait(WORD) as seconds:
                 self._ask(lambda store: self._tell(store, json.dumps(value)), seconds)
         self.patience.renew()
         return value
@@ -203,7 +203,7 @@ class Ranks:
         # All ranks have read the value from two samples ago, because training has synchronized them since. So delete it.
         store.delete_key(self._key(f"word-{self._words - 2}"))
 
-    def shared_late(self) -> Any:
+    def await_late_value(self) -> Any:
         """Return a value that the first rank sent too late for `share`.
 
         Raises:
@@ -213,7 +213,7 @@ class Ranks:
         def published(store: Any) -> str | None:
             return store.get(self._key(self._word)) if store.check([self._key(self._word)]) else None
 
-        with self.patience.spending(WORD, reserve=True) as seconds:
+        with self.patience.spend_wait(WORD, reserve=True) as seconds:
             if (found := self._ask(published, seconds)) is None:
                 raise TimeoutError("the first rank has not answered")
         self.patience.renew()
@@ -242,13 +242,13 @@ class Ranks:
             return torch.device("cuda", torch.cuda.current_device())
         return torch.device("cpu")
 
-    def introduce(self) -> None:
+    def publish_address(self) -> None:
         """Publish this rank's address. Call this before `start`."""
         network, port = Network.here(self._run_store.address()), None
         with contextlib.suppress(OSError):
             self._peers = Peers(self.rank, network)
             port = self._peers.port
-        self.publish(f"network/{self.rank}", {"network": network.plain(), "port": port})
+        self.publish(f"network/{self.rank}", {"network": network.to_plain_values(), "port": port})
 
     def exchange_addresses(self) -> None:
         """Read the addresses of other ranks. All ranks call this after `introduce`.
@@ -257,9 +257,9 @@ class Ranks:
             RuntimeError: gloo cannot connect the ranks' hosts. The message names the setting to change.
         """
         if self.writes:
-            found = self.read_of_all("network")
+            found = self.read_all_ranks("network")
             networks = [Network(**one["network"]) for one in found]
-            peers = {rank: found[rank] for rank in Peers.chosen(networks) if found[rank]["port"]}
+            peers = {rank: found[rank] for rank in Peers.choose_contact_ranks(networks) if found[rank]["port"]}
             self.publish(
                 "networks", {"peers": peers, "token": secrets.token_hex(16), "fault": explain_unreachable(networks)}
             )
@@ -279,14 +279,14 @@ class Ranks:
         if self._peers:
             self._peers.listen(told)
 
-    def warns_first(self, step: int, why: str) -> bool:
+    def elect_warner(self, step: int, why: str) -> bool:
         """Inform all ranks that they are out of sync since a step. Return whether this rank must warn.
 
         The lowest rank that is alive warns. If ranks cannot be reached directly, the first rank that marks this in the store
         warns. If the store does not answer either, this rank is cut off and warns itself. This takes some seconds in the
         background.
         """
-        first = self._peers is None or self._peers.warns_first(step, why)
+        first = self._peers is None or self._peers.elect_warner(step, why)
         with contextlib.suppress(Exception):  # the run may have destroyed the store with its process group
             first = first and self.set_if_absent("over", step, seconds=patience.compute_short_wait())
         if first and self._peers:
@@ -321,7 +321,7 @@ class Ranks:
 class Totals:
     """Adds up scalars at each step. On GPUs we use the run's own process group, and on CPUs a gloo group of our own."""
 
-    def __init__(self, waits: Patience) -> None:
+    def __init__(self, waits: WaitBudget) -> None:
         """
         Args:
             waits: limits the waiting times of the training thread.
@@ -358,9 +358,9 @@ class Totals:
 
     def _add_up(self, sums: torch.Tensor, connect: Callable[[float], Group]) -> None:
         if self._everyone is None:
-            with self._patience.spending(LOSSES) as seconds:
+            with self._patience.spend_wait(LOSSES) as seconds:
                 self._everyone = connect(seconds)
-        with self._patience.spending(LOSSES) as seconds:
+        with self._patience.spend_wait(LOSSES) as seconds:
             self._everyone.add_up(sums, seconds)
         self._patience.renew()
 

@@ -64,7 +64,7 @@ class Reduction:
         group, checksum = self._shard_group.group, plan.checksum()
         assert group is not None
         mine = _by_observation(decode_arrays(packed))
-        parts = [one.extremes(mine[one.name]) for one in self._observations]
+        parts = [one.collect_maxima(mine[one.name]) for one in self._observations]
         extremes = torch.cat([torch.tensor([checksum, -checksum], dtype=torch.int32), *parts])
         group.maximum(extremes)
         if extremes[0] != -extremes[1]:
@@ -80,7 +80,7 @@ class Reduction:
         of_all: list[dict[int, torch.Tensor]] = [{} for _ in added]
         for (lane, i), part in zip(places, sums.split([len(added[i][lane]) for lane, i in places]), strict=True):
             of_all[i][lane] = part
-        return {one.name: one.whole(plan, lanes, most) for (one, most), lanes in zip(pairs, of_all, strict=True)}
+        return {one.name: one.combine_all_ranks(plan, lanes, most) for (one, most), lanes in zip(pairs, of_all, strict=True)}
 
 
 def _by_observation(arrays: Arrays) -> dict[str, dict[str, Any]]:

@@ -57,7 +57,7 @@ class ShardGroup:
             try:
                 ranks.publish(f"digest/{ranks.rank}", digest_of(kinds))
                 ranks.set_if_absent(f"kinds/{digest_of(kinds)}", dict(kinds))
-                ranks.introduce()
+                ranks.publish_address()
             except TimeoutError as error:
                 ranks.continue_single_rank(error)
 
@@ -109,7 +109,7 @@ def digest_of(kinds: Mapping[str, str]) -> str:
 
 def _publish(ranks: Ranks) -> None:
     """Group ranks that share names, and publish each group. The first rank calls this."""
-    digests = ranks.read_of_all("digest")
+    digests = ranks.read_all_ranks("digest")
     owners: dict[str, list[int]] = defaultdict(list)
     for rank, digest in enumerate(digests):
         owners[digest].append(rank)

@@ -300,7 +300,7 @@ def check_named(plan: Plan, gemms: Sequence[Gemm], which: str) -> None:
     if ranks.world > 1:
         ranks.publish(f"named/{ranks.rank}", mine)
         ranks.start({})
-        of_all = ranks.read_of_all("named") if ranks.world > 1 else [mine]
+        of_all = ranks.read_all_ranks("named") if ranks.world > 1 else [mine]
         ranks.close()
     for change, *named in zip(plan.changes, *of_all, strict=True):
         if not any(named):

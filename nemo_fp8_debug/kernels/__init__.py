@@ -18,7 +18,7 @@ from ..numerics.block_scaling import (
     count_block_scales,
     view_as_matrix,
 )
-from ..numerics.formats import Decoded, FloatFormat
+from ..numerics.formats import DecodedCodes, FloatFormat
 from ..numerics.histogram import BINS, DTYPES, Histogram
 from ..numerics.metrics import (
     MomentsFound,
@@ -74,11 +74,11 @@ def count_histogram(x: torch.Tensor) -> Histogram:
     on_cpu = x.device.type == "cpu"
     counts = torch.from_numpy(np.zeros(BINS, np.int64)) if on_cpu else empty_histogram(x.device)
     result = Histogram(dtype, counts, rounded)
-    count_into(result, x)
+    add_to_histogram(result, x)
     return result
 
 
-def count_into(histogram: Histogram, x: torch.Tensor) -> None:
+def add_to_histogram(histogram: Histogram, x: torch.Tensor) -> None:
     """Count the magnitudes of `x` into an existing histogram, after converting `x` to the histogram's dtype."""
     values = x.detach()
     if values.dtype != histogram.dtype:
@@ -88,7 +88,7 @@ def count_into(histogram: Histogram, x: torch.Tensor) -> None:
         values = values if contiguous else _in_order_of_memory(values).contiguous()
         _count_on_device(values, histogram)
     elif contiguous and (n := values.numel()) < cpu_histogram.SMALL and (address := values.data_ptr()):
-        cpu_histogram.count_few(address, n, histogram.counts.data_ptr())
+        cpu_histogram.count_small_array(address, n, histogram.counts.data_ptr())
     else:
         rows = _in_rows(_in_order_of_memory(values))
         cpu_histogram.count_patterns(view_bits(rows), histogram.counts.numpy(), torch.get_num_threads())
@@ -105,7 +105,7 @@ def count_nonfinite(histogram: Histogram) -> torch.Tensor | int:
     """Return the number of non-finite values counted so far. On a device, return a tensor without host synchronization."""
     end = histogram.infinity
     if histogram.counts.device.type == "cpu":
-        return int(cpu_histogram.last_counts(histogram.counts.data_ptr(), end))
+        return int(cpu_histogram.sum_last_counts(histogram.counts.data_ptr(), end))
     return histogram.counts[end:].sum()
 
 
@@ -200,7 +200,7 @@ class MeasurementRequest(NamedTuple):
     role: str
     cast: CastRule
     #: values of the codes if the engine stores codes; None if each step casts the tensor again
-    decoded: Decoded | None
+    decoded: DecodedCodes | None
     #: what-if recipes; `tries_current`: whether to measure float32 values under what-if recipes with current scaling
     what_if: Sequence[Recipe]
     tries_current: bool
@@ -280,7 +280,7 @@ def _columnwise(x: torch.Tensor, rule: torch.Tensor | CurrentScaling | BlockRule
 
 def _block_kernel(x: torch.Tensor, rule: BlockRule, role: str) -> BlockKernel:
     """Return the module that measures a tensor in blocks on its device. Our CUDA kernel does not support whole rows."""
-    if rule.rounds_by_chance or rule.by_values or x.dtype not in DTYPES or not x.numel():
+    if rule.rounds_stochastically or rule.has_value_dependent_scales or x.dtype not in DTYPES or not x.numel():
         return torch_fallback
     if x.device.type == "cpu":
         return blocks

@@ -41,5 +41,5 @@ def block_sums(x: torch.Tensor, rule: BlockRule, role: str, fmt: FloatFormat, co
         x: [..., features], any floating dtype.
         counted: ignored.
     """
-    in_rows = rule.block(role)[1] == WHOLE_ROW and not (rule.rounds_by_chance or rule.by_values)
+    in_rows = rule.block(role)[1] == WHOLE_ROW and not (rule.rounds_stochastically or rule.has_value_dependent_scales)
     return quantization_sums_in_blocks(x, rule, role, fmt, CHUNK_OF_ROWS if in_rows else CHUNK_OF_BLOCKS)

@@ -11,7 +11,7 @@ from ..capture.gemms import select_gemms
 from ..core.error_guard import ErrorGuard
 from ..core.keys import ROLES
 from ..core.sample import Recorder
-from ..core.waits import Waits
+from ..core.waits import WaitTimes
 from ..distributed import Ranks, ShardGroup
 from ..errors import ConfigError
 from ..numerics.delayed_state import check_histories
@@ -52,7 +52,7 @@ class MonitorParts:
 
 
 @dataclass(frozen=True)
-class Place:
+class RecordLocation:
     """The folders that a monitor writes to. After `agreed`, they are the same on all ranks."""
 
     #: folder of this rank's record, or None if the rank writes no record
@@ -63,7 +63,7 @@ class Place:
     storage: Storage | None
 
     @classmethod
-    def of(cls, config: Config, recording: Recording) -> Place:
+    def choose_location(cls, config: Config, recording: Recording) -> RecordLocation:
         """Return the folders that this rank would write to."""
         records = [r for r in recording.recorders if isinstance(r, RunRecord)]
         storage = None if config.output is None else Storage.of_run(config.output)
@@ -71,12 +71,12 @@ class Place:
         attempt = max((r.attempt for r in records), default=0)
         return cls(str(records[0].storage) if records else None, attempt, storage)
 
-    def agreed(self, ranks: Ranks) -> Place:
+    def agreed(self, ranks: Ranks) -> RecordLocation:
         """Return the first rank's folders on all ranks, because the ranks' working directories may differ."""
         own = None if self.storage is None else str(self.storage)
         told = ranks.start({"attempt": self.attempt, "output": own})
         other = None if told["output"] is None else Storage.of_run(told["output"])
-        return Place(self.record, told["attempt"], self.storage if told["output"] == own else other)
+        return RecordLocation(self.record, told["attempt"], self.storage if told["output"] == own else other)
 
 
 def assemble(
@@ -85,9 +85,9 @@ def assemble(
     ranks: Ranks,
     recording: Recording,
     summary: Summary,
-    place: Place,
+    place: RecordLocation,
     errors: ErrorGuard,
-    waits: Waits,
+    waits: WaitTimes,
 ) -> MonitorParts:
     """Make the parts of a monitor.
 

@@ -52,7 +52,7 @@ class Delivery:
         self._steps: dict[int, StepScalars] = {}
         self._flushed = time.monotonic()
 
-    def note(self, step: int, scalars: Mapping[str, Any]) -> None:
+    def keep_scalars(self, step: int, scalars: Mapping[str, Any]) -> None:
         """Keep the scalars of a step."""
         with self._errors.guard("while noting the step"):
             self._steps[step] = StepScalars.noted(scalars)
@@ -102,7 +102,7 @@ class Delivery:
         """Write the status file as soon as all earlier submissions are recorded."""
         self._recording.submit_job(lambda: self._live_control.report(step, self._progress(), ended))
 
-    def relieve(self) -> None:
+    def record_due_scalars(self) -> None:
         """Record the waiting scalars if there are many, or if the last recording was some time ago."""
         if len(self._steps) >= STEPS_HELD or time.monotonic() - self._flushed > SECONDS_HELD:
             self.flush_steps()
@@ -118,7 +118,7 @@ class Delivery:
     def flush(self) -> None:
         """Wait until every sample so far is recorded."""
         with self._errors.guard("while recording"):
-            self._pipeline.settle()
+            self._pipeline.await_previous_sample()
             self._recording.deliver(wait=True)
 
 

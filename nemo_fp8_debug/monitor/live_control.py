@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ..core.sample import Sample
-from ..core.waits import Waits
+from ..core.waits import WaitTimes
 from ..distributed import Ranks
 from ..errors import warn
 from ..options.control_file import LONGEST, NAME, Control
@@ -32,7 +32,7 @@ class LiveControl:
         storage: Storage | None,
         check: Callable[[Control], None],
         say: Callable[[str], None],
-        waits: Waits,
+        waits: WaitTimes,
     ) -> None:
         """
         Args:
@@ -73,7 +73,7 @@ class LiveControl:
                 if self._read is None or file != self._read[0]:
                     self._read = file, self._understood(text)
             except FileNotFoundError:
-                if self._storage.is_there:
+                if self._storage.is_anchored:
                     self._read = None
             except NotAFileError as error:
                 self._read = ControlFile(str(error), None), error
@@ -93,7 +93,7 @@ class LiveControl:
     def start_step(self, step: int) -> None:
         """Call before a step, on all ranks. A trigger can cause the step to be sampled."""
         self._status.start_step(step)
-        if why := self._triggers.fired():
+        if why := self._triggers.find_pending_reason():
             self._schedule.trigger(step, why)
 
     def start_sample(self, step: int, over: bool) -> None:
@@ -108,7 +108,7 @@ class LiveControl:
             return
         order = None if over else self._order(step)
         try:
-            word = self._ranks.share({"over": over, "control": order})
+            word = self._ranks.broadcast_value({"over": over, "control": order})
         except Exception:  # the first rank is late or at another step; its order may still come in this step
             if self._ranks.world == 1:
                 raise
@@ -122,7 +122,7 @@ class LiveControl:
         if not self.heard:
             self.heard = True
             try:
-                self._hear(self._ranks.shared_late(), step)
+                self._hear(self._ranks.await_late_value(), step)
             except Exception:
                 return False
         return True
@@ -130,7 +130,7 @@ class LiveControl:
     def _hear(self, word: Mapping[str, Any], step: int) -> None:
         self.stopped = word["over"]
         if word["control"] is not None:
-            self._schedule.obey(Control.of_plain(word["control"]), step)
+            self._schedule.apply_control(Control.from_plain_values(word["control"]), step)
 
     def _order(self, step: int) -> dict[str, Any] | None:
         """Return the control file's content that all ranks must apply from `step` on. Return None if it is unchanged or
@@ -152,7 +152,7 @@ class LiveControl:
         if control.steps is not None:
             self._status.control["last_step"] = step + control.steps - 1
         self._say(f"from step {step} on, {NAME} applies: {control.in_words()}")
-        return control.plain
+        return control.plain_values
 
     def _ignore(self, file: ControlFile, step: int) -> None:
         assert self._storage
@@ -181,7 +181,7 @@ class LiveControl:
         if self._storage:
             self._status.step = self._status.step if step is None else step
             with contextlib.suppress(Exception):  # if the record cannot be written, it warns itself
-                self._storage.write(STATUS, self._status.text(dumped, self._waits.plain(), ended).encode())
+                self._storage.write(STATUS, self._status.text(dumped, self._waits.to_plain_values(), ended).encode())
 
 
 @dataclass(frozen=True)

@@ -107,7 +107,7 @@ def scan_gemms(model: Any, config: Config, ranks: int, errors: ErrorGuard) -> Mo
 
 def _coverage(scanned: Sequence[ScannedModule], gemms: Sequence[Gemm], config: Config, errors: ErrorGuard) -> dict[str, Any]:
     try:
-        return build_ledger(scanned, gemms, config.roles).compact()
+        return build_ledger(scanned, gemms, config.roles).summarize_coverage()
     except Exception as error:  # a module with odd attributes must not prevent recording
         if errors.raises:
             raise

@@ -15,13 +15,13 @@ from torch import nn
 
 from ..capture.gemms import Gemm
 from ..core.arguments import check_arguments, check_whole_number, show_value
-from ..core.error_guard import ErrorGuard, all_of, guard_entry
+from ..core.error_guard import ErrorGuard, guard_entry, run_all_guarded
 from ..core.sample import Recorder
-from ..core.waits import Waits
+from ..core.waits import WaitTimes
 from ..distributed import Ranks, ShardGroup
 from ..errors import is_exception_underway
 from ..options.config import SAME_ON_ALL_RANKS, Config
-from .assembly import Place, assemble, chosen_recorders
+from .assembly import RecordLocation, assemble, chosen_recorders
 from .delivery import select_usable
 from .model_scan import scan_gemms
 from .recorder_queue import Recording
@@ -175,7 +175,7 @@ class Monitor:
         Raises:
             ConfigError: an option cannot be used, no GEMM matches, or the folder cannot be written, on any rank.
         """
-        self._waits = Waits()
+        self._waits = WaitTimes()
         self._ranks = Ranks(self._waits)
         try:
             self.config = Config(output=os.fspath(output) if isinstance(output, os.PathLike) else output, **options)
@@ -184,7 +184,7 @@ class Monitor:
             self._model = scan_gemms(model, self.config, self._ranks.world, self._errors)
             chosen = chosen_recorders(recorders, self.config) if self._ranks.writes else ()
             self._recording = Recording(chosen, self.fingerprint, self._errors.guard, self._waits)
-            place = Place.of(self.config, self._recording)
+            place = RecordLocation.choose_location(self.config, self._recording)
         except Exception as error:
             self._ranks.start(None, error)
             raise
@@ -289,7 +289,7 @@ class Monitor:
         # Set this first, in case this rank's part of the sample fails.
         self._sampled = SampledStep(step, self._watched, self._schedule)
         # Emulated delayed scales depend on the previous sample, so wait for it.
-        self._pipeline.settle()
+        self._pipeline.await_previous_sample()
         self._recording.deliver(wait=True)
         self._live_control.start_sample(step, self._pipeline.over)
         if self._live_control.stopped:
@@ -299,7 +299,7 @@ class Monitor:
 
     def _end_sample(self, step: int) -> None:
         if not self._live_control.end_sample(step):
-            self._pipeline.end(step, TimeoutError("the first rank does not say how to sample"))
+            self._pipeline.stop_sampling(step, TimeoutError("the first rank does not say how to sample"))
 
     @guard_entry("while abandoning a step")
     def abandon_step(self) -> None:
@@ -315,9 +315,9 @@ class Monitor:
             "while removing hooks": sampled.detach,
             "while abandoning a sample": sampled.forget,
             "while receiving the result of a sample": lambda: self._end_sample(sampled.step),
-            "while reducing a sample with other ranks": lambda: self._pipeline.take_part(sampled.captured(dict)),
+            "while reducing a sample with other ranks": lambda: self._pipeline.join_abandoned_sample(sampled.captured(dict)),
         }
-        all_of(self._errors.guard, steps)
+        run_all_guarded(self._errors.guard, steps)
 
     @guard_entry("while reading a loss")
     def watch_loss(self, loss: Any, tokens: torch.Tensor | float = 1) -> None:
@@ -332,7 +332,7 @@ class Monitor:
             tokens: the number of tokens, if `loss` is a sum over tokens but training minimizes their mean.
         """
         if self._sampled:
-            self._sampled.show_loss(loss, tokens)
+            self._sampled.add_microbatch_loss(loss, tokens)
 
     @guard_entry("while ending a step")
     def end_step(self, *unnamed: Any, **scalars: Any) -> None:
@@ -366,14 +366,14 @@ class Monitor:
         self._sampled = self._begun = None
         self._tell_triggers(scalars)
         if writes_steps:
-            self._delivery.note(step, scalars)
+            self._delivery.keep_scalars(step, scalars)
         if sampled:
             self._summary.due += 1
             self._end_sample(step)
-            self._delivery.submit(sampled, self._schedule.why(step), opened)
+            self._delivery.submit(sampled, self._schedule.explain_sampling(step), opened)
             sampled.forget()
         else:
-            self._delivery.relieve()
+            self._delivery.record_due_scalars()
         if self._schedule.samples(step + 1):
             self._recording.submit_job(self._live_control.read)
         if self._errors.raises:
@@ -395,7 +395,7 @@ class Monitor:
             try:
                 self._live_control.end_step(self._order.current, scalars.get("loss"), scalars.get("grad_norm"))
             except TimeoutError as error:
-                self._pipeline.end(self._order.current, error)
+                self._pipeline.stop_sampling(self._order.current, error)
 
     @guard_entry("while closing the record")
     def close(self) -> None:
@@ -416,7 +416,7 @@ class Monitor:
             "while summing up": lambda: self._sum_up(failed),
             "while releasing the model": self._release,
         }
-        all_of(self._errors.guard, steps)
+        run_all_guarded(self._errors.guard, steps)
 
     def _sum_up(self, failed: bool) -> None:
         was_idle, self._idle = self._idle, True  # without recorders (a plan alone) no sample was expected

@@ -117,18 +117,22 @@ class OpenStep:
         return self.watched.errors.guard
 
 
-def counted_parts(gemms: Sequence[Gemm], config: Config, dumped: Sequence[str], group: ShardGroup, rank: int) -> set[Key]:
+def list_counted_operands(
+    gemms: Sequence[Gemm], config: Config, dumped: Sequence[str], group: ShardGroup, rank: int
+) -> set[Key]:
     """Return the operands of which this rank measures a part.
 
     Args:
         dumped: patterns of layers that are dumped, in addition to the options' layers.
     """
     chosen = match_gemms(gemms, None if config.layers is None else [*config.layers, *dumped])
-    copied = {(g.name, role): copied_elsewhere(g, role) for g in chosen for role in config.roles if is_hook_visible(g, role)}
+    copied = {
+        (g.name, role): is_duplicate_operand(g, role) for g in chosen for role in config.roles if is_hook_visible(g, role)
+    }
     return {key for key, of in copied.items() if (group.first[key[0]] == rank if of is None else not of)}
 
 
-def compiled_parts(compiled: Sequence[Gemm], config: Config, group: ShardGroup) -> set[Key]:
+def list_compiled_operands(compiled: Sequence[Gemm], config: Config, group: ShardGroup) -> set[Key]:
     """Return operands that are compiled on this rank but observed on another rank, so that this rank's part is missing."""
     return {
         (gemm.name, role)
@@ -138,7 +142,7 @@ def compiled_parts(compiled: Sequence[Gemm], config: Config, group: ShardGroup) 
     }
 
 
-def copied_elsewhere(gemm: Gemm, role: str) -> bool | None:
+def is_duplicate_operand(gemm: Gemm, role: str) -> bool | None:
     """Return whether another rank measures the operand, or None if the first rank that has the operand measures it."""
     stored = gemm.backend.stored(gemm.module, gemm.part) if role == "weight" else None
     if stored is not None and getattr(stored.parameter, "main_param_sharded", False):
@@ -151,7 +155,7 @@ def is_hook_visible(gemm: Gemm, role: str) -> bool:
     return role not in gemm.unseen
 
 
-def counts_weight(shard_group: ShardGroup, rank: int, gemm: Gemm) -> Callable[[torch.Tensor], bool]:
+def make_weight_filter(shard_group: ShardGroup, rank: int, gemm: Gemm) -> Callable[[torch.Tensor], bool]:
     """Return a function of a tensor with the layout of the GEMM's weight. It returns whether this rank measures the tensor.
 
     A rank measures its own part of a split tensor. If ranks have copies, only the first rank measures.

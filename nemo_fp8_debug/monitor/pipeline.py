@@ -15,7 +15,7 @@ from ..capture.operand_stats import OperandStats
 from ..capture.operands import Operand
 from ..core.error_guard import ErrorGuard
 from ..core.keys import ROLES, SHOWN_AS, Key
-from ..core.observation import Observation, SampledTables, SamplePlan
+from ..core.observation import CombinedObservations, Observation, SamplePlan
 from ..core.table import Columns, concat_columns, load_modules
 from ..core.threads import Worker
 from ..core.waits import SAMPLE_OF_RANKS
@@ -105,23 +105,25 @@ class Pipeline:
             _resolve(self._last, None)
         return self._last.result
 
-    def take_part(self, sampled: CapturedStep) -> None:
+    def join_abandoned_sample(self, sampled: CapturedStep) -> None:
         """Take part in the reduction of a sample that this rank abandoned, because other ranks may continue with the
         sample.
         """
         if self._worker:
             self.submit(sampled)
 
-    def settle(self) -> None:
+    def await_previous_sample(self) -> None:
         """Wait for the previous sample, which updates the amax histories of emulated scales."""
         if self._last is None:
             return
-        with self._ranks.patience.spending(SAMPLE_OF_RANKS) as seconds:
+        with self._ranks.patience.spend_wait(SAMPLE_OF_RANKS) as seconds:
             done = wait([self._last], seconds).done
         if not done:
-            self.end(self._last_step, TimeoutError(f"not all ranks took part in its sample within {seconds:.0f} s"))
+            self.stop_sampling(
+                self._last_step, TimeoutError(f"not all ranks took part in its sample within {seconds:.0f} s")
+            )
 
-    def end(self, step: int, error: Exception) -> None:
+    def stop_sampling(self, step: int, error: Exception) -> None:
         """Stop sampling on all ranks, because they are out of sync. One rank warns. Do not wait for other ranks."""
         self.end_because(step, str(error).splitlines()[0] if str(error) else type(error).__name__)
 
@@ -139,18 +141,18 @@ class Pipeline:
             _resolve(self._last, None)
 
     def _speak(self, step: int, why: str) -> None:
-        if self._ranks.warns_first(step, why):
+        if self._ranks.elect_warner(step, why):
             warn(f"ranks are out of sync since step {step}; the run goes on, and is no longer monitored: {why}")
 
     def close(self) -> None:
         """End the run, and wait for unfinished samples."""
         with self._errors.guard("while ranks part"):
-            self.settle()
+            self.await_previous_sample()
             if self._speaking:
-                with self._ranks.patience.spending(SAMPLE_OF_RANKS, reserve=True) as seconds:
+                with self._ranks.patience.spend_wait(SAMPLE_OF_RANKS, reserve=True) as seconds:
                     self._speaking.join(seconds)
             if self._worker:
-                with self._ranks.patience.spending(SAMPLE_OF_RANKS, reserve=True) as seconds:
+                with self._ranks.patience.spend_wait(SAMPLE_OF_RANKS, reserve=True) as seconds:
                     self._worker.close(0.0 if self.over else seconds)
             for group in filter(None, (self._shard_group.group, self._shard_group.leaders_group)):
                 group.close(in_sync=not self.over)
@@ -180,7 +182,7 @@ class Pipeline:
     def _tables(self, whole: Mapping[str, Any], sampled: CapturedStep) -> Tables:
         kinds = self._shard_group.kinds
         what_if, chosen = self._what_if(sampled.what_if), {name for name in kinds if sampled.chosen(name)}
-        made = SampledTables(sampled.step, whole, kinds, chosen, what_if)
+        made = CombinedObservations(sampled.step, whole, kinds, chosen, what_if)
         seen = [one for one in self.observations if one.name in whole]  # empty if collecting has failed
         return {name: columns for one in seen for name, columns in one.rows(made).items()}
 
@@ -227,11 +229,11 @@ class Pipeline:
         try:
             mine = self._in_shard_group(sampled)
         except Exception as error:
-            self.end(sampled.step, error)
+            self.stop_sampling(sampled.step, error)
         try:  # the writer waits for this rank's rows
             return self._gathered_at_the_writer(mine, sampled)
         except Exception as error:
-            self.end(sampled.step, error)
+            self.stop_sampling(sampled.step, error)
             return None
 
     def _in_shard_group(self, sampled: CapturedStep) -> Tables | None:

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from ..core.sample import Recorder, Sample
 from ..core.threads import Worker
-from ..core.waits import LOGGERS, RECORDING, Waits
+from ..core.waits import LOGGERS, RECORDING, WaitTimes
 from ..errors import is_exception_underway, warn
 from ..record.loggers.recorder import LoggerRecorder
 
@@ -33,7 +33,7 @@ class Recording:
     """Passes samples to recorders in a background thread, or in the caller's thread if a recorder requires that."""
 
     def __init__(
-        self, recorders: Iterable[Recorder], fingerprint: Mapping[str, Any], errors: ErrorGuard, waits: Waits
+        self, recorders: Iterable[Recorder], fingerprint: Mapping[str, Any], errors: ErrorGuard, waits: WaitTimes
     ) -> None:
         """
         Args:

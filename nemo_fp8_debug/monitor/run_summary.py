@@ -10,7 +10,7 @@ from typing import Any
 
 from ..core.coverage_text import describe_unobserved
 from ..core.sample import Recorder
-from ..core.waits import Waits
+from ..core.waits import WaitTimes
 from ..options.config import Config
 from ..record.console_table import print_safely
 from ..record.tensorboard import TensorBoardRecorder
@@ -49,7 +49,7 @@ class Summary:
         if self._record:
             self._show(text)
 
-    def close(self, over: bool, stuck: bool, waits: Waits) -> None:
+    def close(self, over: bool, stuck: bool, waits: WaitTimes) -> None:
         """Print the last line.
 
         Args:

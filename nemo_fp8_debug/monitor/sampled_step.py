@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from ..capture.backends.base import UnknownCast, read_raw_weight
-from ..capture.device_to_host import DeviceToHostCopy, Holder
-from ..capture.dispatcher import Dispatcher, Transformed
+from ..capture.device_to_host import DeviceToHostCopy, TensorHolder
+from ..capture.dispatcher import Dispatcher, TransformedForwardError
 from ..capture.gemms import match_gemms
 from ..capture.grad_scale import GradScale
 from ..capture.operands import Operand
@@ -25,7 +25,7 @@ from ..core.layer_names import compile_patterns
 from ..core.observation import SamplePlan
 from ..kernels.memory import forget_empty_histograms
 from ..options.config import Config
-from .open_step import OpenStep, RunContext, StepObserver, compiled_parts, counted_parts, counts_weight
+from .open_step import OpenStep, RunContext, StepObserver, list_compiled_operands, list_counted_operands, make_weight_filter
 from .pipeline import CapturedStep, Steps
 from .schedule import Schedule
 
@@ -70,16 +70,16 @@ class SampledStep:
         """Choose operands. Measure them if this rank has received the first rank's order."""
         own, guard = self._watched.shard_group, self._watched.errors.guard
         # After this line, any failure is reported as a missing part of this rank.
-        self._expected = counted_parts(self._known, self._config, self._dumped, own, self._watched.rank)
+        self._expected = list_counted_operands(self._known, self._config, self._dumped, own, self._watched.rank)
         scanned = scan_modules(self._watched.model.roots)
         compiled = self._leave_out_compiled(scanned)
         names = {gemm.name for gemm in self._known}
         self._expected = {key for key in self._expected if key[0] in names}
-        self._expected |= compiled_parts(self._compiled, self._config, self._watched.shard_group)
+        self._expected |= list_compiled_operands(self._compiled, self._config, self._watched.shard_group)
         known, patterns = self._known, self._dumped
         dumped = {gemm.name for gemm in match_gemms(known, patterns)} if patterns else set()
         chosen = {gemm.name for gemm in match_gemms(known, self._config.layers)}
-        counts = partial(counts_weight, own, self._watched.rank)
+        counts = partial(make_weight_filter, own, self._watched.rank)
         weighed = [gemm for gemm in known if gemm.name in chosen]
         gradients = WeightGradients(weighed, scanned, len(own.ranks), counts, guard, self._dispatcher)
         step = OpenStep(
@@ -119,10 +119,10 @@ class SampledStep:
             observer.subscribe(step)
         step.gradients.subscribe()
 
-    def show_loss(self, loss: Any, tokens: torch.Tensor | float) -> None:
+    def add_microbatch_loss(self, loss: Any, tokens: torch.Tensor | float) -> None:
         """See `Monitor.watch_loss`."""
         if self._multiplier is not None:
-            self._multiplier.show(loss, tokens)
+            self._multiplier.add_loss(loss, tokens)
 
     def measured_multiplier(self) -> dict[str, Any]:
         """Return the measured factor of dY as a scalar of the step, if the factor is known."""
@@ -150,7 +150,7 @@ class SampledStep:
         errors = self._watched.errors
         if isinstance(error, UnknownCast):
             _warn_of_unknown_cast(errors, layer, role, error)
-        elif isinstance(error, Transformed):
+        elif isinstance(error, TransformedForwardError):
             _warn_of_transformed(errors, layer)
         elif errors.raises:
             raise error
@@ -177,7 +177,7 @@ class SampledStep:
         sampled, dumped = compile_patterns(self._config.layers), compile_patterns(self._dumped)
         operands, observers, what_if = list(self._operands.values()), dict(self._observers), self._config.what_if_recipes
         expected = self._expected - {operand.key for operand in operands if operand.copies and not operand.calls}
-        holders: list[Holder] = [*operands, *observers.values()]
+        holders: list[TensorHolder] = [*operands, *observers.values()]
         home = DeviceToHostCopy(holders, {device for operand in operands if (device := operand.device)})
         of_sample: Callable[[str], bool] = lambda name: sampled(name) or dumped(name)  # noqa: E731
         plan = SamplePlan(self.step, [recipe.name for recipe in what_if], self._config.copies, self._config.block_scales)

@@ -51,7 +51,7 @@ class Schedule:
         """Return whether `step` is sampled."""
         return self.config.samples(step) or any(w.first <= step <= w.last for w in self._windows)
 
-    def why(self, step: int) -> str | None:
+    def explain_sampling(self, step: int) -> str | None:
         """Return why `step` is sampled, or None if the interval is the only reason."""
         return "; ".join(w.why for w in self._windows if w.first <= step <= w.last) or None
 
@@ -66,7 +66,7 @@ class Schedule:
         last = step + self._configured.trigger_steps - 1
         self._windows.append(Window(step, last, why, self._configured.trigger_dump))
 
-    def obey(self, control: Control, step: int) -> Window | None:
+    def apply_control(self, control: Control, step: int) -> Window | None:
         """Apply a control file from `step` on. If the file has `steps`, return the window of these steps."""
         changes = dict(control.changes)
         self._windows = [w for w in self._windows if w.last >= step and not w.why.startswith("control")]
@@ -103,7 +103,7 @@ class Triggers:
         for i, rule in enumerate(self._rules):
             if isinstance(rule, LossSpike) or (isinstance(rule, EarlyWarning) and self._samples <= MADE_UP):
                 continue
-            found = rule.warned_by(sample, before) if isinstance(rule, EarlyWarning) else rule.passed_by(sample)
+            found = rule.describe_warning(sample, before) if isinstance(rule, EarlyWarning) else rule.passed_by(sample)
             if found and not self._holds[i]:
                 self._found.append((i, f"{found} at step {sample.step}"))
             self._holds[i] = found is not None
@@ -126,7 +126,7 @@ class Triggers:
         bad_norm = torch.zeros_like(finite) if grad_norm is None else ~_scalar(grad_norm).to(value.device).isfinite()
         self._pending.append((step, self._ranks.total([torch.where(finite, value, 0.0), known, bad, bad_norm, *flags])))
 
-    def fired(self) -> str | None:
+    def find_pending_reason(self) -> str | None:
         """Return why the next step must be sampled, or None. The result is the same on all ranks.
 
         Results on a device are read one step later, when reading them does not wait.

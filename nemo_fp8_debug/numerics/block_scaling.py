@@ -24,8 +24,8 @@ from torch.nn.functional import pad
 
 from ..errors import ConfigError
 from .formats import E2M1, FloatFormat, decode_e8m0, round_up_to_e8m0, saturating_cast
-from .histogram import magnitudes_of
-from .metrics import QuantizationSums, exceeds_format, sums_of_values
+from .histogram import compute_bin_magnitudes
+from .metrics import QuantizationSums, compute_value_sums, exceeds_format
 from .tensor_scaling import compute_scale, torchao_scale
 
 #: number of rows and number of columns of a block
@@ -62,12 +62,12 @@ class BlockRule(ABC):
     two_level: ClassVar[bool] = False
 
     @property
-    def rounds_by_chance(self) -> bool:
+    def rounds_stochastically(self) -> bool:
         """True if codes are rounded stochastically, so that metrics are expected values."""
         return False
 
     @property
-    def by_values(self) -> bool:
+    def has_value_dependent_scales(self) -> bool:
         """True if scales depend on more than the amax of a block and of the tensor."""
         return False
 
@@ -243,13 +243,13 @@ def compute_block_scales(
         bins: which of the 32,768 magnitudes can be an amax. Only a two-level rule uses this argument.
     """
     if rule.two_level:
-        return rule.scales(magnitudes_of(dtype, whole.device)[bins], whole, fmt, dtype)
+        return rule.scales(compute_bin_magnitudes(dtype, whole.device)[bins], whole, fmt, dtype)
     return _one_level_scales(rule, fmt, dtype, whole.device)
 
 
 @functools.lru_cache(maxsize=64)
 def _one_level_scales(rule: BlockRule, fmt: FloatFormat, dtype: torch.dtype, device: torch.device) -> BlockScales:
-    amax = magnitudes_of(dtype, device)
+    amax = compute_bin_magnitudes(dtype, device)
     return rule.scales(amax, amax[0], fmt, dtype)
 
 
@@ -294,7 +294,7 @@ def block_sums(
     if by_chance:
         return expected_sums(kept, scaled, _of_each_tile(scales.scale_inv), fmt)
     q = saturating_cast(scaled, fmt).double() * _of_each_tile(scales.scale_inv)
-    return sums_of_values(kept, exceeds_format(scaled, fmt), q, 1.0, lambda v: v.sum()[None])
+    return compute_value_sums(kept, exceeds_format(scaled, fmt), q, 1.0, lambda v: v.sum()[None])
 
 
 def quantization_sums_in_blocks(
@@ -314,7 +314,7 @@ def quantization_sums_in_blocks(
     whole = torch.zeros((), dtype=torch.float32, device=x.device)
     if rule.two_level:
         whole = torch.stack([block_amax(c, block).amax() for c in chunks]).amax()
-    chance = rule.rounds_by_chance
+    chance = rule.rounds_stochastically
     parts = [block_sums(c, rule.scales_in(c, block, whole, fmt), block, fmt, chance) for c in chunks]
     return QuantizationSums.concat(parts).total()
 

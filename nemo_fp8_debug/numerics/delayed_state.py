@@ -12,7 +12,7 @@ from ..errors import ConfigError
 from .block_scaling import BlockRule
 from .formats import FloatFormat
 from .recipe import Recipe
-from .tensor_scaling import CurrentScaling, DelayedScaling, Unscaled, scales_of
+from .tensor_scaling import CurrentScaling, DelayedScaling, Unscaled, compute_cast_scales
 
 #: how much memory the histories of all recipes may take, in bytes
 MOST_BYTES = 256 << 20
@@ -92,7 +92,7 @@ class EmulatedScales:
         self._state = DelayedState(recipe, keys)
         self._seen: set[Key] = set()
 
-    def serves(self, role: str) -> bool:
+    def is_measured_role(self, role: str) -> bool:
         """Return True if tensors of this role are measured under the recipe. Only operands of GEMMs have histories."""
         if role in (*ATTENTION_FORWARD, *ATTENTION_BACKWARD):
             return False
@@ -115,7 +115,7 @@ class EmulatedScales:
     def scales_for(self, keys: Sequence[Key], amax: torch.Tensor) -> torch.Tensor:
         """Return the scales of operands with this amax, both float32 [B]. The scales are NaN under a block rule."""
         held = [by if isinstance(by := self.next_scale(key), (torch.Tensor, CurrentScaling)) else None for key in keys]
-        return scales_of(held, self.formats(keys), amax)
+        return compute_cast_scales(held, self.formats(keys), amax)
 
     def formats(self, keys: Sequence[Key]) -> list[FloatFormat]:
         """Return the format that each operand is cast to."""

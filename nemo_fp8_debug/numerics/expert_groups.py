@@ -31,7 +31,7 @@ class ExpertAggregates:
         self.members, self._n = dict(members), n
 
     @classmethod
-    def of(cls, keys: Sequence[Key], kinds: Sequence[Hashable]) -> ExpertAggregates:
+    def group_experts(cls, keys: Sequence[Key], kinds: Sequence[Hashable]) -> ExpertAggregates:
         """Return the aggregates whose experts are all of one kind. Sums over different formats have no meaning."""
         members: dict[Key, list[int]] = defaultdict(list)
         for i, (layer, role) in enumerate(keys):

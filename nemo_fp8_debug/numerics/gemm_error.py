@@ -54,7 +54,7 @@ class RowSample:
 
 
 @functools.lru_cache(1024)
-def spread_places(n: int, k: int, device: torch.device, step: int, columns: bool) -> torch.Tensor:
+def sample_places(n: int, k: int, device: torch.device, step: int, columns: bool) -> torch.Tensor:
     """Return k of n places, int64, ascending and distinct: one in each of k equal parts, or all if n is at most k.
 
     Do not write to the result, which is cached.
@@ -127,7 +127,7 @@ def _in_blocks(
 
 
 @dataclass(frozen=True)
-class Terms:
+class ProductTerms:
     """A B^T computed from the operands' values, and the errors that their codes cause, float64 [k, l] each."""
 
     #: the product of the values
@@ -138,7 +138,7 @@ class Terms:
     joint: torch.Tensor
 
     @classmethod
-    def product(cls, a: RowSample, b: RowSample) -> Terms:
+    def product(cls, a: RowSample, b: RowSample) -> ProductTerms:
         """Compute the terms from rows of both operands, in float64, which neither TF32 nor autocast affects.
 
         Args:

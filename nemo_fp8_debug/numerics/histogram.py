@@ -84,11 +84,11 @@ def list_magnitudes(device: torch.device = _HOST) -> torch.Tensor:
 
 @functools.cache
 def _of_host(dtype: torch.dtype) -> npt.NDArray[np.float32]:
-    found: npt.NDArray[np.float32] = magnitudes_of(dtype, _HOST).numpy()
+    found: npt.NDArray[np.float32] = compute_bin_magnitudes(dtype, _HOST).numpy()
     return found
 
 
-def magnitudes_of(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def compute_bin_magnitudes(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Return the magnitude of each bin, with NaN and infinity, float32 [32768]."""
     start = BINS * DTYPES.index(dtype)
     return list_magnitudes(device)[start : start + BINS]
@@ -116,12 +116,12 @@ class HistogramBatch:
     nan: torch.Tensor
 
     @classmethod
-    def of(cls, histograms: Sequence[Histogram]) -> HistogramBatch:
+    def pack_histograms(cls, histograms: Sequence[Histogram]) -> HistogramBatch:
         """Pack histograms in host memory, in their order."""
         ends = [histogram.infinity for histogram in histograms]
         borders = [np.searchsorted(s.occupied[0], (end, end + 1)) for s, end in zip(histograms, ends, strict=True)]
         lengths = [int(finite) for finite, _ in borders]
-        index, counts = (np.zeros(LANES * sum(map(lanes_of, lengths)), np.int64) for _ in range(2))
+        index, counts = (np.zeros(LANES * sum(map(count_lanes, lengths)), np.int64) for _ in range(2))
         inf, nan, start = [], [], 0
         for histogram, (finite, after) in zip(histograms, borders, strict=True):
             bins, of_bins = histogram.occupied
@@ -129,24 +129,26 @@ class HistogramBatch:
             counts[start : start + finite] = of_bins[:finite]
             inf.append(int(of_bins[finite:after].sum()))
             nan.append(int(of_bins[after:].sum()))
-            start += LANES * lanes_of(finite)
+            start += LANES * count_lanes(finite)
         others = (torch.tensor(of_others, dtype=torch.int64) for of_others in (inf, nan))
         return cls(lengths, torch.from_numpy(index), torch.from_numpy(counts), *others)
 
     @functools.cached_property
     def room(self) -> torch.Tensor:
         """Return the number of bins of each histogram, with padding, int64 [B]."""
-        return torch.tensor([LANES * lanes_of(length) for length in self.lengths], dtype=torch.int64).to(self.index.device)
+        return torch.tensor([LANES * count_lanes(length) for length in self.lengths], dtype=torch.int64).to(
+            self.index.device
+        )
 
     @functools.cached_property
-    def first(self) -> torch.Tensor:
+    def bin_starts(self) -> torch.Tensor:
         """Return the index of the first bin of each histogram, int64 [B]."""
         return self.room.cumsum(0) - self.room
 
     @functools.cached_property
-    def end(self) -> torch.Tensor:
+    def bin_ends(self) -> torch.Tensor:
         """Return the index after the last bin of each histogram, int64 [B]."""
-        return self.first + torch.tensor(self.lengths, dtype=torch.int64).to(self.index.device)
+        return self.bin_starts + torch.tensor(self.lengths, dtype=torch.int64).to(self.index.device)
 
     @functools.cached_property
     def values(self) -> torch.Tensor:
@@ -161,9 +163,9 @@ class HistogramBatch:
     def amax(self) -> torch.Tensor:
         """Return the largest finite magnitude of each histogram, float32 [B], or 0 if it has no finite values."""
         padded = torch.cat([self.values.new_zeros(1), self.values])
-        return torch.where(self.end > self.first, padded[self.end], 0.0)
+        return torch.where(self.bin_ends > self.bin_starts, padded[self.bin_ends], 0.0)
 
-    def per_bin(self, per_histogram: torch.Tensor) -> torch.Tensor:
+    def expand_to_bins(self, per_histogram: torch.Tensor) -> torch.Tensor:
         """Repeat each histogram's value for each of its bins. The input is [B], the result [T]."""
         return per_histogram.repeat_interleave(self.room, output_size=len(self.index))
 
@@ -185,12 +187,12 @@ class HistogramBatch:
 
         The width is a power of two.
         """
-        lanes = [lanes_of(length) for length in self.lengths]
+        lanes = [count_lanes(length) for length in self.lengths]
         width = 1 << (max(lanes, default=1) - 1).bit_length() if max(lanes, default=1) > 1 else 1
         place = np.concatenate([np.zeros(0, np.int64), *(width * i + np.arange(n) for i, n in enumerate(lanes))])
         return width, torch.from_numpy(place).to(self.index.device)
 
 
-def lanes_of(bins: int) -> int:
+def count_lanes(bins: int) -> int:
     """Return the number of groups of `LANES` bins that this many bins need."""
     return -(-bins // LANES)

@@ -14,8 +14,8 @@ from typing import Generic, TypeVar
 
 import torch
 
-from .formats import Decoded, FloatFormat, decode_codes, saturating_cast
-from .histogram import LANES, Histogram, HistogramBatch, lanes_of, magnitudes_of
+from .formats import DecodedCodes, FloatFormat, decode_codes, saturating_cast
+from .histogram import LANES, Histogram, HistogramBatch, compute_bin_magnitudes, count_lanes
 from .metric_names import METRICS as METRICS
 from .metric_names import WORSE as WORSE
 
@@ -141,11 +141,11 @@ def moments(batch: HistogramBatch) -> Moments:
     x, weights = batch.values.double(), batch.weights
     squares = x * x
     total = batch.per_histogram(weights).long()
-    first = batch.first
+    first = batch.bin_starts
 
     # Bins are in ascending order of magnitude, zero first. An index past the end gives NaN.
     padded = torch.cat([x, x.new_full((1,), torch.nan)])
-    has_zeros = (batch.end > first) & (padded[first] == 0)
+    has_zeros = (batch.bin_ends > first) & (padded[first] == 0)
     zeros = torch.where(has_zeros, torch.cat([batch.counts, batch.counts.new_zeros(1)])[first], 0)
     nonzero = total - zeros
     # With running counts over all histograms, one search gives every median.
@@ -175,16 +175,16 @@ def quantization_sums(batch: HistogramBatch, scale: torch.Tensor, formats: Seque
         scale: float32 [B].
         formats: B formats.
     """
-    scales = batch.per_bin(scale)
+    scales = batch.expand_to_bins(scale)
     scaled = batch.values * scales
     code, overflows, start = torch.empty_like(scaled), torch.empty_like(scaled, dtype=torch.bool), 0
     for fmt, same in groupby(zip(formats, batch.lengths, strict=True), key=itemgetter(0)):
-        end = start + LANES * sum(lanes_of(length) for _, length in same)
+        end = start + LANES * sum(count_lanes(length) for _, length in same)
         code[start:end] = decode_codes(saturating_cast(scaled[start:end], fmt), fmt)
         overflows[start:end] = exceeds_format(scaled[start:end], fmt)
         start = end
     q = code.double().div_(scales)
-    return sums_of_values(batch.values, overflows, q, batch.weights, batch.per_histogram)
+    return compute_value_sums(batch.values, overflows, q, batch.weights, batch.per_histogram)
 
 
 def exceeds_format(scaled: torch.Tensor, fmt: FloatFormat) -> torch.Tensor:
@@ -192,7 +192,7 @@ def exceeds_format(scaled: torch.Tensor, fmt: FloatFormat) -> torch.Tensor:
     return scaled.abs() > torch.tensor(fmt.max, dtype=torch.float32) * SCALE_ROUNDING
 
 
-def sums_of_values(
+def compute_value_sums(
     x: torch.Tensor,
     beyond: torch.Tensor,
     q: torch.Tensor,
@@ -226,10 +226,10 @@ def sums_of_values(
 def quantization_sums_of_counts(histogram: Histogram, scale: torch.Tensor, fmt: FloatFormat) -> QuantizationSums:
     """Return the sums of a histogram under a float32 scalar scale as one row on its device, without host synchronization."""
     counts, end = histogram.counts, histogram.infinity
-    x = magnitudes_of(histogram.dtype, counts.device)[:end]
+    x = compute_bin_magnitudes(histogram.dtype, counts.device)[:end]
     scaled = x * scale.to(x.device)
     q = saturating_cast(scaled, fmt).double() / scale.to(x.device).double()
-    return sums_of_values(x, exceeds_format(scaled, fmt), q, counts[:end].double(), lambda v: v.sum()[None])
+    return compute_value_sums(x, exceeds_format(scaled, fmt), q, counts[:end].double(), lambda v: v.sum()[None])
 
 
 #: values of a float32 tensor that are processed at once; bounds the float64 temporaries to some tens of MiB
@@ -244,7 +244,7 @@ def _chunks(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
 def moments_of_float32(x: torch.Tensor) -> Moments:
     """Return the moments of a float32 tensor as one row on its device, without host synchronization. The median is NaN."""
     parts = [_moments_of_chunk(chunk) for chunk in _chunks(x)]
-    return merge(Moments.concat(parts))
+    return merge_moments(Moments.concat(parts))
 
 
 def _moments_of_chunk(x: torch.Tensor) -> Moments:
@@ -269,7 +269,7 @@ def _or_nan(x: torch.Tensor) -> torch.Tensor:
     return torch.where(x.isinf(), torch.nan, x)
 
 
-def merge(parts: Moments) -> Moments:
+def merge_moments(parts: Moments) -> Moments:
     """Return the moments of a tensor (one row) from the moments of its parts. The median cannot be derived and is NaN."""
     if len(parts.n) == 1:
         return parts.with_median(torch.full_like(parts.amax, torch.nan))
@@ -305,12 +305,12 @@ def quantization_sums_of_float32(x: torch.Tensor, scale: torch.Tensor, fmt: Floa
         scaled = x * scale
         code = saturating_cast(scaled, fmt).float()
         q = code.double() / scale.double()
-        return sums_of_values(x, exceeds_format(scaled, fmt), q, 1.0, lambda v: v.sum()[None])
+        return compute_value_sums(x, exceeds_format(scaled, fmt), q, 1.0, lambda v: v.sum()[None])
 
     return QuantizationSums.concat([of(chunk) for chunk in _chunks(x)]).total()
 
 
-def quantization_sums_of_codes(x: torch.Tensor, stored: Decoded) -> QuantizationSums:
+def quantization_sums_of_codes(x: torch.Tensor, stored: DecodedCodes) -> QuantizationSums:
     """Return the sums of values and their codes, as one row on the device of `x`, without host synchronization.
 
     Args:
@@ -322,7 +322,7 @@ def quantization_sums_of_codes(x: torch.Tensor, stored: Decoded) -> Quantization
         finite = x.isfinite() & q.isfinite()
         x, q = (torch.where(finite, part, 0.0) for part in (x, q))
         beyond = at_limit & (x.abs() > q.abs() * SCALE_ROUNDING)
-        return sums_of_values(x, beyond, q.double(), 1.0, lambda v: v.sum()[None])
+        return compute_value_sums(x, beyond, q.double(), 1.0, lambda v: v.sum()[None])
 
     return QuantizationSums.concat([of(*parts) for parts in zip(values, codes, limits, strict=True)]).total()
 

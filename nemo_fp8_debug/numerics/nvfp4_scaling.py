@@ -57,16 +57,16 @@ class NVFP4Scaling(BlockRule):
             raise ConfigError(f"four_over_six of nvfp4 is {self.four_over_six!r}; use 'MAE', 'MSE' or '' (off)")
         if self.largest_scale not in ((448, 256) if self.four_over_six else (448,)):
             raise ConfigError(f"largest_scale of nvfp4 is {self.largest_scale}; use 448, or 256 with four_over_six")
-        if self.stochastic and self.by_values:
+        if self.stochastic and self.has_value_dependent_scales:
             raise ConfigError("nvfp4 does not support stochastic together with four_over_six or row_scaled")
 
     @property
-    def rounds_by_chance(self) -> bool:
+    def rounds_stochastically(self) -> bool:
         """True if codes are rounded stochastically, so that metrics are expected values."""
         return self.stochastic
 
     @property
-    def by_values(self) -> bool:
+    def has_value_dependent_scales(self) -> bool:
         """True if scales depend on more than the amax of a block and of the tensor."""
         return self.row_scaled or bool(self.four_over_six)
 
@@ -103,7 +103,7 @@ class NVFP4Scaling(BlockRule):
 
     def scales_in(self, x: torch.Tensor, block: Block, whole: torch.Tensor | None, fmt: FloatFormat) -> BlockScales:
         """Return the scales as `BlockRule.scales_in` does. With `four_over_six`, a block's scale depends on its values."""
-        if not self.by_values:
+        if not self.has_value_dependent_scales:
             return super().scales_in(x, block, whole, fmt)
         amax = block_amax(x, block)
         largest = amax.amax() if whole is None else whole
@@ -195,7 +195,7 @@ class TorchaoNVFP4Scaling(NVFP4Scaling):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.stochastic or self.hadamard or self.by_values or self.largest_scale != E4M3.max:
+        if self.stochastic or self.hadamard or self.has_value_dependent_scales or self.largest_scale != E4M3.max:
             raise ConfigError("nvfp4_torchao supports only the option square_weights; other options need Transformer Engine")
 
     def scales(self, amax: torch.Tensor, whole: torch.Tensor, fmt: FloatFormat, dtype: torch.dtype) -> BlockScales:

@@ -89,7 +89,7 @@ FLOAT32 = Accumulation()
 
 
 @dataclass(frozen=True)
-class Exact:
+class ExactBlock:
     """A block of a product, computed exactly, and the magnitudes that bound the errors of a GEMM."""
 
     #: float64 [k, l]: the product
@@ -102,7 +102,7 @@ class Exact:
     terms: int
 
     @classmethod
-    def product(cls, a: torch.Tensor, b: torch.Tensor, values: torch.Tensor | None = None) -> Exact:
+    def product(cls, a: torch.Tensor, b: torch.Tensor, values: torch.Tensor | None = None) -> ExactBlock:
         """Compute the block from rows of A and of B.
 
         Args:
@@ -114,9 +114,9 @@ class Exact:
         exact = a.double() @ b.double().T if values is None else values
         return cls(exact, magnitudes, size_a.sum(1).double(), size_b.sum(1).double(), a.shape[1])
 
-    def moved(self, to: Callable[[torch.Tensor], torch.Tensor]) -> Exact:
+    def moved(self, to: Callable[[torch.Tensor], torch.Tensor]) -> ExactBlock:
         """Return the same block after applying `to` to each tensor."""
-        return Exact(to(self.values), to(self.magnitudes), to(self.rows), to(self.columns), self.terms)
+        return ExactBlock(to(self.values), to(self.magnitudes), to(self.rows), to(self.columns), self.terms)
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ class CheckedBlock:
 
     #: [k, l], in the dtype that the GEMM returned
     actual: torch.Tensor
-    exact: Exact
+    exact: ExactBlock
     how: Accumulation = FLOAT32
     #: bias or earlier result that the GEMM added to the product, [l] or [k, l]; the GEMM may have rounded the product first
     added: torch.Tensor | None = None
@@ -155,16 +155,16 @@ def _magnitudes(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.T
 
 
 def check_block(
-    actual: torch.Tensor, exact: Exact, how: Accumulation = FLOAT32, added: torch.Tensor | None = None
+    actual: torch.Tensor, exact: ExactBlock, how: Accumulation = FLOAT32, added: torch.Tensor | None = None
 ) -> torch.Tensor:
     """Check one block. Return a row of the result of `check_blocks`.
 
     Example:
         >>> a, b = torch.randn(8, 256).bfloat16(), torch.randn(8, 256).bfloat16()
-        >>> found = dict(zip(CHECKED, check_block(a @ b.T, Exact.product(a, b)).tolist(), strict=True))
+        >>> found = dict(zip(CHECKED, check_block(a @ b.T, ExactBlock.product(a, b)).tolist(), strict=True))
         >>> found["values"], found["values_beyond"], found["value_ratio"] <= 1
         (64.0, 0.0, True)
-        >>> wrong = dict(zip(CHECKED, check_block(1.5 * (a @ b.T), Exact.product(a, b)).tolist(), strict=True))
+        >>> wrong = dict(zip(CHECKED, check_block(1.5 * (a @ b.T), ExactBlock.product(a, b)).tolist(), strict=True))
         >>> round(wrong["factor"], 2), wrong["block_ratio"] > 1
         (1.5, True)
     """

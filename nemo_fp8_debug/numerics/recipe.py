@@ -102,7 +102,7 @@ def parse_recipe(value: str | Mapping[str, Any] | Recipe) -> Recipe:
     return _of_options(dict(value) if isinstance(value, Mapping) else {"name": value})
 
 
-class NamesRecipe:
+class RecipeReference:
     """An object that has the name of a recipe."""
 
     recipe: str

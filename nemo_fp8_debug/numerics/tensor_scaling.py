@@ -47,7 +47,7 @@ class CurrentScaling:
         return compute_scale(amax, limit, self.epsilon, self.power_of_two, by_logarithm=self.by_logarithm)
 
 
-def scales_of(
+def compute_cast_scales(
     held: Sequence[torch.Tensor | CurrentScaling | None], formats: Sequence[FloatFormat], amax: torch.Tensor
 ) -> torch.Tensor:
     """Return the scales of B tensors, float32 [B] on the device of `amax`. A scale is NaN if it and its rule are unknown.

@@ -63,12 +63,12 @@ class Control:
         lists = [content[key] for key in ("layers", "dump") if isinstance(content.get(key), list)]
         if any(str(pattern).startswith("re:") for patterns in lists for pattern in patterns):
             raise ConfigError(f"{NAME} takes globs only, because a regular expression can take forever to match")
-        control = cls.of_plain({"changes": content, "steps": steps})
+        control = cls.from_plain_values({"changes": content, "steps": steps})
         replace(Config(), **control.changes)
         return control
 
     @property
-    def plain(self) -> dict[str, Any]:
+    def plain_values(self) -> dict[str, Any]:
         """Return the content as plain values for JSON, which `of_plain` can read."""
         return {
             "changes": {key: list(v) if isinstance(v, tuple) else v for key, v in self.changes.items()},
@@ -76,7 +76,7 @@ class Control:
         }
 
     @classmethod
-    def of_plain(cls, content: Mapping[str, Any]) -> Control:
+    def from_plain_values(cls, content: Mapping[str, Any]) -> Control:
         """Return the content that `plain` has stored. Another rank has already parsed and checked this content."""
         return cls({key: tuple(v) if isinstance(v, list) else v for key, v in content["changes"].items()}, content["steps"])
 
@@ -87,7 +87,7 @@ class Control:
         return "; ".join(shown) or "all options are as at the start of the run"
 
     def __str__(self) -> str:
-        content = self.plain["changes"] | ({} if self.steps is None else {"steps": self.steps})
+        content = self.plain_values["changes"] | ({} if self.steps is None else {"steps": self.steps})
         return str(yaml.safe_dump(content, sort_keys=False))
 
 

@@ -12,7 +12,7 @@ from ..core.layer_names import aggregate_key, is_aggregate, name_aggregate
 from ..core.sample import Sample
 from ..core.text import format_number
 from ..errors import ConfigError
-from ..numerics.limits import FAR, FORMATS, LIMITS, find_worst
+from ..numerics.limits import FAR, FORMATS, LIMITS, find_worst_limit
 from ..numerics.metric_names import METRICS
 
 _RULE = re.compile(r"(?P<metric>\w+)(/(?P<role>\w+))?\s*(?P<sign>[<>])\s*(?P<limit>[-+.\deE]+)")
@@ -79,7 +79,7 @@ class EarlyWarning:
         """Return None, because the rule needs more than one sample."""
         return None
 
-    def warned_by(self, sample: Sample, before: Sample | None) -> str | None:
+    def describe_warning(self, sample: Sample, before: Sample | None) -> str | None:
         """Describe the operand that is farthest beyond its limits. Return None if there is nothing to warn of.
 
         Each expert is a tensor of its own. The aggregate over a layer's experts is ignored.
@@ -87,7 +87,7 @@ class EarlyWarning:
         Args:
             before: the previous sample, or None if there is no sample to compare with.
         """
-        strength, key = farthest_beyond(sample, before)
+        strength, key = score_early_warning(sample, before)
         if strength <= 1 or key is None:
             return None
         _, metric, value = _times(sample)[key]
@@ -97,7 +97,7 @@ class EarlyWarning:
         return f"early warning: {told}"
 
 
-def farthest_beyond(sample: Sample, before: Sample | None) -> tuple[float, tuple[str, str] | None]:
+def score_early_warning(sample: Sample, before: Sample | None) -> tuple[float, tuple[str, str] | None]:
     """Return the largest early-warning score of all operands, and the operand that has this score.
 
     In each sample, take the largest ratio of an operand's metrics to their limits. The score is the smaller of the two
@@ -123,7 +123,7 @@ def _times(sample: Sample | None) -> dict[tuple[str, str], tuple[float, str, flo
         return {}
     columns, found = sample.columns, dict[tuple[str, str], tuple[float, str, float]]()
     for i, (layer, role) in enumerate(zip(columns["layer"], columns["role"], strict=True)):
-        metric, times = find_worst(role, {name: columns[name][i] for name in LIMITS.get(role, ())}, columns["n"][i])
+        metric, times = find_worst_limit(role, {name: columns[name][i] for name in LIMITS.get(role, ())}, columns["n"][i])
         if metric is not None and columns["format"][i] in FORMATS and not is_aggregate(layer):
             found[layer, role] = times, metric, columns[metric][i]
     return found

@@ -16,13 +16,13 @@ from ..core.arguments import show_value
 from ..core.keys import ROLES
 from ..core.layer_names import compile_patterns
 from ..errors import ConfigError
-from ..numerics.recipe import NamesRecipe, Recipe
+from ..numerics.recipe import Recipe, RecipeReference
 
 VERSION = 1
 
 
 @dataclass(frozen=True)
-class Change(NamesRecipe):
+class Change(RecipeReference):
     """A change to the cast of some operands.
 
     Args:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any, TextIO
 
 from ..core.keys import SHOWN_AS
-from ..core.layer_names import aggregate_key, few_experts
+from ..core.layer_names import aggregate_key, limit_experts
 from ..core.sample import Recorder, Sample
 from ..core.scale_sources import HIGH_PRECISION, NOT_READ, QUANTIZED, classify_sources, mark_unquantized
 from ..core.text import ABSENT, ELLIPSIS, PLAINLY, TENSOR, Column, find_width, format_count, format_number, lay_out
@@ -75,7 +75,7 @@ class TableRecorder(Recorder):
             return not marks[i], lost, columns["relative_error"][i] or 0
 
         by_harm = sorted(range(len(sample)), key=harm, reverse=True)
-        ranked = few_experts(by_harm, lambda i: aggregate_key(columns["layer"][i], columns["role"][i]), 1)
+        ranked = limit_experts(by_harm, lambda i: aggregate_key(columns["layer"][i], columns["role"][i]), 1)
         worst = ranked[: self._rows]
         loss = sample.scalars.get("loss")
         title = f"{_SUBJECTS[known]} at step {sample.step}"

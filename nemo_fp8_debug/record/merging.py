@@ -53,7 +53,7 @@ _MERGED_TABLES = tuple(table for table in TABLES if table not in SHARED)
 
 
 @dataclass(frozen=True)
-class Written:
+class WrittenPart:
     """A part, its size in bytes, and the steps whose rows in this part count. None means all steps."""
 
     part: Part
@@ -75,9 +75,9 @@ class Merger:
     def __init__(self, storage: Storage) -> None:
         self._storage = storage
         #: parts that wait to be merged, by table and by how often they were merged already
-        self._waiting: dict[tuple[str, int], list[Written]] = defaultdict(list)
+        self._waiting: dict[tuple[str, int], list[WrittenPart]] = defaultdict(list)
 
-    def wrote(self, table: str, written: Written, times: int = 0) -> None:
+    def add_written_part(self, table: str, written: WrittenPart, times: int = 0) -> None:
         """Note a part that was written, and merge parts that are due.
 
         Args:
@@ -90,9 +90,9 @@ class Merger:
         if len(waiting) >= MERGED or _bytes(waiting) >= LARGEST:
             del self._waiting[table, times]
             if (made := self._merge(table, waiting)) is not None:
-                self.wrote(table, made, times + 1)
+                self.add_written_part(table, made, times + 1)
 
-    def _merge(self, table: str, parts: list[Written]) -> Written | None:
+    def _merge(self, table: str, parts: list[WrittenPart]) -> WrittenPart | None:
         """Merge the readable parts. An unreadable part stays as it is, because readers ignore it."""
         while len(parts) > 1:
             try:
@@ -118,7 +118,7 @@ class Merger:
 
 
 @dataclass(frozen=True)
-class Size:
+class TableSize:
     """The size of a table's parts."""
 
     files: int
@@ -132,8 +132,8 @@ class Compacted:
 
     run: Storage
     #: size of each table that has parts
-    before: dict[str, Size] = field(default_factory=dict)
-    after: dict[str, Size] = field(default_factory=dict)
+    before: dict[str, TableSize] = field(default_factory=dict)
+    after: dict[str, TableSize] = field(default_factory=dict)
     #: paths of parts that were left unchanged, because they are unreadable or a later release wrote them
     left: list[str] = field(default_factory=list)
 
@@ -221,9 +221,11 @@ def has_ended(run: Storage) -> bool:
         return False
 
 
-def _sizes(run: Storage) -> dict[str, Size]:
+def _sizes(run: Storage) -> dict[str, TableSize]:
     return {
-        table: Size(len(names), run.size(table), count_rows(run, table)) for table in SCHEMAS if (names := run.names(table))
+        table: TableSize(len(names), run.size(table), count_rows(run, table))
+        for table in SCHEMAS
+        if (names := run.names(table))
     }
 
 
@@ -267,10 +269,10 @@ def _merge_readable(run: Storage, table: str, parts: Sequence[Part], keep: Calla
             steps = read_steps(run, table, part)
         found.append((part, steps, owners.add(part, steps)))
     kept = keep(set(owners.of_step)) if keep and owners.of_step else set(owners.of_step)
-    taken, spare = list[Written](), list[Part]()
+    taken, spare = list[WrittenPart](), list[Part]()
     for part, steps, new in found:
         if new & kept:
-            taken.append(Written(part, read_size(run, part), None if steps <= new & kept else frozenset(new & kept)))
+            taken.append(WrittenPart(part, read_size(run, part), None if steps <= new & kept else frozenset(new & kept)))
         else:
             spare.append(part)
     if any(new != steps for _, steps, new in found):  # first make sure that kept parts are readable
@@ -282,9 +284,9 @@ def _merge_readable(run: Storage, table: str, parts: Sequence[Part], keep: Calla
     _remove(run, [part for part in spare if part not in made])
 
 
-def _batches(parts: Sequence[Written]) -> Iterator[list[Written]]:
+def _batches(parts: Sequence[WrittenPart]) -> Iterator[list[WrittenPart]]:
     """Yield batches of parts to merge, in order of steps. A large part is the only part in its batch."""
-    waiting: list[Written] = []
+    waiting: list[WrittenPart] = []
     for each in sorted(parts, key=lambda each: (each.part.first, each.part.last)):
         if each.size >= LARGEST // 2:
             yield [each]
@@ -297,11 +299,11 @@ def _batches(parts: Sequence[Written]) -> Iterator[list[Written]]:
         yield waiting
 
 
-def _bytes(parts: Sequence[Written]) -> int:
+def _bytes(parts: Sequence[WrittenPart]) -> int:
     return sum(each.size for each in parts)
 
 
-def _replace(run: Storage, table: str, parts: Sequence[Written]) -> Written:
+def _replace(run: Storage, table: str, parts: Sequence[WrittenPart]) -> WrittenPart:
     """Replace several parts of one attempt with one part.
 
     Raises:
@@ -314,17 +316,17 @@ def _replace(run: Storage, table: str, parts: Sequence[Written]) -> Written:
     groups = _split_by_step(rows) if table in _BY_STEP else _join_groups(rows)
     content, checksum = parquet.encode_all(arrow_schema(table), groups)
     first, last = min(each.part.first for each in parts), max(each.part.last for each in parts)
-    made = Part.of(table, parts[0].part.attempt, first, last, checksum)
+    made = Part.from_steps(table, parts[0].part.attempt, first, last, checksum)
     try:
         run.write(made.path, content)
     except Exception as error:  # every driver has its own errors
         reason = getattr(error, "strerror", None) or error
         raise RecordError(f"{run.path(made.path)} cannot be written: {reason}; nothing was lost") from None
     _remove(run, [each.part for each in parts if each.part.path != made.path])
-    return Written(made, len(content))
+    return WrittenPart(made, len(content))
 
 
-def _rows(run: Storage, table: str, written: Written) -> Iterator[pa.Table]:
+def _rows(run: Storage, table: str, written: WrittenPart) -> Iterator[pa.Table]:
     """Yield the rows that count in a part, one row group at a time."""
     with _reading(written.part):
         for rows in read_groups(run, table, written.part, whole=True):

@@ -52,10 +52,10 @@ def with_earlier_names(columns: Iterable[str]) -> list[str]:
     return [name for new in columns for name in (new, *([_EARLIER[new]] if new in _EARLIER else []))]
 
 
-def values_of(column: str) -> list[tuple[str, str]]:
+def list_renamed_values(column: str) -> list[tuple[str, str]]:
     """Return pairs of an earlier and a current value of a column.
 
-    >>> values_of("scale_source")
+    >>> list_renamed_values("scale_source")
     [('not quantised', 'not quantized')]
     """
     return [_VALUES[column]] if column in _VALUES else []

@@ -54,10 +54,10 @@ class Outline:
     #: for each column of `texts` with different values: a digest of each stretch's values, in order
     patterns: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
-    def find(self, row: int) -> tuple[int, int]:
+    def locate_row(self, row: int) -> tuple[int, int]:
         """Return the index of the stretch that contains a row of the part, and the row's index in the stretch.
 
-        >>> Outline((Stretch(0, 3, ""), Stretch(5, 3, ""))).find(4)
+        >>> Outline((Stretch(0, 3, ""), Stretch(5, 3, ""))).locate_row(4)
         (1, 1)
         """
         stretch = int(np.searchsorted(self._ends, row, side="right"))

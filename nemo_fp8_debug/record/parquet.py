@@ -99,7 +99,7 @@ class PartFile:
         found = parse_outline((self._metadata.metadata or {}).get(OUTLINE))
         return found if found is not None and sum(each.rows for each in found.stretches) == self.count else None
 
-    def spans_of(self, step: int) -> list[tuple[int, int]]:
+    def find_row_groups(self, step: int) -> list[tuple[int, int]]:
         """Return the first row, and the row after the last, of each row group that may contain a step."""
         spans = itertools.pairwise(self._ends.tolist())
         return [span for group, span in enumerate(spans) if _may_have(self._metadata.row_group(group), step)]
@@ -142,7 +142,7 @@ class PartFile:
         for group in range(self._part.num_row_groups):
             yield self._part.read_row_group(group, use_threads=False)
 
-    def pick(self, columns: Sequence[str], places: Sequence[int], at_once: int) -> pa.Table:
+    def read_few_rows(self, columns: Sequence[str], places: Sequence[int], at_once: int) -> pa.Table:
         """Read a few rows. Decode at most `at_once` rows at a time.
 
         Args:

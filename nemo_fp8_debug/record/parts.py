@@ -28,7 +28,7 @@ import pyarrow.compute as pc
 from ..errors import warn
 from . import migration, parquet
 from .outline import Outline, list_stretches
-from .schema import SCHEMAS, TABLES, Part, arrow_schema, texts_of
+from .schema import SCHEMAS, TABLES, Part, arrow_schema, list_text_columns
 from .storage import Storage
 
 #: columns that identify a row
@@ -125,7 +125,7 @@ class PartDamagedError(Exception):
 
 def parts_in(run: Storage, folder: str) -> list[Part]:
     """Return the parts in a folder of a record, by file name."""
-    return [part for name in run.names(folder) if (part := Part.named(folder, name))]
+    return [part for name in run.names(folder) if (part := Part.parse_part_name(folder, name))]
 
 
 def list_parts(run: Storage, table: str) -> list[Part]:
@@ -133,7 +133,7 @@ def list_parts(run: Storage, table: str) -> list[Part]:
     parts = []
     for folder in migration.list_folders(table):
         for name in run.names(folder):
-            if part := Part.named(folder, name):
+            if part := Part.parse_part_name(folder, name):
                 parts.append(part)
             elif not name.endswith(".part"):  # a process was killed while it wrote this file
                 warn(f"{run.path(f'{folder}/{name}')} is skipped: it is not named like a part")
@@ -150,7 +150,7 @@ def order_newest_first(parts: Iterable[Part]) -> list[Part]:
     return sorted(parts, key=lambda part: (part.attempt, part.last, part.merged), reverse=True)
 
 
-def may_have(table: str, part: Part, step: int) -> bool:
+def is_candidate_part(table: str, part: Part, step: int) -> bool:
     """Return whether a part may contain rows of a step, judging by its name. In tables without layers, any part may contain
     them.
     """
@@ -162,9 +162,9 @@ class EffectiveParts:
 
     Example:
         >>> names = [f"attempt-0-{steps}-00000000.parquet" for steps in ("step-5", "steps-0-9")]
-        >>> single, merged = (Part.named("metrics", name) for name in names)
+        >>> single, merged = (Part.parse_part_name("metrics", name) for name in names)
         >>> owners = EffectiveParts("metrics")
-        >>> owners.add(merged, {0, 5, 9}) == {0, 5, 9}, owners.has(single), owners.add(single, {5})
+        >>> owners.add(merged, {0, 5, 9}) == {0, 5, 9}, owners.is_redundant(single), owners.add(single, {5})
         (True, True, set())
     """
 
@@ -349,8 +349,8 @@ def read_columns(
         PartGoneError, PartDamagedError: as for `open_part`.
     """
     schema = arrow_schema(table, columns)
-    with open_part(run, part, texts_of(schema)) as rows:
-        spans = rows.spans_of(step) if step is not None else spans
+    with open_part(run, part, list_text_columns(schema)) as rows:
+        spans = rows.find_row_groups(step) if step is not None else spans
         found, at = rows.read(migration.with_earlier_names(schema.names), spans)
         return _checked(migration.complete_columns(found, schema), schema, part), at
 
@@ -383,7 +383,7 @@ def read_whole_rows(run: Storage, table: str, part: Part, places: Sequence[int],
     """
     names = list(SCHEMAS[table])
     with open_part(run, part) as rows:
-        found = migration.migrate_rows(rows.pick(migration.with_earlier_names(names), places, at_once))
+        found = migration.migrate_rows(rows.read_few_rows(migration.with_earlier_names(names), places, at_once))
         check_values(found)
     return [{name: row.get(name) for name in names} for row in found.to_pylist()]
 

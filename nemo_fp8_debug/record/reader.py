@@ -16,9 +16,9 @@ from . import migration
 from .parts import (
     SHARED,
     EffectiveParts,
+    is_candidate_part,
     list_parts,
     list_steps,
-    may_have,
     read_columns,
     read_effective_parts,
     warn_of_damage,
@@ -87,7 +87,7 @@ def read_fingerprint(run: Address) -> dict[str, Any]:
     for attempt in sorted(_attempts(run), reverse=True):
         name = f"attempt-{attempt}.json"
         try:
-            run.check(name)
+            run.refuse_endless_file(name)
             content = json.loads(run.read(name))
             if not isinstance(content, dict):
                 raise ValueError("a JSON object is expected")
@@ -113,7 +113,7 @@ def read_status(run: Storage) -> dict[str, Any]:
         RecordError: there is no status file, or it cannot be read.
     """
     try:
-        run.check(STATUS)
+        run.refuse_endless_file(STATUS)
         content = json.loads(run.read(STATUS))
     except FileNotFoundError:
         raise RecordError(f"{run} has no {STATUS}: the run has not sampled yet") from None
@@ -204,7 +204,7 @@ def read_table(
         found.append((part, new, _without(rows, samples - new)))
 
     listed = list_parts(run, table)
-    parts = listed if step is None else [part for part in listed if may_have(table, part, step)]
+    parts = listed if step is None else [part for part in listed if is_candidate_part(table, part, step)]
     warn_of_damage(run, table, read_effective_parts(run, table, read, use, owners, parts))
     latest = [_without(rows, {s for s in new if not owners.is_latest(part, s)}) for part, new, rows in found]
     none = pa.Table.from_batches([], schema)  # schema.empty_table() would import pandas, which takes half a second

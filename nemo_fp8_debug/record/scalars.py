@@ -10,13 +10,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..core.keys import ROLES, SHOWN_AS
-from ..core.layer_names import aggregate_key, few_experts, is_aggregate, name_aggregate
+from ..core.layer_names import aggregate_key, is_aggregate, limit_experts, name_aggregate
 from ..core.sample import Recorder, Sample
 from ..core.scale_sources import classify_sources, mark_unquantized
 from ..core.table import Columns, load_modules
 from ..numerics.limits import MADE_UP
 from ..numerics.metric_names import METRICS, WORSE
-from ..options.trigger_rules import farthest_beyond
+from ..options.trigger_rules import score_early_warning
 
 #: metrics with a tag for each tensor
 STREAMED = ("scale", *METRICS)
@@ -65,7 +65,7 @@ class TagBudget:
         quota = self._free
         if tensors * len(STREAMED) > self._max_tags:
             quota = min(quota, self._max_tags // (len(STREAMED) * len(ROLES)) - len(admitted))
-        few = few_experts(dict.fromkeys((*admitted, *worst_first)), name_aggregate, EXPERTS_SHOWN)
+        few = limit_experts(dict.fromkeys((*admitted, *worst_first)), name_aggregate, EXPERTS_SHOWN)
         new = sorted((layer for layer in few if layer not in admitted), key=lambda layer: name_aggregate(layer) is not None)
         new = new[: max(0, quota)]
         self._free -= len(new)
@@ -105,7 +105,7 @@ class Tags:
         """
         self._budget = budget
         keys = list(zip(sample.columns["layer"], sample.columns["role"], strict=True))
-        self._tensors = len(few_experts(keys, lambda key: aggregate_key(*key), EXPERTS_SHOWN))
+        self._tensors = len(limit_experts(keys, lambda key: aggregate_key(*key), EXPERTS_SHOWN))
         self.values: dict[str, float] = {}
         #: layers that have a tag, by (metric, role), worst first
         self.worst: dict[tuple[str, str], list[str]] = {}
@@ -181,7 +181,7 @@ OFF = "scale_ratio_log2"
 
 
 @dataclass
-class StartHere:
+class StepSummary:
     """The summary of one step.
 
     Attributes:
@@ -207,14 +207,14 @@ class Overview:
         share = coverage.get("share_not_observed") if isinstance(coverage, Mapping) else None
         self._coverage = 100 * (1 - share) if isinstance(share, (int, float)) else None
 
-    def summarize_sample(self, sample: Sample) -> StartHere:
+    def summarize_sample(self, sample: Sample) -> StepSummary:
         """Summarize the next sample."""
         self._samples += 1
-        found = StartHere()
+        found = StepSummary()
         _operands(sample, found)
         _nonfinite(sample, found)
         if self._samples > MADE_UP:
-            score, key = farthest_beyond(sample, self._before)
+            score, key = score_early_warning(sample, self._before)
             if key is not None:
                 found.scalars["early_warning"] = score
                 found.texts["worst_tensor/early_warning"] = f"{SHOWN_AS[key[1]]} of {key[0]}"
@@ -229,7 +229,7 @@ class Overview:
         return found
 
 
-def _operands(sample: Sample, found: StartHere) -> None:
+def _operands(sample: Sample, found: StepSummary) -> None:
     columns = sample.columns
     known_of_run = classify_sources(columns["scale_source"])
     for role in ROLES:
@@ -247,7 +247,7 @@ def _operands(sample: Sample, found: StartHere) -> None:
             found.texts[f"worst_tensor/{metric}/{role}"] = name if worst else "none: all are 0"
 
 
-def _nonfinite(sample: Sample, found: StartHere) -> None:
+def _nonfinite(sample: Sample, found: StepSummary) -> None:
     of_layers = [not is_aggregate(layer) for layer in sample.columns["layer"]]
     for name in ("nan", "inf"):
         counts = zip(sample.columns[name], of_layers, strict=True)
@@ -263,7 +263,7 @@ class LayerMap:
     rows: Sequence[Sequence[Any]]
 
     @classmethod
-    def of(cls, sample: Sample) -> LayerMap:
+    def map_layers(cls, sample: Sample) -> LayerMap:
         """Make a row for each layer, in the order of the sample. Make one row for all experts of a layer."""
         columns, at = sample.columns, dict[tuple[str, str], int]()
         for i, key in enumerate(zip(columns["layer"], columns["role"], strict=True)):

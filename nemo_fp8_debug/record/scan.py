@@ -18,8 +18,8 @@ import numpy as np
 import polars as pl
 import pyarrow as pa
 
-from ..core.memory import free_unused, keep_freed
-from ..core.threads import run_ahead
+from ..core.memory import release_freed_memory, retain_freed_memory
+from ..core.threads import map_in_threads
 from ..errors import RecordError
 from .outline import Outline, Stretch, list_stretches
 from .parts import (
@@ -75,7 +75,7 @@ class TableIndex:
             use(part, outline)
             owners.add(part, outline.steps)
 
-        damaged = read_effective_parts(run, table, outline_of, add, owners, parts, run_ahead)
+        damaged = read_effective_parts(run, table, outline_of, add, owners, parts, map_in_threads)
         return cls(np.array(sorted(owners.of_step), np.int64), owners.of_step, damaged)
 
     @property
@@ -147,7 +147,7 @@ class Operands:
             self._layout[digest] = len(self.layouts)
             self.layouts.append(self._places(pl.DataFrame(pl.from_arrow(of_stretch))))
 
-    def runs(self, outline: Outline, places: Mapping[int, int]) -> list[StepRows]:
+    def locate_step_rows(self, outline: Outline, places: Mapping[int, int]) -> list[StepRows]:
         """Return the ranges of a part's rows that belong to the wanted steps, in order of steps.
 
         Args:
@@ -244,7 +244,7 @@ class Scan:
             run: folder of a record.
             table: a table whose rows belong to operands.
         """
-        keep_freed()
+        retain_freed_memory()
         pa.set_memory_pool(pa.system_memory_pool())  # the system's pool returns memory within milliseconds, Arrow's does not
         self._storage, self._table = Storage(run), table
         self._outlines = dict[Part, Outline]()
@@ -260,7 +260,7 @@ class Scan:
         self.steps: Ints = index.steps
         places = {step: place for place, step in enumerate(index.steps.tolist())}
         self._parts = [
-            (part, operands.runs(self._outlines[part], {step: places[step] for step in steps}))
+            (part, operands.locate_step_rows(self._outlines[part], {step: places[step] for step in steps}))
             for part, steps in index.in_order
         ]
         used = list(dict.fromkeys(run.layout for _, runs in self._parts for run in runs))
@@ -314,12 +314,12 @@ class Scan:
             return None if chunk is None else then(chunk)
 
         try:
-            for found in run_ahead(made, wanted):
+            for found in map_in_threads(made, wanted):
                 if found is not None:
                     yield found
         finally:
             if len(wanted) > _FEW:
-                free_unused()
+                release_freed_memory()
         warn_of_damage(self._storage, self._table, unreadable)
 
     def alike(
@@ -347,7 +347,7 @@ class Scan:
             for part, run in first.values():
                 of_parts[part].append(run)
             read = partial(self._chunk, [column] if column else [], chosen, unreadable)
-            for (part, runs), chunk in zip(of_parts.items(), run_ahead(read, list(of_parts.items())), strict=True):
+            for (part, runs), chunk in zip(of_parts.items(), map_in_threads(read, list(of_parts.items())), strict=True):
                 if chunk is not None:
                     yield chunk, [times[self._kind(column, part, run)] for run in runs]
             # If a part cannot be read, another part may still have the same values.
@@ -363,7 +363,7 @@ class Scan:
         if column in outline.same:
             return run.layout, "same", outline.same[column]
         patterns = outline.patterns.get(column)
-        return (run.layout, patterns[outline.find(run.first)[0]]) if patterns else (part, run.first)
+        return (run.layout, patterns[outline.locate_row(run.first)[0]]) if patterns else (part, run.first)
 
     def _wanted(
         self, operands: Ints | None, steps: Ints | None

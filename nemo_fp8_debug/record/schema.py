@@ -73,7 +73,7 @@ def arrow_schema(table: str, columns: Iterable[str] | None = None) -> pa.Schema:
     return pa.schema([(c, _ARROW[kind]) for c, kind in TABLES[table].columns.items() if kept is None or c in kept])
 
 
-def texts_of(schema: pa.Schema) -> list[str]:
+def list_text_columns(schema: pa.Schema) -> list[str]:
     """Return the names of the text columns."""
     return [field.name for field in schema if field.type == pa.string()]
 
@@ -102,11 +102,11 @@ class Part:
         return f"{self.folder}/{self.name}"
 
     @classmethod
-    def of(cls, folder: str, attempt: int, first: int, last: int | None, checksum: str) -> Part:
+    def from_steps(cls, folder: str, attempt: int, first: int, last: int | None, checksum: str) -> Part:
         """Return the part of one step, or a merged part of several steps if `last` is given.
 
         Example:
-            >>> Part.of("metrics", 0, 120, None, "9f3c02d1").path
+            >>> Part.from_steps("metrics", 0, 120, None, "9f3c02d1").path
             'metrics/attempt-0-step-00000120-9f3c02d1.parquet'
         """
         steps = f"step-{first:08d}" if last is None else f"steps-{first:08d}-{last:08d}"
@@ -114,7 +114,7 @@ class Part:
         return cls(folder, name, attempt, first, first if last is None else last, checksum, last is not None)
 
     @classmethod
-    def named(cls, folder: str, name: str) -> Part | None:
+    def parse_part_name(cls, folder: str, name: str) -> Part | None:
         """Parse the name of a file in a folder of the record. Return None if the name is not valid for a part."""
         found = _PART.fullmatch(name)
         if not found:

@@ -68,7 +68,7 @@ class RequestLimits:
             >>> limits.call(fs, "cat_file", "/limits/example")
             b'content'
         """
-        with self.watched():
+        with self.guard_request():
             coroutine = getattr(fs, f"_{method}", None)
             if not inspect.iscoroutinefunction(coroutine):
                 return getattr(fs, method)(*arguments, **options)
@@ -79,7 +79,7 @@ class RequestLimits:
                 raise TimeoutError(f"no answer within {limit:.0f} s") from None
 
     @contextlib.contextmanager
-    def watched(self) -> Iterator[None]:
+    def guard_request(self) -> Iterator[None]:
         """Run a request in a `with` block. If the request fails after a long time, pause further requests.
 
         Raises:
@@ -215,7 +215,7 @@ class Storage:
         return sorted(path.removeprefix(self._root).strip("/") for path in self._fs.find(self._root))
 
     @property
-    def is_there(self) -> bool:
+    def is_anchored(self) -> bool:
         """Return False if the anchor of a local folder no longer exists."""
         return not (self.is_local and self.anchor) or os.path.exists(self.path(self.anchor))
 
@@ -248,14 +248,14 @@ class Storage:
         path = self.path(name)
         if self.is_local:
             return open(path, "rb", opener=_open_file)
-        with self._limits.watched() if self._limits else contextlib.nullcontext():
+        with self._limits.guard_request() if self._limits else contextlib.nullcontext():
             return self._fs.open(path, "rb")
 
     def open_small(self, name: str) -> Any:
         """Open a file like `open`, but read a remote file whole, in one request within the limits of the run."""
         return self.open(name) if self.is_local else io.BytesIO(self.read(name))
 
-    def check(self, name: str) -> None:
+    def refuse_endless_file(self, name: str) -> None:
         """Raise an error for a file that may never end, such as a pipe that waits for a writer.
 
         Raises:

@@ -25,7 +25,7 @@ from torch.utils.tensorboard import SummaryWriter
 from torch.utils.tensorboard import summary as summaries
 
 from ..core.keys import ROLES, SHOWN_AS
-from ..core.layer_names import few_experts, name_aggregate
+from ..core.layer_names import limit_experts, name_aggregate
 from ..core.sample import Sample
 from ..core.table import load_modules
 from .scalars import Overview, ScalarRecorder, make_tag
@@ -254,7 +254,7 @@ def _layout(worst: Mapping[tuple[str, str], Sequence[str]]) -> dict[str, Any]:
     for role in roles:
         charts: dict[str, Any] = {}
         for metric in _CHARTS:
-            for layer in few_experts(worst.get((metric, role), []), name_aggregate, 1)[:_WORST_SHOWN]:
+            for layer in limit_experts(worst.get((metric, role), []), name_aggregate, 1)[:_WORST_SHOWN]:
                 tag = f"fp8_{make_tag(metric)}/{role}/{re.escape(layer)}$"
                 charts[f"{_LABELS[metric]}: {SHOWN_AS[role]} of {layer}"] = ["Multiline", [tag]]
         layout[f"FP8 {SHOWN_AS[role]} ({role})"] = charts

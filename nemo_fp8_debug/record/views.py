@@ -154,7 +154,7 @@ def _todays(name: str, spelled: _Engine) -> str:
     """Return an SQL expression that reads a column under its current or any earlier name, and converts to current values."""
     names = [f"placed.{_quoted(each, spelled)}" for each in migration.with_earlier_names([name])]
     value = f"coalesce({', '.join(names)})" if len(names) > 1 else names[0]
-    for old, new in migration.values_of(name):
+    for old, new in migration.list_renamed_values(name):
         value = f"replace({value}, {_literal(old)}, {_literal(new)})"
     return value
 

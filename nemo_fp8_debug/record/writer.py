@@ -23,7 +23,7 @@ import polars as pl
 from ..core.sample import Recorder, Sample
 from ..errors import ConfigError, warn
 from . import parquet
-from .merging import HISTOGRAMS, MERGED, Merger, Written
+from .merging import HISTOGRAMS, MERGED, Merger, WrittenPart
 from .parts import parts_in
 from .schema import STEP_SCALARS, TABLES, VERSION, Part, arrow_schema, arrow_table, parse_attempt
 from .storage import Storage
@@ -143,7 +143,7 @@ class RunRecord(Recorder):
         `last`.
         """
         content, checksum = parquet.encode(arrow_table(table, columns))
-        self._backlog.append((table, Part.of(table, self.attempt, first, last, checksum), content))
+        self._backlog.append((table, Part.from_steps(table, self.attempt, first, last, checksum), content))
         self._write_backlog()
 
     def _write_backlog(self) -> None:
@@ -154,7 +154,7 @@ class RunRecord(Recorder):
                 self.storage.write(part.path, content)
                 self._backlog.popleft()
                 if not part.merged:
-                    self._merger.wrote(table, Written(part, len(content)))
+                    self._merger.add_written_part(table, WrittenPart(part, len(content)))
             self._warned = False
         except Exception as error:
             self._hold_back(error)
@@ -187,4 +187,4 @@ def add_rows(storage: Storage, table: str, rows: pl.DataFrame) -> None:
             chunk = steps[first : first + MERGED]
             part = of_attempt.filter(pl.col("step").is_between(chunk[0], chunk[-1])).to_arrow().cast(arrow_schema(table))
             content, checksum = parquet.encode(part)
-            storage.write(Part.of(table, int(attempt), chunk[0], chunk[-1], checksum).path, content)
+            storage.write(Part.from_steps(table, int(attempt), chunk[0], chunk[-1], checksum).path, content)

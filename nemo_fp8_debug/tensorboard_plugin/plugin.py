@@ -9,14 +9,14 @@ from tensorboard.plugins import base_plugin
 
 from ..analysis.formatting import make_jsonable
 from ..analysis.runs.run import UNITS
-from ..analysis.runs.settings import find_departure, list_differences
+from ..analysis.runs.settings import find_learning_rate_split, list_differences
 from ..errors import capture_warnings
 from ..record.reader import read_fingerprint, read_table
 from .cache import Cache
 from .jobs.job_queue import JobQueue
 from .records import metadata
 from .records.baseline import LayerNames, TensorBands
-from .records.color_scales import Extents, pack_spread
+from .records.color_scales import Extents, pack_rise_thresholds
 from .records.heatmap import pack_frames, pack_heatmap
 from .records.logdir import Logdir, Root, parse_flags
 from .records.part_matrices import PartMatrices
@@ -68,7 +68,7 @@ class FP8Plugin(base_plugin.TBPlugin):  # type: ignore[misc]
         """
         names = list_own_names(getattr(context.flags, "host", None))
         self._open(parse_flags(context.flags), names, getattr(context, "data_provider", None))
-        self._logdir.look()  # begin now, because TensorBoard starts before the browser opens
+        self._logdir.start_search()  # begin now, because TensorBoard starts before the browser opens
 
     @classmethod
     def open_folders(cls, roots: Sequence[Root], renames: Sequence[str] = ()) -> FP8Plugin:
@@ -204,7 +204,7 @@ class FP8Plugin(base_plugin.TBPlugin):  # type: ignore[misc]
     def _spread(self, run: str, metric: str, table: str) -> bytes:
         record, parts = self._logdir.record(run), self._tables[table]
         key = (str(record), parts.index(record).version, "spread", metric, table)
-        return self._pictures.get(key, lambda: pack_spread(parts, record, metric))
+        return self._pictures.get(key, lambda: pack_rise_thresholds(parts, record, metric))
 
     def _loss(self, run: str) -> Any:
         record = self._logdir.record(run)
@@ -241,7 +241,7 @@ class FP8Plugin(base_plugin.TBPlugin):  # type: ignore[misc]
         with capture_warnings():
             of_a = read_fingerprint(self._logdir.record(a))
             of_b = None if b is None else read_fingerprint(self._logdir.record(b))
-            rates = None if b is None else find_departure(*(self._learning_rates(name) for name in (b, a)))
+            rates = None if b is None else find_learning_rate_split(*(self._learning_rates(name) for name in (b, a)))
         rows = [] if of_b is None else list_differences(of_a, of_b).to_dicts()
         return {"a": make_jsonable(of_a), "b": make_jsonable(of_b), "differences": rows, "learning_rates": rates}
 

@@ -25,7 +25,7 @@ from .jobs.job_queue import JobQueue
 from .records.logdir import Logdir
 from .records.part_matrices import PartMatrices, RecordIndex
 from .records.run_summary import find_quantization
-from .web import Refused
+from .web import RequestError
 
 #: a record counts as growing if its newest part is younger than this many seconds, or this many usual sampling intervals
 _YOUNG, _USUAL = 120.0, 3.0
@@ -71,7 +71,7 @@ def _describe(parts: PartMatrices, name: str, logdir: Logdir, in_haste: bool) ->
         run = logdir.record(name)
         with capture_warnings():
             read_fingerprint(run)
-        index = parts.glance(run) if in_haste else parts.index(run)
+        index = parts.read_known_index(run) if in_haste else parts.index(run)
         updated = _updated(run, index)
         state = _state(run, index, updated)
     except Exception as error:  # drivers of remote file systems raise errors of their own
@@ -277,5 +277,5 @@ class RunsTable:
             version = self._parts.index(record).version
             about = self._known.get((str(record), version), lambda: _read_progress(self._parts, record))
             return about | {"version": version, "headline": self._headlines.known(name, baseline)}
-        except (Refused, RecordError, OSError, RecursionError) as error:
+        except (RequestError, RecordError, OSError, RecursionError) as error:
             return {"why": str(error)}

@@ -25,29 +25,29 @@ from ..errors import RecordError
 from .cache import Cache
 
 
-class Refused(Exception):
+class RequestError(Exception):
     """The error for a refused request. The message names the problem, the parameter, and what to do."""
 
     status = 400
 
 
-class BadParameter(Refused):
+class BadParameter(RequestError):
     """The error for a missing, unknown, repeated or invalid parameter."""
 
 
-class Foreign(Refused):
+class ForeignSiteError(RequestError):
     """The error for a request from another site."""
 
     status = 403
 
 
-class NotThere(Refused):
+class NotFoundError(RequestError):
     """The error for a run, tensor or step that does not exist."""
 
     status = 404
 
 
-class NotReadable(Refused):
+class UnreadableRecordError(RequestError):
     """The error for a record that exists but is unreadable."""
 
     status = 409
@@ -211,7 +211,7 @@ def check_host(headers: Headers, names: Collection[str]) -> None:
     """
     host = headers.get("Host", "")
     if "*" not in names and not any(is_local(host, name) for name in {"localhost", *names} - {""}):
-        raise Foreign(
+        raise ForeignSiteError(
             f"The tab does not answer to the name {host[:80]!r}. If this name is the machine's, start TensorBoard with the "
             f"environment variable {HOSTS} set to this name."
         )
@@ -240,14 +240,14 @@ def check_origin(headers: Headers, names: Collection[str] = ()) -> None:
     origin = headers.get("Origin")
     # A request for a script or image from a page on another port has no Origin header.
     if site == "cross-site" or (site == "same-site" and origin is None):
-        raise Foreign("The request comes from a page of another site; open the page's own address instead.")
+        raise ForeignSiteError("The request comes from a page of another site; open the page's own address instead.")
     # If the browser reports the same origin, accept the request, even if proxies have changed the host.
     if origin is None or site in ("same-origin", "none"):
         return
     told = headers.get("X-Forwarded-Host", "").split(",") if "" in names else []
     forwarded = [host for host in told if "*" in names or _hostname(host.strip().lower()) in names]
     if _host(origin) not in {_plain(host) for host in (headers.get("Host", ""), *forwarded)} - {""}:
-        raise Foreign("The request comes from a page of another origin; open the page's own address instead.")
+        raise ForeignSiteError("The request comes from a page of another origin; open the page's own address instead.")
 
 
 def is_local(host: str, bound: str) -> bool:
@@ -331,7 +331,7 @@ def build_wsgi(answer: Callable[[Request], Response], names: Collection[str] | N
                     check_host(request.headers, names)
                 check_origin(request.headers, names or ())
                 response = answer(request)
-        except Refused as error:
+        except RequestError as error:
             response = _error(request, error.status, str(error))
         except (RecordError, OSError, RecursionError) as error:
             response = _error(request, 409, f"The record cannot be read: {error}")

@@ -121,7 +121,7 @@ def write_merged(run: Path, table: str, tables: list[pa.Table]) -> None:
     """Write a merged part, as `merging` does."""
     content, checksum = parquet.encode_all(arrow_schema(table), tables)
     first, last = (tables[i]["step"][0].as_py() for i in (0, -1))
-    (run / Part.of(table, 0, first, last, checksum).path).write_bytes(content)
+    (run / Part.from_steps(table, 0, first, last, checksum).path).write_bytes(content)
 
 
 class Courses:

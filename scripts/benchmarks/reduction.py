@@ -111,7 +111,7 @@ def work(rank: int, world: int, port: int, n: int, rounds: int, alone: bool) -> 
     reduction, rows = Reduction(ranks, group, [tensors_of(names, ranks)]), bytes(ROWS * n)
     assert group.group
     group.group.gather(b"")  # ranks connect to the first rank with their first message
-    ranks.share({})
+    ranks.broadcast_value({})
     times: dict[str, list[float]] = {}
     before, peaks = memory("VmRSS"), []
     for step in range(rounds):
@@ -133,7 +133,7 @@ def work(rank: int, world: int, port: int, n: int, rounds: int, alone: bool) -> 
         times.setdefault("collectives", []).append(sum(took for _, took in asked))
         check(found[1], rank, world, n)
         found.clear()
-        times.setdefault("message", []).append(seconds(lambda: ranks.share({"over": False, "control": None})))
+        times.setdefault("message", []).append(seconds(lambda: ranks.broadcast_value({"over": False, "control": None})))
         times.setdefault("gathering", []).append(seconds(lambda: group.group.gather(rows)))
         dist.barrier()  # no rank prepares the next round while the first rank still gathers
         if alone:

@@ -190,7 +190,7 @@ class Torture:
                 kind = file.relative_to(run.folder).parts[0]
                 self.found[f"leftover: {'status.json' if kind.startswith('status') else kind}"] += 1
         for table in TABLES:
-            parts = [p for file in (run.folder / table).glob("*.parquet") if (p := Part.named(table, file.name))]
+            parts = [p for file in (run.folder / table).glob("*.parquet") if (p := Part.parse_part_name(table, file.name))]
             merged = [p for p in parts if p.merged]
             small = [p for p in parts if not p.merged]
             self.found["merges cut short"] += any(

@@ -65,7 +65,7 @@ def series(noise: Noise, n: int, gap: float, paired: bool, rng: np.random.Genera
     places = _blocks(len(noise.run), n, rng)
     others = places if paired else _blocks(len(noise.baseline), n, rng)
     losses = falls * (1 + noise.run[places]) * (1 + gap / 100), falls * (1 + noise.baseline[others])
-    run, baseline = (LossCurve.of(pl.DataFrame({"step": np.arange(n), "loss": each})) for each in losses)
+    run, baseline = (LossCurve.from_steps_table(pl.DataFrame({"step": np.arange(n), "loss": each})) for each in losses)
     return run, baseline
 
 

@@ -25,8 +25,8 @@ def facts_of(run: Run | Path, baseline: Run | Path | None = None, loss: LossOutc
     """
     mine, theirs = (Run.read(each) if isinstance(each, Path) else each for each in (run, baseline))
     assert mine is not None
-    own = LossOutcome.of(mine.loss, None if theirs is None else theirs.loss, MAX_GAP)
-    return Facts.of(Records(mine, theirs), loss or own)
+    own = LossOutcome.judge_loss(mine.loss, None if theirs is None else theirs.loss, MAX_GAP)
+    return Facts.from_records(Records(mine, theirs), loss or own)
 
 
 def found_by(rule: Find, run: Run | Path, baseline: Run | Path | None = None) -> list[Finding]:

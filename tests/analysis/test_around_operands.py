@@ -184,13 +184,15 @@ class TestRecipe:
             rows.with_columns(recipe=pl.when(which).then(pl.lit("mxfp8")).otherwise("recipe"))
             for which in (True, pl.col("layer") == CULPRIT)
         ]
-        other, one = (replace(usual, metrics=Metrics.of(changed)) for changed in others)
+        other, one = (replace(usual, metrics=Metrics.from_rows(changed)) for changed in others)
         assert not evidence(diagnose(other, usual), "recipe")
         assert f"The recipe of X of {CULPRIT} and 2 other operands changed" in diagnose(one, usual).verdict()
         left_alone = (
             pl.when(pl.col("layer") == CULPRIT).then(pl.lit("not quantized")).otherwise("scale_source").alias("scale_source")
         )
-        alone = [replace(usual, metrics=Metrics.of(run.metrics.frame().with_columns(left_alone))) for run in (one, usual)]
+        alone = [
+            replace(usual, metrics=Metrics.from_rows(run.metrics.frame().with_columns(left_alone))) for run in (one, usual)
+        ]
         assert not evidence(diagnose(*alone), "recipe")
 
     @pytest.mark.parametrize("before", ["engine", None])
@@ -200,7 +202,7 @@ class TestRecipe:
             recipe=pl.when(late).then(pl.lit("current-hybrid")).otherwise("recipe"),
             scale_source=pl.when(late).then(pl.lit("not quantized")).otherwise(pl.lit(before)),
         )
-        assert evidence(diagnose(replace(usual, metrics=Metrics.of(rows)), usual), "recipe")
+        assert evidence(diagnose(replace(usual, metrics=Metrics.from_rows(rows)), usual), "recipe")
 
 
 class TestTransient:

@@ -149,7 +149,7 @@ class TestData:
         assert set(EXPLAINS) == kinds and all(explained <= kinds for explained in EXPLAINS.values())
 
     def test_every_rule_s_findings_are_events(self) -> None:
-        loss = LossOutcome(LossCurve.of(pl.DataFrame({"step": range(50), "loss": np.linspace(3, 2, 50)})))
+        loss = LossOutcome(LossCurve.from_steps_table(pl.DataFrame({"step": range(50), "loss": np.linspace(3, 2, 50)})))
         for rule in load_rules():
             for cause in rule.causes:
                 (event,) = list_events([Finding(rule.name, cause, "clear", "...", "fc1", "input", 5)], loss)

@@ -22,7 +22,7 @@ Floats = npt.NDArray[np.float64]
 
 def curve(losses: npt.ArrayLike, every: int = 1) -> LossCurve:
     values = np.asarray(losses, np.float64)
-    return LossCurve.of(pl.DataFrame({"step": np.arange(len(values)) * every, "loss": values}))
+    return LossCurve.from_steps_table(pl.DataFrame({"step": np.arange(len(values)) * every, "loss": values}))
 
 
 def noise(n: int, carried: float, rng: np.random.Generator) -> Floats:
@@ -52,18 +52,23 @@ class TestInterval:
 
     def test_tells_runs_of_the_same_batches_from_others(self) -> None:
         for seed in range(20):
-            assert [align_losses(*pair(300, 1.0, paired, seed)).paired for paired in (True, False)] == [True, False]
+            assert [align_losses(*pair(300, 1.0, paired, seed)).has_shared_noise for paired in (True, False)] == [
+                True,
+                False,
+            ]
 
     @pytest.mark.parametrize("n", [30, 60, 120])
     def test_a_steep_fall_in_common_is_not_the_same_batches(self, n: int) -> None:
         falls = 2 + 3 * np.exp(-np.arange(n) / 20)
         drawn = 0.005 * np.random.default_rng(n).normal(size=(100, 3, n))
-        others = [align_losses(curve(falls * (1 + a)), curve(falls * (1 + b))).paired for a, b, _ in drawn]
-        alike = [align_losses(curve(falls * (1 + a)), curve(falls * (1 + a + 0.3 * b))).paired for a, b, _ in drawn]
+        others = [align_losses(curve(falls * (1 + a)), curve(falls * (1 + b))).has_shared_noise for a, b, _ in drawn]
+        alike = [
+            align_losses(curve(falls * (1 + a)), curve(falls * (1 + a + 0.3 * b))).has_shared_noise for a, b, _ in drawn
+        ]
         assert sum(others) <= 2 and sum(alike) >= 95
 
     def test_losses_that_do_not_move_tell_nothing_of_batches(self) -> None:
-        assert not align_losses(curve([2.0] * 60), curve([2.0] * 60)).paired
+        assert not align_losses(curve([2.0] * 60), curve([2.0] * 60)).has_shared_noise
 
     def test_of_the_same_batches_is_far_narrower(self) -> None:
         errors = [measure_gap(*pair(500, 1.0, paired, 1)).error for paired in (True, False)]  # type: ignore[union-attr]
@@ -155,7 +160,7 @@ class TestAnySign:
     def test_a_healthy_loss_is_not_harmed(self, start: float, end: float) -> None:
         for seed in range(1, 6):
             run, baseline = signed(seed, start, end), signed(0, start, end)
-            assert LossOutcome(run).harm == "unknown" and run.diverged_at is run.stepped_up is None
+            assert LossOutcome(run).harm == "unknown" and run.diverged_at is run.level_shift is None
             found = LossOutcome(run, baseline, same_model=True)
             assert found.gap is not None and abs(found.gap.percent) < 2
             assert found.harm == "unknown" if found.gap.interval()[1] > 2 else found.harm in ("none", "gap")
@@ -299,7 +304,7 @@ class TestJump:
         found = LossOutcome(*other_batches(600, 1, jump, above=above), same_model=True)
         assert (found.harm == "likely") == likely
         if likely:
-            assert found.harmful_since is not None and found.stepped_up and abs(found.stepped_up[0] - 300) <= 15
+            assert found.harm_onset_step is not None and found.level_shift and abs(found.level_shift[0] - 300) <= 15
             assert "jumped by" in tell_loss(found) and "so harm is likely" in tell_loss(found)
         else:
-            assert found.harmful_since is None and "jumped" not in tell_loss(found)
+            assert found.harm_onset_step is None and "jumped" not in tell_loss(found)

@@ -16,7 +16,7 @@ from test_gap import SIGNS, curve, pair, signed
 from typer.testing import CliRunner, Result
 
 from nemo_fp8_debug.analysis.diagnosis.diagnose import diagnose
-from nemo_fp8_debug.analysis.loss.gate import CANNOT_TELL, FAIL, PASS, accept, gate
+from nemo_fp8_debug.analysis.loss.gate import CANNOT_TELL, FAIL, PASS, gate, gate_all_losses
 from nemo_fp8_debug.analysis.runs.run import Run
 from nemo_fp8_debug.cli import app
 from nemo_fp8_debug.cli.healthy import tell_outcome
@@ -76,7 +76,7 @@ class TestFarBelow:
         low = [(run, good) for run, good in self.pairs("repeated_data", "near") if run.loss.final < 0.8 * good.loss.final]
         assert len(low) > 10
         for run, good in low:
-            found = accept([run], [good], 2.0)
+            found = gate_all_losses([run], [good], 2.0)
             assert found and found.outcome == FAIL and found.loss.gap < -12
             assert "check for repeated data, leaked labels or a missing mask" in " ".join(tell_outcome(found, "step"))
             verdict = diagnose(run, good)
@@ -85,7 +85,7 @@ class TestFarBelow:
 
     def test_no_clean_run_is_far_below(self) -> None:
         clean = [pair for _, pair in zip(range(40), self.pairs("none", "other"), strict=False)]
-        assert not any(found.loss.is_far_below for pair in clean if (found := accept([pair[0]], [pair[1]], 2.0)))
+        assert not any(found.loss.is_far_below for pair in clean if (found := gate_all_losses([pair[0]], [pair[1]], 2.0)))
 
     def test_beyond_a_limit_that_is_itself_below(self) -> None:
         """Who asks for a loss 50% lower gets a pass at 55%."""
@@ -191,5 +191,5 @@ class TestEvaluations:
     def test_the_more_are_judged_the_surer_a_failure_must_be(self, tmp_path: Path) -> None:
         run, baseline = evaluated(tmp_path / "run", 1), evaluated(tmp_path / "baseline", 1, seed=2)
         of_run, of_baseline = Run.read(run), replace(Run.read(baseline), loss=curve([2.0, 2.1] * 100))
-        both, alone = accept([of_run], [of_baseline], 1.0), gate([of_run.loss], [of_baseline.loss], 1.0)
+        both, alone = gate_all_losses([of_run], [of_baseline], 1.0), gate([of_run.loss], [of_baseline.loss], 1.0)
         assert both and alone and both.loss.bounds[0] < alone.bounds[0] and both.loss.bounds[1] == alone.bounds[1]

@@ -156,8 +156,8 @@ def lost(step: int) -> Mapping[str, Any]:
 
 
 def jump_of(told: Diagnosis) -> float:
-    assert told.loss.stepped_up is not None
-    return told.loss.stepped_up[1]
+    assert told.loss.level_shift is not None
+    return told.loss.level_shift[1]
 
 
 class TestLikelyHarm:

@@ -82,7 +82,7 @@ def test_what_is_told_does_not_depend_on_how_much_is_held(
 @pytest.mark.parametrize("last", [{"n": 8}, {"n": 4, "ranks_missing": 1}, {"n": None}, {"layer": "fc2", "n": 2}])
 def test_a_weight_has_the_size_that_it_has_with_all_ranks(last: dict[str, Any]) -> None:
     row = {"step": 0, "layer": "fc1", "role": "weight", "n": 8, "nan": 0, "inf": 0, "ranks_missing": 0}
-    sizes = Metrics.of(pl.DataFrame([row, row | {"step": 5} | last])).sizes_of_weights
+    sizes = Metrics.from_rows(pl.DataFrame([row, row | {"step": 5} | last])).sizes_of_weights
     assert sizes == {"fc1": 8} | ({"fc2": 2} if "layer" in last else {})
 
 
@@ -93,7 +93,7 @@ def test_steps_layers_and_rows_can_be_chosen() -> None:
     chosen = [
         each.renumber_steps(axis)
         .renamed(names)
-        .only("format", ["e4m3"])
+        .filter_rows("format", ["e4m3"])
         .with_role("weight", "input")
         .without_steps([64 * 20])
         for each in (needed, of_held)
@@ -137,7 +137,7 @@ def check_median(values: list[float], at_once: int) -> None:
     frame = pl.DataFrame(
         {"step": range(len(values)), "layer": "a", "role": "input", "mse": values}, schema_overrides={"mse": pl.Float64}
     )
-    found = compute_median(Metrics.of(frame), "mse", at_once)
+    found = compute_median(Metrics.from_rows(frame), "mse", at_once)
     known = [value for value in values if not np.isnan(value)]
     with np.errstate(invalid="ignore"):
         expected = np.median(known) if known else np.nan

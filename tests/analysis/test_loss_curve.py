@@ -16,7 +16,7 @@ from nemo_fp8_debug.analysis.loss.gap import find_rise_above
 
 def curve(losses: npt.ArrayLike) -> LossCurve:
     values = np.asarray(losses, np.float64)
-    return LossCurve.of(pl.DataFrame({"step": np.arange(len(values)), "loss": values}))
+    return LossCurve.from_steps_table(pl.DataFrame({"step": np.arange(len(values)), "loss": values}))
 
 
 class TestLossCurve:
@@ -43,7 +43,7 @@ class TestLossCurve:
             noise = np.random.default_rng(seed).normal(0, 0.05 * np.sqrt(1 - lasting**2), n)
             for i in range(1, n):
                 noise[i] += lasting * noise[i - 1]
-            assert curve(2 + 2 / (1 + np.arange(n) / 20) + noise).stepped_up is None
+            assert curve(2 + 2 / (1 + np.arange(n) / 20) + noise).level_shift is None
 
     @pytest.mark.parametrize("at", [100, 120, 170])
     def test_a_loss_that_goes_up_and_learns_on_has_another_level(self, at: int) -> None:
@@ -51,14 +51,14 @@ class TestLossCurve:
         steps = np.arange(400)
         falls = 4 * np.exp(-steps / 150) + np.random.default_rng(at).normal(0, 0.05, 400)
         found = curve(falls + np.where(steps < at, 0, 1.0))
-        assert found.stepped_up is not None and abs(found.stepped_up[0] - at) <= 5
-        assert 5 < found.stepped_up[1] < 60 and found.diverged_at is None
-        assert curve(falls).stepped_up is None
+        assert found.level_shift is not None and abs(found.level_shift[0] - at) <= 5
+        assert 5 < found.level_shift[1] < 60 and found.diverged_at is None
+        assert curve(falls).level_shift is None
 
     def test_a_spike_that_comes_back_is_no_other_level(self) -> None:
         losses = 2 + np.random.default_rng(0).normal(0, 0.05, 240)
         losses[100:118] += 1.5
-        assert curve(losses).stepped_up is None
+        assert curve(losses).level_shift is None
 
     @pytest.mark.parametrize("at", [0, 60, 198, 199])
     def test_a_lone_spike_is_not_counted(self, at: int) -> None:
@@ -74,11 +74,11 @@ class TestLossCurve:
 
     def test_steps_are_those_of_the_table(self) -> None:
         table = pl.DataFrame({"step": [30, 10, 20, 40, 50, 60], "loss": [1.0, 2.0, 1.5, 9.0, 9.0, 9.0]})
-        assert LossCurve.of(table).diverged_at == 40
+        assert LossCurve.from_steps_table(table).diverged_at == 40
 
     def test_the_later_row_of_a_step_counts(self) -> None:
         table = pl.DataFrame({"step": [0, 1, 1], "loss": [1.0, 7.0, 3.0]})
-        assert LossCurve.of(table).losses.tolist() == [1, 3]
+        assert LossCurve.from_steps_table(table).losses.tolist() == [1, 3]
 
     @pytest.mark.parametrize("gone", [np.nan, np.inf])
     def test_a_loss_that_is_no_longer_a_number_diverged(self, gone: float) -> None:
@@ -115,7 +115,9 @@ class TestLossCurve:
 
     def test_above_compares_runs_that_logged_other_steps(self) -> None:
         def every_tenth(losses: Losses) -> LossCurve:
-            return LossCurve.of(pl.DataFrame({"step": range(0, 200, 10), "loss": [losses[i] for i in range(0, 200, 10)]}))
+            return LossCurve.from_steps_table(
+                pl.DataFrame({"step": range(0, 200, 10), "loss": [losses[i] for i in range(0, 200, 10)]})
+            )
 
         fine, coarse = curve(list(falling().values())), every_tenth(falling())
         assert find_rise_above(coarse, fine) is find_rise_above(fine, coarse) is None

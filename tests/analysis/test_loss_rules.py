@@ -20,7 +20,7 @@ from nemo_fp8_debug.analysis.runs.run import Run
 
 def curve(losses: Values, every: int = 1) -> LossCurve:
     values = np.asarray(losses, np.float64)
-    return LossCurve.of(pl.DataFrame({"step": np.arange(len(values)) * every, "loss": values}))
+    return LossCurve.from_steps_table(pl.DataFrame({"step": np.arange(len(values)) * every, "loss": values}))
 
 
 def noisy(n: int = 300) -> LossCurve:
@@ -29,7 +29,7 @@ def noisy(n: int = 300) -> LossCurve:
 
 def facts(loss: LossOutcome) -> Facts:
     """Facts of a run that has losses and one operand."""
-    metrics = Metrics.of(pl.DataFrame([{"step": 0, "layer": "fc", "role": "input", "scale_source": "engine"}]))
+    metrics = Metrics.from_rows(pl.DataFrame([{"step": 0, "layer": "fc", "role": "input", "scale_source": "engine"}]))
     return facts_of(Run("made", {}, metrics, loss.run), None, loss)
 
 
@@ -37,8 +37,8 @@ def outcome(since: int | None, n: int = 300) -> LossOutcome:
     """Of a run that rises by half from a step on, with a baseline that does not."""
     run, baseline = noisy(n), noisy(n)
     if since is None:
-        return LossOutcome.of(run, baseline)
-    return LossOutcome.of(curve(np.where(run.steps >= since, 1.5, 1.0) * run.losses), baseline)
+        return LossOutcome.judge_loss(run, baseline)
+    return LossOutcome.judge_loss(curve(np.where(run.steps >= since, 1.5, 1.0) * run.losses), baseline)
 
 
 class TestDivergence:

@@ -34,7 +34,7 @@ USUAL = {
 
 
 def onsets(baseline: pl.DataFrame, of_run: pl.DataFrame) -> pl.DataFrame:
-    return onset.find_onsets(Metrics.of(baseline), Metrics.of(of_run))
+    return onset.find_onsets(Metrics.from_rows(baseline), Metrics.from_rows(of_run))
 
 
 def run(seed: int, steps: range = STEPS, since: int | None = None, **rise: float) -> pl.DataFrame:

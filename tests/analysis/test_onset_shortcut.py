@@ -34,7 +34,7 @@ def record(random: np.random.Generator, interval: int, spoiled: float) -> Metric
         for other in (np.nan, 0.0, np.inf, 100.0):
             values[random.random(shape) < spoiled / 10] = other
         rows[name] = values.ravel()
-    return Metrics.of(pl.DataFrame(rows).sort("step", maintain_order=True))
+    return Metrics.from_rows(pl.DataFrame(rows).sort("step", maintain_order=True))
 
 
 @settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -42,10 +42,10 @@ def record(random: np.random.Generator, interval: int, spoiled: float) -> Metric
 def test_nothing_is_lost(monkeypatch: pytest.MonkeyPatch, seed: int, intervals: tuple[int, int], spoiled: float) -> None:
     random = np.random.default_rng(seed)
     baseline, run = (record(random, interval, spoiled).grid for interval in intervals)
-    found = onset.list_onsets(baseline, run)
+    found = onset.find_unfiltered_onsets(baseline, run)
     with monkeypatch.context() as patch:
         patch.setattr(onset, "_may_be_out", lambda _, pair: np.arange(len(pair.tensors)))
-        assert_frame_equal(found, onset.list_onsets(baseline, run))
+        assert_frame_equal(found, onset.find_unfiltered_onsets(baseline, run))
 
 
 def test_most_steady_tensors_are_left_out_and_those_that_rise_are_not() -> None:

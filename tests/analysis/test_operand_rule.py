@@ -26,7 +26,7 @@ def course(**metrics: Values) -> Course:
     columns = {name: np.broadcast_to(value, N) for name, value in (ordinary | metrics).items()}
     columns = {"scale": 2.0**scale, "scale_ratio_log2": scale - wanted} | columns
     rows = pl.DataFrame({"step": STEPS, "layer": LAYER, "role": "input"} | columns)
-    return Course.of(rows.with_columns(pl.col(pl.Float64).fill_nan(None)), LAYER, "input")
+    return Course.build_course(rows.with_columns(pl.col(pl.Float64).fill_nan(None)), LAYER, "input")
 
 
 def why(run: Course, since: int, baseline: Course | None = None, usual_outlier: float = np.nan) -> Finding:
@@ -77,7 +77,7 @@ class TestOperand:
         bad = course()
         rows = {"step": STEPS, "layer": LAYER, "role": "input", "scale": np.where(AFTER, scale, 64.0)}
         absent = dict.fromkeys(("scale_ratio_log2", "outlier_log2", "underflow_pct", "overflow_pct"), np.full(N, np.nan))
-        bad = Course.of(pl.DataFrame(rows | absent | {"amax": 1.0, "nan": 0, "inf": 0}), LAYER, "input")
+        bad = Course.build_course(pl.DataFrame(rows | absent | {"amax": 1.0, "nan": 0, "inf": 0}), LAYER, "input")
         assert said(why(bad, ONSET)) == ("corrupted_scale", "clear")
 
     @pytest.mark.parametrize("since", [STEPS[0], STEPS[1], STEPS[-2], STEPS[-1], STEPS[-1] + 1])

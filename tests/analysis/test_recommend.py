@@ -19,8 +19,14 @@ from torch import nn
 from typer.testing import CliRunner, Result
 
 from nemo_fp8_debug import ConfigError, Emulation, Monitor, RecordError
-from nemo_fp8_debug.analysis.recommendation.options import Budget, CurrentCast, Flag, candidates
-from nemo_fp8_debug.analysis.recommendation.recommend import Recommendation, coverage, find_over_budget, flops_of, recommend
+from nemo_fp8_debug.analysis.recommendation.options import Budget, ChangeReason, CurrentCast, candidates
+from nemo_fp8_debug.analysis.recommendation.recommend import (
+    Recommendation,
+    compute_fp8_coverage,
+    find_over_budget,
+    flops_of,
+    recommend,
+)
 from nemo_fp8_debug.analysis.replay.replay import add_to_record, replay
 from nemo_fp8_debug.analysis.runs.run import Run
 from nemo_fp8_debug.cli import app
@@ -143,7 +149,7 @@ def test_what_an_operand_lost_while_it_was_out_of_order_counts(
     tmp_path: Path, out: tuple[int, int] | None, changes: bool
 ) -> None:
     run = record_of(tmp_path, [1.0, 1.0, 1e5, 1.0, 1.0, 1.0, 1.0, 1.0], "delayed(amax_history_len=1)")
-    found = recommend(run, [X], flags={X: Flag("a spike", out)})
+    found = recommend(run, [X], flags={X: ChangeReason("a spike", out)})
     assert [finding.changes for finding in found.findings] == [changes] and found.findings[0].why == "a spike"
 
 
@@ -252,8 +258,8 @@ class TestFlops:
     def test_coverage_is_of_gemms_of_which_both_operands_are_cast(self) -> None:
         flops = {"a": 3.0, "b": 1.0}
         fp8 = {("a", "input"), ("a", "weight"), ("b", "input"), ("b", "grad_output"), ("b", "weight")}
-        assert coverage(flops, fp8.__contains__) == (3 + 3) / 12
-        assert coverage({}, fp8.__contains__) is None
+        assert compute_fp8_coverage(flops, fp8.__contains__) == (3 + 3) / 12
+        assert compute_fp8_coverage({}, fp8.__contains__) is None
 
 
 ROLES = ("input", "weight", "grad_output")

@@ -140,9 +140,12 @@ FUSED_LOSS = {"cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": "t
 def settings(bad: dict[str, Any], baseline: dict[str, Any] | None, from_the_start: bool) -> list[Finding]:
     """What is found in the settings of a run whose loss rises from its first steps on, or does not."""
     losses = np.linspace(3, 30, 200) if from_the_start else np.linspace(3, 2, 200)
-    curve = LossCurve.of(pl.DataFrame({"step": range(200), "loss": losses}))
+    curve = LossCurve.from_steps_table(pl.DataFrame({"step": range(200), "loss": losses}))
     made = Run(
-        "made", bad, Metrics.of(pl.DataFrame([{"step": 0, "layer": "fc", "role": "input", "scale_source": "engine"}])), curve
+        "made",
+        bad,
+        Metrics.from_rows(pl.DataFrame([{"step": 0, "layer": "fc", "role": "input", "scale_source": "engine"}])),
+        curve,
     )
     other = baseline if baseline is None else replace(made, fingerprint=baseline)
     return list(find_settings(facts_of(made, other, LossOutcome(curve))))

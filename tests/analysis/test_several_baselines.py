@@ -27,7 +27,7 @@ def losses(seed: int, above: float = 0.0, n: int = 400) -> LossCurve:
     """Of other batches for each seed; percent above what they all tend to."""
     noise = np.random.default_rng(seed).normal(0, 0.01, n)
     table = {"step": range(n), "loss": (2 + 3 * np.exp(-np.arange(n) / 40)) * (1 + noise) * (1 + above / 100)}
-    return LossCurve.of(pl.DataFrame(table))
+    return LossCurve.from_steps_table(pl.DataFrame(table))
 
 
 #: percent that three baselines end apart from what they all tend to
@@ -38,7 +38,7 @@ def outcome(above: float, apart: tuple[float, ...] = APART, same_model: bool = T
     """Of a run so many percent above, beside baselines that are as far apart."""
     curves = {f"seed_{seed}": losses(seed, each) for seed, each in enumerate(apart, start=1)}
     found = choose_baseline_loss(("run", losses(0, above)), curves)
-    return LossOutcome.of(losses(0, above), found.curve, same_model=same_model, seeds=found.seeds)
+    return LossOutcome.judge_loss(losses(0, above), found.curve, same_model=same_model, seeds=found.seeds)
 
 
 class TestLoss:
@@ -64,11 +64,13 @@ class TestLoss:
     def test_harm_begins_where_most_seeds_no_longer_explain_it(self) -> None:
         """The run lies 1% above all along, as a seed may, and 15% from step 200 on."""
         run = losses(0, 1.0)
-        run = LossCurve.of(pl.DataFrame({"step": run.steps, "loss": run.losses * np.where(run.steps >= 200, 1.14, 1.0)}))
+        run = LossCurve.from_steps_table(
+            pl.DataFrame({"step": run.steps, "loss": run.losses * np.where(run.steps >= 200, 1.14, 1.0)})
+        )
         found = choose_baseline_loss(
             ("run", run), {f"{seed}": losses(seed, each) for seed, each in enumerate((-1.0, 0.0, 1.0), start=1)}
         )
-        told = LossOutcome.of(run, found.curve, same_model=True, seeds=found.seeds)
+        told = LossOutcome.judge_loss(run, found.curve, same_model=True, seeds=found.seeds)
         assert told.harm == "harmful" and told.since == pytest.approx(200, abs=4)
 
     @pytest.mark.parametrize("apart", [0.25, 2.0])
@@ -81,7 +83,7 @@ class TestLoss:
             found = choose_baseline_loss(
                 ("run", run), {f"{k}": losses(1001 + 4 * i + k, each) for k, each in enumerate(theirs)}
             )
-            harms.append(LossOutcome.of(run, found.curve, same_model=True, seeds=found.seeds).harm)
+            harms.append(LossOutcome.judge_loss(run, found.curve, same_model=True, seeds=found.seeds).harm)
         assert harms.count("harmful") == 0
 
 
@@ -118,7 +120,7 @@ class TestWhichCount:
         bad = losses(3)
         for harm in (1.4, np.nan):
             diverged = np.where(bad.steps >= 300, harm, 1.0) * bad.losses
-            curve = LossCurve.of(pl.DataFrame({"step": bad.steps, "loss": diverged}))
+            curve = LossCurve.from_steps_table(pl.DataFrame({"step": bad.steps, "loss": diverged}))
             n, told = self.told(a=losses(1), bad=curve, b=losses(2))
             assert n == 2 and "bad does not count for the loss: it diverges itself, from 3" in told
 
@@ -132,23 +134,26 @@ class TestWhichCount:
         table = pl.DataFrame({"step": range(400), "loss": losses(1).losses}).with_columns(
             loss=pl.when(pl.col("step") == 380).then(float("nan")).otherwise("loss")
         )
-        found = choose_baseline_loss(("run", losses(0)), {"a": LossCurve.of(table), "b": losses(2)})
+        found = choose_baseline_loss(("run", losses(0)), {"a": LossCurve.from_steps_table(table), "b": losses(2)})
         assert found.seeds is not None and found.seeds.spread < 1 and 380 not in found.curve.steps
 
     def test_the_mean_is_at_the_steps_of_the_one_with_most(self) -> None:
         every, other = range(0, 200), range(50, 250, 4)
         curves = [
-            LossCurve.of(pl.DataFrame({"step": steps, "loss": [float(step) for step in steps]})) for steps in (other, every)
+            LossCurve.from_steps_table(pl.DataFrame({"step": steps, "loss": [float(step) for step in steps]}))
+            for steps in (other, every)
         ]
         mean = mean_of(curves)
         assert mean.steps.tolist() == list(range(50, 200)) and np.allclose(mean.losses, mean.steps)
 
     @pytest.mark.parametrize("bad", [[], [1.0], [np.nan] * 400, [0.0] * 400, [-1.0] * 400])
     def test_one_whose_loss_tells_nothing_is_no_error(self, bad: list[float]) -> None:
-        other = LossCurve.of(pl.DataFrame({"step": range(len(bad)), "loss": bad}, {"step": pl.Int64, "loss": pl.Float64}))
+        other = LossCurve.from_steps_table(
+            pl.DataFrame({"step": range(len(bad)), "loss": bad}, {"step": pl.Int64, "loss": pl.Float64})
+        )
         for order in ({"a": losses(1), "bad": other}, {"bad": other, "a": losses(1)}, {"bad": other, "worse": other}):
             found = choose_baseline_loss(("run", losses(0)), order)
-            assert tell_loss(LossOutcome.of(losses(0), found.curve, same_model=True, seeds=found.seeds))
+            assert tell_loss(LossOutcome.judge_loss(losses(0), found.curve, same_model=True, seeds=found.seeds))
 
 
 def scaled(losses: Mapping[int, float], factor: float) -> dict[int, float]:

@@ -13,7 +13,7 @@ from small_models.megatron import gpt
 
 from nemo_fp8_debug.analysis.recommendation.recommend import BF16Ends, Recommendation
 from nemo_fp8_debug.analysis.recommendation.snippets import write_snippets
-from nemo_fp8_debug.analysis.recommendation.snippets.megatron import flags_of, make_per_module, make_run_wide
+from nemo_fp8_debug.analysis.recommendation.snippets.megatron import flags_of, make_global_options, make_module_recipes
 from nemo_fp8_debug.errors import ConfigError
 
 pytestmark = pytest.mark.usefixtures("megatron")
@@ -26,7 +26,7 @@ def matched(found: Recommendation, model: torch.nn.Module, folder: Path) -> dict
     """The modules that Megatron gives a recipe of their own, and which."""
     from megatron.core.quantization.utils import get_quant_config_or_none, load_quantization_recipe
 
-    snippet = make_per_module(found)
+    snippet = make_module_recipes(found)
     assert snippet
     (folder / snippet.name).write_text(snippet.text)
     recipe = load_quantization_recipe(str(folder / snippet.name))
@@ -68,13 +68,13 @@ class TestModules:
             assert matched(found, model, tmp_path).keys() == {name.format(0), name.format(1)}
 
     def test_a_group_of_experts_is_one_module(self) -> None:
-        found = make_per_module(recommendation(run(), {("decoder.layers.1.mlp.experts.linear_fc2.*", "input"): BF16}))
+        found = make_module_recipes(recommendation(run(), {("decoder.layers.1.mlp.experts.linear_fc2.*", "input"): BF16}))
         assert found and list(yaml.safe_load(found.text)["matchers"]) == ["decoder.layers.1.mlp.experts.linear_fc2"]
 
     @pytest.mark.parametrize(("virtual", "place"), [(None, 2), (2, 0)])
     def test_stages_of_a_pipeline_number_their_blocks_anew(self, virtual: int | None, place: int) -> None:
         host = {"num_layers": 8, "pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": virtual}
-        found = make_per_module(recommendation(run(**host), {("decoder.layers.6.mlp.linear_fc2", "input"): BF16}))
+        found = make_module_recipes(recommendation(run(**host), {("decoder.layers.6.mlp.linear_fc2", "input"): BF16}))
         assert found and list(yaml.safe_load(found.text)["matchers"]) == [f"decoder.layers.{place}.mlp.linear_fc2"]
         assert "in every part" in found.coarser[-1]
 
@@ -96,7 +96,7 @@ class TestOptionsOfTheRun:
     def test_megatron_takes_them(self, ways: Ways, ends: BF16Ends | None, expected: dict[str, Any]) -> None:
         from megatron.core.transformer import TransformerConfig
 
-        snippet = make_run_wide(recommendation(run(), {("decoder.layers.3.mlp.linear_fc1", "input"): ways}, ends))
+        snippet = make_global_options(recommendation(run(), {("decoder.layers.3.mlp.linear_fc1", "input"): ways}, ends))
         assert snippet
         values = yaml.safe_load(snippet.text)
         of_ends = {"first_last_layers_bf16": True, "num_layers_at_start_in_bf16": 1, "num_layers_at_end_in_bf16": 2}
@@ -119,7 +119,7 @@ class TestOptionsOfTheRun:
             )
 
     def test_what_they_cannot_do_is_said(self) -> None:
-        snippet = make_run_wide(recommendation(run(), {(FC2, "input"): BF16}))
+        snippet = make_global_options(recommendation(run(), {(FC2, "input"): BF16}))
         assert snippet
         assert yaml.safe_load(snippet.text) == {}
         assert snippet.coarser == (

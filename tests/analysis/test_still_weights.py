@@ -59,7 +59,7 @@ def test_what_stands_still_in_the_baseline_too_is_not_told(part: str) -> None:
 def test_weights_that_are_stored_in_codes_may_stand_still() -> None:
     run = run_of("llama-202", name_of("llama-202", "gradient_layer"))
     source = pl.when(role="weight").then(pl.lit("stored")).otherwise("scale_source").alias("scale_source")
-    assert not still_weights(replace(run, metrics=Metrics.of(run.metrics.frame().with_columns(source))), None)
+    assert not still_weights(replace(run, metrics=Metrics.from_rows(run.metrics.frame().with_columns(source))), None)
 
 
 def test_layers_of_healthy_runs_learn() -> None:

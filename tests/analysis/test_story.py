@@ -19,7 +19,7 @@ from diagnosed_runs import CULPRIT, EVERY, FIRST, ONSET, N, corrupted, falling, 
 from nemo_fp8_debug.analysis.diagnosis.diagnose import diagnose
 from nemo_fp8_debug.analysis.diagnosis.events import KINDS
 from nemo_fp8_debug.analysis.diagnosis.ranking import harm_ranks
-from nemo_fp8_debug.analysis.story.story import ROWS, draw_strip, story
+from nemo_fp8_debug.analysis.story.story import ROWS, draw_event_strip, story
 from nemo_fp8_debug.analysis.story.summary import write_markdown
 
 DIVERGES = ONSET + 8
@@ -224,7 +224,7 @@ class TestStripOfText:
 
     @pytest.mark.parametrize("width", [40, 80, 200])
     def test_marks_lie_in_order_below_each_other_and_within_the_width(self, width: int) -> None:
-        rate, loss, x, gradient, axis, legend = draw_strip(self.EVENTS, width).splitlines()
+        rate, loss, x, gradient, axis, legend = draw_event_strip(self.EVENTS, width).splitlines()
         assert max(map(len, (rate, loss, x, gradient, axis))) == width
         assert rate.index("▼") < loss.index("▼") < x.index("3") == gradient.index("◆") == width - 1
         assert abs(loss.index("▼") - (rate.index("▼") + width - 1) / 2) <= 1
@@ -232,8 +232,8 @@ class TestStripOfText:
         assert legend == "◆ scale  ● values  ▼ begins"
 
     def test_nothing_and_a_single_step(self) -> None:
-        assert draw_strip([]) == ""
-        assert draw_strip(self.EVENTS[:1]).splitlines()[1].split() == ["step", "100"]
+        assert draw_event_strip([]) == ""
+        assert draw_event_strip(self.EVENTS[:1]).splitlines()[1].split() == ["step", "100"]
 
     def test_every_event_has_a_row_that_is_drawn(self, told: dict[str, Any]) -> None:
         assert {"loss", "X"} <= {event["row"] for event in told["events"]} <= set(ROWS)

@@ -8,7 +8,7 @@ from torch import nn
 from transformers import GPTNeoXJapaneseConfig, GPTNeoXJapaneseForCausalLM
 
 from nemo_fp8_debug import ConfigError
-from nemo_fp8_debug.capture.gemms import drop_ends, find_gemms, select_gemms
+from nemo_fp8_debug.capture.gemms import drop_end_layers, find_gemms, select_gemms
 from nemo_fp8_debug.core.layer_names import compile_patterns
 
 NAMES = [
@@ -111,6 +111,6 @@ def test_without_ends() -> None:
     model.layers = nn.ModuleList([nn.Sequential(nn.Linear(2, 2)) for _ in range(4)])
     model.head = nn.Linear(2, 2)
     gemms = find_gemms([model])
-    assert [g.name for g in drop_ends(gemms, 1, 2)] == ["layers.1.0", "head"]
+    assert [g.name for g in drop_end_layers(gemms, 1, 2)] == ["layers.1.0", "head"]
     with pytest.raises(ConfigError, match="none of 4"):
-        drop_ends([g for g in gemms if g.name != "head"], 2, 2)
+        drop_end_layers([g for g in gemms if g.name != "head"], 2, 2)

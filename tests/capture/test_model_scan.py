@@ -7,7 +7,7 @@ import random
 import pytest
 from torch import nn
 
-from nemo_fp8_debug.capture.scan import find_inside, scan_modules
+from nemo_fp8_debug.capture.scan import list_inner_modules, scan_modules
 
 
 def random_model(seed: int) -> nn.Module:
@@ -35,5 +35,5 @@ def test_finds_what_torch_walks_through(seed: int) -> None:
     for one in scanned:
         paths = [one.path.rsplit(".", cut)[0] for cut in range(1, one.path.count(".") + 1)]
         around = [*(one.root.get_submodule(path) for path in paths), *([one.root] if one.path else [])]
-        assert one.around == around
-        assert find_inside(one.module) == {id(m) for m in one.module.modules() if m is not one.module}
+        assert one.enclosing_modules == around
+        assert list_inner_modules(one.module) == {id(m) for m in one.module.modules() if m is not one.module}

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
 from nemo_fp8_debug import Monitor
-from nemo_fp8_debug.capture.backends.torchao.trial import find_difference
+from nemo_fp8_debug.capture.backends.torchao.trial import find_cast_difference
 
 aten = torch.ops.aten
 #: as torchtitan keeps them: products, and the amaxes that torchao takes
@@ -25,7 +25,7 @@ def policy(context: Any, func: Any, *_: Any, **__: Any) -> CheckpointPolicy:
 
 
 def gradients(monitored: bool, float8: bool, dtype: torch.dtype) -> list[torch.Tensor]:
-    find_difference.cache_clear()
+    find_cast_difference.cache_clear()
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)).to(dtype)
     if float8:

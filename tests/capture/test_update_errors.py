@@ -16,7 +16,7 @@ from nemo_fp8_debug.analysis.diagnosis.finding import Finding
 from nemo_fp8_debug.analysis.runs.run import Run
 from nemo_fp8_debug.core.keys import STATES
 from nemo_fp8_debug.numerics.adam import Adam, AdamValues, update_sums
-from nemo_fp8_debug.numerics.gemm_error import spread_places
+from nemo_fp8_debug.numerics.gemm_error import sample_places
 from nemo_fp8_debug.observations.states import table
 from nemo_fp8_debug.observations.states.rule import describe_culprit
 
@@ -62,7 +62,7 @@ class Watched:
                 self.optimizer.step()
             exact = self.kept["dy"].double().T @ self.kept["x"].double()
             rows, columns = (
-                spread_places(n, options["output_rows"], torch.device("cpu"), step, n == IN) for n in self.layer.weight.shape
+                sample_places(n, options["output_rows"], torch.device("cpu"), step, n == IN) for n in self.layer.weight.shape
             )
             whole = before, self.state(), [gradient], [exact if calls == 1 else gradient]
             before, after, (gradient,), (exact,) = ([x[rows][:, columns] for x in part] for part in whole)

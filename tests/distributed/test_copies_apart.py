@@ -102,7 +102,7 @@ def test_of_several_parts_each_is_compared_alone() -> None:
     found = [{("fc", "weight"): (rank % 2, 7 + rank % 2 + 100 * (rank == 3))} for rank in range(6)]
     made = [ReplicaComparison(["fc"], {"weight": 2}, rank) for rank in range(6)]
     slots = [one.slots(of) for one, of in zip(made, found, strict=True)]
-    largest = torch.stack([one.extremes(of) for one, of in zip(made, slots, strict=True)]).amax(0)
+    largest = torch.stack([one.collect_maxima(of) for one, of in zip(made, slots, strict=True)]).amax(0)
     added = torch.stack([one.rows(of, largest) for one, of in zip(made, slots, strict=True)]).sum(0)
-    (compared,) = made[0].of_all(added.flatten(), largest).values()
+    (compared,) = made[0].unpack_all_ranks(added.flatten(), largest).values()
     assert (compared.outcome, compared.ranks, compared.apart, compared.rank) == ("apart", 6, 1, 3)

@@ -11,8 +11,8 @@ from numba.np.numpy_support import carray
 from processes import GUARD
 
 from nemo_fp8_debug.kernels import count_histogram, quantization_sums
-from nemo_fp8_debug.kernels.cpu.jit import JOB, Work, counts_at, next_share, work
-from nemo_fp8_debug.kernels.cpu.threads import share_out
+from nemo_fp8_debug.kernels.cpu.jit import JOB, CompiledJob, compile_job, counts_at, take_next_share
+from nemo_fp8_debug.kernels.cpu.threads import run_job_shares
 from nemo_fp8_debug.numerics.formats import E4M3
 from nemo_fp8_debug.numerics.recipe import parse_recipe
 
@@ -28,14 +28,14 @@ def two_threads() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def squaring() -> Work:
+def squaring() -> CompiledJob:
     """Adds the square of its number, and of one that the job holds, to what each share has written."""
 
-    @work
+    @compile_job
     def square(job: int) -> None:
         numbers = carray(counts_at(job), JOB + SHARES)
         while True:
-            share = next_share(job)
+            share = take_next_share(job)
             if share >= numbers[1]:
                 return
             for _ in range(1000):  # long enough for others to come
@@ -44,26 +44,26 @@ def squaring() -> Work:
     return square
 
 
-def squares(squaring: Work, number: int) -> bool:
-    job = share_out(squaring, (number,), SHARES, 1)
+def squares(squaring: CompiledJob, number: int) -> bool:
+    job = run_job_shares(squaring, (number,), SHARES, 1)
     return list(job[JOB:]) == [1000 * (share * share + number) for share in range(SHARES)]
 
 
-def test_each_share_is_done_once(squaring: Work) -> None:
+def test_each_share_is_done_once(squaring: CompiledJob) -> None:
     assert all(squares(squaring, number) for number in range(200))
 
 
-def test_with_fewer_threads_than_shares_and_with_one(squaring: Work) -> None:
+def test_with_fewer_threads_than_shares_and_with_one(squaring: CompiledJob) -> None:
     torch.set_num_threads(1)
     assert squares(squaring, 3)
 
 
-def test_many_may_share_out_at_once(squaring: Work) -> None:
+def test_many_may_share_out_at_once(squaring: CompiledJob) -> None:
     with ThreadPoolExecutor(4) as callers:
         assert all(callers.map(lambda number: squares(squaring, number), range(100)))
 
 
-def test_torch_goes_on_as_before(squaring: Work) -> None:
+def test_torch_goes_on_as_before(squaring: CompiledJob) -> None:
     x = torch.randn(1 << 20)
     want = x.exp()
     for number in range(20):
@@ -71,7 +71,7 @@ def test_torch_goes_on_as_before(squaring: Work) -> None:
         assert torch.equal(x.exp(), want)
 
 
-def test_in_a_forked_process(squaring: Work) -> None:
+def test_in_a_forked_process(squaring: CompiledJob) -> None:
     """Which has inherited OpenMP's threads by name only."""
     recipe, x = parse_recipe("mxfp8"), torch.randn(1 << 20).bfloat16()
     assert squares(squaring, 1)

@@ -15,7 +15,7 @@ from nemo_fp8_debug.kernels.cpu.histograms import Histograms
 from nemo_fp8_debug.numerics import metrics
 from nemo_fp8_debug.numerics.formats import BF16, E4M3, E5M2
 from nemo_fp8_debug.numerics.histogram import Histogram, HistogramBatch
-from nemo_fp8_debug.numerics.tensor_scaling import CurrentScaling, scales_of
+from nemo_fp8_debug.numerics.tensor_scaling import CurrentScaling, compute_cast_scales
 
 ANY = hnp.arrays(np.uint16, st.integers(0, 300))
 #: some that lie close together, as those of real tensors do
@@ -46,9 +46,9 @@ def test_they_give_what_the_metrics_compute(
     tensors: list[tuple[npt.NDArray[np.uint16], torch.dtype]], scale: torch.Tensor | CurrentScaling, fmt: metrics.FloatFormat
 ) -> None:
     histograms, formats = [of_bits(*of) for of in tensors], [fmt] * len(tensors)
-    batch = HistogramBatch.of([of_bits(*of) for of in tensors])
+    batch = HistogramBatch.pack_histograms([of_bits(*of) for of in tensors])
     want = metrics.moments(batch)
-    scales = scales_of([scale] * len(tensors), formats, want.amax.float())
+    scales = compute_cast_scales([scale] * len(tensors), formats, want.amax.float())
     found = Histograms(histograms)
     for of, (patterns, dtype) in zip(histograms, tensors, strict=True):
         assert np.array_equal(of.occupied, of_bits(patterns, dtype).occupied)
@@ -61,7 +61,7 @@ def test_they_give_what_the_metrics_compute(
 def test_all_magnitudes_at_once(dtype: torch.dtype) -> None:
     """As many bins as there can be, each a number of times that needs all bits of a float64."""
     counted = Histogram(dtype, torch.arange(1, 32769) ** 3)
-    want = metrics.moments(HistogramBatch.of([Histogram(dtype, counted.counts.clone())]))
+    want = metrics.moments(HistogramBatch.pack_histograms([Histogram(dtype, counted.counts.clone())]))
     assert same(Histograms([counted]).moments, want)
 
 

@@ -11,7 +11,7 @@ import transformers
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from nemo_fp8_debug.coverage.ledger import Entry, Ledger
+from nemo_fp8_debug.coverage.ledger import CoverageEntry, CoverageLedger
 
 BATCH, TOKENS = 2, 16
 ROWS = BATCH * TOKENS
@@ -60,9 +60,9 @@ def count_step(model: nn.Module, loss: Any = loss_of_tokens, module: str = "^Glo
     return sum(flops for name, of in of_modules.items() if re.search(module, name) for flops in of.values()) / 2
 
 
-def of_kind(ledger: Ledger, kind: str) -> list[Entry]:
+def of_kind(ledger: CoverageLedger, kind: str) -> list[CoverageEntry]:
     return [e for e in ledger.entries if e.kind == kind]
 
 
-def by_status(ledger: Ledger) -> dict[str, float | None]:
-    return ledger.compact()["multiply_adds_per_token"]
+def by_status(ledger: CoverageLedger) -> dict[str, float | None]:
+    return ledger.summarize_coverage()["multiply_adds_per_token"]

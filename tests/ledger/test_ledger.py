@@ -81,7 +81,7 @@ class TestLlama:
         assert found["quantized and not observed"] == heads
 
     def test_scores_and_functions_are_unknown_and_not_zero(self) -> None:
-        told = ledger_of([llama()]).compact()["not_observed"]
+        told = ledger_of([llama()]).summarize_coverage()["not_observed"]
         assert [why.split(",")[0] for why in told] == ["attention scores", "products of functions in forward code"]
         assert [of["multiply_adds_per_token"] for of in told.values()] == [None, None]
 
@@ -100,7 +100,7 @@ class TestGptOss:
         assert count_step(model) == close(ROWS * (ledger.forward() + ledger.backward()) + scores + angles)
 
     def test_the_reason_names_the_first(self) -> None:
-        told = ledger_of([gpt_oss()]).compact()["not_observed"]
+        told = ledger_of([gpt_oss()]).summarize_coverage()["not_observed"]
         assert told["routers, which multiply in a function"]["first"] == "model.layers.0.mlp.router.weight"
 
     def test_a_class_that_is_not_known_is_unknown(self) -> None:

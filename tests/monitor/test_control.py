@@ -230,14 +230,16 @@ class TestRefused:
     )
     def test_what_is_written_is_what_is_read(self, changes: dict[str, Any], steps: int | None) -> None:
         control = Control(changes, steps)
-        assert Control.parse(str(control)) == control == Control.of_plain(json.loads(json.dumps(control.plain)))
+        assert (
+            Control.parse(str(control)) == control == Control.from_plain_values(json.loads(json.dumps(control.plain_values)))
+        )
 
 
 class TestSchedule:
     @given(st.integers(1, 20), st.integers(0, 50), st.integers(1, 10), st.integers(0, 50))
     def test_windows_and_turns(self, interval: int, at: int, steps: int, trigger: int) -> None:
         schedule = Schedule(Config(interval=interval, trigger_steps=2))
-        schedule.obey(Control({"dump": ("x",)}, steps), at)
+        schedule.apply_control(Control({"dump": ("x",)}, steps), at)
         schedule.trigger(trigger, "why")
         for step in range(80):
             in_window, triggered = at <= step < at + steps, trigger <= step < trigger + 2
@@ -245,4 +247,4 @@ class TestSchedule:
             assert schedule.samples(step) == (step % interval == 0 or triggered or (in_window and at + steps > trigger))
             if in_window and at + steps > trigger:
                 assert schedule.dumped(step) == ["x"]
-            assert ("why" in (schedule.why(step) or "")) == triggered
+            assert ("why" in (schedule.explain_sampling(step) or "")) == triggered

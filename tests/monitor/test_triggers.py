@@ -30,7 +30,7 @@ def reasons(losses: list[Any], *rules: str) -> dict[int, str]:
     triggers = Triggers([parse_rule(rule) for rule in rules], Ranks())
     found = {}
     for step, loss in enumerate(losses):
-        if why := triggers.fired():
+        if why := triggers.find_pending_reason():
             found[step] = why
         triggers.see_step(step, loss)
     return found
@@ -73,9 +73,9 @@ class TestLoss:
         triggers = Triggers([parse_rule("nonfinite")], Ranks())
         for step in range(10):
             triggers.see_step(step, 2.0, bad if step == 5 else 1.0)
-            assert (triggers.fired() == "the gradient norm of step 5 is not finite") == (step == 5)
+            assert (triggers.find_pending_reason() == "the gradient norm of step 5 is not finite") == (step == 5)
         triggers.see_step(10, math.nan, bad)
-        assert triggers.fired() == "the loss and the gradient norm of step 10 are not finite"
+        assert triggers.find_pending_reason() == "the loss and the gradient norm of step 10 are not finite"
 
     @pytest.mark.parametrize("odd", [None, 0.0, torch.zeros(3), "2.5", torch.tensor(0.0)])
     def test_a_step_without_a_loss_is_passed_over(self, odd: Any) -> None:
@@ -119,7 +119,7 @@ class TestRules:
         for step, mse in enumerate([1.0, 3.0, 4.0, 1.0, 5.0]):
             triggers.see_sample(sample(step, [{"layer": "a", "mse": mse}]))
             triggers.see_step(step, 1.0)
-            found.append(triggers.fired())
+            found.append(triggers.find_pending_reason())
         assert [bool(f) for f in found] == [False, True, False, False, True]
         assert found[4] == "mse of X of a is 5 (> 2) at step 4"
 
@@ -239,7 +239,7 @@ class TestEarlyWarning:
         for step, rows in enumerate(samples):
             triggers.see_sample(sample(step, rows))
             triggers.see_step(step, 1.0)
-            found.append(triggers.fired())
+            found.append(triggers.find_pending_reason())
         return found
 
     def test_of_an_operand_beyond_what_healthy_ones_do_and_once(self) -> None:

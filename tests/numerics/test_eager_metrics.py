@@ -19,7 +19,7 @@ def test_eager_formulas_give_our_metrics(fmt: FloatFormat, precision: torch.dtyp
     torch.manual_seed(0)
     x = (torch.randn(100, 100) * (4 * torch.randn(100, 100)).exp()).bfloat16()
     x[0, 0], x[0, 1], x[0, 2] = torch.nan, torch.inf, 0
-    batch = HistogramBatch.of([count_histogram(x)])
+    batch = HistogramBatch.pack_histograms([count_histogram(x)])
     moments = metrics.moments(batch)
     scale = CurrentScaling().scale(batch.amax(), torch.tensor([fmt.max]))
     ours = metrics.compute_metrics(moments, metrics.quantization_sums(batch, scale, [fmt]), scale, scale)

@@ -179,10 +179,10 @@ def test_histograms_of_different_dtypes_refuse_to_add() -> None:
 def test_bins_of_a_histogram_add_up_whatever_is_beside_it(lengths: list[int], seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     histograms = [count_histogram(torch.randn(20 * length, generator=generator).bfloat16()) for length in lengths]
-    batch = HistogramBatch.of(histograms)
+    batch = HistogramBatch.pack_histograms(histograms)
     per_bin = batch.values.double() * batch.weights
     sums = batch.per_histogram(per_bin)
-    alone = [HistogramBatch.of([of]) for of in histograms]
+    alone = [HistogramBatch.pack_histograms([of]) for of in histograms]
     assert sums.tolist() == [float(one.per_histogram(one.values.double() * one.weights)) for one in alone]
     exact = [math.fsum(part.tolist()) for part in per_bin.split(batch.room.tolist())] if lengths else []
     torch.testing.assert_close(sums, torch.tensor(exact, dtype=torch.float64), rtol=1e-14, atol=0)

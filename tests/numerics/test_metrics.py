@@ -89,7 +89,7 @@ def measured(
 
 
 def from_histograms(jobs: list[tuple[torch.Tensor, np.float32, FloatFormat]]) -> list[dict[str, float]]:
-    batch = HistogramBatch.of([count_histogram(x) for x, _, _ in jobs])
+    batch = HistogramBatch.pack_histograms([count_histogram(x) for x, _, _ in jobs])
     scale = np.array([scale for _, scale, _ in jobs], np.float32)
     current = np.array([current_scale(values_of(x), fmt) for x, _, fmt in jobs], np.float32)
     sums = metrics.quantization_sums(batch, torch.from_numpy(scale), [fmt for _, _, fmt in jobs])
@@ -219,11 +219,13 @@ def test_fold_adds_up_the_parts_of_each_owner() -> None:
     scale = torch.tensor([3.0, 3.0, 0.5, 3.0])
     tensors = [random_patterns(500, torch.float16, seed) for seed in range(4)]
     formats = [E4M3, E4M3, E5M2, E4M3]
-    parts = metrics.quantization_sums(HistogramBatch.of([count_histogram(x) for x in tensors]), scale, formats)
+    parts = metrics.quantization_sums(HistogramBatch.pack_histograms([count_histogram(x) for x in tensors]), scale, formats)
     aggregated = parts.sum_by_owner(torch.tensor([0, 0, 2, 0]), 3)
     whole = [torch.cat([tensors[0], tensors[1], tensors[3]]), torch.zeros(0, dtype=torch.float16), tensors[2]]
     want = metrics.quantization_sums(
-        HistogramBatch.of([count_histogram(x) for x in whole]), torch.tensor([3.0, 1.0, 0.5]), [E4M3, E4M3, E5M2]
+        HistogramBatch.pack_histograms([count_histogram(x) for x in whole]),
+        torch.tensor([3.0, 1.0, 0.5]),
+        [E4M3, E4M3, E5M2],
     )
     assert torch.equal(aggregated.underflows, want.underflows)
     assert torch.equal(aggregated.overflows, want.overflows)
@@ -234,7 +236,7 @@ def test_fold_adds_up_the_parts_of_each_owner() -> None:
 def test_merge_gives_the_moments_of_the_whole() -> None:
     x = KINDS["non-finite"](torch.float32)
     parts = Moments.concat([metrics.moments_of_float32(part) for part in (x[:1], x[1:9], x[9:9], x[9:])])
-    merged, want = metrics.merge(parts), metrics.moments_of_float32(x)
+    merged, want = metrics.merge_moments(parts), metrics.moments_of_float32(x)
     for name in ("n", "nan", "inf", "amax", "amin"):
         assert torch.equal(getattr(merged, name), getattr(want, name))
     for name in ("sum_x2", "sum_x4"):
@@ -249,7 +251,7 @@ def test_one_histogram_on_its_device_gives_what_a_batch_gives(dtype: torch.dtype
     x[:3] = torch.tensor([torch.nan, torch.inf, 0.0])
     scale = torch.tensor(37.5)
     alone = metrics.quantization_sums_of_counts(count_histogram(x), scale, fmt)
-    batch = metrics.quantization_sums(HistogramBatch.of([count_histogram(x)]), scale[None], [fmt])
+    batch = metrics.quantization_sums(HistogramBatch.pack_histograms([count_histogram(x)]), scale[None], [fmt])
     for name in ("underflows", "overflows"):
         assert torch.equal(getattr(alone, name), getattr(batch, name))
     for name in ("sum_error2", "sum_xq", "sum_q2"):
@@ -257,7 +259,7 @@ def test_one_histogram_on_its_device_gives_what_a_batch_gives(dtype: torch.dtype
 
 
 def test_each_row_is_a_table_of_its_own() -> None:
-    batch = HistogramBatch.of([count_histogram(torch.randn(50).bfloat16()) for _ in range(3)])
+    batch = HistogramBatch.pack_histograms([count_histogram(torch.randn(50).bfloat16()) for _ in range(3)])
     found = metrics.moments(batch)
     for i, row in enumerate(found.each()):
         assert all(torch.equal(getattr(row, f.name), getattr(found.row(i), f.name)) for f in dataclasses.fields(found))

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nemo_fp8_debug.numerics.product_check import CHECKED, FLOAT32, TIMES, Accumulation, Exact, check_block
+from nemo_fp8_debug.numerics.product_check import CHECKED, FLOAT32, TIMES, Accumulation, ExactBlock, check_block
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 _RATIOS = ("value_ratio", "row_ratio", "column_ratio", "block_ratio")
@@ -19,7 +19,7 @@ _RATIOS = ("value_ratio", "row_ratio", "column_ratio", "block_ratio")
 def checked(
     actual: torch.Tensor, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None, how: Accumulation = FLOAT32
 ) -> dict[str, float]:
-    return dict(zip(CHECKED, check_block(actual, Exact.product(a, b), how, bias).tolist(), strict=True))
+    return dict(zip(CHECKED, check_block(actual, ExactBlock.product(a, b), how, bias).tolist(), strict=True))
 
 
 def operands(seed: int, terms: int, dtype: torch.dtype, spread: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
@@ -58,7 +58,7 @@ def test_torchs_own_products_are_within(dtype: torch.dtype, terms: int) -> None:
 
 def test_the_exact_block_is_that_of_rational_numbers() -> None:
     a, b = operands(1, 5, torch.bfloat16)
-    exact = Exact.product(a, b)
+    exact = ExactBlock.product(a, b)
     for i, j in ((0, 0), (47, 39), (20, 7)):
         terms = [Fraction(float(x)) * Fraction(float(y)) for x, y in zip(a[i], b[j], strict=True)]
         assert exact.values[i, j].item() == pytest.approx(float(sum(terms)), rel=1e-14)

@@ -40,7 +40,7 @@ def test_counts_and_values_are_those_of_all_rows(
     tmp_path_factory: pytest.TempPathFactory, of_steps: list[list[str | None]], data: st.DataObject
 ) -> None:
     run = record(tmp_path_factory.mktemp("run"), of_steps)
-    scanned, held = Metrics.read(run, held=0), Metrics.of(read_table(run, "metrics"))
+    scanned, held = Metrics.read(run, held=0), Metrics.from_rows(read_table(run, "metrics"))
     assert scanned.is_long and not held.is_long
     some = np.array(sorted(data.draw(st.sets(st.integers(0, len(of_steps) - 1)))), dtype=np.int64)
     role = data.draw(st.sampled_from(ROLES))

@@ -152,10 +152,10 @@ class TestDamaged:
         for table, names in added.items():
             for path in sorted((run / table).glob("*.parquet")):
                 content, checksum = parquet.encode(pq.read_table(path).drop_columns(sorted(names)))
-                part = Part.named(path.parent.name, path.name)
+                part = Part.parse_part_name(path.parent.name, path.name)
                 assert part and not part.merged
                 path.unlink()
-                (run / Part.of(table, part.attempt, part.first, None, checksum).path).write_bytes(content)
+                (run / Part.from_steps(table, part.attempt, part.first, None, checksum).path).write_bytes(content)
         path = run / "attempt-0.json"
         path.write_text(json.dumps(json.loads(path.read_text()) | {"schema_version": 2}))
         assert read_fingerprint(run)["schema_version"] == 2

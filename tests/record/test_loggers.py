@@ -330,6 +330,6 @@ class TestOverview:
     def test_experts_are_one_row_of_the_map(self) -> None:
         experts = [f"layers.0.mlp.experts.local_experts.{i}.linear_fc1" for i in ("*", 0, 1)]
         rows = [{"layer": layer, "underflow_pct": float(i)} for i, layer in enumerate([*experts, "layers.0.proj"])]
-        shown = LayerMap.of(sample(4, rows))
+        shown = LayerMap.map_layers(sample(4, rows))
         assert shown.header[:4] == ("layer", "X underflow_pct", "W underflow_pct", "dY underflow_pct")
         assert [row[:3] for row in shown.rows] == [[experts[0], 0.0, None], ["layers.0.proj", 3.0, None]]

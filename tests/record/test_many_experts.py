@@ -20,7 +20,7 @@ from nemo_fp8_debug.analysis.comparison.compare import compare
 from nemo_fp8_debug.analysis.story.summary import summarize, to_json
 from nemo_fp8_debug.cli import app
 from nemo_fp8_debug.core.keys import SHOWN_AS
-from nemo_fp8_debug.core.layer_names import compile_patterns, few_experts, is_aggregate, name_aggregate
+from nemo_fp8_debug.core.layer_names import compile_patterns, is_aggregate, limit_experts, name_aggregate
 from nemo_fp8_debug.core.sample import Sample
 from nemo_fp8_debug.options.trigger_rules import parse_rule
 from nemo_fp8_debug.record.console_table import TableRecorder
@@ -102,7 +102,7 @@ class TestNames:
 
     def test_a_few_of_each(self) -> None:
         names = ["a", *(f"experts.{i}.w" for i in range(9)), "b", *(f"experts.{i}.v" for i in range(2)), "experts.*.w"]
-        assert few_experts(names, name_aggregate, 2) == [
+        assert limit_experts(names, name_aggregate, 2) == [
             *("a", "experts.0.w", "experts.1.w", "b", "experts.0.v", "experts.1.v", "experts.*.w")
         ]
 

@@ -21,7 +21,7 @@ from unclosed import ENDS
 from nemo_fp8_debug import FP8DebugWarning, Monitor
 from nemo_fp8_debug.core.error_guard import ErrorGuard
 from nemo_fp8_debug.core.sample import Sample
-from nemo_fp8_debug.core.waits import RECORDING, Waits
+from nemo_fp8_debug.core.waits import RECORDING, WaitTimes
 from nemo_fp8_debug.monitor import delivery, recorder_queue
 from nemo_fp8_debug.monitor.recorder_queue import Recording
 from nemo_fp8_debug.record.dump import dumped_files
@@ -127,7 +127,7 @@ def test_the_first_sample_may_take_its_time(
 
 def test_waits_of_a_step_for_several_jobs_end_like_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recorder_queue, "STUCK", 0.5)
-    waits, errors = Waits(), ErrorGuard("raise")
+    waits, errors = WaitTimes(), ErrorGuard("raise")
     recording = Recording([Samples()], {}, errors.guard, waits)
     for _ in range(4):
         recording.submit_job(lambda: time.sleep(0.4))

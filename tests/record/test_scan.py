@@ -111,7 +111,7 @@ def test_a_footer_tells_which_steps_have_the_same_texts(of_steps: list[list[str 
     parts = [part for part in (whole[: sum(lengths[:at])], whole[sum(lengths[:at]) :]) if len(part)]
     told = outline.parse_outline(outline.format_outline(list(map(outline.make_outline, parts))).encode())
     assert told is not None
-    assert [told.find(row) for row in range(len(whole))] == [(i, j) for i, n in enumerate(lengths) for j in range(n)]
+    assert [told.locate_row(row) for row in range(len(whole))] == [(i, j) for i, n in enumerate(lengths) for j in range(n)]
     if len({text for of_step in of_steps for text in of_step}) == 1:
         assert "format" in told.same and not told.patterns
         return
@@ -152,7 +152,7 @@ def test_checksums_of_earlier_releases_count() -> None:
 
 
 def test_a_column_that_is_held_is_not_overwritten_by_the_next(run: Path) -> None:
-    columns = Metrics.read(run, held=0).grids((("mse",), ("calls", "ranks"), ("inf",)))._columns
+    columns = Metrics.read(run, held=0).build_grid((("mse",), ("calls", "ranks"), ("inf",)))._columns
     mse = columns["mse"]
     before = mse.copy()
     where = columns["calls"].__array_interface__["data"]

@@ -212,13 +212,15 @@ class TestMerged:
     def test_a_step_of_a_merged_part_is_read_alone(self, longest: Path) -> None:
         whole = read_table(longest, "histograms")
         part = next(
-            p for part in (longest / "histograms").iterdir() if (p := Part.named("histograms", part.name)) and p.first == 0
+            p
+            for part in (longest / "histograms").iterdir()
+            if (p := Part.parse_part_name("histograms", part.name)) and p.first == 0
         )
         with (longest / part.path).open("rb") as file:
             rows = parquet.PartFile(file, part.checksum)
             assert rows.count == 128
-            assert rows.read(["step"], rows.spans_of(17))[0]["step"].to_pylist() == [17, 17]
-            picked = rows.pick(["step", "layer"], [34, 35, 127], 10).to_pylist()
+            assert rows.read(["step"], rows.find_row_groups(17))[0]["step"].to_pylist() == [17, 17]
+            picked = rows.read_few_rows(["step", "layer"], [34, 35, 127], 10).to_pylist()
         assert picked == [{"step": 17, "layer": "l0"}, {"step": 17, "layer": "l1"}, {"step": 63, "layer": "l1"}]
         assert read_table(longest, "histograms", where={"step": 17}).equals(whole.filter(step=17))
 

@@ -10,7 +10,14 @@ import torch
 
 from nemo_fp8_debug.numerics.formats import FloatFormat
 from nemo_fp8_debug.numerics.histogram import Histogram, HistogramBatch
-from nemo_fp8_debug.numerics.metrics import Moments, QuantizationSums, compute_metrics, merge, moments, quantization_sums
+from nemo_fp8_debug.numerics.metrics import (
+    Moments,
+    QuantizationSums,
+    compute_metrics,
+    merge_moments,
+    moments,
+    quantization_sums,
+)
 from nemo_fp8_debug.numerics.tensor_scaling import compute_scale
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -36,13 +43,13 @@ def by_numerics(rows: Sequence[Row], scales: Sequence[float], fmt: FloatFormat) 
 
 def all_by_numerics(questions: Sequence[Question]) -> list[dict[str, float]]:
     """`by_numerics` of many at once."""
-    batch = HistogramBatch.of([_histogram(row) for rows, _, _ in questions for row in rows])
+    batch = HistogramBatch.pack_histograms([_histogram(row) for rows, _, _ in questions for row in rows])
     scale = torch.tensor([scale for _, scales, _ in questions for scale in scales], dtype=torch.float32)
     formats = [fmt for rows, _, fmt in questions for _ in rows]
     ends = torch.tensor([0] + [len(rows) for rows, _, _ in questions]).cumsum(0).tolist()
     mine = [slice(*ends) for ends in pairwise(ends)]
     of_rows, sums_of_rows = moments(batch), quantization_sums(batch, scale, formats)
-    known = Moments.concat([merge(of_rows.rows(storage)) for storage in mine])
+    known = Moments.concat([merge_moments(of_rows.rows(storage)) for storage in mine])
     sums = QuantizationSums.concat([sums_of_rows.rows(storage).total() for storage in mine])
     limits = torch.tensor([fmt.max for _, _, fmt in questions], dtype=torch.float32)
     current = compute_scale(known.amax.float(), limits)

@@ -113,7 +113,7 @@ def test_what_is_put_into_a_page_is_what_the_routes_answer(two_runs: Path, tab: 
     assert contents.add_histograms("counted", FC2, "input", [0, 19]) and not contents.add_histograms(
         "odd", FC1, "input", [0]
     )
-    contents.add_about(run="odd")
+    contents.add_route_answers(run="odd")
     held = {name: json.loads(gzip.decompress(b64decode(text))) for name, text in contents.held}
     timeline = held[name_answer("timeline", run="counted", layer=FC1, role="input")]
     answer = tab.json("timeline", run="counted", layer=FC1, role="input", metrics="mse,amax")

@@ -26,7 +26,7 @@ def band(baseline: pl.DataFrame, run: pl.DataFrame, layer: str, role: str, metri
     """What decides whether a tensor is out: step, found, expected (running median of the baseline), limit (above which it is
     out), at the run's steps."""
     evidence = next(e for e in EVIDENCE if e.metric == metric)
-    rows = (Metrics.of(run.filter(layer=layer, role=role)) for run in (baseline, run))
+    rows = (Metrics.from_rows(run.filter(layer=layer, role=role)) for run in (baseline, run))
     pair = RunPair(*(metrics.grid for metrics in select_common(*rows)))
     expected, found = pair.compute_medians_and_values(metric)
     limit = compute_limits(evidence, pair)

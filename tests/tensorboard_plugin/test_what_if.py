@@ -33,7 +33,7 @@ def run(logdir: Path) -> Run:
 def recorded(run: Run, metric: str) -> Values:
     """By tensor and recipe."""
     found: Values = {}
-    for rows, name in ((run.metrics.frame(), "in use"), (run.others, None)):
+    for rows, name in ((run.metrics.frame(), "in use"), (run.unused_recipe_metrics, None)):
         for row in rows.filter(pl.col("step") == STEP).to_dicts():
             found.setdefault(title(row), {})[name or row["recipe"]] = row[metric]
     return found
@@ -82,7 +82,7 @@ def test_the_share_within_the_limits_is_that_of_the_budget(frame: Open, run: Run
     page = frame(**BAD)
     shown = recipes(page).locator("tr.summary td").all_inner_texts()
     metrics = ("relative_error", "underflow_pct", "overflow_pct")
-    others = run.others.filter(pl.col("step") == STEP)
+    others = run.unused_recipe_metrics.filter(pl.col("step") == STEP)
     by_recipe = [others.filter(recipe=recipe) for recipe in others["recipe"].unique(maintain_order=True)]
     tables = [run.metrics.frame().filter(pl.col("step") == STEP), *by_recipe]
     for text, rows in zip(shown, tables, strict=True):

@@ -32,7 +32,7 @@ from ...record.console_table import TableRecorder
 from ...record.tensorboard import TensorBoardRecorder
 from ...record.writer import RunRecord
 from ..session import start_monitor
-from .interventions import FP8EmulationCallback, FP8PlanCallback, accumulates, roots
+from .interventions import FP8EmulationCallback, FP8PlanCallback, find_root_modules, is_accumulating
 
 #: logger classes to which another thread can write, and the name of each in the option `loggers`, if it has one
 _KNOWN = {"WandbLogger": "wandb", "MLFlowLogger": "mlflow", "CometLogger": "comet", "CSVLogger": None}
@@ -116,7 +116,7 @@ class FP8DebugCallback(pl.Callback):
         output = self._config.output or self._default_output(trainer)
         config = replace(self._config, output=output, loggers=with_loggers_of(trainer, self._config.loggers))
         options = {option.name: getattr(config, option.name) for option in fields(config)}
-        return Monitor(roots(trainer, pl_module), recorders=_recorders(trainer, config), **options)
+        return Monitor(find_root_modules(trainer, pl_module), recorders=_recorders(trainer, config), **options)
 
     def _default_output(self, trainer: pl.Trainer) -> str:
         """Return `fp8_debug` next to the TensorBoard events. A second callback of the trainer gets its own folder."""
@@ -150,7 +150,7 @@ class FP8DebugCallback(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """End the sample, unless the next batch adds its gradients to this batch's gradients."""
-        if self._monitor and not accumulates(trainer):
+        if self._monitor and not is_accumulating(trainer):
             logged = trainer.callback_metrics if self._monitor.sampling else {}
             scalars: dict[str, Any] = {name: logged[name] for name in _SCALARS if name in logged}
             if self._scale is not None:

@@ -8,7 +8,7 @@ from typing import Any
 import lightning.pytorch as pl
 from torch import nn
 
-from ...capture.gemms import drop_ends, find_gemms, select_gemms
+from ...capture.gemms import drop_end_layers, find_gemms, select_gemms
 from ...core.arguments import check_arguments, check_number, check_strings
 from ...core.layer_names import compile_patterns
 from ...interventions.apply import apply_plan
@@ -18,13 +18,13 @@ from ...numerics.recipe import parse_recipe
 from ...plan.plan import NO_CHANGES, AnyPlan, read_plan, read_plan_in_force
 
 
-def roots(trainer: pl.Trainer, pl_module: pl.LightningModule) -> list[nn.Module]:
+def find_root_modules(trainer: pl.Trainer, pl_module: pl.LightningModule) -> list[nn.Module]:
     """Return the model. Under NeMo's MegatronStrategy, return the pipeline's chunks of the model."""
     chunks = getattr(trainer.strategy, "megatron_parallel", None)
     return list(chunks) if chunks is not None else [pl_module]
 
 
-def accumulates(trainer: pl.Trainer) -> bool:
+def is_accumulating(trainer: pl.Trainer) -> bool:
     """Return True if the next batch adds its gradients to the gradients of this batch. Under manual optimization, always
     return False.
     """
@@ -60,7 +60,7 @@ class _Intervention(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Update delayed scales once per step."""
-        if self._acting and not accumulates(trainer):
+        if self._acting and not is_accumulating(trainer):
             self._acting.end_step()
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -126,7 +126,7 @@ class FP8EmulationCallback(_Intervention):
         self.plan = read_plan(plan)
 
     def _attached(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> Emulation:
-        gemms = drop_ends(select_gemms(find_gemms(roots(trainer, pl_module)), self._layers), *self._ends)
+        gemms = drop_end_layers(select_gemms(find_gemms(find_root_modules(trainer, pl_module)), self._layers), *self._ends)
         plan = read_plan_in_force(self.plan) or NO_CHANGES
         check_named(plan, gemms, "that this run quantizes")
         emulation = Emulation.of_gemms(gemms, self._recipe, plan)
@@ -161,7 +161,7 @@ class FP8PlanCallback(_Intervention):
     def _attached(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> EngineChanges | None:
         if any(isinstance(c, FP8EmulationCallback) for c in trainer.callbacks):  # type: ignore[attr-defined]
             return None
-        return apply_plan(roots(trainer, pl_module), self._plan)
+        return apply_plan(find_root_modules(trainer, pl_module), self._plan)
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Pass the plan to the callback that emulates FP8, if there is one."""

@@ -24,7 +24,7 @@ from ...errors import RecordError
 from ..comparison.drift import locate_tensors
 from ..comparison.layer_matching import read_weight_sizes
 from ..comparison.onset import EVIDENCE, IN_A_ROW, OF_GRADIENTS, OnsetCriterion
-from ..runs.blocks import Result, compute_in_parts, map_tensor_chunks
+from ..runs.blocks import Result, map_grid_slices, map_tensor_chunks
 from ..runs.grid import Floats, Grid
 from ..runs.run import Run
 from ..runs.settings import usual_casts
@@ -238,7 +238,7 @@ def _over_operands(run: Run, do: Callable[[_Operands], Result]) -> list[Result]:
     known = known.select("layer", "role", "purpose", "recipe", "n", part=part)
     do_part = partial(_do_part, do, known, _find_warmed_up(run))
     needed = dict.fromkeys([*(evidence.metric for evidence in JUDGED), "underflow_pct", "overflow_pct"])
-    found = map_tensor_chunks(partial(compute_in_parts, do_part), metrics.within(known), together=[list(needed)])
+    found = map_tensor_chunks(partial(map_grid_slices, do_part), metrics.select_keys(known), together=[list(needed)])
     return [of_part for of_block in found for of_part in of_block]
 
 

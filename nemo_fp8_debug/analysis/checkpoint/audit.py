@@ -19,7 +19,7 @@ import torch
 from ...core.arguments import quote_names
 from ...core.text import format_number
 from ...errors import ConfigError, RecordError, warn
-from ...kernels import count_into
+from ...kernels import add_to_histogram
 from ...numerics import metrics
 from ...numerics.formats import BF16, E4M3, E5M2, FloatFormat
 from ...numerics.histogram import DTYPES, Histogram, HistogramBatch
@@ -239,7 +239,7 @@ def _see(weight: Weight, contents: Contents, recipe: Recipe, path: Path, faults:
     histogram = Histogram(torch.bfloat16 if direct else weight.dtype, rounded=direct)
     moments, read = None, 0
     for block in _blocks(weight, scale, path):
-        count_into(histogram, block)
+        add_to_histogram(histogram, block)
         read += block.numel()
         if direct:
             moments = _moments(block, moments)
@@ -256,7 +256,7 @@ def _see(weight: Weight, contents: Contents, recipe: Recipe, path: Path, faults:
 def _moments(block: torch.Tensor, total: Moments | None) -> Moments:
     for piece in block.reshape(-1).split(_PIECE):
         found = metrics.moments_of_float32(piece)
-        total = found if total is None else metrics.merge(Moments.concat([total, found]))
+        total = found if total is None else metrics.merge_moments(Moments.concat([total, found]))
     return total if total is not None else metrics.moments_of_float32(block)
 
 
@@ -354,7 +354,7 @@ def _usable(stored: StoredScale) -> bool:
 def _rows(seen: Sequence[_Seen], recipe: Recipe) -> list[dict[str, Any]]:
     if not seen:
         return []
-    batch = HistogramBatch.of([s.histogram for s in seen])
+    batch = HistogramBatch.pack_histograms([s.histogram for s in seen])
     counted = metrics.moments(batch)
     moments = Moments.concat(
         [counted.row(i) if s.moments is None else s.moments.with_median(counted.row(i).median) for i, s in enumerate(seen)]

@@ -21,7 +21,7 @@ from ..loss.outcome import MAX_GAP, LossOutcome
 from ..loss.seeds import BaselineLoss, choose_baseline_loss
 from ..runs.metrics import Metrics
 from ..runs.run import Run
-from ..runs.settings import choose_reference, coverage_notes, list_differences, list_remarks
+from ..runs.settings import choose_reference, coverage_notes, list_comparability_warnings, list_differences
 from .drift import TAIL, group_tensors, measure_drifts
 from .layer_matching import (
     count_layers,
@@ -29,7 +29,7 @@ from .layer_matching import (
     match_by_name,
     match_from_output,
     read_weight_sizes,
-    select_counted,
+    select_despite_depth,
 )
 from .onset import IN_A_ROW, find_onsets
 
@@ -75,7 +75,7 @@ class Comparison:
         sizes = read_weight_sizes(self.run.metrics)
         same_model = None not in sizes.values() and sizes == read_weight_sizes(self.baseline.metrics)
         beside = BaselineLoss(self.baseline.loss) if self.beside is None else self.beside
-        found = LossOutcome.of(self.run.loss, beside.curve, self.max_gap, same_model, beside.seeds)
+        found = LossOutcome.judge_loss(self.run.loss, beside.curve, self.max_gap, same_model, beside.seeds)
         reference, _ = choose_reference(self.run, self.reference)
         return found if reference is None else replace(found, reference=reference.loss)
 
@@ -113,7 +113,9 @@ class Comparison:
         columns = ["step", "layer", "role", "recipe", *_WEIGHED]
         tables = (self.run.table(table.name) for table in TABLES.values() if table.has_what_if)
         uncast = [rows.filter(scale_source="what-if").select(columns) for rows in tables]
-        rows = pl.concat([self.run.others.select(columns), *uncast]).filter(pl.col("step").is_in(tail.implode()))
+        rows = pl.concat([self.run.unused_recipe_metrics.select(columns), *uncast]).filter(
+            pl.col("step").is_in(tail.implode())
+        )
         return rows.group_by("layer", "role", "recipe", maintain_order=True).agg(pl.median(*_WEIGHED))
 
 
@@ -169,7 +171,7 @@ def compare(
     out_of_band = _with_lead(_out_of_band(first, second), find_rise_above(second.loss, expected.curve))
     since = out_of_band.group_by("layer", "role").agg(pl.col("onset").min(), pl.col("lead").max())
     ranked = ranked.with_row_index("rank").join(since, on=["layer", "role"], how="left").sort("rank").drop("rank")
-    tensors, experts = split_experts(ranked)
+    tensors, experts = split_off_experts(ranked)
     notes = [
         *_mistaken(first, second),
         *choose_reference(second, other)[1],
@@ -177,10 +179,12 @@ def compare(
         *depths,
         *notes,
         *_coverage(first, second),
-        *list_remarks(first, second),
+        *list_comparability_warnings(first, second),
     ]
     notes += [f"In the run's model: {text}" for text in coverage_notes(second.fingerprint)]
-    return Comparison(first, second, other, tensors, experts, *split_experts(out_of_band), tuple(notes), max_gap, expected)
+    return Comparison(
+        first, second, other, tensors, experts, *split_off_experts(out_of_band), tuple(notes), max_gap, expected
+    )
 
 
 def _beside(baseline: Run, run: Run, others: Sequence[Run]) -> BaselineLoss:
@@ -211,9 +215,9 @@ def _out_of_band(baseline: Run, run: Run) -> pl.DataFrame:
     def beside(tensors: pl.DataFrame) -> pl.DataFrame:
         theirs = tensors.with_columns(pl.col("layer").cast(pl.String).replace_strict(names))
         mine = {other: name for name, other in names.items()}
-        return find_onsets(expected.within(theirs).renamed(mine), judged.within(tensors))
+        return find_onsets(expected.select_keys(theirs).renamed(mine), judged.select_keys(tensors))
 
-    return select_counted(found, names, beside)
+    return select_despite_depth(found, names, beside)
 
 
 def _layers_of(baseline: Run, run: Run) -> tuple[pl.Series, pl.Series]:
@@ -264,10 +268,10 @@ def _coverage(baseline: Run, run: Run) -> list[str]:
 def select_quantized(metrics: Metrics) -> Metrics:
     """Keep operands that an engine quantizes, because only these affect the run. If no engine quantizes any, keep all."""
     # The scale source of aggregated experts is MIXED even if no engine quantizes any of the experts.
-    return metrics.only("scale_source", (ENGINE, MIXED)) if ENGINE in metrics.unique("scale_source") else metrics
+    return metrics.filter_rows("scale_source", (ENGINE, MIXED)) if ENGINE in metrics.unique("scale_source") else metrics
 
 
-def split_experts(rows: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame]:
+def split_off_experts(rows: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame]:
     """Return the rows without single experts whose aggregate also has rows, and the rows of these single experts."""
     names = rows["layer"].cast(pl.String).unique(maintain_order=True)
     ones = pl.DataFrame({"layer": names, "aggregate": pl.Series(list(map(name_aggregate, names)), dtype=pl.String)})

@@ -59,7 +59,7 @@ def _last_of(layers: Iterable[str]) -> dict[str, int]:
     return last
 
 
-def select_counted(
+def select_despite_depth(
     out_of_band: pl.DataFrame, names: Mapping[str, str], beside: Callable[[pl.DataFrame], pl.DataFrame]
 ) -> pl.DataFrame:
     """Select the rows that count as out of band if the baseline has another depth. The limits are higher than for equal

@@ -17,7 +17,7 @@ import numpy.typing as npt
 import polars as pl
 
 from ...core.keys import SHOWN_AS
-from ...core.threads import run_ahead
+from ...core.threads import map_in_threads
 from ...numerics.limits import LEAST_VALUES
 from ..runs.blocks import map_tensor_chunks
 from ..runs.grid import Floats, Grid, Ints, lower_median
@@ -167,7 +167,7 @@ def find_onsets(baseline: Metrics, run: Metrics) -> pl.DataFrame:
     return select_discoveries(_in_order(found), len(both[0].tensors))
 
 
-def list_onsets(baseline: Grid, run: Grid) -> pl.DataFrame:
+def find_unfiltered_onsets(baseline: Grid, run: Grid) -> pl.DataFrame:
     """Return the rows of `find_onsets` for two grids of the same tensors, without removing false discoveries."""
     return _in_order([_rows(baseline, run)])
 
@@ -179,10 +179,10 @@ def _rows(baseline: Grid, run: Grid) -> list[list[Row]]:
     """
 
     def pair(some: slice, loses_more: Bools | None = None) -> RunPair:
-        return RunPair(baseline.rows(some), run.rows(some), loses_more)
+        return RunPair(baseline.select_by_index(some), run.select_by_index(some), loses_more)
 
-    parts = baseline.parts()
-    masks = list(run_ahead(lambda some: pair(some).loses_more, parts))
+    parts = baseline.slice_tensors()
+    masks = list(map_in_threads(lambda some: pair(some).loses_more, parts))
     found: list[list[Row]] = []
     for _, of_metric in itertools.groupby(EVIDENCE, lambda evidence: evidence.metric):
         alike = list(of_metric)
@@ -191,7 +191,7 @@ def _rows(baseline: Grid, run: Grid) -> list[list[Row]]:
             here = pair(*of_part)
             return [list(_out(evidence, here)) for evidence in alike]
 
-        of_parts = list(run_ahead(out, list(zip(parts, masks, strict=True))))
+        of_parts = list(map_in_threads(out, list(zip(parts, masks, strict=True))))
         found += [[row for rows in of_parts for row in rows[i]] for i in range(len(alike))]
     return found
 
@@ -240,10 +240,10 @@ class RunPair:
         self.steps = self._run.steps
         self._loses_more = loses_more
 
-    def rows(self, some: Ints) -> RunPair:
+    def select_by_index(self, some: Ints) -> RunPair:
         """Return the pair for some of the tensors, by index."""
         mask = None if self._loses_more is None else self._loses_more[some]
-        return RunPair(self._baseline.rows(some), self._run.rows(some), mask)
+        return RunPair(self._baseline.select_by_index(some), self._run.select_by_index(some), mask)
 
     @property
     def loses_more(self) -> Bools:
@@ -367,7 +367,7 @@ def _out(evidence: OnsetCriterion, pair: RunPair) -> Iterator[Row]:
     places = _may_be_out(evidence, pair)
     if not len(places):
         return
-    pair = pair.rows(places)
+    pair = pair.select_by_index(places)
     expected, found, excess = measure_excess(evidence, pair)
     out = excess > 1
     needed = 1 if evidence.metric == "nonfinite" else IN_A_ROW

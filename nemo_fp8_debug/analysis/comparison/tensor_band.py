@@ -14,7 +14,7 @@ from .onset import (
     RunPair,
     compute_limits,
     compute_rise_threshold,
-    list_onsets,
+    find_unfiltered_onsets,
     measure_excess,
     select_discoveries,
 )
@@ -45,7 +45,7 @@ class TensorBand:
     #: sampled steps of the run that the baseline covers, int64 [S]
     steps: Ints
     metrics: dict[str, MetricBand]
-    #: rows of `list_onsets` for this tensor, one for each metric that is out of band
+    #: rows of `find_unfiltered_onsets` for this tensor, one for each metric that is out of band
     onsets: pl.DataFrame
     #: whether the onsets are unlikely to be by chance, given the number of tensors that were tested
     is_sure: bool
@@ -63,11 +63,11 @@ def compute_tensor_band(baseline: Grid, run: Grid, tensors: int) -> TensorBand:
         >>> from nemo_fp8_debug.analysis.runs.metrics import Metrics
         >>> rows = pl.DataFrame({"step": range(40), "layer": "fc1", "role": "input", "mse": 1e-3, "underflow_pct": 0.0})
         >>> risen = rows.with_columns((pl.col("underflow_pct", "mse") + pl.when(pl.col("step") < 20).then(0).otherwise(9.0)))
-        >>> found = compute_tensor_band(Metrics.of(rows).grid, Metrics.of(risen).grid, tensors=1)
+        >>> found = compute_tensor_band(Metrics.from_rows(rows).grid, Metrics.from_rows(risen).grid, tensors=1)
         >>> found.onsets["onset"].to_list(), float(found.metrics["underflow_pct"].high[0])
         ([20], 1.0)
     """
-    pair, onsets = RunPair(baseline, run), list_onsets(baseline, run)
+    pair, onsets = RunPair(baseline, run), find_unfiltered_onsets(baseline, run)
     names = dict.fromkeys(evidence.metric for evidence in EVIDENCE)
     metrics = {name: _band([e for e in EVIDENCE if e.metric == name], pair) for name in names}
     return TensorBand(pair.steps, metrics, onsets, not select_discoveries(onsets, tensors).is_empty())

@@ -28,7 +28,7 @@ from .decide import Decision
 from .events import Event, list_events
 from .facts import Facts, Records
 from .finding import EXPLAINS, NOT_FP8, Finding
-from .limits import early_warning
+from .limits import compute_early_warnings
 
 #: confidence of a cause with fewer than `_FEWEST` verdicts in the benchmark
 _UNMEASURED = "medium"
@@ -145,7 +145,7 @@ class Answer:
         Because of smoothing, this step may be a little too early. If it is shortly before the cause may have begun, return
         the first step at which the cause may have begun.
         """
-        loss, chosen = self.loss.harmful_since, self.decision.finding
+        loss, chosen = self.loss.harm_onset_step, self.decision.finding
         if loss is not None and chosen is not None and chosen.since is not None and not chosen.slack:
             interval = 1 if chosen.is_exact else int(measure_interval(self.facts.steps))
             began = chosen.since - interval + 1
@@ -175,7 +175,9 @@ class Answer:
 
         The tuple has the step, the multiple of the limit, the layer and the role.
         """
-        return next(iter(early_warning(self.run, self.records.beyond).filter(pl.col("score") > 1).head(1).rows()), None)
+        return next(
+            iter(compute_early_warnings(self.run, self.records.beyond).filter(pl.col("score") > 1).head(1).rows()), None
+        )
 
     @cached_property
     def details(self) -> Sequence[str]:

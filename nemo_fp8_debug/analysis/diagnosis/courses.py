@@ -12,7 +12,7 @@ from ..runs.grid import Floats, Ints
 
 
 @dataclass(frozen=True)
-class LayerCourse:
+class LayerTimeline:
     """One metric of one layer over all samples."""
 
     layer: str
@@ -36,13 +36,13 @@ class LayerCourse:
             return None
         return int(np.argmax(lasts))
 
-    def begin(self, out: int) -> int:
+    def find_rise_start(self, out: int) -> int:
         """Return the index from which the values stay above all usual values, up to the sample `out`."""
         within = np.flatnonzero(self.values[:out] <= self.usual.max())
         return max(int(within[-1]) + 1 if len(within) else 0, self.first)
 
 
-def measure_courses(rows: pl.DataFrame, baseline: pl.DataFrame | None, metric: str) -> list[LayerCourse]:
+def build_layer_timelines(rows: pl.DataFrame, baseline: pl.DataFrame | None, metric: str) -> list[LayerTimeline]:
     """Return the course of each layer that has enough samples, in the order of the table.
 
     Args:
@@ -51,7 +51,7 @@ def measure_courses(rows: pl.DataFrame, baseline: pl.DataFrame | None, metric: s
 
     Example:
         >>> rows = pl.DataFrame({"step": range(12), "layer": ["a"] * 12, "amax": [1.0] * 8 + [9.0] * 4})
-        >>> (course,) = measure_courses(rows, None, "amax")
+        >>> (course,) = build_layer_timelines(rows, None, "amax")
         >>> course.usual.max(), course.since(course.values > 4)
         (1.0, 8)
     """
@@ -64,7 +64,7 @@ def measure_courses(rows: pl.DataFrame, baseline: pl.DataFrame | None, metric: s
             first = round(len(values) * thresholds.BEGINNING)
             usual = values[:first] if first >= thresholds.FEW else values[:0]
         if len(usual):
-            found.append(LayerCourse(str(layer), steps, values, usual, first))
+            found.append(LayerTimeline(str(layer), steps, values, usual, first))
     return found
 
 

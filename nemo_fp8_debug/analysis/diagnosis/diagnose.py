@@ -14,7 +14,7 @@ from ..bands.bands import Bands, choose_bands, describe_bands, judge_by_bands
 from ..comparison.compare import Comparison, compare
 from ..comparison.onset import IN_A_ROW
 from ..loss.outcome import MAX_GAP, LossOutcome
-from ..loss.step_change import measure_rise_of_sample
+from ..loss.step_change import measure_rise_at_fault
 from ..recommendation.options import Budget
 from ..recommendation.recommend import Recommendation
 from ..runs.grid import measure_interval
@@ -24,8 +24,8 @@ from .decide import Decision, DecisionInputs, decide
 from .diagnosis import Diagnosis
 from .facts import Facts, Records
 from .finding import Finding
-from .rule import find_all, load_rules
-from .rules.losses import find_stop, skipped_steps
+from .rule import apply_rules, load_rules
+from .rules.losses import find_permanent_skips, skipped_steps
 from .rules.operands import judged_samples
 
 Source = str | os.PathLike[str] | Run
@@ -92,16 +92,16 @@ def measure_facts(
         raise RecordError(f"{mine.path} has no sampled step: a diagnosis needs at least one")
     chosen = choose_bands(mine, bands)
     records = Records(mine, bands=None if chosen is None else judge_by_bands(mine, chosen), notes=left_out)
-    return Facts.of(records, _judge_loss_alone(mine, other, max_gap)), records
+    return Facts.from_records(records, _judge_loss_alone(mine, other, max_gap)), records
 
 
 def _measure_compared(comparison: Comparison) -> tuple[Facts, Records]:
     records = Records(comparison.run, comparison.baseline, comparison)
-    facts = Facts.of(records, comparison.loss)
+    facts = Facts.from_records(records, comparison.loss)
     if facts.past_baseline is not None:
         own = facts.past_baseline.loss
-        if facts.loss.harmful_since is None and (own.harmful_since or 0) > facts.baseline_end:
-            facts = Facts.of(records, own)
+        if facts.loss.harm_onset_step is None and (own.harm_onset_step or 0) > facts.baseline_end:
+            facts = Facts.from_records(records, own)
     return facts, records
 
 
@@ -150,8 +150,8 @@ def _judge_loss_alone(run: Run, reference: Run | None, max_gap: float) -> LossOu
     own = LossOutcome(run.loss, None, max_gap)
     if reference is None:
         return own
-    loss = LossOutcome.of(run.loss, reference.loss, max_gap)
-    chosen = own if loss.harmful_since is None and own.harmful_since is not None else loss
+    loss = LossOutcome.judge_loss(run.loss, reference.loss, max_gap)
+    chosen = own if loss.harm_onset_step is None and own.harm_onset_step is not None else loss
     return replace(chosen, reference=reference.loss)
 
 
@@ -171,9 +171,9 @@ def judge_facts(facts: Facts, leave_out: Collection[str] = ()) -> Judgment:
     Args:
         leave_out: names of rules to skip, for an ablation.
     """
-    findings = sorted(find_all(facts, leave_out), key=lambda f: (-1 if f.since is None else f.since, -f.strength_rank))
-    loss, stopped_at = _add_rise(facts, findings), find_stop(skipped_steps(facts).run)
-    harmed_since = min((step for step in (loss.harmful_since, stopped_at) if step is not None), default=None)
+    findings = sorted(apply_rules(facts, leave_out), key=lambda f: (-1 if f.since is None else f.since, -f.strength_rank))
+    loss, stopped_at = _add_rise(facts, findings), find_permanent_skips(skipped_steps(facts).run)
+    harmed_since = min((step for step in (loss.harm_onset_step, stopped_at) if step is not None), default=None)
     interval = int(measure_interval(facts.steps))
     out = any(f.is_out_of_band and f.strength != "hint" for f in findings)
     # If noise may explain a gap to the baseline, we do not state that the loss is healthy.
@@ -205,7 +205,7 @@ def _add_rise(facts: Facts, findings: Sequence[Finding]) -> LossOutcome:
         return loss  # noise may explain the gap
     steps = sorted({f.since for f in findings if f.since is not None and f.strength != "hint"})
     rises = [
-        (step, measure_rise_of_sample(loss.run, loss.baseline, step, facts.steps, lasting=loss.max_gap)) for step in steps
+        (step, measure_rise_at_fault(loss.run, loss.baseline, step, facts.steps, lasting=loss.max_gap)) for step in steps
     ]
     harmful = [(step, rise) for step, rise in rises if rise is not None and rise > loss.max_gap]
     return replace(loss, rise=harmful[0]) if harmful else loss
@@ -233,7 +233,7 @@ def _find_shared(found: Diagnosis, records: Records) -> Sequence[Finding]:
     theirs = {(f.rule, f.cause, f.layer, f.role) for f in _find_alone(baseline, found.loss.max_gap)} if mine else set()
     known = {(f.rule, f.layer, f.role) for f in found.findings if f.operand}
     shared = [f for f in mine if (f.rule, f.cause, f.layer, f.role) in theirs and (f.rule, f.layer, f.role) not in known]
-    since = [LossOutcome(each.loss, None, found.loss.max_gap).harmful_since for each in (run, baseline)]
+    since = [LossOutcome(each.loss, None, found.loss.max_gap).harm_onset_step for each in (run, baseline)]
     if None not in since:
         evidence = f"both losses rise for good, the run's from {run.unit} {since[0]} on, the baseline's from {since[1]} on"
         shared.append(Finding("loss", "unknown", "clear", evidence, since=since[0]))
@@ -242,9 +242,9 @@ def _find_shared(found: Diagnosis, records: Records) -> Sequence[Finding]:
 
 def _find_alone(run: Run, max_gap: float) -> list[Finding]:
     """Return the findings of the rules that need no baseline, without hints."""
-    facts = Facts.of(Records(run), LossOutcome(run.loss, None, max_gap))
+    facts = Facts.from_records(Records(run), LossOutcome(run.loss, None, max_gap))
     others = [rule.name for rule in load_rules() if not rule.needs_no_baseline]
-    return [f for f in find_all(facts, leave_out=others) if f.strength != "hint" and f.cause != "unknown"]
+    return [f for f in apply_rules(facts, leave_out=others) if f.strength != "hint" and f.cause != "unknown"]
 
 
 def _list_not_compared(run: Run, baseline: Run | None) -> list[str]:

@@ -55,7 +55,10 @@ def sort_events(found: Sequence[Event]) -> list[Event]:
 
 def _list_loss_events(loss: LossOutcome) -> Iterator[Event]:
     """Yield the events of the loss: its departure from the baseline's loss, and its divergence."""
-    since, diverges = loss.harmful_since, loss.run.lost_at if loss.run.lost_at is not None else loss.run.diverged_at
+    since, diverges = (
+        loss.harm_onset_step,
+        loss.run.nonfinite_from_step if loss.run.nonfinite_from_step is not None else loss.run.diverged_at,
+    )
     if since is not None and loss.baseline is not None:
         yield Event(since, "loss", "the loss departs from the baseline's")
     if diverges is not None and (since is not None or (loss.baseline is None and not loss.is_negative_from_zero)):

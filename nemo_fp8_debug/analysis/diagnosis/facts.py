@@ -67,11 +67,11 @@ class Fact(Generic[Value_co]):
         return value
 
 
-def fact(measure: Callable[[Records], Value_co]) -> Fact[Value_co]:
+def define_fact(measure: Callable[[Records], Value_co]) -> Fact[Value_co]:
     """Turn a function of records into a fact.
 
     Example:
-        >>> @fact
+        >>> @define_fact
         ... def sampled_steps(records):
         ...     return records.run.metrics.steps
         >>> sampled_steps.name
@@ -105,7 +105,7 @@ class Facts:
     values: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, records: Records, loss: LossOutcome) -> Facts:
+    def from_records(cls, records: Records, loss: LossOutcome) -> Facts:
         """Return the facts of a run. Each fact is measured when it is first used."""
         run, baseline = records.run, records.baseline
         facts = cls(
@@ -120,7 +120,7 @@ class Facts:
         )
         if facts.baseline_end >= 0:
             alone = LossOutcome(run.loss, None, loss.max_gap)
-            facts.past_baseline = cls.of(Records(run, bands=records.bands), alone)
+            facts.past_baseline = cls.from_records(Records(run, bands=records.bands), alone)
         return facts
 
     @cached_property

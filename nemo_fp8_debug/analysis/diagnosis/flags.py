@@ -10,7 +10,7 @@ import polars as pl
 from ...core.keys import GRADIENTS, ROLES, Key
 from ...core.scale_sources import QUANTIZED
 from ...core.text import format_number
-from ..recommendation.options import Flag, RestoredSetting
+from ..recommendation.options import ChangeReason, RestoredSetting
 from ..runs.grid import measure_interval
 from ..runs.run import Run
 from ..runs.settings import usual_casts
@@ -36,7 +36,7 @@ def find_blamed(found: Answer) -> Finding | None:
     return chosen if CAUSES[chosen.cause].kind in OF_FP8 else None
 
 
-def flag_operands(found: Answer) -> dict[Key, Flag]:
+def flag_operands(found: Answer) -> dict[Key, ChangeReason]:
     """Return the operands to change, by harm rank.
 
     Flag the blamed operand, and operands that left the baseline's band before the loss diverged. If the loss follows the
@@ -44,25 +44,27 @@ def flag_operands(found: Answer) -> dict[Key, Flag]:
     a clearly wrong scale, which a diverging loss does not cause, and X or W that lose most of their values up to the end.
     Flag no operand if FP8 is not to blame.
     """
-    flagged: dict[Key, Flag] = {}
+    flagged: dict[Key, ChangeReason] = {}
     if found.cause in (*NOT_FP8, *NO_RECIPE):
         return flagged
     blamed, out = find_blamed(found), _stretches(found)
     if blamed is not None and blamed.layer and blamed.role:
         key = (blamed.layer, blamed.role)
-        flagged[key] = Flag(f"{blamed.cause}: {blamed.evidence}", out.get(key), only_scale=blamed.cause in _ONLY_SCALE)
+        flagged[key] = ChangeReason(
+            f"{blamed.cause}: {blamed.evidence}", out.get(key), only_scale=blamed.cause in _ONLY_SCALE
+        )
     if found.comparison is not None:
         _flag_compared(found, flagged, out)
     if blamed is not None and blamed.cause == "changed_recipe":
         for change in recipe_changes(found.facts):
             for key in change.keys:
-                flagged.setdefault(key, Flag("its recipe changed", out.get(key)))
+                flagged.setdefault(key, ChangeReason("its recipe changed", out.get(key)))
     flagged = _add_undos(found, flagged, blamed)
     ranks = harm_ranks(found)
     return {key: flagged[key] for key in sorted(flagged, key=lambda key: ranks.get(key, len(ranks)))}
 
 
-def _flag_compared(found: Answer, flagged: dict[Key, Flag], out: Mapping[Key, tuple[int, int]]) -> None:
+def _flag_compared(found: Answer, flagged: dict[Key, ChangeReason], out: Mapping[Key, tuple[int, int]]) -> None:
     assert found.comparison is not None
     begun = (found.decision.culprit.since or 0) if found.decision.culprit else 0
     for row in found.comparison.out_of_band.iter_rows(named=True):
@@ -70,18 +72,18 @@ def _flag_compared(found: Answer, flagged: dict[Key, Flag], out: Mapping[Key, tu
             continue
         what = f"{row['metric']} {format_number(row['expected'])} -> {format_number(row['value'])} from step {row['onset']}"
         key = (row["layer"], row["role"])
-        flagged.setdefault(key, Flag(what, out.get(key)))
+        flagged.setdefault(key, ChangeReason(what, out.get(key)))
     for each in found.findings:
         if not each.is_out_of_band or each.strength == "hint" or each.cause == "nonfinite":
             continue
         if not each.may_follow_the_loss and each.layer and each.role:
             key = (each.layer, each.role)
-            flag = Flag(f"{each.cause}: {each.evidence}", out.get(key), only_scale=each.cause in _ONLY_SCALE)
+            flag = ChangeReason(f"{each.cause}: {each.evidence}", out.get(key), only_scale=each.cause in _ONLY_SCALE)
             flagged[key] = replace(flagged.setdefault(key, flag), only_scale=flag.only_scale)
     for suspect in suspects(found.facts):
         if suspect.role not in GRADIENTS and has_lost_most(suspect):
             key = (suspect.layer, suspect.role)
-            flagged.setdefault(key, Flag(f"most values are lost from step {suspect.since} on", out.get(key)))
+            flagged.setdefault(key, ChangeReason(f"most values are lost from step {suspect.since} on", out.get(key)))
 
 
 def _stretches(found: Answer) -> dict[Key, tuple[int, int]]:
@@ -95,7 +97,7 @@ def _stretches(found: Answer) -> dict[Key, tuple[int, int]]:
     return {(layer, role): (onset, steps[end]) for layer, role, onset, end in each.iter_rows()}
 
 
-def _add_undos(found: Answer, flagged: Mapping[Key, Flag], blamed: Finding | None) -> dict[Key, Flag]:
+def _add_undos(found: Answer, flagged: Mapping[Key, ChangeReason], blamed: Finding | None) -> dict[Key, ChangeReason]:
     """Add to each flag the last change of its operand's recipe before the fault."""
     if blamed is not None and blamed.cause == "resumed_without_scales":
         lost = RestoredSetting(None, blamed.since, is_cause=True)
@@ -120,7 +122,7 @@ def _find_undos(run: Run, baseline: Run | None, until: Mapping[Key, int | None])
         return {}
     before, slack = _recipes_in(baseline, until), int(measure_interval(run.metrics.steps))
     keys = pl.DataFrame(list(until), schema=dict.fromkeys(_KEY, pl.String), orient="row")
-    rows = run.metrics.within(keys).frame(["recipe"]).drop_nulls("recipe")
+    rows = run.metrics.select_keys(keys).frame(["recipe"]).drop_nulls("recipe")
     found: dict[Key, RestoredSetting] = {}
     for key, of_key in rows.group_by(_KEY, maintain_order=True):
         mine, names = (str(key[0]), str(key[1])), of_key["recipe"]

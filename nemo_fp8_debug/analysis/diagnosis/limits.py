@@ -9,8 +9,8 @@ import numpy as np
 import polars as pl
 
 from ...numerics.limits import FAR, FORMATS, LEAST_VALUES, LIMITS, MADE_UP
-from ..comparison.compare import select_quantized, split_experts
-from ..runs.blocks import compute_in_parts, map_tensor_chunks
+from ..comparison.compare import select_quantized, split_off_experts
+from ..runs.blocks import map_grid_slices, map_tensor_chunks
 from ..runs.grid import Floats, Grid
 from ..runs.metrics import Metrics
 from ..runs.run import Run
@@ -33,14 +33,14 @@ def find_over_limit(metrics: Metrics, least: float = 1.0) -> pl.DataFrame:
     Example:
         >>> nothing = {"layer": ["fc1"] * 5, "role": ["weight"] * 5, "underflow_pct": [0.0] * 5, "overflow_pct": [0.0] * 5}
         >>> off = pl.DataFrame(nothing | {"step": [0, 5, 10, 15, 20], "scale_ratio_log2": [9.0, 0, 0, 7, 7]})
-        >>> find_over_limit(Metrics.of(off)).row(0)
+        >>> find_over_limit(Metrics.from_rows(off)).row(0)
         ('fc1', 'weight', 15, 2.3333333333333335)
     """
-    limited = select_limited(metrics)
+    limited = select_fp8_operands(metrics)
     found = (
         []
         if limited.is_empty()
-        else map_tensor_chunks(partial(compute_in_parts, partial(_beyond, least)), limited, together=[COLUMNS])
+        else map_tensor_chunks(partial(map_grid_slices, partial(_beyond, least)), limited, together=[COLUMNS])
     )
     rows = [row for of_block in found for of_part in of_block for row in of_part]
     schema = {"layer": pl.String, "role": pl.String, "onset": pl.Int64, "excess": pl.Float64}
@@ -60,9 +60,9 @@ def _beyond(least: float, grid: Grid) -> list[tuple[str, str, int, float]]:
     return found
 
 
-def select_limited(metrics: Metrics) -> Metrics:
+def select_fp8_operands(metrics: Metrics) -> Metrics:
     """Keep the rows of operands in FP8, because only these have limits."""
-    return metrics.only("format", FORMATS) if "format" in metrics.columns else metrics
+    return metrics.filter_rows("format", FORMATS) if "format" in metrics.columns else metrics
 
 
 def strengths(times: Floats) -> Floats:
@@ -94,7 +94,7 @@ def _limits(metric: str, roles: Sequence[str]) -> Floats:
     return np.array([LIMITS[role][metric] if role in LIMITS else np.nan for role in roles])
 
 
-def early_warning(run: Run, beyond: pl.DataFrame | None = None) -> pl.DataFrame:
+def compute_early_warnings(run: Run, beyond: pl.DataFrame | None = None) -> pl.DataFrame:
     """Return the early-warning score of each sample, and the operand that has this score.
 
     A score depends only on the sample and the previous sample, so the trigger `early_warning` can compute the score during
@@ -110,12 +110,12 @@ def early_warning(run: Run, beyond: pl.DataFrame | None = None) -> pl.DataFrame:
         warning. The first samples have initial scales and no score.
 
     Example:
-        >>> scores = early_warning(Run.read("runs/bad"))
+        >>> scores = compute_early_warnings(Run.read("runs/bad"))
         >>> scores.columns, scores["score"].max() > 1
         (['step', 'score', 'layer', 'role'], True)
     """
-    limited = select_limited(select_quantized(run.metrics))
-    judged = limited.select_tensors(split_experts(limited.tensors)[0])
+    limited = select_fp8_operands(select_quantized(run.metrics))
+    judged = limited.select_tensors(split_off_experts(limited.tensors)[0])
     if beyond is not None:  # keep all steps, because a score depends on the previous sample
         judged = judged.select_keeping_steps(
             judged.tensors.join(beyond, on=["layer", "role"], how="semi", maintain_order="left")
@@ -125,7 +125,7 @@ def early_warning(run: Run, beyond: pl.DataFrame | None = None) -> pl.DataFrame:
         return empty
     found = [
         rows
-        for block in map_tensor_chunks(partial(compute_in_parts, _farthest), judged, together=[COLUMNS])
+        for block in map_tensor_chunks(partial(map_grid_slices, _farthest), judged, together=[COLUMNS])
         for rows in block
     ]
     # If several operands have the same score, the first counts.

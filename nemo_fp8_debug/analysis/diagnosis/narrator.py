@@ -17,7 +17,7 @@ from ...record.schema import TABLES
 from ..comparison.onset import IN_A_ROW
 from ..loss.gap import CHECK_DATA, Gap
 from ..loss.outcome import OF_RANGE, LossOutcome
-from ..loss.seeds import Seeds
+from ..loss.seeds import SeedSpread
 from ..runs.grid import measure_interval
 from .answer import Answer
 from .finding import CAUSES, NOT_FP8_ADVICE, Finding
@@ -50,12 +50,13 @@ def name_tensor(layer: str, role: str) -> str:
     return f"{SHOWN_AS[role]} of {layer}"
 
 
-def show_value(metric: str, value: float | None) -> str:
+def format_metric_value(metric: str, value: float | None) -> str:
     """Return a value of a metric in its unit, or as a factor if the unit is bits.
 
     Example:
-        >>> show_value("outlier_log2", 3.0), show_value("underflow_pct", 12.34), show_value("amax", None)
-        ('x8', '12.3%', '-')
+        >>> values = {"outlier_log2": 3.0, "underflow_pct": 12.34, "amax": None}
+        >>> [format_metric_value(metric, value) for metric, value in values.items()]
+        ['x8', '12.3%', '-']
     """
     if value is None:
         return "-"
@@ -78,8 +79,9 @@ def describe_band_exit(row: Mapping[str, Any], zero_since: int | None = None) ->
         return "out of band"
     if row["metric"] == "nonfinite":
         return LABELS["nonfinite"][0]
-    after = row.get("value", row.get("found"))
-    return f"{LABELS[row['metric']][0]} {show_value(row['metric'], row['expected'])} -> {show_value(row['metric'], after)}"
+    values = row["expected"], row.get("value", row.get("found"))
+    before, after = (format_metric_value(row["metric"], value) for value in values)
+    return f"{LABELS[row['metric']][0]} {before} -> {after}"
 
 
 def describe_step_distance(step: int, other: int, unit: str) -> str:
@@ -297,7 +299,7 @@ def tell_advice(found: Answer, fix: TensorFix | None) -> list[str]:
     chosen = [found.decision.finding] if found.decision.finding is not None else [*found.decision.likeliest]
     if not chosen and found.cause == "software":
         return [NOT_FP8_ADVICE]
-    changes = [] if fix is None or not (fix.changes or fix.restores) else [_tell_fix(fix, found)]
+    changes = [] if fix is None or not (fix.changes or fix.needs_fp8_state) else [_tell_fix(fix, found)]
     told = list(dict.fromkeys(filter(None, [*changes, *(f.advise() for f in chosen)])))
     if found.decision.finding is not None or found.harm != "unknown":
         return told
@@ -311,7 +313,7 @@ def tell_advice(found: Answer, fix: TensorFix | None) -> list[str]:
 
 def _tell_fix(fix: TensorFix, found: Answer) -> str:
     """Return a sentence that names the change that helps a tensor, and all other operands that need the same change."""
-    if fix.restores:
+    if fix.needs_fp8_state:
         return f"Restore the FP8 state of {fix.name} (scales and amax histories) from the checkpoint."
     back, name, culprit = "", fix.name, found.culprit
     if fix.chosen.kind == "undo" and fix.undo is not None:
@@ -332,14 +334,14 @@ def _tell_gain(fix: TensorFix) -> str:
     if fix.metric is None or now is None or then is None or getattr(then, fix.metric) is None:
         return ""
     about = "about " if fix.chosen.approximate else ""
-    values = [show_value(fix.metric, getattr(errors, fix.metric)) for errors in (now, then)]
+    values = [format_metric_value(fix.metric, getattr(errors, fix.metric)) for errors in (now, then)]
     return f" ({LABELS[fix.metric][0]} {values[0]} -> {about}{values[1]})"
 
 
 # Tensors ----------------------------------------------------------------------------------------------------------------
 
 
-def tell_why(row: Mapping[str, Any], found: Answer, zero_since: int | None = None) -> str:
+def explain_blame(row: Mapping[str, Any], found: Answer, zero_since: int | None = None) -> str:
     """Explain why a tensor is blamed or not blamed.
 
     Args:
@@ -399,9 +401,9 @@ def _tell_loss_shortly(found: Answer) -> str:
     loss, unit = found.loss, found.run.unit
     if found.stopped_at is not None and found.stopped_at == found.divergence_step:
         return f"the optimizer takes no step from {unit} {found.stopped_at} on"
-    if loss.run.lost_at is not None:
-        return f"the loss is NaN or infinite from {unit} {loss.run.lost_at} on"
-    if loss.harmful_since is not None:
+    if loss.run.nonfinite_from_step is not None:
+        return f"the loss is NaN or infinite from {unit} {loss.run.nonfinite_from_step} on"
+    if loss.harm_onset_step is not None:
         return f"the loss {_tell_departure_step(loss, unit, found.divergence_step)}"
     if found.harm == "likely":
         return "it probably harms the loss"
@@ -409,7 +411,7 @@ def _tell_loss_shortly(found: Answer) -> str:
         above = loss.gap is None or loss.gap.interval()[1] >= 0
         return "the loss follows the baseline's" if above else "the loss is not above the baseline's"
     if loss.is_far_below and loss.gap is not None:
-        return f"the loss ends {loss.percents(-loss.gap.percent)} below the baseline's"
+        return f"the loss ends {loss.format_percentage(-loss.gap.percent)} below the baseline's"
     if loss.harm == "gap":
         return "the loss lies above the baseline's, by less than counts as harm"
     if loss.baseline is None:
@@ -419,20 +421,20 @@ def _tell_loss_shortly(found: Answer) -> str:
 
 def tell_loss_headline(loss: LossOutcome, unit: str) -> str:
     """Return a headline of at most 25 words from losses alone, before tensors are read."""
-    if loss.run.lost_at is not None:
-        return f"The loss is NaN or infinite from {unit} {loss.run.lost_at} on."
-    if loss.harmful_since is not None:
-        return f"The loss {_tell_departure_step(loss, unit, loss.harmful_since)}."
+    if loss.run.nonfinite_from_step is not None:
+        return f"The loss is NaN or infinite from {unit} {loss.run.nonfinite_from_step} on."
+    if loss.harm_onset_step is not None:
+        return f"The loss {_tell_departure_step(loss, unit, loss.harm_onset_step)}."
     if loss.is_far_below and loss.gap is not None:
-        return f"The loss ends {loss.percents(-loss.gap.percent)} below the baseline's."
+        return f"The loss ends {loss.format_percentage(-loss.gap.percent)} below the baseline's."
     if loss.harm in ("none", "gap"):
         return "The loss follows the baseline's." if loss.harm == "none" else "The loss lies slightly above the baseline's."
     return "We cannot tell from the loss whether the run is harmed."
 
 
 def _tell_departure_step(loss: LossOutcome, unit: str, since: int | None) -> str:
-    if loss.harm == "likely" and loss.stepped_up is not None:
-        return f"jumped to another level at {unit} {loss.stepped_up[0]}"
+    if loss.harm == "likely" and loss.level_shift is not None:
+        return f"jumped to another level at {unit} {loss.level_shift[0]}"
     return _tell_departed(loss, unit, since)
 
 
@@ -459,9 +461,9 @@ def tell_loss(loss: LossOutcome, unit: str = "step", since: int | None = None) -
         since: step from which the run is harmed, if other evidence shows it.
     """
     since = loss.since if since is None else since
-    if loss.run.lost_at is not None:
-        return f"The loss is NaN or infinite from {unit} {loss.run.lost_at} on."
-    if not loss.run.has_enough:
+    if loss.run.nonfinite_from_step is not None:
+        return f"The loss is NaN or infinite from {unit} {loss.run.nonfinite_from_step} on."
+    if not loss.run.has_enough_losses:
         n = len(loss.run.losses)
         return f"{n} loss{'' if n == 1 else 'es'} {'is' if n == 1 else 'are'} too few to judge the run."
     if loss.baseline is None:
@@ -473,16 +475,17 @@ def tell_loss(loss: LossOutcome, unit: str = "step", since: int | None = None) -
 
 def _tell_loss_alone(loss: LossOutcome, unit: str, since: int | None) -> str:
     if loss.rise is not None:
-        return f"The loss rose by {loss.percents(loss.rise[1], loss.rise[0])} at {unit} {loss.rise[0]}."
+        return f"The loss rose by {loss.format_percentage(loss.rise[1], loss.rise[0])} at {unit} {loss.rise[0]}."
     if loss.run.diverged_at is not None and not loss.is_negative_from_zero:
         return f"The loss diverged at {unit} {since}: it rises for good."
-    if loss.stepped_up is not None and not loss.is_negative_from_zero:
-        step, percent = loss.stepped_up
-        return f"The loss jumped by {loss.percents(percent, step)} at {unit} {step} and stays there, so harm is likely."
+    if loss.level_shift is not None and not loss.is_negative_from_zero:
+        step, percent = loss.level_shift
+        jump = loss.format_percentage(percent, step)
+        return f"The loss jumped by {jump} at {unit} {step} and stays there, so harm is likely."
     if loss.is_negative_from_zero:
         return "The loss begins at zero and is negative, so a rise alone shows no harm. Give a baseline."
     visible = loss.run.visible_rise
-    seen = f" (a rise below {loss.percents(visible)} would not show)" if np.isfinite(visible) else ""
+    seen = f" (a rise below {loss.format_percentage(visible)} would not show)" if np.isfinite(visible) else ""
     return f"The loss does not rise{seen}. Without a baseline, we cannot see a gap."
 
 
@@ -495,13 +498,13 @@ def _tell_loss_against_baseline(loss: LossOutcome, gap: Gap, unit: str, since: i
     if loss.is_far_below:
         return f"The loss {end}. {CHECK_DATA}"
     if loss.rise is not None:
-        rise = loss.percents(loss.rise[1], loss.rise[0])
+        rise = loss.format_percentage(loss.rise[1], loss.rise[0])
         return f"The loss rose by {rise} at {unit} {loss.rise[0]} and {end}."
     if loss.harm == "harmful":
         return f"The loss {_tell_departed(loss, unit, since)} and {end}."
-    if loss.harm == "likely" and loss.stepped_up is not None:
-        step, percent = loss.stepped_up
-        return f"The loss jumped by {loss.percents(percent, step)} at {unit} {step} and {end}, so harm is likely."
+    if loss.harm == "likely" and loss.level_shift is not None:
+        step, percent = loss.level_shift
+        return f"The loss jumped by {loss.format_percentage(percent, step)} at {unit} {step} and {end}, so harm is likely."
     if loss.harm == "gap":
         return f"The loss {end}, less than the {loss.max_gap:g}% that count as harm."
     if loss.harm == "none":
@@ -509,14 +512,14 @@ def _tell_loss_against_baseline(loss: LossOutcome, gap: Gap, unit: str, since: i
     low = gap.interval()[0]
     if low > loss.max_gap and not gap.paired:
         return f"The loss {end}. {_tell_other_seeds(loss, gap)}"
-    limit = loss.percents(loss.max_gap)
+    limit = loss.format_percentage(loss.max_gap)
     unknown = f"We cannot tell whether the loss is harmed ({limit} or more above {whose}): it {end}."
     # A gap above the visible size is certain. Only its harm is open.
-    visible = f" A gap below {loss.percents(gap.visible)} would not show." if gap.percent < gap.visible else ""
+    visible = f" A gap below {loss.format_percentage(gap.visible)} would not show." if gap.percent < gap.visible else ""
     return unknown + visible
 
 
-def tell_gap_end(gap: Gap, whose: str = "the baseline's", seeds: Seeds | None = None) -> str:
+def tell_gap_end(gap: Gap, whose: str = "the baseline's", seeds: SeedSpread | None = None) -> str:
     """Return the predicate of a clause about the end of the loss. Its subject is *the loss* or *it*."""
     low, high = gap.interval()
     side = "above" if gap.percent >= 0 else "below"
@@ -534,13 +537,13 @@ def tell_gap_end(gap: Gap, whose: str = "the baseline's", seeds: Seeds | None = 
 
 def _tell_other_seeds(loss: LossOutcome, gap: Gap) -> str:
     if loss.seeds is None:
-        limit = loss.beyond_seeds
+        limit = loss.seed_gap_limit
         return (
             f"Another seed can explain up to {format_number(limit)}%."
             if gap.percent <= limit
             else "One baseline cannot rule out the seed."
         )
-    reach = loss.seeds.reach(0.95)
+    reach = loss.seeds.compute_spread_bound(0.95)
     if gap.percent > reach:
         return "Fewer than 1 in 20 runs of another seed end as far above; that alone is not sure enough."
     return f"1 in 20 runs of another seed ends {format_number(reach)}% or more above this mean."
@@ -553,10 +556,10 @@ def tell_reference(loss: LossOutcome, unit: str = "step") -> str:
     other, apart = loss.reference_outcome, loss.gap_to_reference
     if other is None:
         return "The reference run has too few losses to judge."
-    if other.harmful_since is not None:
-        too = " too" if loss.harmful_since is not None else ""
-        lead = f"The reference run {_tell_departed(other, unit, other.harmful_since, too)}."
-    elif loss.harmful_since is not None and loss.reference_lasts:
+    if other.harm_onset_step is not None:
+        too = " too" if loss.harm_onset_step is not None else ""
+        lead = f"The reference run {_tell_departed(other, unit, other.harm_onset_step, too)}."
+    elif loss.harm_onset_step is not None and loss.has_full_reference:
         lead = "The reference run is not harmed."
     else:
         lead = ""
@@ -564,7 +567,7 @@ def tell_reference(loss: LossOutcome, unit: str = "step") -> str:
         return lead
     if apart is None:
         return f"{lead} We cannot compare the losses of the run and the reference run.".strip()
-    if not loss.reference_lasts:
+    if not loss.has_full_reference:
         return (
             f"{lead} The reference run ends at {unit} {loss.reference.steps[-1]}, too early to judge the run's end.".strip()
         )

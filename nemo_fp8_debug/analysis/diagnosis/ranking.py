@@ -10,7 +10,7 @@ import numpy as np
 import polars as pl
 
 from ...core.keys import Key
-from ..comparison.compare import Comparison, split_experts
+from ..comparison.compare import Comparison, split_off_experts
 from ..comparison.drift import SHOWN, TAIL
 from ..runs.blocks import compute_by_tensor, map_tensor_chunks
 from ..runs.grid import Floats, Grid, median
@@ -93,7 +93,7 @@ def _tensors(found: Answer, named: pl.DataFrame) -> pl.DataFrame:
     """Return layer, role, drift_log2 and medians of all tensors, and of single experts that findings name."""
     run = _medians(found.run, "run", found.comparison)
     run = run.join(compute_medians(found.run, ["nonfinite"], most=["nonfinite"]), on=KEY, how="left", maintain_order="left")
-    apart = split_experts(run)[0]
+    apart = split_off_experts(run)[0]
     rows = pl.concat([apart, run.join(apart, on=KEY, how="anti").join(named, on=KEY, how="semi")])
     missing = named.select(KEY).join(rows, on=KEY, how="anti", maintain_order="left")
     rows = pl.concat([rows, missing], how="diagonal")

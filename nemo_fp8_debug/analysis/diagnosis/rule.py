@@ -77,7 +77,7 @@ def list_needed_facts() -> dict[str, Fact[object]]:
     return {each.name: each for rule in load_rules() for each in rule.needs}
 
 
-def find_all(facts: Facts, leave_out: Collection[str] = ()) -> Iterator[Finding]:
+def apply_rules(facts: Facts, leave_out: Collection[str] = ()) -> Iterator[Finding]:
     """Yield the findings of all rules. If the baseline ends before the run, apply the rules without a baseline to the
     remaining steps.
 

@@ -195,7 +195,7 @@ class LossCurve:
     half: int
 
     @classmethod
-    def of(cls, table: pl.DataFrame) -> LossCurve:
+    def from_steps_table(cls, table: pl.DataFrame) -> LossCurve:
         """Build a curve from the `steps` table of a record. A non-finite loss becomes infinite."""
         table = table.filter(pl.col("loss").is_not_null()).unique("step", keep="last").sort("step")
         losses = table["loss"].to_numpy().astype(np.float64)
@@ -271,12 +271,12 @@ class LossCurve:
         return float(np.sqrt(np.pi / 2) * self.scatter * lasting / np.sqrt(2 * self.half + 1))
 
     @property
-    def has_enough(self) -> bool:
+    def has_enough_losses(self) -> bool:
         """Return True if there are enough losses to decide whether they diverge."""
         return len(self.losses) > 2 * self.half
 
     @property
-    def lost_at(self) -> int | None:
+    def nonfinite_from_step(self) -> int | None:
         """Return the first step from which no loss is finite, or None if one of the last two losses is finite."""
         lost = ~np.isfinite(self.losses)
         if len(lost) < 2 or not lost[-2:].all():
@@ -305,7 +305,7 @@ class LossCurve:
         return 100 * self._least_rise(floor) / whole if (whole := self._whole(floor)) else float("nan")
 
     @cached_property
-    def stepped_up(self) -> tuple[int, float] | None:
+    def level_shift(self) -> tuple[int, float] | None:
         """Return the step at which the loss goes up to another level, and the rise in percent, or None if there is no such
         step.
 

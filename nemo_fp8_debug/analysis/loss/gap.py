@@ -25,7 +25,7 @@ _ALIKE, _ERRORS = 0.1, 4.0
 
 
 @dataclass(frozen=True)
-class Aligned:
+class AlignedLosses:
     """Losses of a run and of a baseline at the same steps, or their means over the same intervals of steps. We call each
     such step or interval a place. Non-finite losses are stored as infinity.
     """
@@ -42,14 +42,14 @@ class Aligned:
     scale: PercentBase | None = None
 
     @property
-    def paired(self) -> bool:
+    def has_shared_noise(self) -> bool:
         """Return True if the noise of the two losses is correlated, as in runs that see the same batches in the same
         order.
         """
         least = max(_ALIKE, _ERRORS / max(len(self.steps), 1) ** 0.5)
         return bool(self.correlation > least)
 
-    def last(self, part: float, after: int | None, least: int) -> Aligned:
+    def last(self, part: float, after: int | None, least: int) -> AlignedLosses:
         """Return the last part of the places, with at least `least` places if there are so many. If `after` is not None,
         return all places after this step.
         """
@@ -61,14 +61,14 @@ class Aligned:
         return replace(self, steps=self.steps[kept], run=self.run[kept], baseline=self.baseline[kept])
 
 
-def align_losses(run: LossCurve, baseline: LossCurve) -> Aligned:
+def align_losses(run: LossCurve, baseline: LossCurve) -> AlignedLosses:
     """Align two losses at their common steps. If these are too few, use means over intervals of steps that both losses
     cover.
 
     Example:
         >>> import polars as pl
-        >>> coarse = LossCurve.of(pl.DataFrame({"step": [0, 10, 20, 30], "loss": [4.0, 3.0, 2.0, 1.0]}))
-        >>> fine = LossCurve.of(pl.DataFrame({"step": range(40), "loss": [2.0] * 40}))
+        >>> coarse = LossCurve.from_steps_table(pl.DataFrame({"step": [0, 10, 20, 30], "loss": [4.0, 3.0, 2.0, 1.0]}))
+        >>> fine = LossCurve.from_steps_table(pl.DataFrame({"step": range(40), "loss": [2.0] * 40}))
         >>> align_losses(coarse, fine).steps.tolist()
         [0, 10, 20, 30]
     """
@@ -84,7 +84,7 @@ def align_losses(run: LossCurve, baseline: LossCurve) -> Aligned:
         means = [_means(curve, edges, spacing) for curve in (run, baseline)]
         both = ~np.isnan(means[0]) & ~np.isnan(means[1])
         steps, losses = edges[both].astype(np.int64), (means[0][both], means[1][both])
-    return Aligned(steps, *losses, spacing, _correlation(*losses), baseline.percent_base)
+    return AlignedLosses(steps, *losses, spacing, _correlation(*losses), baseline.percent_base)
 
 
 def _spacing(steps: Ints) -> int:
@@ -198,15 +198,17 @@ def measure_gap(run: LossCurve, baseline: LossCurve, part: float = PART, after: 
     Example:
         >>> import numpy as np, polars as pl
         >>> noise = np.random.default_rng(0).normal(0, 0.02, 500)
-        >>> losses = [LossCurve.of(pl.DataFrame({"step": range(500), "loss": 2 * (1 + noise) * f})) for f in (1.01, 1.0)]
-        >>> found = measure_gap(*losses)
+        >>> tables = [pl.DataFrame({"step": range(500), "loss": 2 * (1 + noise) * f}) for f in (1.01, 1.0)]
+        >>> found = measure_gap(*map(LossCurve.from_steps_table, tables))
         >>> round(found.percent, 3), found.n, found.paired
         (1.0, 100, True)
     """
     return measure_aligned_gap(align_losses(run, baseline), part, after)
 
 
-def measure_aligned_gap(aligned: Aligned, part: float = PART, after: int | None = None, fewest: int = FEWEST) -> Gap | None:
+def measure_aligned_gap(
+    aligned: AlignedLosses, part: float = PART, after: int | None = None, fewest: int = FEWEST
+) -> Gap | None:
     """Measure the gap of losses that are already aligned; see `measure_gap`."""
     aligned = aligned.last(part, after, fewest)
     known = np.isfinite(aligned.baseline)
@@ -218,7 +220,7 @@ def measure_aligned_gap(aligned: Aligned, part: float = PART, after: int | None 
     if not _gone(aligned.run) and finite.sum() >= TOO_FEW:
         measured = relative(aligned.run[finite], aligned.baseline[finite], aligned.scale and aligned.scale.value)
     left_out, of_range = int((~finite).sum()), aligned.scale is not None and aligned.scale.is_range
-    return Gap(*measured, *ends, int(finite.sum()), aligned.paired, aligned.correlation, left_out, of_range)
+    return Gap(*measured, *ends, int(finite.sum()), aligned.has_shared_noise, aligned.correlation, left_out, of_range)
 
 
 def relative(run: Floats, baseline: Floats, whole: float | None = None) -> tuple[float, float, int]:
@@ -249,8 +251,8 @@ def find_rise_above(run: LossCurve, baseline: LossCurve) -> int | None:
 
     Example:
         >>> import polars as pl
-        >>> def losses(rise): return LossCurve.of(pl.DataFrame({"step": range(100), "loss": [2.0] * 60 + [2 + rise] * 40}))
-        >>> find_rise_above(losses(0.1), losses(0.0))
+        >>> tables = [pl.DataFrame({"step": range(100), "loss": [2.0] * 60 + [2 + rise] * 40}) for rise in (0.1, 0.0)]
+        >>> find_rise_above(*map(LossCurve.from_steps_table, tables))
         60
     """
     if not len(run.losses) or not len(baseline.losses):
@@ -269,7 +271,7 @@ def find_rise_above(run: LossCurve, baseline: LossCurve) -> int | None:
     return int(aligned.steps[first]) if plain or _is_sure(aligned, first) else None
 
 
-def _apart(aligned: Aligned, by_batch: bool, half: int) -> tuple[Floats, Floats, float]:
+def _apart(aligned: AlignedLosses, by_batch: bool, half: int) -> tuple[Floats, Floats, float]:
     """Return the run's distance above the baseline, the running median of this distance, and the noise of the median."""
     reference = aligned.baseline if by_batch else running_median(aligned.baseline, half)
     with np.errstate(invalid="ignore"):
@@ -291,7 +293,7 @@ def _noise(apart: Floats, half: int) -> float:
     return float(np.sqrt(np.pi / 2) * scatter * measure_persistence(finite) / np.sqrt(2 * half + 1))
 
 
-def _is_sure(aligned: Aligned, first: int) -> bool:
+def _is_sure(aligned: AlignedLosses, first: int) -> bool:
     """Return True if the mean loss after `first` is significantly above the baseline's mean loss, or if there are too few
     losses to test this. Only the last part of the losses is tested, even if `first` is earlier.
     """

@@ -141,7 +141,8 @@ def gate(
         >>> import polars as pl
         >>> noise = np.random.default_rng(0).normal(0, 0.02, 500)
         >>> run, baseline = (
-        ...     LossCurve.of(pl.DataFrame({"step": range(500), "loss": 2 * (1 + noise) * factor})) for factor in (1.002, 1.0)
+        ...     LossCurve.from_steps_table(pl.DataFrame({"step": range(500), "loss": 2 * (1 + noise) * factor}))
+        ...     for factor in (1.002, 1.0)
         ... )
         >>> found = gate([run], [baseline], max_gap=0.5)
         >>> found.outcome, round(found.gap, 2), found.of
@@ -199,7 +200,7 @@ TRAINING = "training"
 
 
 class Recorded(Protocol):
-    """The losses of a run that `accept` reads."""
+    """The losses of a run that `gate_all_losses` reads."""
 
     @property
     def loss(self) -> LossCurve:
@@ -245,7 +246,7 @@ class Acceptance:
         return self.loss.to_json() | whole
 
 
-def accept(
+def gate_all_losses(
     runs: Sequence[Recorded],
     baselines: Sequence[Recorded],
     max_gap: float,

@@ -11,7 +11,7 @@ from ...core.text import format_number
 from .. import thresholds
 from .curve import LossCurve
 from .gap import Gap, find_rise_above, measure_gap
-from .seeds import Seeds
+from .seeds import SeedSpread
 from .step_change import find_jump, measure_rise
 
 #: largest gap that does not count as harm, in percent of the baseline's mean loss over the last part of the run
@@ -36,21 +36,21 @@ class LossOutcome:
     #: whether the baseline has the same model, according to its record
     same_model: bool = False
     #: spread of several baselines of other batches, if `baseline` is their mean; None for one baseline
-    seeds: Seeds | None = None
+    seeds: SeedSpread | None = None
     #: loss of the reference run, which differs from this run only in precision; None without a reference run
     reference: LossCurve | None = None
 
     @classmethod
-    def of(
+    def judge_loss(
         cls,
         run: LossCurve,
         baseline: LossCurve | None,
         max_gap: float = MAX_GAP,
         same_model: bool = False,
-        seeds: Seeds | None = None,
+        seeds: SeedSpread | None = None,
     ) -> LossOutcome:
         """Evaluate a run's loss against a baseline's loss, or alone if the baseline has too few losses."""
-        known = baseline is not None and baseline.has_enough
+        known = baseline is not None and baseline.has_enough_losses
         return cls(run, baseline if known else None, max_gap, same_model=same_model, seeds=seeds)
 
     @cached_property
@@ -63,7 +63,7 @@ class LossOutcome:
         """Return the outcome of the reference run's loss against the same baseline, or None if there is no reference run or
         it has too few losses.
         """
-        if self.reference is None or not self.reference.has_enough:
+        if self.reference is None or not self.reference.has_enough_losses:
             return None
         other = None if self.baseline is self.reference else self.baseline
         return LossOutcome(self.reference, other, self.max_gap, same_model=self.same_model, seeds=self.seeds)
@@ -90,7 +90,7 @@ class LossOutcome:
         return False if high < explained and self._lasts(found) else None
 
     @property
-    def reference_lasts(self) -> bool:
+    def has_full_reference(self) -> bool:
         """Return True if the reference run reaches the last twentieth of the run."""
         return self.gap_to_reference is not None and self._lasts(self.gap_to_reference)
 
@@ -105,11 +105,11 @@ class LossOutcome:
         With several baselines, return the step from which the loss stays above most other seeds, if there is such a step.
         """
         stays = None if self.rise else self._risen
-        found = (stays, self.run.lost_at, self.rise and self.rise[0], self.stepped_up and self.stepped_up[0])
+        found = (stays, self.run.nonfinite_from_step, self.rise and self.rise[0], self.level_shift and self.level_shift[0])
         return min((step for step in found if step is not None), default=None)
 
     @cached_property
-    def stepped_up(self) -> tuple[int, float] | None:
+    def level_shift(self) -> tuple[int, float] | None:
         """Return the step at which the loss goes up to another level, and the rise in percent, or None if there is no such
         step.
 
@@ -117,7 +117,7 @@ class LossOutcome:
         explain a gap, but not a jump.
         """
         if self.baseline is None:
-            return self.run.stepped_up
+            return self.run.level_shift
         if self.gap is None or self.gap.infinite or self.gap.paired or self.gap.percent <= self.max_gap:
             return None
         if self.gap.interval()[0] <= 0:  # noise may explain the gap
@@ -128,7 +128,11 @@ class LossOutcome:
     def _risen(self) -> int | None:
         if self.baseline is None:
             return self.run.diverged_at
-        since = None if self.seeds is None else find_rise_above(self.run, self.baseline.raised(self.seeds.reach(_MOST)))
+        since = (
+            None
+            if self.seeds is None
+            else find_rise_above(self.run, self.baseline.raised(self.seeds.compute_spread_bound(_MOST)))
+        )
         return find_rise_above(self.run, self.baseline) if since is None else since
 
     @property
@@ -144,14 +148,14 @@ class LossOutcome:
         The harm is unknown if there are too few losses, if the gap may exceed `max_gap`, or if the run ends far below the
         baseline.
         """
-        if self.run.lost_at is not None or self.rise is not None:
+        if self.run.nonfinite_from_step is not None or self.rise is not None:
             return "harmful"
-        if not self.run.has_enough:
+        if not self.run.has_enough_losses:
             return "unknown"
         if self.baseline is None:
             if self.is_negative_from_zero:
                 return "unknown"
-            return "harmful" if self._risen is not None else "unknown" if self.stepped_up is None else "likely"
+            return "harmful" if self._risen is not None else "unknown" if self.level_shift is None else "likely"
         if self.is_far_below:
             return "unknown"
         if self.since is not None:
@@ -166,7 +170,7 @@ class LossOutcome:
             return "harmful"
         if found.percent <= self.max_gap:
             return "gap"
-        if found.paired or found.percent > self.beyond_seeds:
+        if found.paired or found.percent > self.seed_gap_limit:
             return "harmful"
         assert self.since is not None
         rise = measure_rise(self.run, self.baseline, self.since)
@@ -174,10 +178,10 @@ class LossOutcome:
         if rise is not None and rise > least:
             return "harmful"
         # The loss of a shallower model ends above the loss of a deeper baseline, but does not rise or jump.
-        moved = rise is not None or self.run.diverged_at is not None or self.run.stepped_up is not None
+        moved = rise is not None or self.run.diverged_at is not None or self.run.level_shift is not None
         if moved and found.percent > 2 * thresholds.OTHER_SEEDS:
             return "harmful"
-        return "unknown" if self.stepped_up is None else "likely"
+        return "unknown" if self.level_shift is None else "likely"
 
     @property
     def is_far_below(self) -> bool:
@@ -186,11 +190,11 @@ class LossOutcome:
             return False
         least = thresholds.OTHER_SEEDS if self.same_model else thresholds.OTHER_MODELS
         if self.seeds is not None:
-            least = max(least, self.seeds.reach(_LIKELY))
+            least = max(least, self.seeds.compute_spread_bound(_LIKELY))
         return self.gap.interval()[1] < -least
 
     @property
-    def beyond_seeds(self) -> float:
+    def seed_gap_limit(self) -> float:
         """Return the percentage above which a different seed does not explain a gap.
 
         With several baselines of the same model, we adapt this percentage, because their mean is usually closer to the run
@@ -199,8 +203,10 @@ class LossOutcome:
         least = max(thresholds.OTHER_SEEDS if self.same_model else thresholds.OTHER_MODELS, self.max_gap)
         if self.seeds is None or not self.same_model:
             return least
-        nearer = min(self.seeds.nearer * least, self.max_gap + self.seeds.reach(thresholds.SURE))
-        return max(nearer, self.seeds.reach(_LIKELY))
+        nearer = min(
+            self.seeds.mean_distance_factor * least, self.max_gap + self.seeds.compute_spread_bound(thresholds.SURE)
+        )
+        return max(nearer, self.seeds.compute_spread_bound(_LIKELY))
 
     @property
     def is_negative_from_zero(self) -> bool:
@@ -213,14 +219,14 @@ class LossOutcome:
     @property
     def diverges(self) -> bool:
         """Return True if the loss stays above its own minimum or ends in NaN or infinity."""
-        return self.run.lost_at is not None or self.run.diverged_at is not None
+        return self.run.nonfinite_from_step is not None or self.run.diverged_at is not None
 
     @property
-    def harmful_since(self) -> int | None:
+    def harm_onset_step(self) -> int | None:
         """Return `since` if the run is harmed or likely harmed, otherwise None."""
         return self.since if self.harm in ("harmful", "likely") else None
 
-    def percents(self, value: float, step: int | None = None) -> str:
+    def format_percentage(self, value: float, step: int | None = None) -> str:
         """Format a percentage of the loss. If it is relative to the loss's range and not to its level, name the range.
 
         Args:

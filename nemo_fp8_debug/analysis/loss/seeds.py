@@ -21,7 +21,7 @@ _COVERS = 0.9
 
 
 @dataclass(frozen=True)
-class Seeds:
+class SeedSpread:
     """The spread of final losses between runs that differ only in their seed and batches."""
 
     n: int
@@ -29,13 +29,13 @@ class Seeds:
     spread: float
 
     @property
-    def nearer(self) -> float:
+    def mean_distance_factor(self) -> float:
         """Return the usual distance of another run from the mean of these runs, relative to the usual distance between two
         runs.
         """
         return float(np.sqrt((1 + 1 / self.n) / 2))
 
-    def reach(self, confidence: float) -> float:
+    def compute_spread_bound(self, confidence: float) -> float:
         """Return a limit in percent above the mean. With the given confidence, another run of the same recipe ends below
         this limit.
         """
@@ -43,7 +43,7 @@ class Seeds:
 
     def to_json(self) -> dict[str, float]:
         """Return n, spread, and the percentage above the mean that 1 in 20 other runs would reach."""
-        return {"n": self.n, "spread": self.spread, "one_in_20": self.reach(0.95)}
+        return {"n": self.n, "spread": self.spread, "one_in_20": self.compute_spread_bound(0.95)}
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class BaselineLoss:
     #: loss of one baseline, or the mean loss of several baselines
     curve: LossCurve
     #: spread of several baselines; None for one baseline
-    seeds: Seeds | None = None
+    seeds: SeedSpread | None = None
     #: sentences that say which of several baselines are used, and why others are not
     notes: Sequence[str] = ()
 
@@ -68,7 +68,8 @@ def choose_baseline_loss(run: tuple[str, LossCurve], baselines: Mapping[str, Los
 
     Example:
         >>> noise = np.random.default_rng(0).normal(0, 0.02, (3, 200))
-        >>> first, other, run = (LossCurve.of(pl.DataFrame({"step": range(200), "loss": 2 + each})) for each in noise)
+        >>> tables = [pl.DataFrame({"step": range(200), "loss": 2 + each}) for each in noise]
+        >>> first, other, run = map(LossCurve.from_steps_table, tables)
         >>> found = choose_baseline_loss(("run", run), {"first": first, "other": other, "again": first})
         >>> found.seeds.n, found.notes[0]
         (2, 'again does not count for the loss: it saw the batches of first.')
@@ -77,7 +78,7 @@ def choose_baseline_loss(run: tuple[str, LossCurve], baselines: Mapping[str, Los
     if len(baselines) == 1:
         return BaselineLoss(first)
     counted, notes = _that_count(run, baselines)
-    paired = next((name for name, curve in counted.items() if align_losses(run[1], curve).paired), None)
+    paired = next((name for name, curve in counted.items() if align_losses(run[1], curve).has_shared_noise), None)
     if paired is not None:
         return BaselineLoss(
             counted[paired], None, [f"{paired} saw the run's batches, so we compare only with this baseline.", *notes]
@@ -109,11 +110,11 @@ def _why_not(run: LossCurve, baseline: LossCurve, most: int) -> str:
     Args:
         most: number of the run's steps that the longest baseline covers.
     """
-    if not baseline.has_enough:
+    if not baseline.has_enough_losses:
         return "it has too few losses"
     if baseline.percent_base is None and not baseline.smooth[-1]:
         return "its losses end at zero"
-    lost = baseline.lost_at if baseline.lost_at is not None else baseline.diverged_at
+    lost = baseline.nonfinite_from_step if baseline.nonfinite_from_step is not None else baseline.diverged_at
     if lost is not None:
         return f"it diverges itself, from {lost} on"
     covered = _covered(run, baseline)
@@ -135,7 +136,7 @@ def _like(baseline: LossCurve, counted: Mapping[str, LossCurve]) -> str:
         both = align_losses(baseline, curve)
         if len(both.steps) < _TELL:
             return f"with {len(both.steps)} losses in common we cannot tell whether it saw the batches of {name}"
-        if both.paired:
+        if both.has_shared_noise:
             return f"it saw the batches of {name}"
     return ""
 
@@ -146,8 +147,8 @@ def mean_of(curves: Sequence[LossCurve]) -> LossCurve:
     If another curve has no loss at a step, interpolate the loss.
 
     Example:
-        >>> first, second = (LossCurve.of(pl.DataFrame({"step": [0, 1, 2, 3], "loss": [x] * 4})) for x in (1.0, 3.0))
-        >>> mean_of([first, second]).losses.tolist()
+        >>> tables = [pl.DataFrame({"step": [0, 1, 2, 3], "loss": [x] * 4}) for x in (1.0, 3.0)]
+        >>> mean_of([LossCurve.from_steps_table(table) for table in tables]).losses.tolist()
         [2.0, 2.0, 2.0, 2.0]
     """
     start, stop = max(int(each.steps[0]) for each in curves), min(int(each.steps[-1]) for each in curves)
@@ -155,24 +156,24 @@ def mean_of(curves: Sequence[LossCurve]) -> LossCurve:
     steps = steps[(steps >= start) & (steps <= stop)]
     losses = _at(curves, steps)
     known = np.isfinite(losses).all(axis=0)
-    return LossCurve.of(pl.DataFrame({"step": steps[known], "loss": losses[:, known].mean(axis=0)}))
+    return LossCurve.from_steps_table(pl.DataFrame({"step": steps[known], "loss": losses[:, known].mean(axis=0)}))
 
 
-def seeds_of(curves: Sequence[LossCurve], mean: LossCurve) -> Seeds:
+def seeds_of(curves: Sequence[LossCurve], mean: LossCurve) -> SeedSpread:
     """Measure the spread of the final losses of several runs.
 
     Args:
         mean: mean of all curves.
 
     Example:
-        >>> curves = [LossCurve.of(pl.DataFrame({"step": range(50), "loss": [x] * 50})) for x in (1.98, 2.02)]
+        >>> curves = [LossCurve.from_steps_table(pl.DataFrame({"step": range(50), "loss": [x] * 50})) for x in (1.98, 2.02)]
         >>> round(seeds_of(curves, mean_of(curves)).spread, 2)
         1.41
     """
     n = len(mean.steps)
     last = mean.steps[n - max(round(PART * n), min(FEWEST, n)) :]
     ends = _at(curves, last).mean(axis=1)
-    return Seeds(
+    return SeedSpread(
         len(curves), 100 * float(ends.std(ddof=1) / PercentBase.choose_base_value(mean.percent_base, float(ends.mean())))
     )
 

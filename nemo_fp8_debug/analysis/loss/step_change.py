@@ -11,7 +11,7 @@ from scipy.special import ndtri, stdtr
 
 from .. import thresholds
 from .curve import LossCurve, PercentBase, measure_persistence, running_median, standard_error
-from .gap import PART, Aligned, Floats, Ints, align_losses
+from .gap import PART, AlignedLosses, Floats, Ints, align_losses
 
 #: number of losses to compare on either side of a step: all losses divided by `_PART`, but at least `_FEWEST`
 _PART, _FEWEST = 6, 10
@@ -50,14 +50,14 @@ def measure_rise(run: LossCurve, baseline: LossCurve | None, step: int) -> float
     Example:
         >>> import polars as pl
         >>> losses = np.where(np.arange(200) < 120, 2.0, 2.4) + np.random.default_rng(0).normal(0, 0.05, 200)
-        >>> round(measure_rise(LossCurve.of(pl.DataFrame({"step": range(200), "loss": losses})), None, 120))
+        >>> round(measure_rise(LossCurve.from_steps_table(pl.DataFrame({"step": range(200), "loss": losses})), None, 120))
         20
     """
     found = _rise_at(run, baseline, step)
     return found.percent if found is not None and found.is_sure else None
 
 
-def measure_rise_of_sample(
+def measure_rise_at_fault(
     run: LossCurve, baseline: LossCurve | None, step: int, sampled: Ints, lasting: float = -np.inf
 ) -> float | None:
     """Return the rise of the loss in percent at a fault that was detected in a sample, or None if no rise is visible.
@@ -74,8 +74,8 @@ def measure_rise_of_sample(
     Example:
         >>> import polars as pl
         >>> losses = np.where(np.arange(200) < 116, 2.0, 2.4) + np.random.default_rng(0).normal(0, 0.05, 200)
-        >>> curve = LossCurve.of(pl.DataFrame({"step": range(200), "loss": losses}))
-        >>> round(measure_rise_of_sample(curve, None, 120, np.arange(0, 200, 5)))
+        >>> curve = LossCurve.from_steps_table(pl.DataFrame({"step": range(200), "loss": losses}))
+        >>> round(measure_rise_at_fault(curve, None, 120, np.arange(0, 200, 5)))
         21
     """
     rises = _rises_with(run, baseline, step, sampled)
@@ -92,7 +92,7 @@ def measure_lasting_rise(run: LossCurve, baseline: LossCurve, step: int, sampled
         >>> import polars as pl
         >>> losses = 2 + np.random.default_rng(0).normal(0, 0.05, (2, 300))
         >>> losses[0, 200:] += 0.2
-        >>> bad, good = (LossCurve.of(pl.DataFrame({"step": range(300), "loss": each})) for each in losses)
+        >>> bad, good = (LossCurve.from_steps_table(pl.DataFrame({"step": range(300), "loss": each})) for each in losses)
         >>> [round(measure_lasting_rise(bad, good, step, np.arange(0, 300, 10))) for step in (210, 280)]
         [10, 0]
     """
@@ -116,7 +116,7 @@ def _rise_at(run: LossCurve, baseline: LossCurve | None, step: int) -> Rise | No
     """Return the rise at a step, or None if too few losses surround the step; see `measure_rise`."""
     steps, losses, scale = run.steps, run.losses, run.measure_base_before(step)
     whole: float | None = None if scale is None else scale.value
-    if baseline is not None and baseline.has_enough:
+    if baseline is not None and baseline.has_enough_losses:
         aligned = align_losses(run, baseline)
         steps, losses, whole = aligned.steps, *_of_its_own(aligned)
     at = int(np.searchsorted(steps, step))
@@ -162,7 +162,7 @@ def find_jump(run: LossCurve, baseline: LossCurve, lasting: float = 0.0) -> tupl
         >>> import polars as pl
         >>> losses = 2 + np.random.default_rng(0).normal(0, 0.05, (2, 300))
         >>> losses[0, 200:] += 0.2
-        >>> bad, good = (LossCurve.of(pl.DataFrame({"step": range(300), "loss": each})) for each in losses)
+        >>> bad, good = (LossCurve.from_steps_table(pl.DataFrame({"step": range(300), "loss": each})) for each in losses)
         >>> find_jump(bad, good)[0], find_jump(good, bad)
         (200, None)
     """
@@ -203,7 +203,7 @@ def farthest_jump(run: LossCurve, baseline: LossCurve) -> Jump | None:
     return Jump(int(aligned.steps[where]), percent, float(np.nan_to_num(times)), lasts)
 
 
-def _of_its_own(aligned: Aligned) -> tuple[Floats, float | None]:
+def _of_its_own(aligned: AlignedLosses) -> tuple[Floats, float | None]:
     """Return the run's loss relative to the baseline's loss, and the value that counts as 100%.
 
     If all losses of the baseline are positive, return the ratio and None, because percentages are relative to the ratio

@@ -14,7 +14,7 @@ from ...errors import ConfigError
 from ...numerics.block_scaling import Float8BlockScaling, MXFP8Scaling
 from ...numerics.limits import LEAST_VALUES
 from ...numerics.metric_names import LABELS
-from ...numerics.recipe import BF16_RECIPE, NamesRecipe, Recipe, Scaling, find_recipe
+from ...numerics.recipe import BF16_RECIPE, Recipe, RecipeReference, Scaling, find_recipe
 from ...numerics.tensor_scaling import CurrentScaling, DelayedScaling
 from ..replay.replay import replay_recipes
 from ..runs.run import Run
@@ -34,7 +34,7 @@ class RestoredSetting:
 
 
 @dataclass(frozen=True)
-class Flag:
+class ChangeReason:
     """The reason for changing an operand."""
 
     why: str
@@ -109,7 +109,7 @@ class Budget:
         pairs = [(name, getattr(errors, name), getattr(self, name)) for name in _METRICS]
         return [_exceeded(name, value, limit) for name, value, limit in pairs if value is not None and value > limit]
 
-    def worst_of(self, errors: WorstErrors | None) -> str | None:
+    def find_most_exceeded(self, errors: WorstErrors | None) -> str | None:
         """Return the metric that exceeds its limit most, or None if no known metric exceeds its limit. Internal."""
         values = {name: getattr(errors, name) for name in _METRICS} if errors is not None else {}
         over = {name: value / (getattr(self, name) or 1e-9) for name, value in values.items() if value is not None}
@@ -127,7 +127,7 @@ def _exceeded(metric: str, value: float, limit: float) -> str:
 
 
 @dataclass(frozen=True)
-class Option(NamesRecipe):
+class Option(RecipeReference):
     """A possible cast of an operand."""
 
     #: stay, undo, margin, history, current, format, block or bf16
@@ -142,7 +142,7 @@ class Option(NamesRecipe):
     approximate: bool = False
 
 
-def find_cast(recipe: Recipe, role: str) -> Cast:
+def resolve_recipe_cast(recipe: Recipe, role: str) -> Cast:
     """Return the scaling and the format of an operand under a recipe."""
     return recipe.scaling, recipe.format_of(role).name
 
@@ -168,7 +168,7 @@ def _undo(given: CurrentCast) -> Iterator[tuple[str, Recipe]]:
     undo, recipe = given.undo, given.in_use
     if undo is not None and undo.recipe is not None:
         before = find_recipe(undo.recipe)
-        is_same = before and recipe and find_cast(before, given.role) == find_cast(recipe, given.role)
+        is_same = before and recipe and resolve_recipe_cast(before, given.role) == resolve_recipe_cast(recipe, given.role)
         recipe = None if is_same else before
     if undo is not None and recipe is not None:
         yield UNDO, recipe
@@ -256,7 +256,7 @@ class RecipeErrors:
         """
         self._run = run
         of_keys = pl.DataFrame(list(keys), schema=dict.fromkeys(_KEY, pl.String), orient="row")
-        known = run.metrics.within(of_keys).frame([*_METRICS, "n"])
+        known = run.metrics.select_keys(of_keys).frame([*_METRICS, "n"])
         known = known.filter(pl.any_horizontal(pl.col(_METRICS).is_not_null()))
         rank, n = pl.col("step").rank().over(_KEY), pl.len().over(_KEY)
         known = known.join(_stretches(out or {}), on=_KEY, how="left", maintain_order="left")
@@ -266,9 +266,9 @@ class RecipeErrors:
         self._samples = {key: n for key, (n,) in _by_key(self._looked_at.group_by(_KEY).len())}
         self._errors: dict[tuple[Key, Cast], WorstErrors] = {}
         self._approximate: set[tuple[Key, Cast]] = set()
-        self._note(run.others)
+        self._note(run.unused_recipe_metrics)
 
-    def in_use(self) -> dict[Key, WorstErrors]:
+    def collect_errors_in_use(self) -> dict[Key, WorstErrors]:
         """Return the errors under the scales in use, for all operands that have metrics."""
         return {key: WorstErrors(*metrics) for key, metrics in _by_key(_worst(self._looked_at, _KEY))}
 
@@ -293,11 +293,11 @@ class RecipeErrors:
 
     def look_up_errors(self, key: Key, recipe: Recipe) -> WorstErrors | None:
         """Return the errors under a recipe, or None if they are unavailable."""
-        return self._errors.get((key, find_cast(recipe, key[1])))
+        return self._errors.get((key, resolve_recipe_cast(recipe, key[1])))
 
     def is_approximate(self, key: Key, recipe: Recipe) -> bool:
         """Return True if errors under a recipe come from float32 values rounded to bfloat16."""
-        return (key, find_cast(recipe, key[1])) in self._approximate
+        return (key, resolve_recipe_cast(recipe, key[1])) in self._approximate
 
     def _steps(self, keys: Sequence[Key]) -> set[int]:
         of_keys = pl.DataFrame(keys, schema=_KEY, orient="row")
@@ -312,9 +312,9 @@ class RecipeErrors:
         for layer, role, name, *metrics, samples, is_rounded in counted.iter_rows():
             recipe, key = find_recipe(name), (layer, role)
             if recipe is not None and samples == self._samples[key]:
-                self._errors[key, find_cast(recipe, role)] = WorstErrors(*metrics)
+                self._errors[key, resolve_recipe_cast(recipe, role)] = WorstErrors(*metrics)
                 if is_rounded:
-                    self._approximate.add((key, find_cast(recipe, role)))
+                    self._approximate.add((key, resolve_recipe_cast(recipe, role)))
 
 
 def _stretches(out: Mapping[Key, tuple[int, int]]) -> pl.DataFrame:
@@ -360,7 +360,7 @@ def _by_key(rows: pl.DataFrame) -> Iterator[tuple[Key, tuple[float, ...]]]:
 
 
 def list_options(
-    key: Key, given: CurrentCast, dtype: str, judged: RecipeErrors, budget: Budget, flag: Flag
+    key: Key, given: CurrentCast, dtype: str, judged: RecipeErrors, budget: Budget, flag: ChangeReason
 ) -> tuple[Option, ...]:
     """Return all options for an operand that exceeds the budget, in order of cost. The last option is BF16."""
     options = []
@@ -376,7 +376,7 @@ def list_options(
     return tuple(options)
 
 
-def _helps_anyway(kind: str, errors: WorstErrors | None, flag: Flag) -> bool:
+def _helps_anyway(kind: str, errors: WorstErrors | None, flag: ChangeReason) -> bool:
     """Return True if a change helps although its errors are unknown, because it undoes the cause or because only the scale
     is wrong.
     """
@@ -391,7 +391,7 @@ def _astray(key: Key, in_use: Recipe | None, judged: RecipeErrors) -> bool:
 
     A replayed amax history contains only the sampled steps, so small differences do not count.
     """
-    now = judged.in_use().get(key)
+    now = judged.collect_errors_in_use().get(key)
     own = judged.look_up_errors(key, in_use) if in_use is not None and isinstance(in_use.scaling, DelayedScaling) else None
     if own is None or now is None:
         return False

@@ -27,8 +27,8 @@ from .options import (
     STAY,
     UNDO,
     Budget,
+    ChangeReason,
     CurrentCast,
-    Flag,
     Option,
     RecipeErrors,
     RestoredSetting,
@@ -95,7 +95,7 @@ def _of_steps(rows: pl.DataFrame, place: Ints, roles: Ints) -> pl.DataFrame:
     return of_layers.agg(pl.col("size").sum(), pl.len().alias("steps"))
 
 
-def coverage(flops: Mapping[str, float], in_fp8: Callable[[Key], bool]) -> float | None:
+def compute_fp8_coverage(flops: Mapping[str, float], in_fp8: Callable[[Key], bool]) -> float | None:
     """Return the share of all GEMM FLOPs in FP8. A GEMM counts if both of its operands are cast to FP8.
 
     Args:
@@ -138,17 +138,17 @@ class TensorFix:
     @property
     def changes(self) -> bool:
         """Return True if the recommendation changes the operand's cast."""
-        return self.chosen.kind != STAY and not self.restores
+        return self.chosen.kind != STAY and not self.needs_fp8_state
 
     @property
-    def restores(self) -> bool:
+    def needs_fp8_state(self) -> bool:
         """Return True if the operand keeps its recipe but needs the FP8 state that was lost when the run was resumed."""
         return self.chosen.kind == UNDO and self.undo is not None and self.undo.recipe is None
 
     @property
     def change(self) -> str:
         """Describe the change in a few words, for a cell of a table."""
-        if self.restores:
+        if self.needs_fp8_state:
             return "none: restore its FP8 state"
         return self.chosen.recipe if self.changes else "none: within the limits"
 
@@ -232,7 +232,7 @@ class Recommendation:
 
 
 def recommend(
-    run: Run, flagged: Sequence[Key], budget: Budget | None = None, flags: Mapping[Key, Flag] | None = None
+    run: Run, flagged: Sequence[Key], budget: Budget | None = None, flags: Mapping[Key, ChangeReason] | None = None
 ) -> Recommendation:
     """For each operand, choose the cheapest change that is within the budget.
 
@@ -257,24 +257,24 @@ def recommend(
     flagged = [(own.get(layer, layer), role) for layer, role in flagged if role in ROLES]
     about = _about(run, flagged)
     judged = RecipeErrors(run, flagged, {key: flag.out for key, flag in flags.items() if flag.out})
-    now = judged.in_use()
+    now = judged.collect_errors_in_use()
     unknown = [key for key, (recipe, *_) in about.items() if recipe is None]
     about = {key: what for key, what in about.items() if key not in unknown}
-    flag_of = {key: flags.get(key) or Flag(_reason(now.get(key), budget)) for key in about}
+    flag_of = {key: flags.get(key) or ChangeReason(_reason(now.get(key), budget)) for key in about}
     too_bad = [key for key in about if not budget.met_by(now.get(key)) or _is_cause(flag_of[key])]
     given = {key: CurrentCast(find_recipe(about[key][0]), about[key][1], key[1], flag_of[key].undo) for key in about}
     judged.replay({key: list(list_replayable(given[key])) for key in too_bad})
     flops, in_fp8 = flops_of(run.metrics), _in_fp8(run)
-    before = coverage(flops, in_fp8.__contains__)
+    before = compute_fp8_coverage(flops, in_fp8.__contains__)
 
     def left(plan: Plan) -> float | None:
-        return coverage(flops, (in_fp8 - _taken_out(plan, in_fp8)).__contains__)
+        return compute_fp8_coverage(flops, (in_fp8 - _taken_out(plan, in_fp8)).__contains__)
 
     findings = []
     for key, (recipe, _, dtype) in about.items():
         flag, stay = flag_of[key], Option(STAY, recipe, now.get(key), key not in too_bad)
         options = (stay, *(list_options(key, given[key], dtype, judged, budget, flag) if key in too_bad else ()))
-        finding = TensorFix(*key, flag.why, options, None, budget.worst_of(now.get(key)), flag.undo)
+        finding = TensorFix(*key, flag.why, options, None, budget.find_most_exceeded(now.get(key)), flag.undo)
         alone = left(_plan([finding]))
         cost = before - alone if before is not None and alone is not None and _known(key[0], flops) else None
         findings.append(replace(finding, cost=cost))
@@ -313,13 +313,13 @@ def find_over_budget(run: Run, budget: Budget) -> list[Key]:
     aggregates = [key for key in keys if is_aggregate(key[0])]
     in_a_fold = {key for key in keys for layer, role in aggregates if role == key[1] and compile_patterns([layer])(key[0])}
     kept = [key for key in keys if key in aggregates or key not in in_a_fold]
-    return [key for key, errors in RecipeErrors(run, kept).in_use().items() if not budget.met_by(errors)]
+    return [key for key, errors in RecipeErrors(run, kept).collect_errors_in_use().items() if not budget.met_by(errors)]
 
 
 def _about(run: Run, flagged: Sequence[Key]) -> dict[Key, tuple[str, str, str]]:
     """Return the recipe and format in use, and the dtype, of each operand in its last sample."""
     of_keys = pl.DataFrame(list(flagged), dict.fromkeys(("layer", "role"), pl.String), orient="row")
-    rows = {row[:2]: row[2:] for row in run.metrics.within(of_keys).last(["recipe", "format", "dtype"]).iter_rows()}
+    rows = {row[:2]: row[2:] for row in run.metrics.select_keys(of_keys).last(["recipe", "format", "dtype"]).iter_rows()}
     if unknown := next((key for key in flagged if key not in rows), None):
         some = ", ".join(f"{layer}:{role}" for layer, role in run.metrics.tensors.head(3).rows())
         raise RecordError(f"{run.path} has no operand {':'.join(unknown)}; it has {some or 'none'} ...")
@@ -336,7 +336,7 @@ def _known(layer: str, flops: Collection[str]) -> bool:
     return layer in flops or (is_aggregate(layer) and any(map(compile_patterns([layer]), flops)))
 
 
-def _is_cause(flag: Flag) -> bool:
+def _is_cause(flag: ChangeReason) -> bool:
     return flag.undo is not None and flag.undo.is_cause
 
 
@@ -435,7 +435,7 @@ def _few(names: Sequence[str], most: int = 3) -> str:
 TORCHAO, TRANSFORMER_ENGINE, MEGATRON = "torchao", "Transformer Engine", "Megatron"
 
 
-def engines_of(run: Run) -> frozenset[str]:
+def find_cast_engines(run: Run) -> frozenset[str]:
     """Return the frameworks that control the casts of a run by their configuration; empty if there are none, or if unknown.
 
     If a record does not name the sampled backends, it was imported from a log of Transformer Engine, or is from an old
@@ -454,7 +454,7 @@ def engines_of(run: Run) -> frozenset[str]:
 
 def why_none(run: Run) -> str | None:
     """Return a sentence with the reason why we write no engine configuration for a run, or None if we write one."""
-    if engines_of(run):
+    if find_cast_engines(run):
         return None
     return f"No engine configuration is written: {_reason_without_engine(run)}."
 

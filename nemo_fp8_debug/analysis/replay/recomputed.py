@@ -33,7 +33,7 @@ OPERAND = ["layer", "role"]
 
 
 @dataclass(frozen=True)
-class Job:
+class ReplayJob:
     """A step to recompute, with all data that another process needs."""
 
     run: str
@@ -68,7 +68,7 @@ class ReplayedCalls:
     scale: float
 
 
-def recorded_histograms(run: Storage, job: Job, exact: bool) -> list[ReplayedCalls]:
+def recorded_histograms(run: Storage, job: ReplayJob, exact: bool) -> list[ReplayedCalls]:
     """Return the recorded histograms of the job's step.
 
     Args:
@@ -87,7 +87,7 @@ def recorded_histograms(run: Storage, job: Job, exact: bool) -> list[ReplayedCal
     return parts
 
 
-def dumped_tensors(run: Storage, job: Job) -> list[ReplayedCalls]:
+def dumped_tensors(run: Storage, job: ReplayJob) -> list[ReplayedCalls]:
     """Return the tensors that the first rank dumped, as histograms if histograms are enough."""
     from ...kernels import count_histogram  # imported here, because the import compiles kernels
 
@@ -120,7 +120,7 @@ def dumped_tensors(run: Storage, job: Job) -> list[ReplayedCalls]:
     return list(parts.values())
 
 
-def recompute_in_blocks(job: Job) -> dict[Key, Recipe]:
+def recompute_in_blocks(job: ReplayJob) -> dict[Key, Recipe]:
     """Return the block recipe of each operand that is to be measured under a block recipe."""
     found = {}
     for layer, role, name in job.about.select(*OPERAND, "recipe").iter_rows():
@@ -136,7 +136,7 @@ def _together(first: ReplayedCalls, second: ReplayedCalls) -> ReplayedCalls:
 
 
 @dataclass(frozen=True)
-class Recomputed:
+class RecomputedMetrics:
     """Recomputed moments and sums of B operands."""
 
     keys: list[Key]
@@ -150,7 +150,7 @@ class Recomputed:
     formats: list[FloatFormat]
 
     @classmethod
-    def concat(cls, parts: Sequence[Recomputed]) -> Recomputed:
+    def concat(cls, parts: Sequence[RecomputedMetrics]) -> RecomputedMetrics:
         """Concatenate the operands of all parts, in order."""
         return cls(
             [key for part in parts for key in part.keys],
@@ -162,7 +162,7 @@ class Recomputed:
             [fmt for part in parts for fmt in part.formats],
         )
 
-    def with_folds(self, recorded: Collection[Key]) -> Recomputed:
+    def append_expert_aggregates(self, recorded: Collection[Key]) -> RecomputedMetrics:
         """Append each recorded aggregate of experts whose experts were all recomputed."""
         experts: dict[Key, list[Key]] = defaultdict(list)
         for layer, role in recorded:
@@ -177,12 +177,12 @@ class Recomputed:
         firsts = [rows[0] for rows in members.values()]
         totals = [_added_up([self.totals[i] for i in rows]) for rows in members.values()]
         moments = [
-            metrics.merge(self.moments.rows(torch.tensor(rows)))
+            metrics.merge_moments(self.moments.rows(torch.tensor(rows)))
             if total is None
-            else metrics.moments(HistogramBatch.of([total]))
+            else metrics.moments(HistogramBatch.pack_histograms([total]))
             for rows, total in zip(members.values(), totals, strict=True)
         ]
-        return Recomputed(
+        return RecomputedMetrics(
             self.keys + aggregates,
             self.recipes + [self.recipes[i] for i in firsts],
             self.totals + totals,
@@ -216,28 +216,28 @@ def group_by_key(parts: Iterable[ReplayedCalls]) -> list[list[ReplayedCalls]]:
     return list(groups.values())
 
 
-def recompute_histograms(parts: Sequence[ReplayedCalls], job: Job) -> Recomputed:
+def recompute_histograms(parts: Sequence[ReplayedCalls], job: ReplayJob) -> RecomputedMetrics:
     """Recompute all operands at once from their histograms."""
     groups = group_by_key(parts)
     if job.recipe is not None:  # one scale for all calls
         groups = [[replace(g[0], values=sum((p.values for p in g[1:]), g[0].values))] for g in groups]
     ordered, n = [part for group in groups for part in group], len(groups)
     owner = torch.from_numpy(np.repeat(np.arange(n), [len(group) for group in groups]))
-    batch = HistogramBatch.of([part.values for part in ordered])  # type: ignore[misc]
+    batch = HistogramBatch.pack_histograms([part.values for part in ordered])  # type: ignore[misc]
     totals: list[Any] = [sum((p.values for p in g[1:]), g[0].values) for g in groups]
     scale, formats = _casts(ordered, batch.amax(), job)
-    return Recomputed(
+    return RecomputedMetrics(
         [group[0].key for group in groups],
         [_recipe_of(group[0], job) for group in groups],
         totals,
-        metrics.moments(HistogramBatch.of(totals)),
+        metrics.moments(HistogramBatch.pack_histograms(totals)),
         metrics.quantization_sums(batch, scale, formats).sum_by_owner(owner, n),
         torch.full((n,), torch.inf).scatter_reduce_(0, owner, scale, "amin"),
         list(dict(zip(owner.tolist(), formats, strict=True)).values()),
     )
 
 
-def recompute_tensors(parts: Sequence[ReplayedCalls], job: Job) -> Recomputed:
+def recompute_tensors(parts: Sequence[ReplayedCalls], job: ReplayJob) -> RecomputedMetrics:
     """Measure one operand directly from its tensors, for float32 and block recipes."""
     from ...kernels import quantization_sums
 
@@ -251,10 +251,10 @@ def recompute_tensors(parts: Sequence[ReplayedCalls], job: Job) -> Recomputed:
         [quantization_sums(x, by, role, fmt).whole for x, by, fmt in zip(tensors, casts, formats, strict=True)]
     )
     recipes = [_recipe_of(parts[0], job)]
-    return Recomputed([parts[0].key], recipes, [total], whole, sums.total(), scale.amin()[None], formats[:1])
+    return RecomputedMetrics([parts[0].key], recipes, [total], whole, sums.total(), scale.amin()[None], formats[:1])
 
 
-def _recipe_of(part: ReplayedCalls, job: Job) -> str:
+def _recipe_of(part: ReplayedCalls, job: ReplayJob) -> str:
     return job.recipe.name if job.recipe else part.recipe
 
 
@@ -265,12 +265,16 @@ def _moments(tensors: Sequence[torch.Tensor]) -> tuple[Moments, Moments, Histogr
     if tensors[0].dtype in DTYPES:
         first, *rest = histograms = [count_histogram(x) for x in tensors]
         total = sum(rest, first)
-        return metrics.moments(HistogramBatch.of(histograms)), metrics.moments(HistogramBatch.of([total])), total
+        return (
+            metrics.moments(HistogramBatch.pack_histograms(histograms)),
+            metrics.moments(HistogramBatch.pack_histograms([total])),
+            total,
+        )
     each = Moments.concat([metrics.moments_of_float32(x) for x in tensors])
-    return each, metrics.merge(each), None
+    return each, metrics.merge_moments(each), None
 
 
-def _casts(parts: Sequence[ReplayedCalls], amax: torch.Tensor, job: Job) -> tuple[torch.Tensor, list[FloatFormat]]:
+def _casts(parts: Sequence[ReplayedCalls], amax: torch.Tensor, job: ReplayJob) -> tuple[torch.Tensor, list[FloatFormat]]:
     """Return the scale, float32 [P], and the format of each part: as recorded, or as the job's recipe, if it has a recipe,
     chooses them for the part's amax.
     """

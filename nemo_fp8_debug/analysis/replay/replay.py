@@ -34,9 +34,9 @@ from ...record.writer import add_rows
 from ..runs.metrics import Metrics
 from .recomputed import (
     OPERAND,
-    Job,
-    Recomputed,
+    RecomputedMetrics,
     ReplayedCalls,
+    ReplayJob,
     dumped_tensors,
     group_by_key,
     recompute_histograms,
@@ -170,7 +170,7 @@ def replay_recipes(
         of_steps = [(step, about) for step, about in of_steps if (about["attempt"][0], step) in there]
     jobs = [
         [
-            Job(str(run), source, recipe, step, about, of_recipe.get(step, {}), multipliers.get(step), only)
+            ReplayJob(str(run), source, recipe, step, about, of_recipe.get(step, {}), multipliers.get(step), only)
             for recipe, of_recipe in zip(recipes, scales, strict=True)
         ]
         for step, about in of_steps
@@ -185,7 +185,7 @@ def _keep(metrics: Metrics, only: Collection[Key] | None) -> Metrics:
         return metrics
     keys = metrics.tensors.select(OPERAND)
     kept = pl.Series([key in only or aggregate_key(*key) in only for key in keys.rows()], dtype=pl.Boolean)
-    return metrics.within(keys.filter(kept))
+    return metrics.select_keys(keys.filter(kept))
 
 
 def _scales(
@@ -209,7 +209,7 @@ def _scales(
     return found
 
 
-def _replay_step(jobs: Sequence[Job]) -> list[pl.DataFrame]:
+def _replay_step(jobs: Sequence[ReplayJob]) -> list[pl.DataFrame]:
     """Recompute one step under several recipes."""
     run, counted = Storage(jobs[0].run), cache(partial(recorded_histograms, Storage(jobs[0].run), jobs[0]))
     return [
@@ -219,7 +219,7 @@ def _replay_step(jobs: Sequence[Job]) -> list[pl.DataFrame]:
     ]
 
 
-def _replay_calls(parts: Sequence[ReplayedCalls], job: Job) -> pl.DataFrame:
+def _replay_calls(parts: Sequence[ReplayedCalls], job: ReplayJob) -> pl.DataFrame:
     counted = [part for part in parts if isinstance(part.values, Histogram)]
     found = [recompute_histograms(counted, job)] if counted else []
     found += [
@@ -227,10 +227,13 @@ def _replay_calls(parts: Sequence[ReplayedCalls], job: Job) -> pl.DataFrame:
     ]
     if not found:
         return pl.DataFrame(schema=SCHEMAS["replayed"])
-    return _as_rows(job, Recomputed.concat(found).with_folds(dict.fromkeys(job.about.select(OPERAND).rows())).columns())
+    return _as_rows(
+        job,
+        RecomputedMetrics.concat(found).append_expert_aggregates(dict.fromkeys(job.about.select(OPERAND).rows())).columns(),
+    )
 
 
-def _as_rows(job: Job, columns: dict[str, list[Any]]) -> pl.DataFrame:
+def _as_rows(job: ReplayJob, columns: dict[str, list[Any]]) -> pl.DataFrame:
     """Return rows of the `replayed` table. Columns that do not depend on the recipe come from the recorded rows."""
     schema = SCHEMAS["replayed"]
     columns |= unscale_columns(columns, job.multiplier)

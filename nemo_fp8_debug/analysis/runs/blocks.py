@@ -11,8 +11,8 @@ import numpy as np
 import numpy.typing as npt
 import polars as pl
 
-from ...core.memory import free_unused
-from ...core.threads import run_ahead
+from ...core.memory import release_freed_memory
+from ...core.threads import map_in_threads
 from ...record.parquet import GROUP
 from . import cluster
 from .grid import Grid
@@ -33,7 +33,7 @@ def compute_median(metrics: Metrics, column: str, at_once: int = _AT_ONCE) -> fl
 
     Example:
         >>> rows = pl.DataFrame({"step": [0, 1, 2, 3], "layer": "fc1", "role": "input", "mse": [4.0, 1.0, 2.0, None]})
-        >>> compute_median(Metrics.of(rows), "mse")
+        >>> compute_median(Metrics.from_rows(rows), "mse")
         2.0
     """
     low, high, below, total, inside = 0, (1 << 64) - 1, 0, 0, at_once + 1
@@ -110,7 +110,7 @@ def map_tensor_chunks(do: Callable[..., Result], *runs: Metrics, together: Toget
         turns = -(-tensors // (at_once * workers))
         at_once = max(_FEWEST, -(-tensors // (turns * workers)))
     elif at_once >= tensors:
-        return [do(*(run.grids(together) for run in runs))]
+        return [do(*(run.build_grid(together) for run in runs))]
     some = _slices(tensors, at_once, workers)
     return cluster.map_on_cluster(
         partial(_of_block, do, together), ([run.select_keeping_steps(run.tensors[s]) for run in runs] for s in some)
@@ -134,8 +134,8 @@ def _cut(tensors: int, at_once: int) -> list[slice]:
 
 
 def _of_block(do: Callable[..., Result], together: Together, runs: Sequence[Metrics]) -> Result:
-    found = do(*(run.grids(together) for run in runs))
-    free_unused()
+    found = do(*(run.build_grid(together) for run in runs))
+    release_freed_memory()
     return found
 
 
@@ -149,11 +149,11 @@ def compute_by_tensor(
     """
     found: dict[str, npt.NDArray[Any]] = {}
     for function in functions:
-        of_parts = compute_in_parts(function, *grids)
+        of_parts = map_grid_slices(function, *grids)
         found |= {name: np.concatenate([of_part[name] for of_part in of_parts]) for name in of_parts[0]}
     return found
 
 
-def compute_in_parts(do: Callable[..., Result], *grids: Grid) -> list[Result]:
+def map_grid_slices(do: Callable[..., Result], *grids: Grid) -> list[Result]:
     """Apply `do` to grids of some tensors at a time, or of all tensors if there are few. Return the results in order."""
-    return list(run_ahead(lambda some: do(*(grid.rows(some) for grid in grids)), grids[0].parts()))
+    return list(map_in_threads(lambda some: do(*(grid.select_by_index(some) for grid in grids)), grids[0].slice_tensors()))

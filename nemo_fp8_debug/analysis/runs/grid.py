@@ -45,11 +45,11 @@ class Grid:
     _sample: Ints
 
     @classmethod
-    def of(cls, tensors: pl.DataFrame, steps: Ints, columns: OperandColumns) -> Grid:
+    def from_columns(cls, tensors: pl.DataFrame, steps: Ints, columns: OperandColumns) -> Grid:
         """Return a grid of all tensors and all steps."""
         return cls(tensors, steps, columns, np.arange(len(tensors)), np.arange(len(steps)))
 
-    def rows(self, some: slice | Ints) -> Grid:
+    def select_by_index(self, some: slice | Ints) -> Grid:
         """Return the grid of some tensors, given by index, with all steps."""
         return replace(self, tensors=self.tensors[some], _tensor=self._tensor[some])
 
@@ -90,7 +90,7 @@ class Grid:
         found[:, ~absent] = values[_span(self._tensor)][:, self._sample[~absent]]
         return found
 
-    def parts(self) -> list[slice]:
+    def slice_tensors(self) -> list[slice]:
         """Return slices of the tensors that are small enough for intermediate results to stay in the cache."""
         at_once = max(1, _CELLS // max(len(self.steps), 1))
         return [slice(first, first + at_once) for first in range(0, max(len(self.tensors), 1), at_once)]

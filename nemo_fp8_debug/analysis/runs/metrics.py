@@ -23,7 +23,7 @@ from ...record.schema import SCHEMAS
 from ...record.storage import Storage
 from . import cluster
 from .grid import KEY, Floats, Grid, Ints
-from .source import Bools, InMemoryRows, Source, some_of
+from .source import Bools, InMemoryRows, Source, select_chunk_rows
 
 Result = TypeVar("Result")
 #: groups of columns that are read together
@@ -75,11 +75,12 @@ class Metrics:
         return {}
 
     @classmethod
-    def of(cls, rows: pl.DataFrame) -> Metrics:
+    def from_rows(cls, rows: pl.DataFrame) -> Metrics:
         """Make metrics of rows in memory.
 
         Example:
-            >>> metrics = Metrics.of(pl.DataFrame({"step": [0, 5], "layer": "fc1", "role": "input", "mse": [1.0, 2.0]}))
+            >>> rows = pl.DataFrame({"step": [0, 5], "layer": "fc1", "role": "input", "mse": [1.0, 2.0]})
+            >>> metrics = Metrics.from_rows(rows)
             >>> metrics.tensors.row(0), metrics.steps.tolist(), metrics.frame(["mse"])["mse"].to_list()
             (('fc1', 'input'), [0, 5], [1.0, 2.0])
         """
@@ -92,7 +93,9 @@ class Metrics:
         Args:
             held: largest number of rows to keep in memory.
         """
-        return cls.of(read_table(run, "metrics")) if count_rows(run, "metrics", held + 1) <= held else cls._of(Scan(run))
+        return (
+            cls.from_rows(read_table(run, "metrics")) if count_rows(run, "metrics", held + 1) <= held else cls._of(Scan(run))
+        )
 
     @classmethod
     def _of(cls, source: Source) -> Metrics:
@@ -164,7 +167,7 @@ class Metrics:
         here[place] = np.arange(len(place))
         return replace(self, tensors=tensors.select(KEY), _operand=here[self._operand])
 
-    def within(self, keys: pl.DataFrame) -> Metrics:
+    def select_keys(self, keys: pl.DataFrame) -> Metrics:
         """Return the metrics of the operands with layer and role in `keys`."""
         return self.select_tensors(self.tensors.join(keys, on=KEY, how="semi", maintain_order="left"))
 
@@ -176,7 +179,7 @@ class Metrics:
         """Return the metrics of the operands with some roles."""
         return self.select_tensors(self.tensors.filter(pl.col("role").is_in(roles)))
 
-    def only(self, column: str, values: Collection[str]) -> Metrics:
+    def filter_rows(self, column: str, values: Collection[str]) -> Metrics:
         """Return the metrics of rows that have one of the given values in a column. Keep operands and steps with such
         rows.
         """
@@ -234,7 +237,7 @@ class Metrics:
         names = list(dict.fromkeys([*columns, *(name for name, _ in self._only)]))
 
         def fitting(chunk: Chunk) -> Any:
-            return then(some_of(Chunk(chunk.rows.select(columns), chunk.steps), _fits(chunk.rows, self._only)))
+            return then(select_chunk_rows(Chunk(chunk.rows.select(columns), chunk.steps), _fits(chunk.rows, self._only)))
 
         yield from self._source.chunks(names, self._operand, self._step, fitting if self._only else then)
 
@@ -274,7 +277,7 @@ class Metrics:
         """Return all rows at once, with step, layer, role and the given columns. By default, return all columns."""
         names = list(self.columns if columns is None else dict.fromkeys(["step", *KEY, *columns]))
         read = [name for name in names if name not in ("step", *KEY)]
-        found = self.named(pl.concat(self.over_steps(partial(_read_all_rows, read)))).select(names)
+        found = self.add_tensor_names(pl.concat(self.over_steps(partial(_read_all_rows, read)))).select(names)
         return found if found["step"].is_sorted() else found.sort("step", maintain_order=True)
 
     @cached_property
@@ -301,7 +304,8 @@ class Metrics:
             gather: reduction that returns the same result for its own partial results as for the original rows.
 
         Example:
-            >>> metrics = Metrics.of(pl.DataFrame({"step": [0, 5], "layer": "fc1", "role": "input", "mse": [1.0, 2.0]}))
+            >>> rows = pl.DataFrame({"step": [0, 5], "layer": "fc1", "role": "input", "mse": [1.0, 2.0]})
+            >>> metrics = Metrics.from_rows(rows)
             >>> metrics.reduce_rows(["mse"], lambda rows: rows.select(pl.max("mse"), pl.sum("count"))).row(0)
             (2.0, 2)
         """
@@ -311,9 +315,9 @@ class Metrics:
     def last(self, columns: Sequence[str]) -> pl.DataFrame:
         """Return layer, role and the given columns of each operand in its last sample."""
         rows = self.reduce_rows(columns, lambda rows: rows.unique("tensor", keep="last", maintain_order=True))
-        return self.named(rows.sort("tensor")).select(*KEY, *columns)
+        return self.add_tensor_names(rows.sort("tensor")).select(*KEY, *columns)
 
-    def named(self, rows: pl.DataFrame) -> pl.DataFrame:
+    def add_tensor_names(self, rows: pl.DataFrame) -> pl.DataFrame:
         """Replace the column `tensor` of a table by the columns layer and role."""
         keys = [self.tensors[name].gather(rows["tensor"]).alias(name) for name in KEY]
         return rows.select(*keys, pl.exclude("tensor"))
@@ -326,15 +330,15 @@ class Metrics:
     @cached_property
     def grid(self) -> Grid:
         """Return the metrics by tensor and step."""
-        return self.grids()
+        return self.build_grid()
 
-    def grids(self, together: Together = ()) -> Grid:
+    def build_grid(self, together: Together = ()) -> Grid:
         """Return the metrics by tensor and step.
 
         Args:
             together: see `ColumnReader`.
         """
-        return Grid.of(self.tensors, self.steps, ColumnReader(self, together))
+        return Grid.from_columns(self.tensors, self.steps, ColumnReader(self, together))
 
 
 class ColumnReader:

@@ -57,7 +57,7 @@ class Run:
         steps = read_table(found, "steps", ["step", "loss", "consumed_samples"])
         metrics = Metrics.read(found, held)
         axis = _samples_consumed(str(found), steps, metrics) if by == "samples" else None
-        losses = LossCurve.of(_along(axis, steps))
+        losses = LossCurve.from_steps_table(_along(axis, steps))
         return cls(
             str(found), fingerprint, metrics if axis is None else metrics.renumber_steps(axis), losses, UNITS[by], axis
         )
@@ -104,10 +104,12 @@ class Run:
     def validation(self) -> dict[str, LossCurve]:
         """Return the losses of evaluations by name. They are read when they are first used."""
         rows = _along(self.axis, read_table(self.path, "validation", ["step", "name", "loss"]))
-        return {name: LossCurve.of(rows.filter(name=name)) for name in rows["name"].unique(maintain_order=True)}
+        return {
+            name: LossCurve.from_steps_table(rows.filter(name=name)) for name in rows["name"].unique(maintain_order=True)
+        }
 
     @cached_property
-    def others(self) -> pl.DataFrame:
+    def unused_recipe_metrics(self) -> pl.DataFrame:
         """Return metrics under recipes that were not in use, from what-if recipes or replay. They are read when they are
         first used.
         """

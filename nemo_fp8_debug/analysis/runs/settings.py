@@ -25,7 +25,7 @@ def usual_casts(metrics: Metrics) -> pl.DataFrame:
 
     Example:
         >>> rows = {"step": [0, 1, 2], "layer": "fc1", "role": "input", "recipe": ["mxfp8", "mxfp8", None]}
-        >>> usual_casts(Metrics.of(pl.DataFrame(rows | {"scale_source": "engine"}))).row(0)
+        >>> usual_casts(Metrics.from_rows(pl.DataFrame(rows | {"scale_source": "engine"}))).row(0)
         ('fc1', 'input', 'mxfp8', True)
     """
     recipes, sources = metrics.counts("recipe"), metrics.counts("scale_source")
@@ -86,7 +86,7 @@ def coverage_notes(fingerprint: Mapping[str, Any]) -> list[str]:
     return [f"{text[0].upper()}{text[1:]}."] if text else []
 
 
-def list_remarks(baseline: Run, run: Run) -> list[str]:
+def list_comparability_warnings(baseline: Run, run: Run) -> list[str]:
     """Return sentences that name metrics of the two runs that are not directly comparable."""
     recipes = [sorted(filter(None, each.metrics.unique("recipe"))) for each in (baseline, run)]
     told = []
@@ -102,7 +102,7 @@ def list_remarks(baseline: Run, run: Run) -> list[str]:
     return told + [sentence for sentence in notices if sentence]
 
 
-def find_departure(run: pl.DataFrame, baseline: pl.DataFrame, least: float = _ROUNDING) -> dict[str, Any] | None:
+def find_learning_rate_split(run: pl.DataFrame, baseline: pl.DataFrame, least: float = _ROUNDING) -> dict[str, Any] | None:
     """Return the first step at which two learning rates differ, or None.
 
     Args:
@@ -114,12 +114,12 @@ def find_departure(run: pl.DataFrame, baseline: pl.DataFrame, least: float = _RO
         step, run and baseline (the rates of both at this step), and before (the last earlier step in both tables).
 
     Example:
-        >>> find_departure(
+        >>> find_learning_rate_split(
         ...     pl.DataFrame({"step": [0, 9], "lr": [1.0, 4.0]}), pl.DataFrame({"step": [0, 9], "lr": [1.0, 1.0]})
         ... )
         {'step': 9, 'run': 4.0, 'baseline': 1.0, 'before': 0}
     """
-    both = read_rates(run).join(read_rates(baseline), on="step", suffix="_baseline").sort("step")
+    both = read_learning_rates(run).join(read_learning_rates(baseline), on="step", suffix="_baseline").sort("step")
     apart = (both["lr"] / both["lr_baseline"] - 1).abs() > least
     if not apart.any():
         return None
@@ -135,14 +135,16 @@ def choose_reference(run: Run, reference: Run | None) -> tuple[Run | None, list[
         run: the run to explain.
         reference: the run that the user gave as the same run in higher precision.
     """
-    departure = None if reference is None else find_departure(reference.steps, run.steps, thresholds.RATE_DIFFERS - 1)
+    departure = (
+        None if reference is None else find_learning_rate_split(reference.steps, run.steps, thresholds.RATE_DIFFERS - 1)
+    )
     if departure is None:
         return reference, []
     why = f"The reference run has another learning rate than this run from step {departure['step']} on"
     return None, [f"{why}, so it does not show the effect of precision. We leave it out."]
 
 
-def read_rates(steps: pl.DataFrame) -> pl.DataFrame:
+def read_learning_rates(steps: pl.DataFrame) -> pl.DataFrame:
     """Return step and lr of the steps at which lr is known and above 0."""
     rows = steps.select("step", pl.col("lr").fill_nan(None)).drop_nulls().unique("step", keep="last")
     return rows.filter(pl.col("lr").is_finite() & (pl.col("lr") > 0)).sort("step")

@@ -91,7 +91,7 @@ class InMemoryRows:
         operands_of = np.split(of_rows, self._ends[:-1]) if len(self._ends) else []
         whole = Chunk(self._rows.select(columns), list(zip(of_steps.tolist(), operands_of, strict=True)))
         kept = (of_rows >= 0) & (whole.step >= 0)
-        yield then(whole if kept.all() else some_of(whole, kept))
+        yield then(whole if kept.all() else select_chunk_rows(whole, kept))
 
     def alike(
         self, column: str | None, operands: Ints | None = None, steps: Ints | None = None
@@ -105,7 +105,7 @@ class InMemoryRows:
         return self._rows[column].unique(maintain_order=True).to_list()
 
 
-def some_of(chunk: Chunk, kept: Bools) -> Chunk:
+def select_chunk_rows(chunk: Chunk, kept: Bools) -> Chunk:
     """Return some rows of a chunk."""
     rows = chunk.rows.filter(pl.Series(kept)) if chunk.rows.width else chunk.rows
     steps = ((step, operands[kept[here]]) for step, here, operands in chunk.spans())

@@ -20,18 +20,18 @@ from ..diagnosis.events import Event, sort_events
 from ..diagnosis.narrator import (
     describe_band_exit,
     describe_step_distance,
+    explain_blame,
     name_tensor,
     tell_headline,
     tell_loss,
     tell_loss_headline,
     tell_verdict_reason,
-    tell_why,
 )
 from ..diagnosis.ranking import ALSO_WRONG, BLAMED, KEY, compute_medians, rank_tensors
 from ..diagnosis.rules.zeros import is_zero
 from ..formatting import make_jsonable
 from ..loss.outcome import LossOutcome
-from ..runs.blocks import compute_in_parts, map_tensor_chunks
+from ..runs.blocks import map_grid_slices, map_tensor_chunks
 from ..runs.grid import Grid, measure_interval
 from ..runs.metrics import Metrics
 from ..runs.run import Run
@@ -69,7 +69,7 @@ def row_of(event: Event) -> str:
     return SHOWN_AS[event.role] if SHOWN_AS[event.role] in _TENSORS else _BETWEEN
 
 
-def draw_strip(events: Sequence[Mapping[str, Any]], width: int = 80, unit: str = "step") -> str:
+def draw_event_strip(events: Sequence[Mapping[str, Any]], width: int = 80, unit: str = "step") -> str:
     """Draw the events as text, with one row for each kind and one mark for each event. A digit is the number of events at
     the same place.
 
@@ -80,7 +80,7 @@ def draw_strip(events: Sequence[Mapping[str, Any]], width: int = 80, unit: str =
 
     Example:
         >>> events = [{"step": 130, "kind": "lr", "row": "learning rate"}, {"step": 147, "kind": "loss", "row": "loss"}]
-        >>> print(draw_strip(events, 40))
+        >>> print(draw_event_strip(events, 40))
         learning rate ▼
         loss                                   ▼
         step          130                    147
@@ -186,7 +186,7 @@ def make_loss_headline(loss: LossOutcome, unit: str) -> dict[str, Any]:
     return {
         "harm": loss.harm,
         "title": tell_loss_headline(loss, unit),
-        "since": loss.harmful_since,
+        "since": loss.harm_onset_step,
         "unit": unit,
         "gap": make_jsonable(loss.gap),
         "gap_told": None if loss.gap is None else tell_loss(loss, unit),
@@ -249,7 +249,7 @@ def _choose(rows: pl.DataFrame) -> pl.DataFrame:
 
 def _list_tensors(found: Diagnosis, rows: pl.DataFrame) -> list[dict[str, Any]]:
     reference = _read_medians(None if found.comparison is None else found.comparison.reference)
-    zeros = find_zero_since(found.run.metrics.within(rows.select(KEY)))
+    zeros = find_zero_since(found.run.metrics.select_keys(rows.select(KEY)))
     return [
         _make_tensor(row, found, reference, zeros.get((row["layer"], row["role"]))) for row in rows.iter_rows(named=True)
     ]
@@ -269,7 +269,7 @@ def _make_tensor(
         "tensor": SHOWN_AS[row["role"]],
         "blamed": row["group"] == BLAMED,
         "also_wrong": row["group"] == ALSO_WRONG,
-        "why": tell_why(row, found, zero),
+        "why": explain_blame(row, found, zero),
         "since": row["onset"],
         "metric": row["metric"],
         "expected": row["expected"],
@@ -307,12 +307,12 @@ def find_zero_since(metrics: Metrics) -> dict[Key, int]:
     Example:
         >>> import polars as pl
         >>> rows = {"step": [0, 10, 20], "layer": ["fc1"] * 3, "role": ["input"] * 3, "amax": [0.5, 0.0, 0.0]}
-        >>> find_zero_since(Metrics.of(pl.DataFrame(rows | {"nan": [0] * 3, "inf": [0] * 3})))
+        >>> find_zero_since(Metrics.from_rows(pl.DataFrame(rows | {"nan": [0] * 3, "inf": [0] * 3})))
         {('fc1', 'input'): 10}
     """
     if metrics.is_empty():
         return {}
-    found = map_tensor_chunks(partial(compute_in_parts, _zero_since), metrics, together=[("amax", "nonfinite")])
+    found = map_tensor_chunks(partial(map_grid_slices, _zero_since), metrics, together=[("amax", "nonfinite")])
     return {key: step for of_block in found for of_part in of_block for key, step in of_part}
 
 

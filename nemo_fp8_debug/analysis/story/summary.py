@@ -10,7 +10,7 @@ from ...core.text import format_number
 from ...numerics.metric_names import LABELS
 from ..comparison.compare import Comparison
 from ..comparison.drift import describe_concentration
-from ..diagnosis.narrator import describe_band_exit, describe_step_distance, show_value, tell_loss, tell_reference
+from ..diagnosis.narrator import describe_band_exit, describe_step_distance, format_metric_value, tell_loss, tell_reference
 from ..formatting import make_jsonable
 from ..loss.gap import find_rise_above
 
@@ -85,7 +85,7 @@ def _moved(row: Mapping[str, Any]) -> str:
         return f"all values zero since {row['zero_since']}"
     if metric is None or metric == "nonfinite":
         return "-"
-    return f"{LABELS[metric][0]} " + " -> ".join(show_value(metric, row[which]) for which in ("expected", "found"))
+    return f"{LABELS[metric][0]} " + " -> ".join(format_metric_value(metric, row[which]) for which in ("expected", "found"))
 
 
 def _plain(text: str) -> str:

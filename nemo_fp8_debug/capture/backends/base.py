@@ -12,7 +12,7 @@ from torch import nn
 
 from ...kernels import CastRule
 from ...numerics.block_scaling import BlockRule
-from ...numerics.formats import Decoded, FloatFormat
+from ...numerics.formats import DecodedCodes, FloatFormat
 from ...numerics.recipe import Recipe
 from ...numerics.tensor_scaling import CurrentScaling
 from ..tensors import is_dtensor
@@ -42,11 +42,11 @@ class ScaleInUse:
     #: cast of the separate copy that dgrad or wgrad multiplies, if this cast is known and the copy has other values
     columnwise: ScaleInUse | None = field(default=None, compare=False)
     #: decoded values if the engine stores the operand as codes; None if the engine casts the operand in each step
-    decoded: Decoded | None = field(default=None, compare=False)
+    decoded: DecodedCodes | None = field(default=None, compare=False)
     #: group of ranks that all cast with the largest amax in the group, or None if this rank casts with its own amax
     amax_group: Any = field(default=None, compare=False)
 
-    def in_product(self, product: str) -> ScaleInUse | None:
+    def select_product_cast(self, product: str) -> ScaleInUse | None:
         """Return the cast for one GEMM, or None if this GEMM multiplies the operand in high precision."""
         return self.products.get(product, self)
 
@@ -88,7 +88,7 @@ class StoredCodes(Protocol):
     def parameter(self) -> Any:
         """The parameter of the module."""
 
-    def decoded(self) -> Decoded:
+    def decoded(self) -> DecodedCodes:
         """Return the values of the codes. Raises UnknownCast."""
 
     def cast(self) -> ScaleInUse:
@@ -177,7 +177,7 @@ def read_raw_weight(module: nn.Module, name: str = "weight") -> torch.Tensor | N
     return weight
 
 
-def is_plain(parameter: Any) -> bool:
+def is_plain_tensor(parameter: Any) -> bool:
     """Return True for a plain tensor with 16 bits or more per value, not for tensor classes whose products may quantize."""
     if parameter is None:
         return False
@@ -185,7 +185,7 @@ def is_plain(parameter: Any) -> bool:
     return type(local) in (torch.Tensor, nn.Parameter) and local.is_floating_point() and local.element_size() >= 2
 
 
-def is_prepared_later(module: nn.Module, weight: torch.Tensor | None) -> bool:
+def is_gathered_later(module: nn.Module, weight: torch.Tensor | None) -> bool:
     """Return True if a sharding engine may still gather W, or cast or split X, between our hook and the forward."""
     if hasattr(module, "unshard"):  # FSDP2 may have gathered W in advance
         return True

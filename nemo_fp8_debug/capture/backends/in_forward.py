@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from .base import Backend, is_plain, read_raw_weight
+from .base import Backend, is_plain_tensor, read_raw_weight
 
 #: parameters that are never multiplied as matrices
 NO_MATRIX = re.compile(r"(?:^|_)bias(?:es)?$|norm")
@@ -25,7 +25,7 @@ def is_conv1d(module: nn.Module) -> bool:
     return type(module).__name__ == "Conv1D" and type(module).__module__ == "transformers.pytorch_utils"
 
 
-def parts(module: nn.Module) -> Sequence[str]:
+def list_parameter_suffixes(module: nn.Module) -> Sequence[str]:
     """Return the name suffixes of a module's GEMMs: one for each parameter that the module may multiply."""
     if isinstance(module, nn.MultiheadAttention):
         inner = [name for name, p in module._parameters.items() if p is not None and name.endswith("proj_weight")]
@@ -39,15 +39,15 @@ def parts(module: nn.Module) -> Sequence[str]:
 
 def _is_of_experts(name: str, parameter: torch.Tensor) -> bool:
     shape = parameter.shape
-    return len(shape) == 3 and min(shape) > 1 and is_plain(parameter) and not NO_MATRIX.search(name.lower())
+    return len(shape) == 3 and min(shape) > 1 and is_plain_tensor(parameter) and not NO_MATRIX.search(name.lower())
 
 
-def is_computed(module: nn.Module) -> bool:
+def is_weight_computed(module: nn.Module) -> bool:
     """Return True if a Linear computes its weight from other parameters, as with weight norm."""
     return (
         isinstance(module, nn.Linear)
         and read_raw_weight(module) is None
-        and any(map(is_plain, computed_of(module).values()))
+        and any(map(is_plain_tensor, computed_of(module).values()))
     )
 
 
@@ -58,7 +58,7 @@ def computed_of(module: nn.Module) -> dict[str, torch.Tensor]:
 
 def parameter_names(module: nn.Module, part: str) -> Sequence[str]:
     """Return the names of a part's parameter, or of the parameters that the part's weight is computed from."""
-    return list(computed_of(module)) if is_computed(module) else [parameter_name(module, part)]
+    return list(computed_of(module)) if is_weight_computed(module) else [parameter_name(module, part)]
 
 
 def parameter_name(module: nn.Module, part: str) -> str:
@@ -80,8 +80,8 @@ def _no_output(out: object) -> torch.Tensor:
 
 BACKEND = Backend(
     name="experts in parameters of three dimensions, nn.MultiheadAttention and transformers' Conv1D",
-    owns=lambda module: bool(parts(module)),
-    parts=parts,
+    owns=lambda module: bool(list_parameter_suffixes(module)),
+    parts=list_parameter_suffixes,
     input=lambda module, args, kwargs, part: None,
     weight=lambda module, args, kwargs, part: find_parameter(module, parameter_name(module, part)),
     output=_no_output,

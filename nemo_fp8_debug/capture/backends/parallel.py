@@ -50,7 +50,7 @@ def _is_split(module: nn.Module, role: str, expert: bool) -> bool:
     return of_sequence
 
 
-def find_part(module: nn.Module, what: str) -> int | None:
+def find_shared_part(module: nn.Module, what: str) -> int | None:
     """Return the index of this rank's part of a tensor, or None if no other rank is known to have the same part.
 
     Args:
@@ -91,7 +91,7 @@ def count_gradient_ranks(module: nn.Module) -> int | None:
     return int(state.get_data_parallel_world_size(with_context_parallel=True) * tensor)
 
 
-def adds_up(module: nn.Module, product: str) -> bool:
+def is_summed_over_ranks(module: nn.Module, product: str) -> bool:
     """Return True if a module sums a product over ranks: Y of row-parallel layers, dX of column-parallel layers."""
     state = find_parallel_state()
     kind = {"fprop": "row", "dgrad": "column"}.get(product)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
-from .base import Backend, find_foreign_forward, is_plain, read_raw_weight
+from .base import Backend, find_foreign_forward, is_plain_tensor, read_raw_weight
 
 
 def _foreign(module: nn.Module) -> str:
@@ -13,7 +13,7 @@ def _foreign(module: nn.Module) -> str:
     if why := find_foreign_forward(module, (nn.Linear,)):
         return why
     weight = read_raw_weight(module)
-    if weight is not None and not is_plain(weight):
+    if weight is not None and not is_plain_tensor(weight):
         return f"its weight is a {type(weight).__name__}, whose products may quantize"
     return ""
 

@@ -18,13 +18,24 @@ from numba.np.numpy_support import carray
 
 from ...numerics.block_scaling import WHOLE_ROW, BlockRule, compute_block_scales, view_as_matrix
 from ...numerics.formats import FloatFormat
-from ...numerics.histogram import BINS, Histogram, infinity_bin, magnitudes_of
+from ...numerics.histogram import BINS, Histogram, compute_bin_magnitudes, infinity_bin
 from ...numerics.metrics import QuantizationSums
 from ..memory import read_address
 from .histogram import occupied
-from .jit import JOB, Work, counts_at, doubles_at, floats_at, jit, next_share, values_at, view_job_numbers, work
-from .quantize import largest_pattern, rounded, spacing
-from .threads import share_out
+from .jit import (
+    JOB,
+    CompiledJob,
+    compile_job,
+    counts_at,
+    doubles_at,
+    floats_at,
+    jit,
+    take_next_share,
+    values_at,
+    view_job_numbers,
+)
+from .quantize import compute_rounding_constants, largest_pattern, round_to_format
+from .threads import run_job_shares
 
 #: least number of values for each thread
 GRAIN = 1 << 18
@@ -49,12 +60,18 @@ def block_sums(x: torch.Tensor, rule: BlockRule, role: str, fmt: FloatFormat, co
         stride = kept.stride(0) if rows > 1 else columns
     blocks = math.ceil(rows / high) * math.ceil(columns / wide)
     first, last = bounds(counted.counts.data_ptr(), infinity_bin(x.dtype)) if rule.two_level else (0, BINS - 1)
-    whole = magnitudes_of(x.dtype, torch.device("cpu"))[last]
+    whole = compute_bin_magnitudes(x.dtype, torch.device("cpu"))[last]
     scales = compute_block_scales(rule, whole, fmt, x.dtype, slice(first, last + 1))
-    tables = first, last + 1 - first, scales.scale.data_ptr(), scales.scale_inv.data_ptr(), spacing(fmt).ctypes.data
+    tables = (
+        first,
+        last + 1 - first,
+        scales.scale.data_ptr(),
+        scales.scale_inv.data_ptr(),
+        compute_rounding_constants(fmt).ctypes.data,
+    )
     shares = max(1, min(torch.get_num_threads(), blocks, kept.numel() // GRAIN))
     loop = _sums_of_blocks(0 if wide == WHOLE_ROW else wide, x.dtype == torch.float16)
-    job = share_out(loop, (read_address(kept), rows, columns, stride, high, blocks, *tables), shares, _RESULTS)
+    job = run_job_shares(loop, (read_address(kept), rows, columns, stride, high, blocks, *tables), shares, _RESULTS)
     results = np.frombuffer(job, np.int64)[JOB:].reshape(shares, _RESULTS)
     counts, sums = results[:, :2].sum(0), results[:, 2:].view(np.float64).sum(0)
     return QuantizationSums(*torch.from_numpy(counts).split(1), *torch.from_numpy(sums).split(1))
@@ -73,14 +90,14 @@ def bounds(address: int, infinity: int) -> tuple[int, int]:
 
 
 @functools.cache
-def _sums_of_blocks(wide: int, half: bool) -> Work:
+def _sums_of_blocks(wide: int, half: bool) -> CompiledJob:
     """Compile the loop over blocks of width `wide`, or over blocks of whole rows if `wide` is 0.
 
     `half` selects float16 instead of bfloat16.
     """
     infinity = np.uint16(infinity_bin(torch.float16 if half else torch.bfloat16))
 
-    @work
+    @compile_job
     def add_up_blocks(job: int) -> None:
         numbers = view_job_numbers(job)
         shares, address, rows, columns, stride, high = numbers[1], numbers[2], numbers[3], numbers[4], numbers[5], numbers[6]
@@ -90,7 +107,7 @@ def _sums_of_blocks(wide: int, half: bool) -> Work:
         limits, width = (by[0], by[1], by[2], by[3]), wide if wide else columns
         across = (columns + width - 1) // width
         while True:
-            share = next_share(job)
+            share = take_next_share(job)
             if share >= shares:
                 return
             begin, end = blocks * share // shares, blocks * (share + 1) // shares
@@ -137,7 +154,7 @@ def _sums_of_block(  # type: ignore[no-untyped-def]
             pattern = np.uint16(words[i] & np.uint16(0x7FFF))
             x = _value_of(pattern if pattern < infinity else np.uint16(0), half)
             scaled = x * scale
-            code = rounded(limit if scaled > limit else scaled, lowest, anchor)
+            code = round_to_format(limit if scaled > limit else scaled, lowest, anchor)
             value, q = np.float64(x), np.float64(code) * scale_inv
             error = value - q
             underflows = np.uint32(underflows + ((code == 0) & (x != 0)))

@@ -12,18 +12,18 @@ from numpy.lib.stride_tricks import as_strided
 from .jit import (
     AHEAD,
     JOB,
-    Work,
+    CompiledJob,
     add_atomically,
+    compile_job,
     counters_at,
     counts_at,
     jit,
-    next_share,
     prefetch,
+    take_next_share,
     values_at,
     view_job_numbers,
-    work,
 )
-from .threads import ZeroedArrays, share_out
+from .threads import ZeroedArrays, run_job_shares
 
 Counts = npt.NDArray[np.int64]
 Counters = npt.NDArray[np.uint32]
@@ -46,13 +46,13 @@ def _count_directly(values: Values, counts: Counts) -> None:
 
 
 @jit
-def count_few(address: int, n: int, counts: int) -> None:
+def count_small_array(address: int, n: int, counts: int) -> None:
     """Count fewer than `SMALL` values, like `count_patterns`. The values are at `address`, the counters at `counts`."""
     _count_directly(carray(values_at(address), (1, n)), carray(counts_at(counts), 32768))
 
 
 @jit
-def last_counts(counts: int, first: int) -> int:
+def sum_last_counts(counts: int, first: int) -> int:
     """Return the sum of the counters from index `first` on. `counts` is the address of the counters."""
     total: int = carray(counts_at(counts), 32768)[first:].sum()
     return total
@@ -114,7 +114,7 @@ def _count_in_turn(run: Values, following: Values, private: tuple[Counters, ...]
 
 
 @functools.cache
-def _counting() -> Work:
+def _counting() -> CompiledJob:
     """Compile the loop that counts the values of a matrix in memory. Its rows and columns may have any strides.
 
     Each share has four private tables, uint32 [32768], which are zero before and after its work. A finished share writes
@@ -122,13 +122,13 @@ def _counting() -> Work:
     Shares consist of rows, or of columns if there are fewer rows than shares.
     """
 
-    @work
+    @compile_job
     def count(job: int) -> None:
         numbers = carray(counts_at(job), JOB + view_job_numbers(job)[1])
         shares, address, rows, columns, stride, step = numbers[1], numbers[2], numbers[3], numbers[4], numbers[5], numbers[6]
         counts = numbers[7]
         while True:
-            share = next_share(job)
+            share = take_next_share(job)
             if share >= shares:
                 return
             tables = carray(counters_at(numbers[8] + share * 16 * 32768), (4, 32768))
@@ -166,7 +166,7 @@ def count_patterns(values: Values, counts: Counts, threads: int) -> None:
     Args:
         values: uint16 [n] or [rows, columns], with any strides that are not negative. Long rows are counted fastest.
         counts: int64 [32768], contiguous. It is updated in place.
-        threads: largest number of threads that run at once, see `share_out`.
+        threads: largest number of threads that run at once, see `run_job_shares`.
     """
     values = np.atleast_2d(values)
     if values.size < SMALL:
@@ -177,7 +177,7 @@ def count_patterns(values: Values, counts: Counts, threads: int) -> None:
     rows, columns = values.shape
     stride, step = (of // values.itemsize for of in values.strides)
     where = values.ctypes.data, rows, columns, stride, step, counts.ctypes.data, tables.ctypes.data
-    job = share_out(_counting(), where, shares, 1)
+    job = run_job_shares(_counting(), where, shares, 1)
     if not all(job[JOB:]):
         raise MemoryError(f"no room to count {values.size} values")
     _private.give_back(tables)

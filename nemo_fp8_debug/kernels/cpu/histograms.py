@@ -18,7 +18,7 @@ from ...numerics.histogram import BINS, DTYPES, LANES, Histogram, HistogramBatch
 from ...numerics.metrics import Moments, QuantizationSums
 from .histogram import occupied
 from .jit import jit
-from .quantize import rounded, spacing
+from .quantize import compute_rounding_constants, round_to_format
 
 Floats = npt.NDArray[np.float64]
 Integers = npt.NDArray[np.int64]
@@ -52,10 +52,10 @@ class Histograms:
     def quantization_sums(self, scale: torch.Tensor, formats: Sequence[FloatFormat]) -> QuantizationSums:
         """Return the quantization sums as S rows. Each histogram has its own scale (`scale` is float32 [S]) and format."""
         if any(fmt.bits != _FP8_BITS for fmt in formats):
-            return metrics.quantization_sums(HistogramBatch.of(self._histograms), scale, formats)
+            return metrics.quantization_sums(HistogramBatch.pack_histograms(self._histograms), scale, formats)
         integers, floats = np.empty((2, len(formats)), np.int64), np.empty((3, len(formats)))
         if formats:
-            numbers = np.array([spacing(fmt) for fmt in formats], np.float32)
+            numbers = np.array([compute_rounding_constants(fmt) for fmt in formats], np.float32)
             _sums(*self._packed, scale.numpy(), numbers, integers, floats)
         return QuantizationSums(*torch.from_numpy(integers).unbind(), *torch.from_numpy(floats).unbind())
 
@@ -156,7 +156,7 @@ def _sums(  # type: ignore[no-untyped-def]
         for i in range(first, end):
             value = magnitude[table[s] + bins[i]]
             scaled = value * by
-            q = np.float64(rounded(min(scaled, limit), lowest, anchor)) / np.float64(by)
+            q = np.float64(round_to_format(min(scaled, limit), lowest, anchor)) / np.float64(by)
             underflows += counts[i] * ((q == 0) & (value != 0))
             overflows += counts[i] * ((scaled > beyond) & (q != 0))
             x, weighted = np.float64(value), np.float64(counts[i]) * q

@@ -33,7 +33,7 @@ def jit(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
 
 
 @dataclass(frozen=True)
-class Work:
+class CompiledJob:
     """Machine code that takes the address of a job. The code raises no errors."""
 
     address: int
@@ -43,13 +43,13 @@ class Work:
     compiled: object
 
 
-def work(function: Callable[[int], None]) -> Work:
+def compile_job(function: Callable[[int], None]) -> CompiledJob:
     """Compile a function of one address immediately. Use the same cache as `jit`."""
     try:
         compiled: Any = numba.cfunc(types.void(types.intp), cache=True)(function)
     except RuntimeError:
         compiled = numba.cfunc(types.void(types.intp))(function)
-    return Work(compiled.address, ctypes.CFUNCTYPE(None, ctypes.c_void_p)(compiled.address), compiled)
+    return CompiledJob(compiled.address, ctypes.CFUNCTYPE(None, ctypes.c_void_p)(compiled.address), compiled)
 
 
 def instruction(function: Callable[..., Any], prefer_literal: bool = False) -> Callable[..., Any]:
@@ -115,7 +115,7 @@ def add_atomically(typing_context: Any, address: Any, number: Any) -> Any:
 
 
 @jit
-def next_share(job: int) -> int:
+def take_next_share(job: int) -> int:
     """Return the next free share of the job at this address.
 
     The job's first number counts the shares that threads have taken.

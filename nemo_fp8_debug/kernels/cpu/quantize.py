@@ -16,13 +16,14 @@ from numba.np.numpy_support import carray
 
 from ...numerics.formats import FloatFormat
 from ...numerics.metrics import SCALE_ROUNDING
-from .jit import JOB, Work, counts_at, floats_at, jit, next_share, values_at, view_job_numbers, work
+from .jit import JOB, CompiledJob, compile_job, counts_at, floats_at, jit, take_next_share, values_at, view_job_numbers
 from .jit import counters_at as words_at
-from .threads import share_out
+from .threads import run_job_shares
 
 Words = npt.NDArray[Any]
 Floats = npt.NDArray[np.float32]
-#: the scale, its reciprocal, and three results of `spacing`: the largest value, the smallest normal value and the anchor
+#: the scale, its reciprocal, and three results of `compute_rounding_constants`: the largest value, the smallest normal
+#: value and the anchor
 _By = tuple[np.float32, np.float32, np.float32, np.float32, np.float32]
 
 #: dtypes that have a compiled loop
@@ -32,19 +33,19 @@ GRAIN = 1 << 16
 
 
 @functools.cache
-def spacing(fmt: FloatFormat) -> Floats:
+def compute_rounding_constants(fmt: FloatFormat) -> Floats:
     """Return four numbers: a format's largest value, the magnitude beyond which values overflow, its smallest normal value,
     and the anchor.
 
-    The anchor is 1.5 * 2^23 times the spacing of the format's values between 1 and 2, see `rounded`.
+    The anchor is 1.5 * 2^23 times the spacing of the format's values between 1 and 2, see `round_to_format`.
     """
     anchor = 1.5 * 2.0**23 * fmt.min_subnormal / fmt.min_normal
     return np.array([fmt.max, fmt.max * SCALE_ROUNDING, fmt.min_normal, anchor], np.float32)
 
 
 @jit
-def rounded(value: np.float32, lowest: np.float32, anchor: np.float32) -> np.float32:
-    """Round a value to a format that `spacing` describes. The value must be between 0 and the format's largest value.
+def round_to_format(value: np.float32, lowest: np.float32, anchor: np.float32) -> np.float32:
+    """Round a value to the format of these rounding constants. The value must be between 0 and the format's largest value.
 
     If we add 1.5 * 2^23 spacings of the format, float32 rounds the sum to a multiple of the spacing.
     """
@@ -64,17 +65,17 @@ def quantize_dequantize(x: torch.Tensor, scale: float, scale_inv: float, fmt: Fl
         threads: largest number of threads that run at once.
     """
     out = torch.empty_like(x)
-    limit, _, lowest, anchor = spacing(fmt)
+    limit, _, lowest, anchor = compute_rounding_constants(fmt)
     floats = np.array([scale, scale_inv, limit, lowest, anchor], np.float32)
     numbers = x.data_ptr(), out.data_ptr(), x.numel(), floats.ctypes.data
-    share_out(_casting(x.dtype), numbers, _shares(x, threads))
+    run_job_shares(_casting(x.dtype), numbers, _shares(x, threads))
     return out
 
 
 def amax(x: torch.Tensor, threads: int) -> torch.Tensor:
     """Return the same value as `numerics.metrics.compute_amax`. `x` must be as in `quantize_dequantize`."""
     shares = _shares(x, threads)
-    job = share_out(_reading(x.dtype), (x.data_ptr(), x.numel()), shares, 1)
+    job = run_job_shares(_reading(x.dtype), (x.data_ptr(), x.numel()), shares, 1)
     pattern = max(job[JOB:])
     bits = pattern << 16 if x.dtype == torch.bfloat16 else pattern
     return torch.tensor(bits, dtype=torch.int32).view(torch.float32)
@@ -85,17 +86,17 @@ def _shares(x: torch.Tensor, threads: int) -> int:
 
 
 @functools.cache
-def _casting(dtype: torch.dtype) -> Work:
+def _casting(dtype: torch.dtype) -> CompiledJob:
     values, loop = (values_at, _cast_bfloat16) if dtype == torch.bfloat16 else (floats_at, _cast_float32)
 
-    @work
+    @compile_job
     def cast(job: int) -> None:
         numbers = carray(counts_at(job), JOB)
         shares, n = numbers[1], numbers[4]
         x, out = carray(values(numbers[2]), n), carray(values(numbers[3]), n)
         by = carray(floats_at(numbers[5]), 5)
         while True:
-            share = next_share(job)
+            share = take_next_share(job)
             if share >= shares:
                 return
             start, end = n * share // shares, n * (share + 1) // shares
@@ -105,18 +106,18 @@ def _casting(dtype: torch.dtype) -> Work:
 
 
 @functools.cache
-def _reading(dtype: torch.dtype) -> Work:
+def _reading(dtype: torch.dtype) -> CompiledJob:
     half = dtype == torch.bfloat16
     values = values_at if half else words_at
     sign, infinity = (np.uint16(0x8000), np.uint16(0x7F80)) if half else (np.uint32(0x80000000), np.uint32(0x7F800000))
 
-    @work
+    @compile_job
     def read(job: int) -> None:
         numbers = carray(counts_at(job), JOB + view_job_numbers(job)[1])
         shares, n = numbers[1], numbers[3]
         x = carray(values(numbers[2]), n)
         while True:
-            share = next_share(job)
+            share = take_next_share(job)
             if share >= shares:
                 return
             numbers[JOB + share] = largest_pattern(x[n * share // shares : n * (share + 1) // shares], sign, infinity)
@@ -131,7 +132,7 @@ def _cast_bfloat16(x: Words, out: Words, by: _By) -> None:
         pattern = np.uint32(x[i])
         value = np.uint32((pattern & np.uint32(0x7FFF)) << np.uint32(16)).view(np.float32) * scale
         value = limit if value > limit else value
-        bits = np.float32(rounded(value, lowest, anchor) * scale_inv).view(np.uint32)
+        bits = np.float32(round_to_format(value, lowest, anchor) * scale_inv).view(np.uint32)
         # Round to the nearest bfloat16, ties to even. NaN is handled separately, because rounding would make it infinity.
         nearest = np.uint32(bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
         nearest = np.uint32(0x7FC0) if bits > np.uint32(0x7F800000) else nearest
@@ -144,7 +145,7 @@ def _cast_float32(x: Floats, out: Floats, by: _By) -> None:
     for i in range(x.size):
         value = abs(x[i]) * scale
         value = limit if value > limit else value
-        out[i] = np.copysign(rounded(value, lowest, anchor) * scale_inv, x[i])
+        out[i] = np.copysign(round_to_format(value, lowest, anchor) * scale_inv, x[i])
 
 
 @jit

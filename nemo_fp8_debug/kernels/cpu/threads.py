@@ -13,12 +13,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from .jit import JOB, Work
+from .jit import JOB, CompiledJob
 
 _PROCESS = os.getpid()
 
 
-def share_out(work: Work, numbers: tuple[int, ...], shares: int, results: int = 0) -> Any:
+def run_job_shares(work: CompiledJob, numbers: tuple[int, ...], shares: int, results: int = 0) -> Any:
     """Run a job of `shares` parts in as many threads as torch has. Each thread takes the next share until none is left.
 
     Args:

@@ -13,7 +13,7 @@ import torch
 
 from ...numerics.block_scaling import Block, BlockRule, MXFP8Scaling, compute_block_scales, view_as_matrix
 from ...numerics.formats import E4M3, FloatFormat
-from ...numerics.histogram import BINS, Histogram, infinity_bin, magnitudes_of
+from ...numerics.histogram import BINS, Histogram, compute_bin_magnitudes, infinity_bin
 from ...numerics.metrics import SumsFound, UnsummedRow
 from ..memory import DeviceMemory
 from .histogram import LEAST_BLOCKS
@@ -59,7 +59,9 @@ def launch(values: Any, words: Any, known: tuple[Any, ...], scales: tuple[Any, A
 def amax_of_histogram(histogram: Histogram) -> torch.Tensor:
     """Return the amax of a histogram, ignoring NaN: a float32 scalar on its device, without host synchronization."""
     end = infinity_bin(histogram.dtype) + 1
-    return torch.where(histogram.counts[:end] > 0, magnitudes_of(histogram.dtype, histogram.counts.device)[:end], 0.0).amax()
+    return torch.where(
+        histogram.counts[:end] > 0, compute_bin_magnitudes(histogram.dtype, histogram.counts.device)[:end], 0.0
+    ).amax()
 
 
 def block_sums(x: torch.Tensor, rule: BlockRule, role: str, fmt: FloatFormat, counted: Histogram) -> SumsFound:

@@ -26,8 +26,8 @@ from ...numerics.metrics import (
 )
 from ..memory import DeviceMemory
 from .histogram import LEAST_BLOCKS
-from .launches import Grid, Kernel, Stream, cuda, multiprocessors, on_device
-from .sums import SUMS, fold, nearest, store_thread_sums, total
+from .launches import Grid, Kernel, Stream, compile_device_function, cuda, multiprocessors
+from .sums import SUMS, fold, round_to_code, store_thread_sums, total
 from .tile import CodeRounding
 
 #: number of threads in a thread block, a power of two
@@ -45,7 +45,7 @@ _TWICE, _THRICE, _AT_ONCE = np.uint64(2), np.uint64(3), np.uint64(AT_ONCE)
 _MOMENTS_ROOM, _SUMS_ROOM = MOMENTS * THREADS, SUMS * THREADS
 
 
-@on_device
+@compile_device_function
 def _nearest_bfloat16(clamped: Any, codes: Any) -> Any:
     """Return the bfloat16 value nearest to a float32 value.
 
@@ -56,7 +56,7 @@ def _nearest_bfloat16(clamped: Any, codes: Any) -> Any:
     return np.uint32(np.uint32(bits + odd + np.uint32(0x7FFF)) & np.uint32(0xFFFF0000)).view(np.float32)
 
 
-@on_device
+@compile_device_function
 def _add_moments(pattern: Any, so_far: Any) -> Any:
     """Add one value to the moments: NaN, infinities, squares, fourth powers, largest pattern, smallest pattern minus one."""
     nans, infinities, x2, x4, top, low = so_far
@@ -71,7 +71,7 @@ def _add_moments(pattern: Any, so_far: Any) -> Any:
     return nans, infinities, x2 + square, x4 + square * square, top, low
 
 
-@on_device
+@compile_device_function
 def _add_up(mine: Any, room: Any, threads: Any, out: Any) -> None:
     """Add up the sums of a block's threads, and write the totals to the block's row of `out`.
 
@@ -118,9 +118,9 @@ def _moments(values: Any, out: Any) -> None:
 @functools.cache
 def _sums_of(is_bfloat16: bool) -> Any:
     """Return the kernel that computes quantization sums, for bfloat16 codes or for codes in another format."""
-    cast = _nearest_bfloat16 if is_bfloat16 else nearest
+    cast = _nearest_bfloat16 if is_bfloat16 else round_to_code
 
-    @on_device
+    @compile_device_function
     def add(pattern: Any, scale: Any, inverse: Any, codes: Any, so_far: Any) -> Any:
         underflows, overflows, error2, xq, q2 = so_far
         bits = np.uint32(pattern & _MAGNITUDE)

@@ -13,7 +13,7 @@ from numba import int32, uint32
 
 from ...numerics.histogram import BINS
 from ..memory import DeviceMemory
-from .launches import Grid, Kernel, Stream, cuda, multiprocessors, on_device
+from .launches import Grid, Kernel, Stream, compile_device_function, cuda, multiprocessors
 
 #: number of counters that a thread block keeps in shared memory (44 KiB): 88 binades of bfloat16, or 11 of float16
 WINDOW = 11 << 10
@@ -35,7 +35,7 @@ _COUNTERS = WINDOW + 1
 _TOP, _ZEROS = 0, 1
 
 
-@on_device
+@compile_device_function
 def largest_below(word: Any, end: Any) -> Any:
     """Return the largest magnitude pattern of a word that is below `end`, or zero if no pattern is below `end`."""
     largest = int32(0)
@@ -47,7 +47,7 @@ def largest_below(word: Any, end: Any) -> Any:
     return largest
 
 
-@on_device
+@compile_device_function
 def _outside(word: Any, lowest: Any, counts: Any) -> Any:
     """Count the values of a word that are outside the window, except zeros.
 
@@ -65,7 +65,7 @@ def _outside(word: Any, lowest: Any, counts: Any) -> Any:
     return zeros
 
 
-@on_device
+@compile_device_function
 def _tally(word: Any, lowest: Any, window: Any, counts: Any) -> Any:
     """Count the four values of a word, except zeros outside the window. Return the number of these zeros."""
     rest, farthest = word, uint32(0)

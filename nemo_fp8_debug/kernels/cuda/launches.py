@@ -51,7 +51,7 @@ Grid = tuple[int, int] | tuple[int, int, Stream]
 Argument = Any
 
 
-def on_device(function: Callable[..., Any]) -> Any:
+def compile_device_function(function: Callable[..., Any]) -> Any:
     """Compile a function that kernels call."""
     return cuda.jit(function, device=True)
 

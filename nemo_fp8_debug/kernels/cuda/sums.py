@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from ...numerics.metrics import QuantizationSums
-from .launches import on_device
+from .launches import compile_device_function
 
 #: number of sums, which are in the order of `QuantizationSums`
 SUMS = 5
@@ -20,22 +20,22 @@ SUMS = 5
 _EXPONENT = np.uint32(0x7F800000)
 
 
-@on_device
-def nearest(clamped: Any, codes: Any) -> Any:
+@compile_device_function
+def round_to_code(clamped: Any, codes: Any) -> Any:
     """Return the code nearest to a magnitude, ties to even. The magnitude must be within the format's range."""
     exponent = np.uint32(max(clamped.view(np.uint32), codes.lowest) & _EXPONENT).view(np.float32)
     anchor = np.float32(exponent * codes.anchor)  # exact, fused or not: a power of two times a number of few digits
     return np.float32(np.float32(clamped + anchor) - anchor)
 
 
-@on_device
+@compile_device_function
 def store_thread_sums(mine: Any, room: Any, thread: Any, threads: Any) -> None:
     """Store the float64 sums of a thread in shared memory, which is uint64 [sums * threads]."""
     for i in range(len(mine)):
         room[i * threads + thread] = mine[i].view(np.uint64)
 
 
-@on_device
+@compile_device_function
 def fold(sums: Any, room: Any, thread: Any, half: Any, threads: Any) -> None:
     """Run one step of adding up the threads' sums: add the upper half of the threads to the lower half, in a fixed order."""
     if thread < half:

@@ -19,8 +19,8 @@ from numba import uint32, uint64
 from ...numerics.formats import FloatFormat
 from ...numerics.histogram import infinity_bin
 from ...numerics.metrics import SCALE_ROUNDING
-from .launches import Kernel, cuda, on_device
-from .sums import fold, nearest, store_thread_sums
+from .launches import Kernel, compile_device_function, cuda
+from .sums import fold, round_to_code, store_thread_sums
 
 #: number of binary digits in a float32's mantissa
 _DIGITS = 23
@@ -96,7 +96,7 @@ _ROOM, _BLOCKS = TILE * _PITCH, TILE * _STRIPS
 _MAGNITUDES, _LOWEST_16 = np.uint64(0x7FFF7FFF7FFF7FFF), np.uint64(0xFFFF)
 
 
-@on_device
+@compile_device_function
 def _load(words: Any, row: Any, rows: Any, pitch: Any, place: Any, threads: Any, tile: Any) -> None:
     """Fill a tile with magnitudes, and with zeros beyond the ends of rows. Each warp loads four rows at once."""
     lane, warp, warps = np.uint32(cuda.threadIdx.x & 31), np.uint32(cuda.threadIdx.x >> 5), np.uint32(threads >> 5)
@@ -116,7 +116,7 @@ def _load(words: Any, row: Any, rows: Any, pitch: Any, place: Any, threads: Any,
         r, at, into = np.uint32(r + 4 * warps), np.uint32(at + 4 * apart), into + np.uint64(4) * below
 
 
-@on_device
+@compile_device_function
 def _gather(values: Any, row: Any, rows: Any, columns: Any, column: Any, threads: Any, tile: Any) -> None:
     """Fill a tile value by value, for a matrix whose rows do not consist of whole words."""
     i = cuda.threadIdx.x
@@ -130,7 +130,7 @@ def _gather(values: Any, row: Any, rows: Any, columns: Any, column: Any, threads
         i += threads
 
 
-@on_device
+@compile_device_function
 def _largest(tile: Any, at: Any, infinity: Any) -> Any:
     """Return the largest magnitude of a strip, ignoring NaN. Set non-finite values to zero, which adds nothing to sums."""
     largest = np.uint32(0)
@@ -142,7 +142,7 @@ def _largest(tile: Any, at: Any, infinity: Any) -> Any:
     return largest if largest < infinity else _without_others(tile, at, infinity)
 
 
-@on_device
+@compile_device_function
 def _without_others(tile: Any, at: Any, infinity: Any) -> Any:
     largest = np.uint32(0)
     for w in range(_WORDS):
@@ -157,7 +157,7 @@ def _without_others(tile: Any, at: Any, infinity: Any) -> Any:
     return largest
 
 
-@on_device
+@compile_device_function
 def _add_word(word: Any, scale: Any, scale_inv: Any, nothing: Any, kind: Any, codes: Any, so_far: Any) -> Any:
     """Add the values of one word to the sums: underflows, squared errors, products of values and codes, squared codes."""
     underflows, error2, xc, c2 = so_far
@@ -166,7 +166,7 @@ def _add_word(word: Any, scale: Any, scale_inv: Any, nothing: Any, kind: Any, co
         word >>= np.uint64(16)
         value = np.float32(np.uint32(pattern << kind.shift).view(np.float32) * kind.lift)
         clamped = min(np.float32(value * scale), codes.limit)
-        code = nearest(clamped, codes)
+        code = round_to_code(clamped, codes)
         underflows = np.uint32(underflows + np.uint32(value != 0 and code <= nothing))
         x, c = np.float64(value), np.float64(code)
         # Multiplying by a runtime value of 1 keeps the compiler from fusing the product into the difference.
@@ -177,7 +177,7 @@ def _add_word(word: Any, scale: Any, scale_inv: Any, nothing: Any, kind: Any, co
     return underflows, error2, xc, c2
 
 
-@on_device
+@compile_device_function
 def _overflows(tile: Any, at: Any, scale: Any, kind: Any, beyond: Any) -> Any:
     overflows = np.uint32(0)
     for w in range(_WORDS):
@@ -189,7 +189,7 @@ def _overflows(tile: Any, at: Any, scale: Any, kind: Any, beyond: Any) -> Any:
     return overflows
 
 
-@on_device
+@compile_device_function
 def _sums_of_strip(tile: Any, at: Any, amax: Any, scale: Any, scale_inv: Any, kind: Any, codes: Any) -> Any:
     """Return the sums of a strip, given the amax and the scale of its block."""
     lost = scale_inv == 0  # all codes represent zero, and no value overflows
@@ -208,7 +208,7 @@ def _sums_of_strip(tile: Any, at: Any, amax: Any, scale: Any, scale_inv: Any, ki
     return underflows, overflows, error2, xc * scale_inv, c2 * scale_inv * scale_inv
 
 
-@on_device
+@compile_device_function
 def _add_up(mine: Any, room: Any, threads: Any, out: Any) -> None:
     """Add up the sums of a block's threads, and write the totals to the block's row of `out`.
 
@@ -225,7 +225,7 @@ def _add_up(mine: Any, room: Any, threads: Any, out: Any) -> None:
             out[cuda.blockIdx.x * len(mine) + i] = room[i * threads].view(np.float64)
 
 
-@on_device
+@compile_device_function
 def _find_amax(tile: Any, amax: Any, rows: Any, strips: Any, block: Any, threads: Any, infinity: Any) -> None:
     """Find the amax of each block of a tile."""
     i = np.uint32(cuda.threadIdx.x)
@@ -239,7 +239,7 @@ def _find_amax(tile: Any, amax: Any, rows: Any, strips: Any, block: Any, threads
         i = np.uint32(i + threads)
 
 
-@on_device
+@compile_device_function
 def _add_tile(
     tile: Any,
     amax: Any,

@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 from ...capture.backends.base import Args, Kwargs
-from ...capture.operator_mode import OperatorMode, over_dtensors
-from ...core.error_guard import enter_again, leave_modes
+from ...capture.operator_mode import OperatorMode, is_dtensor_call
+from ...core.error_guard import leave_modes, restore_modes
 
 #: number of rows of each head, spread over the sequence. The last row is included, because it attends to the most keys
 ROWS = 16
@@ -26,7 +26,7 @@ _LOGITS = 1 << 22
 _QUERY, _KEY, _MASK, _CAUSAL = ("query", "q"), ("key", "k"), ("attn_mask", "attn_bias"), ("is_causal",)
 
 
-class Scores(OperatorMode):
+class AttentionWatcher(OperatorMode):
     """Watches one forward of an attention module."""
 
     def __init__(self, found: Callable[[torch.Tensor], None]) -> None:
@@ -42,7 +42,7 @@ class Scores(OperatorMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call `func` unchanged, after looking at its arguments."""
-        if over_dtensors(types):
+        if is_dtensor_call(types):
             return NotImplemented
         kwargs = kwargs or {}
         name = func.overloadpacket.__name__ if getattr(func, "namespace", "") == "aten" else ""
@@ -61,7 +61,7 @@ class Scores(OperatorMode):
         except Exception as error:
             self.failed = error
         finally:
-            enter_again(modes)
+            restore_modes(modes)
 
 
 def of_scores(scores: Any, dim: int) -> torch.Tensor | None:
@@ -183,13 +183,13 @@ def logits_of(q: torch.Tensor, k: torch.Tensor, scale: float, causal: bool, mask
     return found.float()
 
 
-def seen_logits(logits: torch.Tensor) -> torch.Tensor:
+def zero_masked_logits(logits: torch.Tensor) -> torch.Tensor:
     """Return the logits with zeros for keys of zero weight, such as masked keys."""
     weights = _weights(logits)
     return torch.where(weights == 0, 0.0, logits)
 
 
-def attention_sums(logits: torch.Tensor) -> torch.Tensor:
+def sum_attention_entropies(logits: torch.Tensor) -> torch.Tensor:
     """Return the number of rows, the sum of their entropies (nats), and the sum of the weights of the first key.
 
     The entropy of a row is that of its weights. The result is float64 [3].

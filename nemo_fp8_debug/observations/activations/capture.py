@@ -18,12 +18,12 @@ from ...capture.backends.base import Args, Kwargs
 from ...capture.dispatcher import Dispatcher, Pass
 from ...capture.gemms import Gemm
 from ...capture.operands import MEASURED, NO_GEMM, Operand
-from ...capture.scan import ScannedModule, find_inside
+from ...capture.scan import ScannedModule, list_inner_modules
 from ...core.error_guard import Fault, OperandGuard
 from ...core.keys import ACTIVATIONS, Key
-from .attention_logits import Scores, attention_sums, compute_module_logits, seen_logits
-from .norms import channel_sums, find_norm_input, find_norm_output, roles_of_norm
-from .routers import Choice, Router, find_routers, router_sums, sum_expert_loads
+from .attention_logits import AttentionWatcher, compute_module_logits, sum_attention_entropies, zero_masked_logits
+from .norms import find_norm_input, find_norm_output, list_norm_roles, sum_channel_squares
+from .routers import Router, RouterWatcher, find_routers, sum_expert_loads, sum_router_entropies
 
 #: norms of queries and keys: each tensor-parallel rank has its own heads
 _OF_HEADS = re.compile(r"(^|\.)[qk]_?(layer)?_?norm\Z")
@@ -45,7 +45,7 @@ class Site:
         return bool(parallel.is_duplicate(self.gemm.module, "input"))
 
 
-def sites_in(
+def find_activation_sites(
     scanned: Sequence[ScannedModule], kinds: Collection[str], scores: Collection[int]
 ) -> tuple[list[Site], list[str]]:
     """Return the modules whose activations to observe, and the names of such modules inside torch.compile.
@@ -73,11 +73,11 @@ def _found(
 ) -> Iterator[tuple[ScannedModule, Sequence[str], Router | None]]:
     for one, router in find_routers(scanned):
         yield one, ("router_logits",), router
-    inner = {key for one in scanned if is_attention(one.module) for key in find_inside(one.module)}
+    inner = {key for one in scanned if is_attention(one.module) for key in list_inner_modules(one.module)}
     for one in scanned:
         if id(one.module) in inner:
             continue
-        if found := roles_of_norm(one.module):
+        if found := list_norm_roles(one.module):
             yield one, found, None
         elif id(one.module) in scores:
             yield one, ("attention_logits",), None
@@ -144,32 +144,32 @@ class ActivationCapture:
             calls = operand.calls
             operand.add(x if x.dtype in MEASURED else x.float(), order)
             if operand.calls > calls:  # otherwise another rank counts the tensor
-                operand.add_further(further)
+                operand.add_call_sums(further)
 
     def _before_norm(self, name: str, counted: Pass, args: Args, kwargs: Kwargs) -> None:
         x = find_norm_input(args, kwargs).detach()
-        self._add(name, "norm_input", x, counted.order, channel_sums(x))
+        self._add(name, "norm_input", x, counted.order, sum_channel_squares(x))
 
     def _after_norm(self, name: str, counted: Pass, args: Args, kwargs: Kwargs, out: Any) -> None:
         if (name, "norm_output") in self._operands:
             y = find_norm_output(out, find_norm_input(args, kwargs)).detach()
-            self._add(name, "norm_output", y, next(self._dispatcher.order), channel_sums(y))
+            self._add(name, "norm_output", y, next(self._dispatcher.order), sum_channel_squares(y))
 
     def _read_arguments(self, name: str, module: nn.Module, counted: Pass, args: Args, kwargs: Kwargs) -> None:
         self._add_attention(name, counted, compute_module_logits(module, args, kwargs))
 
     def _watch_scores(self, name: str, counted: Pass, args: Args, kwargs: Kwargs) -> None:
-        counted.kept = Scores(partial(self._add_attention, name, counted))
+        counted.kept = AttentionWatcher(partial(self._add_attention, name, counted))
         counted.watch(counted.kept)
 
     def _end_scores(self, counted: Pass, args: Args, kwargs: Kwargs, out: Any) -> None:
         mode = counted.kept
-        if isinstance(mode, Scores) and (mode.failed or not mode.seen):
+        if isinstance(mode, AttentionWatcher) and (mode.failed or not mode.seen):
             raise mode.failed or LookupError(_NO_LOGITS)
 
     def _add_attention(self, name: str, counted: Pass, logits: torch.Tensor) -> None:
         logits = logits.detach()
-        self._add(name, "attention_logits", seen_logits(logits), counted.order, attention_sums(logits))
+        self._add(name, "attention_logits", zero_masked_logits(logits), counted.order, sum_attention_entropies(logits))
 
     def _watch_router(self, name: str, router: Router) -> None:
         begin, end = partial(self._watch_choice, name, router), partial(self._end_choice, name, router)
@@ -180,7 +180,7 @@ class ActivationCapture:
     def _watch_choice(self, name: str, router: Router, counted: Pass, args: Args, kwargs: Kwargs) -> None:
         inside = router.module is router.chooser
         logits = partial(self._add_logits, name, router, counted) if inside else None
-        counted.kept = Choice(router.experts, logits, ends=not inside)
+        counted.kept = RouterWatcher(router.experts, logits, ends=not inside)
         counted.watch(counted.kept)
 
     def _take_logits(self, name: str, router: Router, counted: Pass, args: Args, kwargs: Kwargs, out: Any) -> None:
@@ -188,17 +188,17 @@ class ActivationCapture:
 
     def _add_logits(self, name: str, router: Router, counted: Pass, logits: torch.Tensor) -> None:
         logits = logits.detach()
-        self._add(name, "router_logits", logits, counted.order, router_sums(router.experts, logits))
+        self._add(name, "router_logits", logits, counted.order, sum_router_entropies(router.experts, logits))
 
     def _end_choice(self, name: str, router: Router, counted: Pass, args: Args, kwargs: Kwargs, out: Any) -> None:
         mode, operand = counted.kept, self._operands.get((name, *_LOGITS))
-        if operand is None or not isinstance(mode, Choice):
+        if operand is None or not isinstance(mode, RouterWatcher):
             return
         if mode.failed or not (operand.calls or operand.copies):
             raise mode.failed or LookupError(_NO_LOGITS)
         if operand.calls:
             with OperandGuard(self._on_fault, name, "router_logits", False):
-                operand.add_further(sum_expert_loads(router, mode.chosen, out))
+                operand.add_call_sums(sum_expert_loads(router, mode.chosen, out))
 
 
 def _is_of_megatron(module: nn.Module) -> bool:

@@ -16,7 +16,7 @@ _NORM = re.compile(r"(?<!batch)(?<!group)(?<!instance)norm\Z")
 _FUSED = ("LayerNormLinear", "LayerNormMLP")
 
 
-def roles_of_norm(module: nn.Module) -> tuple[str, ...]:
+def list_norm_roles(module: nn.Module) -> tuple[str, ...]:
     """Return the roles of a norm to observe, or an empty tuple for other modules.
 
     For a norm inside a GEMM module, we observe only the input, because the output of the norm is the GEMM's X.
@@ -50,7 +50,7 @@ def find_norm_output(out: Any, x: torch.Tensor) -> torch.Tensor:
     return found
 
 
-def channel_sums(x: torch.Tensor) -> torch.Tensor:
+def sum_channel_squares(x: torch.Tensor) -> torch.Tensor:
     """Return the number of rows and each channel's sum of squares, float64 [1 + C]. Channels are the last dimension."""
     rows = x.reshape(-1, x.shape[-1])
     norms = torch.linalg.vector_norm(rows, dim=0, dtype=torch.float64)

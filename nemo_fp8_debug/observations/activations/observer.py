@@ -17,14 +17,14 @@ from ...capture.tracing import find_compiled_by_now
 from ...core.error_guard import ErrorGuard
 from ...core.keys import ACTIVATIONS, Key
 from ...core.layer_names import compile_patterns
-from ...core.observation import SampledTables
+from ...core.observation import CombinedObservations
 from ...core.table import Columns
-from ...coverage.modules import find_scores
+from ...coverage.modules import find_score_modules
 from ...monitor.model_scan import FoundModules
 from ...monitor.open_step import OpenStep, RunSetup, StepObserver
 from ...options.config import Config
-from ..operands.tensors import TensorObservation, join_rows, put_in_use_first
-from .capture import ActivationCapture, Site, sites_in
+from ..operands.tensors import TensorObservation, append_what_if_rows, put_in_use_first
+from .capture import ActivationCapture, Site, find_activation_sites
 from .table import COUNTS, METRICS, TABLES
 
 
@@ -63,7 +63,7 @@ def of_attention(sums: torch.Tensor) -> dict[str, float | None]:
     """Return the metrics of rows of attention.
 
     Args:
-        sums: totals of `attention_sums` over calls and ranks, float64 [3].
+        sums: totals of `sum_attention_entropies` over calls and ranks, float64 [3].
 
     Example:
         >>> of_attention(torch.tensor([4.0, 2.0, 1.0], dtype=torch.float64))
@@ -123,7 +123,7 @@ def find_modules(scanned: Sequence[ScannedModule], config: Config, errors: Error
     """Return the modules whose activations to observe, as `Site`. Warn about modules that are left out."""
     if not config.activations:
         return FoundModules()
-    sites, compiled = sites_in(scanned, config.activations, find_scores(scanned))
+    sites, compiled = find_activation_sites(scanned, config.activations, find_score_modules(scanned))
     if compiled:
         errors.warn(
             f"the activations of {len(compiled)} modules (first {compiled[0]}) are not observed: they run inside "
@@ -182,7 +182,7 @@ class ActivationObservation(TensorObservation):
         """See `Observation`."""
         return ActivationStep(step)
 
-    def rows(self, sampled: SampledTables) -> dict[str, Columns]:
+    def rows(self, sampled: CombinedObservations) -> dict[str, Columns]:
         """See `Observation`."""
         found = self.measure(sampled)
         if not found.metrics["layer"]:
@@ -190,7 +190,7 @@ class ActivationObservation(TensorObservation):
         keys = list(zip(found.metrics["layer"], found.metrics["role"], strict=True))
         own = activation_columns(sampled.whole[self.name], keys)
         activations, histograms = (table.name for table in TABLES)
-        return {activations: join_rows(found.metrics, found.what_if, own), histograms: found.histograms}
+        return {activations: append_what_if_rows(found.metrics, found.what_if, own), histograms: found.histograms}
 
     def finish(self, tables: Mapping[str, Columns], scalars: Mapping[str, float]) -> dict[str, Columns]:
         """Return the rows of all pipeline stages: first all rows in use, then all rows under other recipes."""

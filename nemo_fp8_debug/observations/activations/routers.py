@@ -17,9 +17,9 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from ...capture.operator_mode import OperatorMode, over_dtensors
-from ...capture.scan import ScannedModule, find_inside
-from ...core.error_guard import enter_again, leave_modes
+from ...capture.operator_mode import OperatorMode, is_dtensor_call
+from ...capture.scan import ScannedModule, list_inner_modules
+from ...core.error_guard import leave_modes, restore_modes
 
 _ROUTER = re.compile(r"(Router|MoE\w*Gate|TopKGate)\Z")
 #: attributes of a module or its configuration with the number of experts
@@ -48,7 +48,7 @@ def find_routers(scanned: Iterable[ScannedModule]) -> Iterator[tuple[ScannedModu
         module = one.module
         experts = _own_experts(module)
         if experts is not None and id(module) not in found:
-            found |= {id(module), *find_inside(module)}
+            found |= {id(module), *list_inner_modules(module)}
             yield one, Router(module, module, experts)
         for name in _GATES if experts is None else ():
             gate = module._modules.get(name)
@@ -83,7 +83,7 @@ def _number_of_experts(module: nn.Module) -> int | None:
     return None
 
 
-class Choice(OperatorMode):
+class RouterWatcher(OperatorMode):
     """Watches one forward of a router or of its block of experts."""
 
     def __init__(self, experts: int, logits: Callable[[torch.Tensor], None] | None, ends: bool) -> None:
@@ -101,7 +101,7 @@ class Choice(OperatorMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call `func` unchanged, after looking at its arguments and result."""
-        if over_dtensors(types):
+        if is_dtensor_call(types):
             return NotImplemented
         name = func.overloadpacket.__name__ if getattr(func, "namespace", "") == "aten" else ""
         x = args[0] if self._on and name in _READERS and args else None
@@ -127,10 +127,10 @@ class Choice(OperatorMode):
         except Exception as error:
             self.failed = error
         finally:
-            enter_again(modes)
+            restore_modes(modes)
 
 
-def router_sums(experts: int, logits: torch.Tensor) -> torch.Tensor:
+def sum_router_entropies(experts: int, logits: torch.Tensor) -> torch.Tensor:
     """Return the number of tokens, the sum of the entropies of their softmax (nats), and zeros: float64 [3 + experts].
 
     Args:

@@ -9,8 +9,8 @@ import numpy as np
 import polars as pl
 
 from ...analysis import thresholds
-from ...analysis.diagnosis.courses import LayerCourse, measure_courses
-from ...analysis.diagnosis.facts import Facts, Records, fact, subtract_baseline_tensors
+from ...analysis.diagnosis.courses import LayerTimeline, build_layer_timelines
+from ...analysis.diagnosis.facts import Facts, Records, define_fact, subtract_baseline_tensors
 from ...analysis.diagnosis.finding import Finding
 from ...analysis.diagnosis.rule import rule
 from ...analysis.diagnosis.rules.nonfinite import FirstNonfinite, find_first_nonfinite_row
@@ -26,7 +26,7 @@ _LOGITS, _ROUTER = "attention_logits", "router_logits"
 class AttentionCourse(NamedTuple):
     """The largest logit of one attention layer, and the entropy of its weights, sample by sample."""
 
-    course: LayerCourse
+    course: LayerTimeline
     steps: np.ndarray[tuple[int], np.dtype[np.int64]]
     entropy: np.ndarray[tuple[int], np.dtype[np.float64]]
 
@@ -35,7 +35,7 @@ class RouterCourse(NamedTuple):
     """How unevenly a router spreads its tokens, and the tokens of each expert."""
 
     #: course of the unevenness, or None for too few samples
-    course: LayerCourse | None
+    course: LayerTimeline | None
     layer: str
     steps: np.ndarray[tuple[int], np.dtype[np.int64]]
     #: int64 [S, E]
@@ -46,19 +46,19 @@ class RouterCourse(NamedTuple):
     usual: _Loads | None
 
 
-@fact
+@define_fact
 def attention_logits(records: Records) -> list[AttentionCourse]:
     """Return the largest logits of each attention layer, sample by sample."""
     mine, theirs = _read_both(records, _LOGITS)
     found = []
-    for course in [] if mine is None else measure_courses(mine, theirs, "amax"):
+    for course in [] if mine is None else build_layer_timelines(mine, theirs, "amax"):
         rows = mine.filter(layer=course.layer).sort("step")  # type: ignore[union-attr]
         entropy = rows["entropy"].cast(pl.Float64).fill_null(np.nan).to_numpy()
         found.append(AttentionCourse(course, rows["step"].to_numpy(), entropy))
     return found
 
 
-@fact
+@define_fact
 def router_loads(records: Records) -> list[RouterCourse]:
     """Return how each router spreads its tokens, sample by sample."""
     mine, theirs = _read_both(records, _ROUTER)
@@ -68,7 +68,7 @@ def router_loads(records: Records) -> list[RouterCourse]:
     uneven = (pl.col("loads").list.max() - even) / (pl.col("rows") - even)
     rows, others = (None if each is None else each.with_columns(uneven=uneven) for each in (mine, theirs))
     assert rows is not None
-    by_layer = {course.layer: course for course in measure_courses(rows, others, "uneven")}
+    by_layer = {course.layer: course for course in build_layer_timelines(rows, others, "uneven")}
     found = []
     for (layer,), of_layer in rows.drop_nulls("loads").group_by("layer", maintain_order=True):
         loads = np.array(of_layer["loads"].to_list(), dtype=np.int64)
@@ -105,7 +105,7 @@ def find_attention(facts: Facts) -> Iterator[Finding]:
         course = each.course
         out = (course.values > thresholds.TIMES_USUAL * course.usual.max()) & (course.values > thresholds.LOGIT)
         if (first := course.since(out)) is not None:
-            found.append((int(course.steps[course.begin(first)]), first, each))
+            found.append((int(course.steps[course.find_rise_start(first)]), first, each))
     if not found:
         return
     since, first, (course, steps, entropy) = min(found, key=lambda each: each[0])
@@ -134,7 +134,7 @@ def find_router_faults(facts: Facts) -> Iterator[Finding]:
         if course is not None and course.usual.max() <= thresholds.UNEVEN:
             first = course.since(course.values >= thresholds.COLLAPSED)
             if first is not None:
-                collapsed.append((int(course.steps[course.begin(first)]), int(course.steps[first]), each))
+                collapsed.append((int(course.steps[course.find_rise_start(first)]), int(course.steps[first]), each))
         dead += [(int(each.steps[first]), each.layer, expert) for first, expert in _find_silent(each.loads, each.usual)]
     if collapsed:
         since, step, router = min(collapsed, key=lambda each: each[0])

@@ -15,7 +15,7 @@ from ...capture.operands import Operand
 from ...capture.tensors import take_local_part
 from ...capture.weight_gradients import WatchedWeight, WeightGradient
 from ...core.keys import Key
-from ...core.observation import Arrays, Lanes, Observation, SampledTables, SamplePlan
+from ...core.observation import Arrays, CombinedObservations, Lanes, Observation, SamplePlan
 from ...core.table import Columns
 from ...monitor.open_step import OpenStep, RunSetup, StepObserver
 from .table import TABLES
@@ -166,7 +166,7 @@ class GradientObservation(Observation):
         """See `Observation`."""
         return {_LANE: torch.tensor(packed["rows"]).flatten()}
 
-    def whole(self, plan: SamplePlan, sums: Lanes, extremes: torch.Tensor) -> Mapping[str, tuple[float, ...]]:
+    def combine_all_ranks(self, plan: SamplePlan, sums: Lanes, extremes: torch.Tensor) -> Mapping[str, tuple[float, ...]]:
         """Return the sums of each complete gradient."""
         rows = zip(self._names, sums[_LANE].view(-1, len(_COLUMNS)).tolist(), strict=True)
         return {name: tuple(row[1:]) for name, row in rows if row[1] and row[1] == row[0]}
@@ -175,7 +175,7 @@ class GradientObservation(Observation):
         """See `Observation`."""
         return {name: (1, s.squares, s.zeros, s.nonfinite, s.elements) for name, s in found.sizes.items()}
 
-    def rows(self, sampled: SampledTables) -> dict[str, Columns]:
+    def rows(self, sampled: CombinedObservations) -> dict[str, Columns]:
         """See `Observation`."""
         found: Mapping[str, tuple[float, ...]] = sampled.whole[self.name]
         layers = [name for name in self._names if name in found]

@@ -9,7 +9,7 @@ import numpy as np
 import polars as pl
 
 from ...analysis import thresholds
-from ...analysis.diagnosis.facts import Facts, Records, fact, subtract_baseline_tensors
+from ...analysis.diagnosis.facts import Facts, Records, define_fact, subtract_baseline_tensors
 from ...analysis.diagnosis.finding import Finding
 from ...analysis.diagnosis.rule import rule
 from ...analysis.diagnosis.rules.nonfinite import WEIGHT_GRADIENT, FirstNonfinite
@@ -29,7 +29,7 @@ class ZeroGradient(NamedTuple):
     since: int
 
 
-@fact
+@define_fact
 def zero_gradients(records: Records) -> list[ZeroGradient]:
     """Return weights whose gradient is zero from a step on, but not in the baseline, in the order of the record."""
     rows = _read(records.run)
@@ -89,7 +89,7 @@ class GradientRatio(NamedTuple):
         return min(abs(self.bits), float(np.log2(1 + self.share * abs(2**self.bits - 1))))
 
 
-@fact
+@define_fact
 def first_gradients(records: Records) -> list[GradientRatio]:
     """Return sizes of weight gradients in the first sample, compared with the baseline.
 
@@ -108,7 +108,7 @@ def first_gradients(records: Records) -> list[GradientRatio]:
     return [GradientRatio(*row) for row in rows.iter_rows()]
 
 
-@fact
+@define_fact
 def same_recipes(records: Records) -> bool:
     """Return True if run and baseline use the same recipes."""
     runs = [each for each in (records.run, records.baseline) if each is not None]

@@ -58,7 +58,9 @@ def measure_tensors(
         names: names of the observed GEMMs. They determine the number of experts of each aggregate, because experts without a
             sample count too.
     """
-    aggregates = ExpertAggregates.of([s.key for s in stats], [(s.cast.recipe, s.cast.format, s.cast.dtype) for s in stats])
+    aggregates = ExpertAggregates.group_experts(
+        [s.key for s in stats], [(s.cast.recipe, s.cast.format, s.cast.dtype) for s in stats]
+    )
     aggregated = [add_up_stats(key, [stats[i] for i in of]) for key, of in aggregates.members.items()]
     totals = Histograms([s.histogram for s in stats])
     moments = _moments(stats, totals)
@@ -224,7 +226,7 @@ def _what_if_by_histograms(
 ) -> list[Rows]:
     tables = []
     for other in others:
-        chosen = [i for i, s in enumerate(stats) if not s.moments and other.serves(s.key[1])]
+        chosen = [i for i, s in enumerate(stats) if not s.moments and other.is_measured_role(s.key[1])]
         if chosen:
             keys, amax = [stats[i].key for i in chosen], operands.moments.amax[chosen].float()
             scale = other.scales_for(keys, amax)

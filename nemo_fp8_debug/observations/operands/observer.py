@@ -10,20 +10,20 @@ import torch
 from ...capture.attention import AttentionCapture
 from ...capture.backends.base import ScaleInUse, make_unknown_cast
 from ...capture.gemms import Gemm, is_seen_in_forward, match_gemms
-from ...capture.hooks import Capture, OperandSink
+from ...capture.hooks import OperandCapture, OperandSink
 from ...capture.matmul_capture import MatmulCapture
 from ...capture.operands import Operand
 from ...capture.scales import SHADOW
 from ...capture.tensors import is_counted, is_never_counted, take_local_part
 from ...core.error_guard import ErrorGuard
 from ...core.keys import ATTENTION, ATTENTION_BACKWARD, ATTENTION_FORWARD, ROLES, Key, list_roles
-from ...core.observation import Arrays, Lanes, SampledTables, SamplePlan
+from ...core.observation import Arrays, CombinedObservations, Lanes, SamplePlan
 from ...core.table import Columns
-from ...monitor.open_step import OpenStep, RunSetup, StepObserver, copied_elsewhere, is_hook_visible
+from ...monitor.open_step import OpenStep, RunSetup, StepObserver, is_duplicate_operand, is_hook_visible
 from ...numerics.block_scaling import BlockRule
 from ...numerics.metric_columns import unscale_columns
 from ...numerics.tensor_scaling import CurrentScaling
-from ...record.dump import Dumped, TensorDump
+from ...record.dump import DumpedTensor, TensorDump
 from .measure import measure_tensors
 from .table import METRICS_TABLE
 from .tensors import Stats, TensorObservation
@@ -63,7 +63,7 @@ class OperandStep(StepObserver):
         model, inside = step.watched.model, {key for key, sink in step.sinks.items() if is_seen_in_forward(sink.gemm)}
         options = step.lose, step.dispatcher, model.scales.auto, step.products
         if outside := {key: sink for key, sink in step.sinks.items() if key not in inside}:
-            Capture(outside, *options, model.masters, step.copies).subscribe()
+            OperandCapture(outside, *options, model.masters, step.copies).subscribe()
         if inside:
             self._matmuls = MatmulCapture({key: step.sinks[key] for key in inside}, *options)
             self._matmuls.subscribe()
@@ -87,7 +87,7 @@ class OperandStep(StepObserver):
 def _add_operand(step: OpenStep, gemm: Gemm, role: str) -> None:
     """Count an operand on this rank if it is requested and no other rank counts it. Pass it to other observers too."""
     watched, config, key = step.watched, step.config, (gemm.name, role)
-    copied = copied_elsewhere(gemm, role)
+    copied = is_duplicate_operand(gemm, role)
     asked = bool(config.output_rows or config.verify_rows)
     is_multiplied = asked and gemm.name in step.chosen and not gemm.backend.in_forward
     counted = (gemm.name in step.chosen or gemm.name in step.dumped) and not copied
@@ -96,7 +96,7 @@ def _add_operand(step: OpenStep, gemm: Gemm, role: str) -> None:
     # Either all ranks have the same operand, or each rank of a mesh has a part of it. The operand's tensors show which.
     first = watched.shard_group.first[gemm.name] if copied is None else None
     counts = is_never_counted if copied else partial(is_counted, rank=watched.rank, first=first)
-    operand = Operand(gemm, role, watched.model.scales.in_use(gemm, role), config.what_if_recipes, counts)
+    operand = Operand(gemm, role, watched.model.scales.choose_operand_cast(gemm, role), config.what_if_recipes, counts)
     operand.measures_copies, operand.counts_block_scales = config.copies, config.block_scales
     step.seen.setdefault(gemm.name, {})[role] = operand
     if counted:
@@ -143,7 +143,7 @@ class OperandObservation(TensorObservation):
         self._observe(self._sums.amax(extremes))
         return super().sums(plan, packed, extremes)
 
-    def rows(self, sampled: SampledTables) -> dict[str, Columns]:
+    def rows(self, sampled: CombinedObservations) -> dict[str, Columns]:
         """See `Observation`."""
         found = self.measure(sampled)
         keys = zip(found.metrics["layer"], found.metrics["role"], strict=True)
@@ -185,4 +185,4 @@ class DumpedOperand:
             key, about = (*self._operand.key, call), (use.recipe.name, use.format, use.source)
             if isinstance(scale, BlockRule):  # a dump has one scale, so we dump codes of current scaling
                 scale, about = CurrentScaling(), (SHADOW.name, SHADOW.format_of(self._operand.role), "current")
-            self._dump.add(Dumped(*self._where, *key, *about), take_local_part(x.detach()), scale)
+            self._dump.add(DumpedTensor(*self._where, *key, *about), take_local_part(x.detach()), scale)

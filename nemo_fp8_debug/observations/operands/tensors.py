@@ -17,7 +17,7 @@ import torch
 from ...capture.operand_stats import Cast, OperandStats, collect_stats
 from ...capture.operands import Operand
 from ...core.keys import Key
-from ...core.observation import Arrays, Lanes, Observation, SampledTables, SamplePlan
+from ...core.observation import Arrays, CombinedObservations, Lanes, Observation, SamplePlan
 from ...core.plain_arrays import Array
 from ...core.table import Columns
 from ...distributed import Ranks
@@ -70,19 +70,19 @@ class TensorObservation(Observation):
         """See `Observation`."""
         return self._sums.pack(plan, found or [], expected)
 
-    def extremes(self, packed: Arrays) -> torch.Tensor:
+    def collect_maxima(self, packed: Arrays) -> torch.Tensor:
         """See `Observation`."""
-        return self._sums.extremes(packed)
+        return self._sums.collect_maxima(packed)
 
     def sums(self, plan: SamplePlan, packed: Arrays, extremes: torch.Tensor) -> Lanes:
         """See `Observation`."""
         return self._sums.sums(plan, packed, extremes)
 
-    def whole(self, plan: SamplePlan, sums: Lanes, extremes: torch.Tensor) -> Stats:
+    def combine_all_ranks(self, plan: SamplePlan, sums: Lanes, extremes: torch.Tensor) -> Stats:
         """See `Observation`."""
-        return self._sums.whole(plan, sums, extremes)
+        return self._sums.combine_all_ranks(plan, sums, extremes)
 
-    def measure(self, sampled: SampledTables) -> OperandMeasurements:
+    def measure(self, sampled: CombinedObservations) -> OperandMeasurements:
         """Return the metrics of whole tensors."""
         return measure_tensors(sampled.whole[self.name], sampled.what_if, sampled.chosen)
 
@@ -99,7 +99,7 @@ def put_in_use_first(columns: Columns) -> dict[str, list[Any]]:
     return {name: [values[i] for i in order] for name, values in columns.items()}
 
 
-def join_rows(in_use: Columns, tried: Columns, own: Mapping[str, Sequence[Any]]) -> dict[str, list[Any]]:
+def append_what_if_rows(in_use: Columns, tried: Columns, own: Mapping[str, Sequence[Any]]) -> dict[str, list[Any]]:
     """Return rows in use with additional columns, followed by rows under other recipes, where these columns are None."""
     none = [None] * len(tried.get("layer", ()))
     return {name: [*values, *tried.get(name, none)] for name, values in {**in_use, **own}.items()}
@@ -179,7 +179,7 @@ class TensorSums:
         found: Array = np.concatenate([bits, rest.T], 1).astype(np.int32)
         return found
 
-    def extremes(self, packed: Arrays) -> torch.Tensor:
+    def collect_maxima(self, packed: Arrays) -> torch.Tensor:
         """Return the extremes and whether each binade is occupied, to be maximized over ranks: int32 [K * (9 + 256)]."""
         made = np.full((len(self._keys), len(EXTREMES) + BINADES), NONE, np.int32)
         made[:, len(EXTREMES) :] = 0
@@ -215,7 +215,7 @@ class TensorSums:
         parts = numbers[seen].reshape(-1), further, counts.reshape(-1)
         return {lane: torch.from_numpy(part) for lane, part in enumerate(parts)}
 
-    def whole(self, plan: SamplePlan, sums: Lanes, extremes: torch.Tensor) -> list[OperandStats]:
+    def combine_all_ranks(self, plan: SamplePlan, sums: Lanes, extremes: torch.Tensor) -> list[OperandStats]:
         """Return the statistics of whole tensors."""
         seen, column, occupied = self._seen(extremes)
         names = _columns(plan)

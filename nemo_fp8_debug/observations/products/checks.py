@@ -10,8 +10,8 @@ import torch
 
 from ...capture.tensors import take_local_part
 from ...numerics.block_scaling import view_as_matrix
-from ...numerics.gemm_error import spread_places
-from ...numerics.product_check import CHECKED, FLOAT32, Accumulation, CheckedBlock, Exact, check_blocks
+from ...numerics.gemm_error import sample_places
+from ...numerics.product_check import CHECKED, FLOAT32, Accumulation, CheckedBlock, ExactBlock, check_blocks
 from .verification import CHANGED, GATHERED, NOT_SEEN
 
 #: largest number of partial sums that a GEMM is split into
@@ -132,7 +132,7 @@ class ProductChecks:
         self._rows, self._step, self._queue = rows, step, queue
         queue.serve(self)
         self._how: dict[str, Accumulation] = {}
-        self._exact: dict[str, tuple[Exact, tuple[int, int]]] = {}
+        self._exact: dict[str, tuple[ExactBlock, tuple[int, int]]] = {}
         self._returned: dict[str, _Returned] = {}
         #: results by product, in the order of `CHECKED`
         self.found_of: dict[str, torch.Tensor] = {}
@@ -184,7 +184,7 @@ class ProductChecks:
         else:
             fp8 = a.quantized and b.quantized
             self._how[product] = accumulation_of(a.rows.device, a.rows.dtype, a.rows.shape[1], fp8, splits)
-            self._exact[product] = Exact.product(a.rows, b.rows, exact), (a.of, b.of)
+            self._exact[product] = ExactBlock.product(a.rows, b.rows, exact), (a.of, b.of)
             self._compare(product)
 
     def add_product_result(
@@ -202,13 +202,13 @@ class ProductChecks:
             return
         if bias is not None:
             bias = take_local_part(bias.detach())
-            before = bias[spread_places(len(bias), self._rows, bias.device, self._step, True)]
+            before = bias[sample_places(len(bias), self._rows, bias.device, self._step, True)]
         self._returned[product] = _Returned(self.block(m), (m.shape[0], m.shape[1]), before)
         self._compare(product)
 
     def block(self, m: torch.Tensor) -> torch.Tensor:
         """Return a copy of the matrix's rows and columns to compare."""
-        rows, columns = (spread_places(n, self._rows, m.device, self._step, bool(i)) for i, n in enumerate(m.shape))
+        rows, columns = (sample_places(n, self._rows, m.device, self._step, bool(i)) for i, n in enumerate(m.shape))
         return m.index_select(0, rows).index_select(1, columns)
 
     def is_returned(self, product: str) -> bool:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ...numerics.product_check import CHECKED, Accumulation, CheckedBlock, Exact, check_blocks
+from ...numerics.product_check import CHECKED, Accumulation, CheckedBlock, ExactBlock, check_blocks
 from .verification import (
     GRADIENT_NOT_SEEN,
     OF_RANKS,
@@ -152,7 +152,7 @@ class _Added:
         """
         bound = (self.bound + self.exact.abs() * loose) / (1 - loose)
         rows, columns = (torch.zeros(n, dtype=torch.float64) for n in self.exact.shape)
-        return CheckedBlock(self.reduced / factor, Exact(self.exact, bound, rows, columns, terms=1), _EXACT)
+        return CheckedBlock(self.reduced / factor, ExactBlock(self.exact, bound, rows, columns, terms=1), _EXACT)
 
     def found(self, checked: torch.Tensor | None) -> torch.Tensor:
         """Return the result, float64 in the order of `OF_RANKS`.
@@ -234,7 +234,7 @@ class GradientSums:
                 row[mine.part] = mine.numbers(self._rank)
         return rows
 
-    def of_all(self, added: torch.Tensor) -> dict[tuple[str, str], torch.Tensor]:
+    def unpack_all_ranks(self, added: torch.Tensor) -> dict[tuple[str, str], torch.Tensor]:
         """Return the result for each weight, by (layer, `REDUCTION`), in the order of `verification.OF_RANKS`.
 
         Weights for which no rank computed a gradient are left out.

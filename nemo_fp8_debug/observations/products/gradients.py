@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ...capture.backends.parallel import count_gradient_ranks, find_part
+from ...capture.backends.parallel import count_gradient_ranks, find_shared_part
 from ...capture.data_parallel import Sharded, find_active_ddp
 from ...capture.dispatcher import Dispatcher
 from ...capture.gemms import Gemm
@@ -25,7 +25,7 @@ from ...capture.optimizer_weights import find_buffers, find_part_start, find_wei
 from ...capture.scan import ScannedModule
 from ...capture.tensors import is_dtensor, take_local_part
 from ...capture.weight_gradients import ADDED_LATER, adds_to_main_grad
-from ...numerics.gemm_error import spread_places
+from ...numerics.gemm_error import sample_places
 from .gradient_parts import GradientParts, compute_sum_bound
 from .verification import NOT_REDUCED, OTHER_REDUCTION, PARTS_MISSING
 from .verification import REDUCED_ROWS as ROWS
@@ -159,7 +159,7 @@ class _Gradient:
 @functools.lru_cache(1024)
 def _places(shape: tuple[int, int], step: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the rows and columns to compare, int64 [k, 1] and [l]. Do not write to the results."""
-    rows, columns = (spread_places(n, ROWS, device, step, bool(i)) for i, n in enumerate(shape))
+    rows, columns = (sample_places(n, ROWS, device, step, bool(i)) for i, n in enumerate(shape))
     return rows[:, None], columns
 
 
@@ -201,7 +201,7 @@ class ReducedGradients:
         self._dispatcher.watch_optimizer(self._guarded, self._before_step)
         for one in self._gradients.values():
             module = one.gemm.module
-            self._dispatcher.watch_ready(module, self._guarded, partial(self._before_forward, one))
+            self._dispatcher.watch_before_forward(module, self._guarded, partial(self._before_forward, one))
             if self._sharded.parameter(module, one.name) is None:
                 self._watch(one)
 
@@ -304,7 +304,7 @@ class ReducedGradients:
 
 def _parts(one: _Gradient) -> GradientParts | None:
     """Return this rank's part of the gradient, or None if this rank should have no part."""
-    part, reducer = find_part(one.gemm.module, "weight_gradient"), one.reducer or OTHER
+    part, reducer = find_shared_part(one.gemm.module, "weight_gradient"), one.reducer or OTHER
     seen = one.passes > 0 or hasattr(one.weight, "main_grad")  # experts without tokens have a `main_grad` too
     if part is None or not one.adds or not seen:
         return None

@@ -16,9 +16,9 @@ from ...capture.operand_stats import Cast
 from ...capture.operands import Operand
 from ...core.keys import MIXED, Key
 from ...core.layer_names import name_aggregate
-from ...core.observation import Arrays, Lanes, Observation, SampledTables, SamplePlan
+from ...core.observation import Arrays, CombinedObservations, Lanes, Observation, SamplePlan
 from ...core.table import Columns
-from ...monitor.open_step import OpenStep, RunSetup, StepObserver, counts_weight
+from ...monitor.open_step import OpenStep, RunSetup, StepObserver, make_weight_filter
 from ...numerics.gemm_error import PRODUCTS, SUMS
 from .checks import CheckQueue
 from .gradient_parts import GradientParts, GradientSums
@@ -125,7 +125,7 @@ class ProductStep(StepObserver):
         self.gradients: ReducedGradients | None = None
         if chosen.verify and self.products:
             verified = [gemm for gemm in gemms.values() if gemm.name in self.products]
-            keeps = partial(counts_weight, step.watched.shard_group, step.watched.rank)
+            keeps = partial(make_weight_filter, step.watched.shard_group, step.watched.rank)
             self.gradients = ReducedGradients(verified, step.scanned, step.number, keeps, step.guard, step.dispatcher)
 
     def subscribe(self, step: OpenStep) -> None:
@@ -183,7 +183,7 @@ class ProductObservation(Observation):
     def _found(self, packed: Arrays) -> ProductsFound:
         return {self._keys[i]: torch.tensor(row) for i, row in zip(packed["at"].tolist(), packed["found"], strict=True)}
 
-    def extremes(self, packed: Arrays) -> torch.Tensor:
+    def collect_maxima(self, packed: Arrays) -> torch.Tensor:
         """See `Observation`."""
         return self._verified.severities(self._found(packed))
 
@@ -193,18 +193,18 @@ class ProductObservation(Observation):
         parts = {3: torch.tensor(packed["outputs"]), 4: rows, 6: torch.tensor(packed["gradients"])}
         return {lane: part.flatten() for lane, part in parts.items()}
 
-    def whole(self, plan: SamplePlan, sums: Lanes, extremes: torch.Tensor) -> ProductsOfRanks:
+    def combine_all_ranks(self, plan: SamplePlan, sums: Lanes, extremes: torch.Tensor) -> ProductsOfRanks:
         """See `Observation`."""
         rows = zip(self._outputs, sums[3].view(-1, len(SUMS) + 1), strict=True)
-        verified = self._verified.of_all(sums[4]) | self._gradients.of_all(sums[6])
+        verified = self._verified.unpack_all_ranks(sums[4]) | self._gradients.unpack_all_ranks(sums[6])
         return ProductsOfRanks({key: row for key, row in rows if row[-1] > 0}, verified)
 
     def compute_single_rank_result(self, found: ProductsOfRank) -> ProductsOfRanks:
         """See `Observation`."""
-        gradients = self._gradients.of_all(self._gradients.rows(found.gradients))
+        gradients = self._gradients.unpack_all_ranks(self._gradients.rows(found.gradients))
         return ProductsOfRanks(found.outputs, self._verified.compute_single_rank_result(found.products) | gradients)
 
-    def rows(self, sampled: SampledTables) -> dict[str, Columns]:
+    def rows(self, sampled: CombinedObservations) -> dict[str, Columns]:
         """See `Observation`."""
         found: ProductsOfRanks = sampled.whole[self.name]
         return {

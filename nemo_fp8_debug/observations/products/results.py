@@ -14,8 +14,8 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from ...capture.backends.base import Args, Kwargs, read_raw_weight
-from ...capture.backends.parallel import adds_up, find_sequence_part
-from ...capture.backends.transformer_engine.casts import find_call, is_quantized
+from ...capture.backends.parallel import find_sequence_part, is_summed_over_ranks
+from ...capture.backends.transformer_engine.casts import find_backward_state, is_quantized
 from ...capture.dispatcher import Dispatcher
 from ...capture.gemms import Gemm
 from ...capture.operator_mode import Collectives
@@ -83,7 +83,7 @@ class Results:
     def _see_output(self, y: torch.Tensor) -> None:
         if is_quantized(y) or self._gemm.part.startswith("fc1"):
             self._checks.mark_uncheckable("fprop", INSIDE)
-        elif adds_up(self._gemm.module, "fprop"):
+        elif is_summed_over_ranks(self._gemm.module, "fprop"):
             if not self._checks.is_returned("fprop"):
                 self._checks.mark_uncheckable("fprop", ADDED_UP)
         elif (mine := self._part_of_sequence("column", self._mine(y))) is not None:
@@ -104,9 +104,9 @@ class Results:
             elif not found.needs(place):
                 self._checks.mark_not_computed(product)
         mode = None
-        if adds_up(self._gemm.module, "dgrad") and weight is not None and weight.dim() == 2:
-            mode = BeforeSums(self._checks, "dgrad", (y.numel() // max(y.shape[-1], 1), weight.shape[1]))
-        fused = MainGrad(self._gemm, self._checks, find_call(y)) if adds_to_main_grad(self._gemm.module) else None
+        if is_summed_over_ranks(self._gemm.module, "dgrad") and weight is not None and weight.dim() == 2:
+            mode = UnreducedResultMode(self._checks, "dgrad", (y.numel() // max(y.shape[-1], 1), weight.shape[1]))
+        fused = MainGrad(self._gemm, self._checks, find_backward_state(y)) if adds_to_main_grad(self._gemm.module) else None
         around = [part for part in (mode, fused) if part is not None]
 
         def begin(grads: Any) -> None:
@@ -147,13 +147,15 @@ class Results:
             mine = grad if grad is None or product == "wgrad" else self._part_of_sequence("row", self._mine(grad))
             if mine is None:
                 self._checks.mark_uncheckable(product, NOT_SEEN)
-            elif adds_up(self._gemm.module, product):  # and we saw no collective before which we could take the result
+            elif is_summed_over_ranks(
+                self._gemm.module, product
+            ):  # and we saw no collective before which we could take the result
                 self._checks.mark_uncheckable(product, ADDED_UP)
             else:
                 self._checks.add_product_result(product, mine)
 
 
-class BeforeSums(Collectives):
+class UnreducedResultMode(Collectives):
     """Takes a result before it is summed over ranks."""
 
     def __init__(self, checks: ProductChecks, product: str, shape: tuple[int, int] = (0, 0)) -> None:

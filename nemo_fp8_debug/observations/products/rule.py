@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import polars as pl
 
 from ...analysis import thresholds
-from ...analysis.diagnosis.facts import Facts, Records, fact
+from ...analysis.diagnosis.facts import Facts, Records, define_fact
 from ...analysis.diagnosis.finding import Finding
 from ...analysis.diagnosis.rule import rule
 from ...core.keys import RESULTS, ROLES, SHOWN_AS
@@ -38,7 +38,7 @@ class FirstWrongProduct(NamedTuple):
     again: int
 
 
-@fact
+@define_fact
 def wrong_products(records: Records) -> list[FirstWrongProduct]:
     """Return the first wrong product and the first wrong reduction."""
     rows = records.run.table(VERIFICATION.name)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from ...capture.backends.base import Args, Kwargs, ScaleInUse
-from ...capture.backends.parallel import adds_up
+from ...capture.backends.parallel import is_summed_over_ranks
 from ...capture.dispatcher import Dispatcher
 from ...capture.gemms import Gemm
 from ...capture.operands import Operand
@@ -24,10 +24,10 @@ from ...capture.patching import find_emulation
 from ...capture.tensors import take_local_part, view_as_multiplied
 from ...kernels import quantize_dequantize
 from ...numerics.block_scaling import BlockRule, view_as_matrix
-from ...numerics.gemm_error import PRODUCTS, RowSample, Side, Terms, compute_product_scale, spread_places, take_rows
+from ...numerics.gemm_error import PRODUCTS, ProductTerms, RowSample, Side, compute_product_scale, sample_places, take_rows
 from ...numerics.tensor_scaling import CurrentScaling
 from .checks import CheckQueue, MultipliedRows, ProductChecks
-from .results import BeforeSums, Results
+from .results import Results, UnreducedResultMode
 from .verification import BY_CHANCE, STORED, UNKNOWN_CAST, UNKNOWN_COPY
 
 
@@ -117,15 +117,15 @@ class Products:
                 self._take(role, m, use or operand.in_use)
 
     @property
-    def sees_sums(self) -> bool:
+    def has_checked_sums(self) -> bool:
         """True if the module sums its output over ranks, and we check the output."""
-        return self._checks is not None and adds_up(self._gemm.module, "fprop")
+        return self._checks is not None and is_summed_over_ranks(self._gemm.module, "fprop")
 
-    def watch_sums(self) -> BeforeSums | None:
+    def watch_sums(self) -> UnreducedResultMode | None:
         """Return a mode that sees the sums of the call that is about to run, or None if they are not checked."""
         if self._results is None or self._checks is None:
             return None
-        return BeforeSums(self._checks, "fprop", self._results.shape)
+        return UnreducedResultMode(self._checks, "fprop", self._results.shape)
 
     def begin_call(self, args: Args, kwargs: Kwargs) -> None:
         """Prepare for a forward call that counts. Observe the output of the first such call."""
@@ -150,12 +150,12 @@ class Products:
     def _take(self, role: str, m: torch.Tensor, use: ScaleInUse) -> None:
         scales: dict[int, torch.Tensor | BlockRule] = {}  # most operands have the same cast in both of their products
         for product, sides in PRODUCTS.items():
-            cast = use.in_product(product)
+            cast = use.select_product_cast(product)
             for second, side in enumerate(sides):
                 if side[0] != role or product in self._done:
                     continue
                 of = m.t() if side[1] else m
-                at = spread_places(len(of), self._chosen.rows, m.device, self._step, bool(second))
+                at = sample_places(len(of), self._chosen.rows, m.device, self._step, bool(second))
                 rows = None
                 if cast is not None and use.source != "stored" and (self._chosen.errors or _is_quantized(cast)):
                     if id(cast) not in scales:
@@ -198,7 +198,7 @@ class Products:
             self._done.add(product)
             terms = None
             if self._chosen.errors and a.rows and b.rows and a.rows.values.shape[1] == b.rows.values.shape[1]:
-                terms = Terms.product(a.rows, b.rows)
+                terms = ProductTerms.product(a.rows, b.rows)
                 self._sums[product] = terms.sums()
                 if product == "wgrad" and self._chosen.keeps_gradients:
                     self.weight_gradient = terms.values, terms.values + terms.error
@@ -228,7 +228,7 @@ class Products:
         )
 
 
-def _exact(a: _Kept, b: _Kept, terms: Terms | None) -> torch.Tensor | None:
+def _exact(a: _Kept, b: _Kept, terms: ProductTerms | None) -> torch.Tensor | None:
     """Return the product that the GEMM computes, if it was already computed for the errors of outputs."""
     if terms is None or a.rows is None or b.rows is None:
         return None

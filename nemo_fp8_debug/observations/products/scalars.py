@@ -6,7 +6,7 @@ import math
 
 from ...core.keys import RESULTS
 from ...core.sample import Sample
-from ...record.scalars import StartHere, Tags
+from ...record.scalars import StepSummary, Tags
 from .table import OUTPUTS, VERIFICATION
 
 #: names of the scalars in the summary
@@ -22,7 +22,7 @@ def add_scalars(sample: Sample, tags: Tags) -> None:
     tags.stream_products(sample.table(VERIFICATION.name), "error_over_bound", "error_over_bound")
 
 
-def add_summary(sample: Sample, summary: StartHere) -> None:
+def add_summary(sample: Sample, summary: StepSummary) -> None:
     """Add the product with the largest error over bound, and the number of wrong products."""
     columns = sample.table(VERIFICATION.name)
     ratios = [(value, i) for i, value in enumerate(columns.get("error_over_bound", ())) if value is not None]

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 
 from ...capture.backends.base import StoredCodes, read_raw_weight
-from ...capture.backends.parallel import find_part
+from ...capture.backends.parallel import find_shared_part
 from ...capture.backends.transformer_engine.casts import is_quantized
 from ...capture.dispatcher import Dispatcher
 from ...capture.gemms import Gemm
-from ...capture.optimizer_weights import MasterWeights, is_split_by_zero, stepped_by
+from ...capture.optimizer_weights import MasterWeights, is_split_by_zero, list_stepped_weights
 from ...capture.tensors import is_dtensor, take_local_part
 from ...numerics.formats import is_representable
 from .comparison import Checksums
@@ -74,20 +74,20 @@ class ReplicaChecks:
         """Observe gradients when an optimizer steps."""
         guard = partial(self._guard, _COMPARING)
         dispatcher.watch_optimizer(guard, self._before_step)
-        dispatcher.watch_optimizer(guard, self._masters.note)
+        dispatcher.watch_optimizer(guard, self._masters.add_optimizer)
 
     def see(self, name: str, role: str, x: torch.Tensor) -> None:
         """Compute the checksum of a tensor. Only the first call for each tensor in a step counts."""
         if (name, role) in self._found or name not in self._gemms:
             return
         with self._guard(_COMPARING):
-            part = None if is_dtensor(x) or self._alone else find_part(self._gemms[name].module, role)
+            part = None if is_dtensor(x) or self._alone else find_shared_part(self._gemms[name].module, role)
             if part is not None and x.numel():
                 self._found[name, role] = part, checksum(x)
             if role == "weight":
                 self._see_master(self._gemms[name])
 
-    def see_stored(self, name: str, stored: StoredCodes) -> None:
+    def add_stored_weight(self, name: str, stored: StoredCodes) -> None:
         """Compute the checksum of a weight stored as codes, and compare its values with its master weight."""
         if (name, "weight") in self._found or (name, "master") in self._found or name not in self._gemms:
             return
@@ -118,7 +118,7 @@ class ReplicaChecks:
             self._found[gemm.name, "master"] = 0, differs.any().long()
 
     def _before_step(self, optimizer: Any) -> None:
-        for stepped in () if self._alone else stepped_by(optimizer, self._gemms):
+        for stepped in () if self._alone else list_stepped_weights(optimizer, self._gemms):
             if (grad := _whole_gradient(stepped.weight)) is not None:
                 self.see(stepped.name, "weight_gradient", grad)
 

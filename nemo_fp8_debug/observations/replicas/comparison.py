@@ -39,7 +39,7 @@ class ReplicaComparison:
         rows = [(place[0] + part, checksum) for place, part, checksum in places if place and part < place[1]]
         return np.array(rows, np.int64).reshape(-1, 2)
 
-    def extremes(self, slots: Array) -> torch.Tensor:
+    def collect_maxima(self, slots: Array) -> torch.Tensor:
         """Return checksums and their negatives, int32 [2 slots].
 
         Their maxima over ranks show whether all copies are equal.
@@ -63,7 +63,7 @@ class ReplicaComparison:
             rows[slot] = torch.tensor([1, top, bottom, top * self._rank, bottom * self._rank], dtype=torch.float64)
         return rows
 
-    def of_all(self, added: torch.Tensor, extremes: torch.Tensor) -> dict[tuple[str, str], ReplicaResult]:
+    def unpack_all_ranks(self, added: torch.Tensor, extremes: torch.Tensor) -> dict[tuple[str, str], ReplicaResult]:
         """Return the comparison of all tensors on any rank, by (layer, what).
 
         Args:

@@ -10,7 +10,7 @@ from ...capture.device_to_host import Move
 from ...capture.gemms import is_seen_in_forward
 from ...capture.operands import Operand
 from ...core.keys import Key
-from ...core.observation import Arrays, Lanes, Observation, SampledTables, SamplePlan
+from ...core.observation import Arrays, CombinedObservations, Lanes, Observation, SamplePlan
 from ...core.table import Columns
 from ...monitor.open_step import OpenStep, RunSetup, StepObserver
 from .checksums import ReplicaChecks
@@ -64,25 +64,25 @@ class ReplicaObservation(Observation):
         """See `Observation`."""
         return {"slots": self._copies.slots(found or {})}
 
-    def extremes(self, packed: Arrays) -> torch.Tensor:
+    def collect_maxima(self, packed: Arrays) -> torch.Tensor:
         """See `Observation`."""
-        return self._copies.extremes(packed["slots"])
+        return self._copies.collect_maxima(packed["slots"])
 
     def sums(self, plan: SamplePlan, packed: Arrays, extremes: torch.Tensor) -> Lanes:
         """See `Observation`."""
         return {5: self._copies.rows(packed["slots"], extremes).flatten()}
 
-    def whole(self, plan: SamplePlan, sums: Lanes, extremes: torch.Tensor) -> _Compared:
+    def combine_all_ranks(self, plan: SamplePlan, sums: Lanes, extremes: torch.Tensor) -> _Compared:
         """See `Observation`."""
-        return self._copies.of_all(sums[5], extremes)
+        return self._copies.unpack_all_ranks(sums[5], extremes)
 
     def compute_single_rank_result(self, found: Checksums) -> _Compared:
         """Return the comparisons within this rank: weights with their masters."""
         slots = self._copies.slots(found)
-        extremes = self._copies.extremes(slots)
-        copies = self._copies.of_all(self._copies.rows(slots, extremes).flatten(), extremes)
+        extremes = self._copies.collect_maxima(slots)
+        copies = self._copies.unpack_all_ranks(self._copies.rows(slots, extremes).flatten(), extremes)
         return {key: compared for key, compared in copies.items() if compared.ranks}
 
-    def rows(self, sampled: SampledTables) -> dict[str, Columns]:
+    def rows(self, sampled: CombinedObservations) -> dict[str, Columns]:
         """See `Observation`."""
         return {TABLES[0].name: replica_columns(sampled.whole[self.name], sampled.kinds)}

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import polars as pl
 
-from ...analysis.diagnosis.facts import Facts, Records, fact
+from ...analysis.diagnosis.facts import Facts, Records, define_fact
 from ...analysis.diagnosis.finding import Finding
 from ...analysis.diagnosis.rule import rule
 
@@ -26,7 +26,7 @@ class CopiesApart(NamedTuple):
     equal_until: int | None
 
 
-@fact
+@define_fact
 def copies_apart(records: Records) -> CopiesApart | None:
     """Return the first copies that differ. Within a step, the order is that of `_ORDER`."""
     rows = records.run.table("replicas")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ...core.sample import Sample
-from ...record.scalars import StartHere, Tags
+from ...record.scalars import StepSummary, Tags
 from .table import TABLES
 
 #: names of the scalars in the summary
@@ -14,7 +14,7 @@ def add_scalars(sample: Sample, tags: Tags) -> None:
     """Add nothing, because the summary contains the number of differing copies."""
 
 
-def add_summary(sample: Sample, summary: StartHere) -> None:
+def add_summary(sample: Sample, summary: StepSummary) -> None:
     """Add the number of tensors whose copies differ."""
     if apart := sample.table(TABLES[0].name).get("ranks_apart"):
         summary.scalars["replicas_apart"] = sum(bool(count) for count in apart)

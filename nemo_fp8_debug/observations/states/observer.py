@@ -13,10 +13,10 @@ from ...capture.gemms import match_gemms
 from ...capture.optimizer_weights import find_weight
 from ...core.keys import Key
 from ...core.layer_names import is_aggregate
-from ...core.observation import SampledTables
+from ...core.observation import CombinedObservations
 from ...core.table import Columns
-from ...monitor.open_step import OpenStep, RunSetup, StepObserver, counts_weight
-from ..operands.tensors import TensorObservation, join_rows, put_in_use_first
+from ...monitor.open_step import OpenStep, RunSetup, StepObserver, make_weight_filter
+from ..operands.tensors import TensorObservation, append_what_if_rows, put_in_use_first
 from .optimizer import StateCapture, state_operands, update_columns
 from .table import TABLES, UPDATE_METRICS
 
@@ -32,7 +32,7 @@ class StateStep(StepObserver):
     def __init__(self, step: OpenStep) -> None:
         config, watched = step.config, step.watched
         gemms = [gemm for gemm in match_gemms(step.known, config.layers) if find_weight(gemm) is not None]
-        counts = partial(counts_weight, watched.shard_group, watched.rank)
+        counts = partial(make_weight_filter, watched.shard_group, watched.rank)
         operands = state_operands(gemms, config.states, config.what_if_recipes, counts)
         step.operands |= operands
 
@@ -74,7 +74,7 @@ class StateObservation(TensorObservation):
         """See `Observation`."""
         return StateStep(step)
 
-    def rows(self, sampled: SampledTables) -> dict[str, Columns]:
+    def rows(self, sampled: CombinedObservations) -> dict[str, Columns]:
         """See `Observation`."""
         found = self.measure(sampled)
         if not found.metrics["layer"]:
@@ -89,7 +89,7 @@ class StateObservation(TensorObservation):
             for name in UPDATE_METRICS:
                 own[name].append(errors.get(name))
         states, histograms = (table.name for table in TABLES)
-        return {states: join_rows(found.metrics, found.what_if, own), histograms: found.histograms}
+        return {states: append_what_if_rows(found.metrics, found.what_if, own), histograms: found.histograms}
 
     def finish(self, tables: Mapping[str, Columns], scalars: Mapping[str, float]) -> dict[str, Columns]:
         """Return states with their shares of the squared norms of all layers, which no single pipeline stage has."""

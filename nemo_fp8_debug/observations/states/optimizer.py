@@ -20,12 +20,12 @@ from ...capture.dispatcher import Dispatcher
 from ...capture.gemms import Gemm
 from ...capture.operand_stats import OperandStats
 from ...capture.operands import Operand, UncastOperand
-from ...capture.optimizer_weights import SteppedWeight, stepped_by
+from ...capture.optimizer_weights import SteppedWeight, list_stepped_weights
 from ...capture.tensors import is_dtensor
 from ...capture.weight_gradients import WeightGradient
 from ...core.keys import STATES, Key
 from ...numerics.adam import UPDATE_SUMS, Adam, AdamValues, update_sums
-from ...numerics.gemm_error import spread_places
+from ...numerics.gemm_error import sample_places
 from ...numerics.recipe import Recipe
 from .table import UPDATE_METRICS
 
@@ -96,7 +96,7 @@ class UpdateSample:
     def _picked(self, x: Any) -> torch.Tensor:
         if is_dtensor(x) or not isinstance(x, torch.Tensor) or tuple(x.shape) != self._shape or x.dim() != 2:
             raise LookupError("weight, moments and gradient are not matrices of one shape")
-        rows, columns = (spread_places(n, self._k, x.device, self._step, bool(i)) for i, n in enumerate(x.shape))
+        rows, columns = (sample_places(n, self._k, x.device, self._step, bool(i)) for i, n in enumerate(x.shape))
         return x.detach().index_select(0, rows).index_select(1, columns).double()
 
 
@@ -206,7 +206,7 @@ class StateCapture:
                         self._operands[key].add(x, 0)
 
     def _before(self, optimizer: Any) -> None:
-        for stepped in stepped_by(optimizer, self._gemms):
+        for stepped in list_stepped_weights(optimizer, self._gemms):
             self._stepped = True
             key = stepped.name, _GRADIENT
             if key in self._operands:
@@ -220,7 +220,7 @@ class StateCapture:
                 self._begin_sample(stepped, optimizer)
 
     def _after(self, optimizer: Any) -> None:
-        for stepped in stepped_by(optimizer, self._gemms):
+        for stepped in list_stepped_weights(optimizer, self._gemms):
             for role in _NAMES:
                 self._take_state(stepped, role, optimizer)
             now = stepped.select_stepped_values(stepped.parameter).detach()
@@ -243,7 +243,7 @@ class StateCapture:
         if sample and adam and operand.calls:  # otherwise another rank counts the step
             with self._guard(_LOOKING), contextlib.suppress(*_NOT_WHOLE):
                 held = _held(stepped, optimizer)
-                operand.add_further(sample.sums(adam, *held, self._products(stepped.name)))
+                operand.add_call_sums(sample.sums(adam, *held, self._products(stepped.name)))
 
     def _take_state(self, stepped: SteppedWeight, role: str, optimizer: Any) -> None:
         state = optimizer.state.get(stepped.parameter, {})

@@ -8,8 +8,8 @@ import numpy as np
 import polars as pl
 
 from ...analysis import thresholds
-from ...analysis.diagnosis.courses import LayerCourse, measure_courses
-from ...analysis.diagnosis.facts import Facts, Records, fact, subtract_baseline_tensors
+from ...analysis.diagnosis.courses import LayerTimeline, build_layer_timelines
+from ...analysis.diagnosis.facts import Facts, Records, define_fact, subtract_baseline_tensors
 from ...analysis.diagnosis.finding import Finding
 from ...analysis.diagnosis.rule import rule
 from ...analysis.diagnosis.rules.nonfinite import OPTIMIZER, WEIGHT_GRADIENT, FirstNonfinite
@@ -29,17 +29,17 @@ _OF_UPDATE = {
 }
 
 
-@fact
-def weight_steps(records: Records) -> list[LayerCourse]:
+@define_fact
+def weight_steps(records: Records) -> list[LayerTimeline]:
     """Return the relative size of each weight's steps, sample by sample."""
     mine, theirs = (None if each is None else _read(each, "update") for each in (records.run, records.baseline))
     assert mine is not None
     if mine.is_empty() or (theirs is not None and theirs.is_empty()):
         return []
-    return measure_courses(mine, theirs, "update_to_weight")
+    return build_layer_timelines(mine, theirs, "update_to_weight")
 
 
-@fact
+@define_fact
 def lost_steps(records: Records) -> pl.DataFrame:
     """Return weights that do not change in a step although they have a gradient: layer, first such step, and count n.
 
@@ -82,7 +82,7 @@ def find_weight_steps(facts: Facts) -> Iterator[Finding]:
         yield Finding("weight steps", "frozen_weights", "clear", evidence, row["layer"], "update", row["step"])
 
 
-def _is_off(course: LayerCourse) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+def _is_off(course: LayerTimeline) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
     limit = max(thresholds.TIMES_USUAL * float(course.usual.max()), thresholds.STEP_LARGE)
     out: np.ndarray[tuple[int], np.dtype[np.bool_]] = course.values > limit
     return out

@@ -116,6 +116,6 @@ def read_first_lines(path: Path, n: int) -> list[str]:
         return [line for _ in range(n) if (line := file.readline(1000))]
 
 
-def global_name(name: str) -> str:
+def normalize_layer_name(name: str) -> str:
     """Return a layer's name without the parts that wrappers add."""
     return strip_wrappers(name) or "model"

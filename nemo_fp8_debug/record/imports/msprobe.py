@@ -15,7 +15,7 @@ from decimal import Decimal
 from pathlib import Path
 from typing import NamedTuple
 
-from .importer import Imported, Key, LineErrors, global_name, read_first_lines, read_numbered_lines
+from .importer import Imported, Key, LineErrors, normalize_layer_name, read_first_lines, read_numbered_lines
 
 TOOL = "msprobe"
 EXPECTED = "CSV files with the columns vpp_stage, step and name or module_name"
@@ -46,7 +46,7 @@ class Row(NamedTuple):
     decimals: int | None
 
 
-def claims(path: Path) -> bool:
+def claims_file(path: Path) -> bool:
     """Return whether this module reads a file."""
     header = next(iter(read_first_lines(path, 1)), "") if path.suffix == ".csv" else ""
     columns = set(header.strip().split(","))
@@ -150,7 +150,7 @@ def _layer(name: str, stage: int) -> str:
     """Return a layer's name, with the number of its pipeline chunk except for chunk 0. Each chunk counts its layers from 0,
     so the name alone is ambiguous.
     """
-    return f"chunk{stage}.{global_name(name)}" if stage > 0 else global_name(name)
+    return f"chunk{stage}.{normalize_layer_name(name)}" if stage > 0 else normalize_layer_name(name)
 
 
 def _decimals(number: str) -> int:

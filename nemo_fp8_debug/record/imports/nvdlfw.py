@@ -23,7 +23,7 @@ from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import masked_crc32c
 
 from ...errors import warn
-from .importer import Imported, Key, LineErrors, global_name, read_first_lines, read_numbered_lines
+from .importer import Imported, Key, LineErrors, normalize_layer_name, read_first_lines, read_numbered_lines
 
 #: the part of a name before its first number, the number, and the rest
 _NUMBERED = re.compile(r"((?:[^.]+\.)*?)(\d{1,9})((?:\..+)?)")
@@ -134,7 +134,7 @@ class _Value(NamedTuple):
 _Steps = dict[int, dict[tuple[str | None, str], _Value]]
 
 
-def claims(path: Path) -> bool:
+def claims_file(path: Path) -> bool:
     """Return whether this module reads a file."""
     if _is_events(path):
         return any(parse_name(scalar.name)[0] for scalar in read_events(path, quiet=True))
@@ -153,7 +153,7 @@ def _assigned(path: Path) -> Iterator[str]:
 
 
 def _our_name(layer: str) -> str:
-    return global_name(layer.removeprefix("model."))
+    return normalize_layer_name(layer.removeprefix("model."))
 
 
 def _is_events(path: Path) -> bool:

@@ -68,8 +68,8 @@ class LoggerRecorder(Recorder):
         rows = {sample.step: _named(scalars)}
         texts = {PREFIX + name: text for name, text in found.texts.items()}
         self._each(lambda sink: sink.log(rows))
-        self._each(lambda sink: sink.tell(texts))
-        self._map = LayerMap.of(sample)
+        self._each(lambda sink: sink.store_texts(texts))
+        self._map = LayerMap.map_layers(sample)
         if self._samples % MAP_INTERVAL == 0:
             self._show_map()
         self._samples += 1

@@ -50,7 +50,7 @@ class Sink:
         """Log finite scalars by step."""
         raise NotImplementedError
 
-    def tell(self, texts: Mapping[str, str]) -> None:
+    def store_texts(self, texts: Mapping[str, str]) -> None:
         """Store strings by name. A later string replaces an earlier string with the same name."""
 
     def show(self, layer_map: LayerMap) -> None:
@@ -113,7 +113,7 @@ class WandbSink(Sink):
             self._run.log(self._waiting.popleft(), commit=False)
             self._row = self._run.step
 
-    def tell(self, texts: Mapping[str, str]) -> None:
+    def store_texts(self, texts: Mapping[str, str]) -> None:
         """Store strings in the summary."""
         self._run.summary.update(dict(texts))
 
@@ -193,7 +193,7 @@ class MlflowSink(Sink):
         for i in range(0, len(metrics), _BATCH):
             self._client.log_batch(self._run_id, metrics=metrics[i : i + _BATCH])
 
-    def tell(self, texts: Mapping[str, str]) -> None:
+    def store_texts(self, texts: Mapping[str, str]) -> None:
         """Store strings as tags."""
         from mlflow.entities import RunTag
 
@@ -290,7 +290,7 @@ class CometSink(Sink):
                 message.set_metric(name, value=value, step=step)
                 self._experiment._enqueue_message(message)
 
-    def tell(self, texts: Mapping[str, str]) -> None:
+    def store_texts(self, texts: Mapping[str, str]) -> None:
         """Store strings as Comet's "others"."""
         self._experiment.log_others(dict(texts))
 

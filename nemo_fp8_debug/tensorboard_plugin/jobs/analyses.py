@@ -98,7 +98,7 @@ def _headline_of_losses(run: str, baseline: str | None, by: str) -> dict[str, An
     """Return the headline from losses alone, which are fast to read."""
     mine, theirs = (None if record is None else Run.read(record, by, held=0) for record in (run, baseline))
     assert mine is not None
-    loss = LossOutcome.of(mine.loss, None if theirs is None else theirs.loss)
+    loss = LossOutcome.judge_loss(mine.loss, None if theirs is None else theirs.loss)
     return make_loss_headline(loss, mine.unit)
 
 
@@ -128,11 +128,11 @@ def _with_notes(found: Diagnosis, heard: Sequence[str], more: Sequence[str] = ()
 
 def _recommend(found: Diagnosis) -> tuple[Recommendation | None, list[str]]:
     """Return the cheapest changes, as in `nemo-fp8-debug recommend`, or None and the reason."""
-    from ...analysis.recommendation.snippets import list_unwritten
+    from ...analysis.recommendation.snippets import explain_missing_snippets
 
     try:
         recommendation = found.recommend()
-        return replace(recommendation, notes=(*recommendation.notes, *list_unwritten(recommendation))), []
+        return replace(recommendation, notes=(*recommendation.notes, *explain_missing_snippets(recommendation))), []
     except (ConfigError, RecordError) as error:
         return None, [f"No change can be recommended: {error}."]
 

@@ -15,7 +15,7 @@ from ..plugin import FP8Plugin
 from ..records import metadata
 from ..records.logdir import Root
 from ..records.thinning import join_frames, thin_columns
-from ..web import Refused, encode_json
+from ..web import RequestError, encode_json
 
 #: seconds between two checks of a job
 _LOOK = 0.2
@@ -76,7 +76,7 @@ class RouteClient:
         """Return the answer of a route, or None if the request is refused."""
         try:
             return self.ask(route, **parameters)
-        except Refused:
+        except RequestError:
             return None
 
     def rename_tensor(self, run: str, baseline: str | None, tensor: ShownTensor) -> ShownTensor:
@@ -130,7 +130,7 @@ class PackedAnswers:
         """Return the names of all answers."""
         return list(self._texts)
 
-    def keep(self, names: Collection[str]) -> None:
+    def drop_except(self, names: Collection[str]) -> None:
         """Drop all answers except these."""
         self._texts = {name: text for name, text in self._texts.items() if name in names}
         self.size = sum(map(len, self._texts.values()))
@@ -170,7 +170,7 @@ class PageContents:
         answer = self.client.ask("run", run=run, table=table)
         self.held.put(name_answer("run", run=run, table=table), answer | {"steps": list(steps)})
 
-    def add_about(self, **about: str) -> None:
+    def add_route_answers(self, **about: str) -> None:
         """Add the answers of all routes that take exactly these parameters, such as a run and a baseline."""
         for route in self.client.list_routes(about):
             if (answer := self.client.try_to_ask(route, **about)) is not None:
@@ -214,7 +214,7 @@ class PageContents:
         """Add distributions of a tensor at steps, and return the number of characters."""
         return self._at_steps("histogram", steps, run=run, layer=layer, role=role)
 
-    def add_others(self, run: str, steps: Iterable[int]) -> int:
+    def add_other_recipes(self, run: str, steps: Iterable[int]) -> int:
         """Add the metrics under recipes that were not in use, and return the number of characters."""
         return self._at_steps("others", steps, run=run)
 

@@ -15,7 +15,7 @@ from ..records import metadata
 from ..records.logdir import Root, name_runs
 from ..records.thinning import shorten_verdict
 from .contents import USUAL_METRIC, PageContents, RouteClient, ShownTensor, choose_nearest, choose_tensors, list_steps
-from .server import render_alone
+from .server import render_single_file
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,7 @@ def build_report(subject: ReportSubject) -> str:
     title = f"{', '.join(names)} against {baseline}"
     told = [f"Made by nemo-fp8-debug {__version__} on {date.today().isoformat()}.", *made.told]
     whole = {"title": f"FP8: {title}", "told": told, "sections": sections}
-    return render_alone(f"FP8: {title}", {"held": dict(contents.held), "report": whole, "missing": _MISSING})
+    return render_single_file(f"FP8: {title}", {"held": dict(contents.held), "report": whole, "missing": _MISSING})
 
 
 class _Report:
@@ -150,9 +150,9 @@ class _Report:
         figures = choose_figures(result, matter, (result["comparison"] or {}).get("unit", "step"))
         parts = [name for name in names.values() if name]
         for name in parts:
-            self._contents.add_about(run=name)
+            self._contents.add_route_answers(run=name)
             if name != self._baseline:
-                self._contents.add_about(run=name, baseline=self._baseline)
+                self._contents.add_route_answers(run=name, baseline=self._baseline)
         drawn = [{"title": one.title, "state": one.state(names)} for one in figures if self._filled(one, parts)]
         return {"title": f"{names['run']} against {names['baseline']}", "about": _about(names, subject), "figures": drawn}
 
@@ -173,7 +173,7 @@ class _Report:
         }[figure.view]
         sizes = [fill(figure, part) for part in parts]  # fill all parts
         if held.size > _MOST:
-            held.keep(before)
+            held.drop_except(before)
             self.told.append(f"“{figure.title}” does not fit in this report: `nemo-fp8-debug view` shows it.")
             return False
         return any(sizes)
@@ -188,14 +188,14 @@ class _Report:
         steps = list_steps(self._contents.client, run, table)
         self._contents.add_run(run, table, steps)
         assert figure.metric is not None
-        self._contents.add_about(run=run, metric=figure.metric, table=table)
+        self._contents.add_route_answers(run=run, metric=figure.metric, table=table)
         return self._contents.add_frames(run, figure.metric, table, choose_nearest(steps, figure.step))
 
     def _timeline(self, figure: Figure, run: str) -> int:
         about = self._tensor(figure, run)
-        self._contents.add_about(run=run, **about)
+        self._contents.add_route_answers(run=run, **about)
         if run != self._baseline:
-            self._contents.add_about(run=run, baseline=self._baseline, **about)
+            self._contents.add_route_answers(run=run, baseline=self._baseline, **about)
         return self._contents.add_timeline(run, **about)
 
     def _distribution(self, figure: Figure, run: str) -> int:

@@ -20,7 +20,7 @@ from ..plugin import FP8Plugin
 from ..records.logdir import Root, name_roots
 from ..records.thinning import shorten_verdict, spread_steps
 from ..runs_table import suggest_parts
-from ..web import SCRIPT, Foreign, NotThere, PageScript, build_wsgi, is_local
+from ..web import SCRIPT, ForeignSiteError, NotFoundError, PageScript, build_wsgi, is_local
 from .contents import (
     PackedAnswers,
     PageContents,
@@ -47,7 +47,7 @@ def render_page(title: str, scripts: str, policy: str = "") -> str:
     )
 
 
-def render_alone(title: str, data: dict[str, Any]) -> str:
+def render_single_file(title: str, data: dict[str, Any]) -> str:
     """Return a page in one file."""
     # In strings and comments of a script, the escapes mean the same as the characters, but HTML parsers ignore the escapes.
     code = SCRIPT.read_text(encoding="utf-8").replace("</script", "<\\/script").replace("<!--", "<\\!--")
@@ -119,11 +119,13 @@ def _index(request: Request) -> Response:
 
 
 def _missing(request: Request) -> Response:
-    raise NotThere("There is nothing at this address; the page is at /.")
+    raise NotFoundError("There is nothing at this address; the page is at /.")
 
 
 def _foreign(request: Request) -> Response:
-    raise Foreign("The server does not answer to this name; open the address that it printed, or set the name with --host.")
+    raise ForeignSiteError(
+        "The server does not answer to this name; open the address that it printed, or set the name with --host."
+    )
 
 
 #: largest number of sampled steps of a run in the page
@@ -201,7 +203,7 @@ class _Export:
         for run, table in tables:
             self._maps(run, table, max(1, min(_STEPS, room)))
         for run in self._runs:
-            self.contents.add_about(run=run)
+            self.contents.add_route_answers(run=run)
             self.contents.add_fingerprints(run)
         for run, baseline in permutations(self._runs, 2):
             self.contents.add_names(run, baseline)
@@ -238,9 +240,9 @@ class _Export:
 
     def _against(self, run: str, baseline: str | None) -> None:
         if baseline is not None:
-            self.contents.add_about(run=run, baseline=baseline)
+            self.contents.add_route_answers(run=run, baseline=baseline)
             for tensor in self._matter.get(run, []):
-                self.contents.add_about(run=run, baseline=baseline, layer=tensor.layer, role=tensor.role)
+                self.contents.add_route_answers(run=run, baseline=baseline, layer=tensor.layer, role=tensor.role)
 
     def _width(self, run: str, table: str) -> int:
         return len(self._client.ask("run", run=run, table=table)["tensors"]["layer"]) * len(list_metrics(table))
@@ -254,7 +256,7 @@ class _Export:
         self.contents.add_run(run, table, steps)
         tensors = len(self._client.ask("run", run=run, table=table)["tensors"]["layer"])
         for metric in list_metrics(table):
-            self.contents.add_about(run=run, metric=metric, table=table)
+            self.contents.add_route_answers(run=run, metric=metric, table=table)
             self.contents.add_frames(run, metric, table, steps)
             self.contents.add_course(run, metric, table, tensors)
         if len(steps) < len(every):
@@ -267,10 +269,10 @@ class _Export:
             matter = [(tensor.layer, tensor.role) for tensor in self._matter.get(run, [])]
             for layer, role in matter:
                 self.contents.add_timeline(run, layer, role)
-                self.contents.add_about(run=run, layer=layer, role=role)
+                self.contents.add_route_answers(run=run, layer=layer, role=role)
             about = self._client.ask("run", run=run)
             steps = spread_steps(about["steps"], _HISTOGRAMS, self._since(run))
-            self.contents.add_others(run, steps)
+            self.contents.add_other_recipes(run, steps)
             tensors = list(dict.fromkeys([*matter, *zip(about["tensors"]["layer"], about["tensors"]["role"], strict=True)]))
             all_of_them += len(tensors)
             for layer, role in tensors:

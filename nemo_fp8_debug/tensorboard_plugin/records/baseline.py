@@ -19,9 +19,9 @@ from ...analysis.comparison.layer_matching import (
     match_from_output,
     match_layers,
     read_weight_sizes,
-    select_counted,
+    select_despite_depth,
 )
-from ...analysis.comparison.onset import EVIDENCE, list_onsets
+from ...analysis.comparison.onset import EVIDENCE, find_unfiltered_onsets
 from ...analysis.comparison.tensor_band import MetricBand, TensorBand, compute_tensor_band
 from ...analysis.formatting import make_jsonable
 from ...analysis.loss.curve import LossCurve
@@ -31,7 +31,7 @@ from ...analysis.runs.metrics import Metrics
 from ...analysis.runs.run import Run
 from ...core.keys import MIXED
 from ...core.scale_sources import ENGINE
-from ...core.threads import run_ahead
+from ...core.threads import map_in_threads
 from ...errors import ConfigError, capture_warnings
 from ...record.reader import read_table
 from ...record.schema import SCHEMAS, Part
@@ -78,7 +78,7 @@ class LayerNames:
         return dict(zip(("names", "how"), found, strict=True))
 
     def _of_newest(self, record: Storage) -> Layers:
-        return self._parts.read_settled(record, partial(list_newest_tensors, self._parts, record)).layers
+        return self._parts.read_with_retry(record, partial(list_newest_tensors, self._parts, record)).layers
 
     def _of_all(self, record: Storage) -> Layers:
         def read(index: RecordIndex) -> Layers:
@@ -86,7 +86,7 @@ class LayerNames:
             different = dict.fromkeys(layout.tensors for layout in layouts if layout)
             return dict.fromkeys(layer for tensors in different for layer in tensors.layers)
 
-        return self._parts.read_settled(record, read)
+        return self._parts.read_with_retry(record, read)
 
 
 def _sizes(record: Storage) -> Sizes:
@@ -143,15 +143,17 @@ class TensorBands:
     def find_divergence(self, run: Storage, baseline: Storage | None) -> dict[str, Any]:
         """Return the step from which a run's loss stays above the baseline's loss or above its own minimum, or null."""
         other = None if baseline is None else self._run(baseline).loss
-        return {"since": LossOutcome.of(self._run(run).loss, other).since}
+        return {"since": LossOutcome.judge_loss(self._run(run).loss, other).since}
 
     def _run(self, record: Storage) -> Run:
         """Return the run of a record without reading its metrics."""
 
         def read() -> Run:
             with capture_warnings():
-                metrics = Metrics.of(pl.DataFrame(schema=SCHEMAS["metrics"]))
-                return Run(str(record), {}, metrics, LossCurve.of(read_table(record, "steps", ["step", "loss"])))
+                metrics = Metrics.from_rows(pl.DataFrame(schema=SCHEMAS["metrics"]))
+                return Run(
+                    str(record), {}, metrics, LossCurve.from_steps_table(read_table(record, "steps", ["step", "loss"]))
+                )
 
         return self._runs.get((str(record), self._parts.index(record).version), read)
 
@@ -170,10 +172,10 @@ class TensorBands:
         others = match_from_output(*layers)
 
         def beside(_: pl.DataFrame) -> pl.DataFrame:
-            onsets = list_onsets(self._grid(baseline, (others[layer], role)), grid)
+            onsets = find_unfiltered_onsets(self._grid(baseline, (others[layer], role)), grid)
             return onsets.with_columns(layer=pl.lit(layer))
 
-        return _told(found, select_counted(found.onsets, others, beside))
+        return _told(found, select_despite_depth(found.onsets, others, beside))
 
     def _grid(self, run: Storage, key: tuple[str, str], only_quantized: bool = False) -> Grid:
         """Return the grid of a tensor over the samples that `compare` uses."""
@@ -183,9 +185,9 @@ class TensorBands:
             if only_quantized and (judged := self._steps_quantized(run, index)) is not None:
                 rows, steps = rows.filter(pl.col("scale_source").is_in([ENGINE, MIXED])), judged
             steps = steps[~np.isin(steps, self._run(run).loss_scale_skips.to_numpy())]
-            return Metrics.of(rows.filter(pl.col("step").is_in(steps))).grid.extend_steps(steps)
+            return Metrics.from_rows(rows.filter(pl.col("step").is_in(steps))).grid.extend_steps(steps)
 
-        return self._parts.read_settled(run, read)
+        return self._parts.read_with_retry(run, read)
 
     def _rows(self, run: Storage, index: RecordIndex, key: tuple[str, str]) -> pl.DataFrame:
         """Return the rows of a tensor. Do not keep rows of other tensors in memory."""
@@ -197,7 +199,7 @@ class TensorBands:
             read = partial(self._read_rows, run, part, rows, layout.is_wide)
             return self._parts.read_unless_damaged(run, part, "band", read) if rows else None
 
-        tables = [pl.DataFrame(table) for table in run_ahead(of_part, list(index.steps_by_part)) if table is not None]
+        tables = [pl.DataFrame(table) for table in map_in_threads(of_part, list(index.steps_by_part)) if table is not None]
         if not tables:
             raise refuse_tensor(run, *key)
         rows = pl.concat([table.with_columns(pl.col("scale_source").cast(pl.String)) for table in tables])
@@ -241,7 +243,7 @@ class TensorBands:
             found = (self._parts.find_layout(run, part) for part in index.steps_by_part)
             return {key for tensors in {layout.tensors for layout in found if layout} for key in tensors}
 
-        return self._parts.read_settled(run, read)
+        return self._parts.read_with_retry(run, read)
 
 
 def _not_judged(why: str) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from ...analysis.comparison.onset import (
     running_median,
 )
 from ...analysis.formatting import make_jsonable
-from ...core.threads import run_ahead
+from ...core.threads import map_in_threads
 from ...record.schema import Part
 from ...record.storage import Storage
 from ..cache import Cache
@@ -31,8 +31,8 @@ from .part_matrices import (
     RecordIndex,
     Tensors,
     compute_values,
-    find_tried,
     list_columns,
+    mark_what_if_rows,
     read_numbers,
 )
 
@@ -54,7 +54,7 @@ class Extent:
     counts: Array
 
     @classmethod
-    def of(cls, values: Array) -> Extent:
+    def measure_extent(cls, values: Array) -> Extent:
         """Return the range and the counts of the finite values."""
         found = values[np.isfinite(values)]
         low, high = float(found.min(initial=np.inf)), float(found.max(initial=-np.inf))
@@ -82,7 +82,7 @@ class Extent:
 def merge_extents(extents: Sequence[Extent]) -> Extent:
     """Merge several ranges into one that covers all their values, and add up the counts."""
     if not extents:
-        return Extent.of(np.empty(0))
+        return Extent.measure_extent(np.empty(0))
     values, place = np.unique(np.concatenate([e.values for e in extents]), return_inverse=True)
     counts = np.bincount(place, np.concatenate([e.counts for e in extents]), len(values)).astype(np.int64)
     lows, highs, positives = zip(*((e.low, e.high, e.positive) for e in extents), strict=True)
@@ -151,7 +151,7 @@ class Extents:
                 }
             )
 
-        return self._parts.read_settled(run, read)
+        return self._parts.read_with_retry(run, read)
 
     def _of_parts(self, run: Storage, index: RecordIndex, metric: str, wanted: Callable[[int], bool]) -> list[Extent]:
         """Return the range and counts of each part over its wanted steps."""
@@ -171,8 +171,8 @@ class Extents:
             others = [*(() if whole else ("step",)), *(("scale_source",) if is_mixed else ())]
             rows = parts.columns(run, part, *list_columns(parts.table, name), *others)
             values = compute_values(rows, parts.table, name)
-            values = np.where(find_tried(rows), np.nan, values) if is_mixed else values
-            return Extent.of(values if whole else values[np.isin(read_numbers(rows["step"]), steps)])
+            values = np.where(mark_what_if_rows(rows), np.nan, values) if is_mixed else values
+            return Extent.measure_extent(values if whole else values[np.isin(read_numbers(rows["step"]), steps)])
 
         return self._known.get((str(run), part.path, name, tuple(steps)), make)
 
@@ -184,7 +184,7 @@ _LEAST = {"sqnr_db": 10 * np.log10(1.5), "cosine": 0.01, "dynamic_range_log2": 3
 _CELLS, _BLOCK = 1 << 27, 128
 
 
-def pack_spread(parts: PartMatrices, run: Storage, metric: str) -> bytes:
+def pack_rise_thresholds(parts: PartMatrices, run: Storage, metric: str) -> bytes:
     """Return how much a metric must rise or fall to count, for each tensor of this run.
 
     Returns:
@@ -203,7 +203,7 @@ def pack_spread(parts: PartMatrices, run: Storage, metric: str) -> bytes:
             some = slice(first, first + at_once)
             values = _values(parts, run, index, layouts, metric, tensors[some])
             blocks = [slice(begin, begin + _BLOCK) for begin in range(0, values.shape[1], _BLOCK)]
-            least[:, some] = np.concatenate(list(run_ahead(partial(_least, values, rise, fall), blocks)), axis=1)
+            least[:, some] = np.concatenate(list(map_in_threads(partial(_least, values, rise, fall), blocks)), axis=1)
         if rise.least_values:
             least[0] = np.maximum(least[0], compute_size_threshold(rise, _sizes(parts, run, index, tensors)))
         if not fall:
@@ -211,7 +211,7 @@ def pack_spread(parts: PartMatrices, run: Storage, metric: str) -> bytes:
         header = {"log2": rise.log2, "floor": rise.floor if rise.log2 else 0.0, "least": rise.least}
         return pack_table({**header, **describe_tensors(tensors)}, least)
 
-    return parts.read_settled(run, read)
+    return parts.read_with_retry(run, read)
 
 
 def _least(values: Array, rise: OnsetCriterion, fall: OnsetCriterion | None, some: slice) -> Array:
@@ -255,7 +255,7 @@ def _values(
         found = parts.find_metric(run, part, layout, metric)[np.searchsorted(layout.steps, mine)]
         values[np.ix_(np.searchsorted(index.steps, mine), here)] = found[:, columns]
 
-    deque(run_ahead(fill, list(layouts)), 0)
+    deque(map_in_threads(fill, list(layouts)), 0)
     return values
 
 

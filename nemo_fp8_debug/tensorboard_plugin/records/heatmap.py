@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from ...analysis.comparison.drift import read_depth, read_kind
-from ...core.threads import run_ahead
+from ...core.threads import map_in_threads
 from ...record.schema import Part
 from ...record.storage import Storage
 from ..web import BadParameter
@@ -73,7 +73,7 @@ def pack_frames(parts: PartMatrices, run: Storage, metric: str, first: int, last
                 values[np.ix_(mine, [column[key] for key in layout.tensors])] = found
         return pack_table({"steps": steps, **describe_tensors(tuple(tensors))}, values)
 
-    return parts.read_settled(run, read)
+    return parts.read_with_retry(run, read)
 
 
 def pack_table(header: dict[str, Any], values: Any) -> bytes:
@@ -128,7 +128,7 @@ def pack_heatmap(parts: PartMatrices, run: Storage, metric: str, first: int | No
             values = values if len(rows) == len(values) else values[rows]
             return at, _worst_of(metric, values, starts)
 
-        for layout, (at, found) in zip(layouts.values(), run_ahead(of_part, list(layouts)), strict=True):
+        for layout, (at, found) in zip(layouts.values(), map_in_threads(of_part, list(layouts)), strict=True):
             there = np.ix_(at, places[layout.tensors])
             worst[there] = _worse(metric, worst[there], found)
         header = {
@@ -142,7 +142,7 @@ def pack_heatmap(parts: PartMatrices, run: Storage, metric: str, first: int | No
         with np.errstate(over="ignore"):
             return pack_table({**header, **describe_tensors(tensors)}, np.ascontiguousarray(worst.T.astype("<f4")))
 
-    return parts.read_settled(run, read)
+    return parts.read_with_retry(run, read)
 
 
 def find_warm_up_end(index: RecordIndex) -> int | None:

@@ -15,7 +15,7 @@ from ...core.threads import run_in_background
 from ...errors import ConfigError
 from ...record.schema import parse_attempt
 from ...record.storage import TABLES, Storage, find_link_out, is_link_out, join_path
-from ..web import NotThere, quote_text
+from ..web import NotFoundError, quote_text
 
 #: name of the folder in which a callback puts its record; names of runs leave out this folder
 _USUAL = "fp8_debug"
@@ -77,19 +77,19 @@ class Logdir:
 
     def find_records(self) -> FoundRecords:
         """Return the known records. Search again after some seconds, and wait a little for the first search."""
-        self.look()
+        self.start_search()
         self._done.wait(max(0.0, self._begun + _FIRST - time.monotonic()))
         return self._found
 
     def has_records(self, wait: float) -> bool:
         """Return True if a record is known. Wait up to `wait` seconds for the first record."""
-        self.look()
+        self.start_search()
         self._some.wait(wait)
         return bool(self._found.records)
 
     def await_all(self) -> None:
         """Wait until all roots have been searched once."""
-        self.look()
+        self.start_search()
         self._done.wait()
 
     def record(self, name: str) -> Storage:
@@ -101,12 +101,12 @@ class Logdir:
         records = self.find_records().records
         if name not in records:
             some = ", ".join(quote_text(known) for known in list(records)[:3]) or "none yet"
-            raise NotThere(f"There is no run {quote_text(name)} below the logdir. Runs found so far: {some}.")
+            raise NotFoundError(f"There is no run {quote_text(name)} below the logdir. Runs found so far: {some}.")
         if _was_swapped(records[name]):
-            raise NotThere(f"A link has replaced the folder of run {quote_text(name)}; put the folder back.")
+            raise NotFoundError(f"A link has replaced the folder of run {quote_text(name)}; put the folder back.")
         return records[name]
 
-    def look(self) -> None:
+    def start_search(self) -> None:
         """Begin to search for records in the background, if the last search is some seconds old."""
         with self._lock:
             if not self._is_looking and time.monotonic() >= self._next:

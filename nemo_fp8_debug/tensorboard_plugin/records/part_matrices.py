@@ -26,7 +26,7 @@ from ...record.scan import TableIndex, read_new_names
 from ...record.schema import SCHEMAS, Part, parse_attempt
 from ...record.storage import Storage
 from ..cache import Cache
-from ..web import NotReadable
+from ..web import UnreadableRecordError
 
 Array = npt.NDArray[Any]
 #: keys are the distinct layers, in order
@@ -85,7 +85,7 @@ class Layout:
         row = at * len(self.tensors) + tensor if self.rows is None else int(self.rows[at, tensor])
         return None if row < 0 else row
 
-    def spread(self, values: Array, absent: float) -> Array:
+    def arrange_values(self, values: Array, absent: float) -> Array:
         """Arrange values of rows, [rows], as [S, T], with `absent` for missing rows."""
         if self.rows is None:
             return values.reshape(len(self.steps), len(self.tensors))
@@ -132,7 +132,7 @@ def compute_values(rows: pa.Table, table: str, metric: str) -> Array:
     return np.where(np.isnan(values).all(axis=0), np.nan, np.nansum(values, axis=0))
 
 
-def find_tried(rows: pa.Table) -> Array:
+def mark_what_if_rows(rows: pa.Table) -> Array:
     """Return which rows belong to what-if recipes, bool [rows]."""
     codes, known = encode_texts(rows["scale_source"])
     return codes == known.index(WHAT_IF) if WHAT_IF in known else np.zeros(len(codes), bool)
@@ -231,16 +231,18 @@ class PartMatrices:
                     return known
                 found = TableIndex.read(run, self.table, partial(self._outline, run), listed[self.table])
         except Exception as error:  # drivers of remote file systems raise errors of their own
-            raise NotReadable(f"{run} cannot be listed ({type(error).__name__}: {error}); look at the folder.") from None
+            raise UnreadableRecordError(
+                f"{run} cannot be listed ({type(error).__name__}: {error}); look at the folder."
+            ) from None
         damaged = {path: _why(path, reason) for path, reason in found.damaged.items()}
         return RecordIndex(found.steps, found.owner, damaged, version, listed, heard)
 
     def warm(self, run: Storage) -> None:
         """Read the steps of a record in advance."""
-        with contextlib.suppress(NotReadable):
+        with contextlib.suppress(UnreadableRecordError):
             self.index(run)
 
-    def glance(self, run: Storage) -> RecordIndex:
+    def read_known_index(self, run: Storage) -> RecordIndex:
         """Return the known index of a record. If there is none, make an index from the names of parts, with only their first
         and last steps.
         """
@@ -268,7 +270,7 @@ class PartMatrices:
             steps = np.array([stretch.step for stretch in outline.stretches], np.int64)
             digests = {stretch.digest: stretch.rows for stretch in outline.stretches}
             rows = None if self.table == "metrics" else self.columns(run, part, "scale_source")
-            tried = None if rows is None or not (found := find_tried(rows)).any() else found
+            tried = None if rows is None or not (found := mark_what_if_rows(rows)).any() else found
             if tried is None and len(digests) == 1 and (np.diff(steps) > 0).all():
                 ((digest, count),) = digests.items()
                 tensors = self._tensors.get(digest, lambda: self._names(run, part, outline)[digest])
@@ -293,7 +295,7 @@ class PartMatrices:
 
         def make() -> Array:
             rows = self.columns(run, part, *list_columns(self.table, name))
-            return self.layout(run, part).spread(compute_values(rows, self.table, name), np.nan)
+            return self.layout(run, part).arrange_values(compute_values(rows, self.table, name), np.nan)
 
         return self._metrics.get((str(run), part.path, name), make)
 
@@ -316,7 +318,7 @@ class PartMatrices:
         key = str(run), part.path, what
         try:
             found = read()
-        except NotReadable as error:
+        except UnreadableRecordError as error:
             self._harmed[key] = str(error)
             return None
         self._harmed.pop(key, None)
@@ -340,11 +342,11 @@ class PartMatrices:
 
         def make() -> CodedTexts:
             codes, known = encode_texts(self.columns(run, part, name)[name])
-            return CodedTexts(self.layout(run, part).spread((codes + 1).astype(np.uint16), 0), [None, *known])
+            return CodedTexts(self.layout(run, part).arrange_values((codes + 1).astype(np.uint16), 0), [None, *known])
 
         return self._texts.get((str(run), part.path, name), make)
 
-    def read_settled(self, run: Storage, read: Callable[[RecordIndex], T]) -> T:
+    def read_with_retry(self, run: Storage, read: Callable[[RecordIndex], T]) -> T:
         """Return the result of `read` for a record. If parts were merged meanwhile, read again.
 
         Raises:
@@ -355,7 +357,7 @@ class PartMatrices:
                 return read(self.index(run))
             except PartGoneError:
                 self._indexes.get(str(run), _KnownIndex).looked = 0.0
-        raise NotReadable(f"{run} changes too fast to be read; try again.")
+        raise UnreadableRecordError(f"{run} changes too fast to be read; try again.")
 
 
 @contextlib.contextmanager
@@ -368,7 +370,7 @@ def report_damage(part: Part) -> Iterator[None]:
     try:
         yield
     except PartDamagedError as error:
-        raise NotReadable(_why(part.path, str(error))) from None
+        raise UnreadableRecordError(_why(part.path, str(error))) from None
 
 
 def _why(path: str, reason: str) -> str:

@@ -38,7 +38,7 @@ def describe_run(parts: PartMatrices, run: Storage) -> dict[str, Any]:
             "notes": list_notes(parts, run, index),
         }
 
-    return parts.read_settled(run, read)
+    return parts.read_with_retry(run, read)
 
 
 def read_other_recipes(parts: PartMatrices, run: Storage, step: int) -> dict[str, Any]:
@@ -57,7 +57,7 @@ def read_other_recipes(parts: PartMatrices, run: Storage, step: int) -> dict[str
         rows = rows.unique(["layer", "role", "recipe"], keep="first", maintain_order=True)
         return {"step": at, "rows": tabulate_rows(rows)}
 
-    return parts.read_settled(run, read)
+    return parts.read_with_retry(run, read)
 
 
 def tabulate_rows(rows: pl.DataFrame) -> dict[str, Any]:
@@ -135,7 +135,7 @@ def _spikes(table: pl.DataFrame) -> list[int]:
     """Return the steps at which the loss jumps up or is not finite. If there are many, return those with the highest
     losses.
     """
-    curve = LossCurve.of(table)
+    curve = LossCurve.from_steps_table(table)
     if not len(curve.steps):
         return []
     before = pl.Series(curve.losses).fill_nan(None).shift(1).rolling_min(_BEFORE, min_samples=1).to_numpy().copy()

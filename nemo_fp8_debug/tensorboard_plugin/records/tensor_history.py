@@ -11,14 +11,14 @@ import polars as pl
 import pyarrow as pa
 
 from ...analysis.formatting import make_jsonable
-from ...core.threads import run_ahead
+from ...core.threads import map_in_threads
 from ...errors import capture_warnings
 from ...record.dump_names import dumped_files, make_tensor_name
 from ...record.outline import Outline
-from ...record.parts import KEYS, may_have, read_columns, read_whole_rows
+from ...record.parts import KEYS, is_candidate_part, read_columns, read_whole_rows
 from ...record.schema import Part
 from ...record.storage import Storage
-from ..web import NotThere, list_numbers, quote_text
+from ..web import NotFoundError, list_numbers, quote_text
 from . import metadata
 from .part_matrices import Layout, PartMatrices, RecordIndex, compute_values, list_columns, report_damage
 
@@ -40,7 +40,7 @@ def read_timeline(parts: PartMatrices, run: Storage, layer: str, role: str, metr
         so_far = TextsSoFar()
         of_part = partial(_of_part, parts, run, index, (layer, role), metrics, so_far)
         columns: dict[str, list[Any]] = {name: [] for name in ("step", *metrics, *TEXTS)}
-        for found in run_ahead(of_part, list(index.steps_by_part)):
+        for found in map_in_threads(of_part, list(index.steps_by_part)):
             for name, values in found.items():
                 columns[name] += values
         if not columns["step"]:
@@ -50,7 +50,7 @@ def read_timeline(parts: PartMatrices, run: Storage, layer: str, role: str, metr
         texts = {name: so_far.resolved(told[name]) for name in TEXTS}
         return {"step": told["step"], "metrics": {name: told[name] for name in metrics}, **texts}
 
-    return parts.read_settled(run, read)
+    return parts.read_with_retry(run, read)
 
 
 def _of_part(
@@ -113,7 +113,7 @@ class TextsSoFar:
     def _keys(self, outline: Outline, name: str, places: Sequence[int]) -> list[Key]:
         """Return the key of each row, or no keys if the footer has no digests."""
         patterns = outline.patterns.get(name)
-        return [(name, patterns[stretch], row) for stretch, row in map(outline.find, places)] if patterns else []
+        return [(name, patterns[stretch], row) for stretch, row in map(outline.locate_row, places)] if patterns else []
 
 
 def _of_rows(
@@ -163,9 +163,9 @@ _OF_HISTOGRAM = ("recipe", "format", "dtype", "rounded", "scale", "bins", "count
 _METRICS_AT_ONCE, _HISTOGRAMS_AT_ONCE = 1 << 13, 32
 
 
-def refuse_tensor(run: Storage, layer: str, role: str) -> NotThere:
+def refuse_tensor(run: Storage, layer: str, role: str) -> NotFoundError:
     """Return the error for a request for a tensor that is not in the record."""
-    return NotThere(f"The record at {run} has no metrics of {role} of {quote_text(layer)}; choose a tensor of its map.")
+    return NotFoundError(f"The record at {run} has no metrics of {role} of {quote_text(layer)}; choose a tensor of its map.")
 
 
 def find_nearest_step(run: Storage, index: RecordIndex, step: int) -> int:
@@ -175,7 +175,7 @@ def find_nearest_step(run: Storage, index: RecordIndex, step: int) -> int:
         NotThere: no step was sampled.
     """
     if not len(index.steps):
-        raise NotThere(f"The record at {run} has no sampled step yet; wait for the first one.")
+        raise NotFoundError(f"The record at {run} has no sampled step yet; wait for the first one.")
     return index.nearest(step)
 
 
@@ -196,18 +196,18 @@ def read_histograms(parts: PartMatrices, run: Storage, layer: str, role: str, st
             recorded = read_whole_rows(run, parts.table, part, [row], _METRICS_AT_ONCE)[0]
         rows = _histograms(run, metadata.TABLES[parts.table], index, part.attempt, at, layer, role)
         if not rows:
-            raise NotThere(_why_no_histogram(run, layer, role, at, index))
+            raise NotFoundError(_why_no_histogram(run, layer, role, at, index))
         told = [{name: make_jsonable(row[name]) for name in _OF_HISTOGRAM} for row in rows]
         return {"step": at, "rows": told, "recorded": make_jsonable(recorded)}
 
-    return parts.read_settled(run, read)
+    return parts.read_with_retry(run, read)
 
 
 def _histograms(
     run: Storage, table: str, index: RecordIndex, attempt: int, step: int, layer: str, role: str
 ) -> list[dict[str, Any]]:
     for part in index.listed[table]:
-        if part.attempt != attempt or not may_have(table, part, step):
+        if part.attempt != attempt or not is_candidate_part(table, part, step):
             continue
         with report_damage(part):
             names = pl.DataFrame(pl.from_arrow(read_columns(run, table, part, KEYS)[0])).with_row_index("row")

@@ -137,14 +137,14 @@ class StoredRun(Run):
         return pl.DataFrame(schema=SCHEMAS[name])
 
     @property
-    def others(self) -> pl.DataFrame:  # type: ignore[override]
+    def unused_recipe_metrics(self) -> pl.DataFrame:  # type: ignore[override]
         return pl.DataFrame(schema=SCHEMAS["what_if"])
 
     def until(self, step: int) -> StoredRun:
         """What it was before a step."""
         steps = self.table_of_steps.filter(pl.col("step") < step)
         metrics = self.metrics.select_steps(self.metrics.steps[self.metrics.steps < step])
-        return replace(self, metrics=metrics, loss=LossCurve.of(steps), table_of_steps=steps)
+        return replace(self, metrics=metrics, loss=LossCurve.from_steps_table(steps), table_of_steps=steps)
 
 
 def read_run(told: Mapping[str, Any], interval: int = 5) -> StoredRun:
@@ -164,7 +164,11 @@ def read_run(told: Mapping[str, Any], interval: int = 5) -> StoredRun:
     fingerprint["sampled"] = fingerprint.get("sampled", {}) | {"interval": interval}
     name = f"{told['part']}/{told['name']}"
     return StoredRun(
-        path=name, fingerprint=fingerprint, metrics=Metrics.of(metrics), loss=LossCurve.of(steps), table_of_steps=steps
+        path=name,
+        fingerprint=fingerprint,
+        metrics=Metrics.from_rows(metrics),
+        loss=LossCurve.from_steps_table(steps),
+        table_of_steps=steps,
     )
 
 

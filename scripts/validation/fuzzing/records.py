@@ -49,11 +49,13 @@ def rewritten(path: Path, change: Callable[[pa.Table], pa.Table]) -> Path:
     Args:
         path: of a part; its file goes.
     """
-    part = Part.named(path.parent.name, path.name)
+    part = Part.parse_part_name(path.parent.name, path.name)
     assert part is not None
     content, checksum = parquet.encode(change(pq.read_table(path)))
     path.unlink()
-    new = path.with_name(Part.of(part.folder, part.attempt, part.first, part.last if part.merged else None, checksum).name)
+    new = path.with_name(
+        Part.from_steps(part.folder, part.attempt, part.first, part.last if part.merged else None, checksum).name
+    )
     new.write_bytes(content)
     return new
 

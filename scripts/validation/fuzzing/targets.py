@@ -51,7 +51,7 @@ def seeds(name: str) -> list[bytes]:
 def _control(content: bytes, folder: Path) -> None:
     with expect(ConfigError):
         control = Control.parse(content.decode(errors="replace"))
-        assert Control.of_plain(json.loads(json.dumps(control.plain))) == control
+        assert Control.from_plain_values(json.loads(json.dumps(control.plain_values))) == control
         control.in_words()
 
 

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import torch
 
-from nemo_fp8_debug.kernels import _kernel_on, count_histogram, count_into, moments, quantization_sums, torch_fallback
+from nemo_fp8_debug.kernels import _kernel_on, add_to_histogram, count_histogram, moments, quantization_sums, torch_fallback
 from nemo_fp8_debug.numerics.block_scaling import BlockRule, quantization_sums_in_blocks
 from nemo_fp8_debug.numerics.formats import E4M3, FloatFormat
 from nemo_fp8_debug.numerics.histogram import BINS, Histogram, infinity_bin
@@ -86,7 +86,7 @@ class Device:
         return measure(RAN, "the kernel" if used else "plain torch operations", limit="the kernel", kept=used)
 
     def count(self, into: Histogram, x: torch.Tensor) -> None:
-        count_into(into, x)
+        add_to_histogram(into, x)
 
     def block_sums(self, x: torch.Tensor, rule: BlockRule, role: str, fmt: FloatFormat, counted: Histogram) -> SumsFound:
         return quantization_sums(x, rule, role, fmt, counted)

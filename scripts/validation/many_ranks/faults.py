@@ -77,7 +77,7 @@ class Run:
 
     def _train(self, rank: int, first: int, lie: str | None) -> dict[str, Any]:
         run, plain, board = Training(rank, lie), Training(rank, lie), self._board
-        monitors.Waits = UntilTheEnd  # type: ignore[misc]
+        monitors.WaitTimes = UntilTheEnd  # type: ignore[misc]
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             options: dict[str, Any] = {"interval": INTERVAL, "on_error": "warn", "table_rows": 0}

@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 
 from nemo_fp8_debug import Monitor
-from nemo_fp8_debug.core.waits import Waits
+from nemo_fp8_debug.core.waits import WaitTimes
 from nemo_fp8_debug.monitor import monitor
 from nemo_fp8_debug.record.reader import find_run, read_table
 
@@ -44,7 +44,7 @@ LIMIT_MS = 50.0
 ROUNDING = 1e-9
 
 
-class Scheduled(Waits):
+class Scheduled(WaitTimes):
     """Notes beside each wait what the scheduler made of it."""
 
     def __init__(self) -> None:
@@ -108,7 +108,7 @@ def train(training: DataParallel, steps: int, folder: Path | None) -> dict[int, 
         for step in range(steps):
             training.step(step)
         return {}
-    monitor.Waits = Scheduled  # type: ignore[misc]
+    monitor.WaitTimes = Scheduled  # type: ignore[misc]
     watching = Monitor(training.model, folder, interval=INTERVAL, table_rows=0, what_if=["current-e4m3", "delayed"])
     waits = watching._waits
     assert isinstance(waits, Scheduled)

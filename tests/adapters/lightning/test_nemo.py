@@ -16,12 +16,12 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from nemo_fp8_debug.analysis.checkpoint.audit import audit
 from nemo_fp8_debug.analysis.recommendation.recommend import BF16Ends
-from nemo_fp8_debug.analysis.recommendation.snippets.megatron import make_run_wide
+from nemo_fp8_debug.analysis.recommendation.snippets.megatron import make_global_options
 from nemo_fp8_debug.analysis.replay.replay import replay
 from nemo_fp8_debug.record.reader import find_run, read_fingerprint, read_table
 
 FIX = recommendation(run(), {("decoder.layers.4.mlp.linear_fc2", "input"): CURRENT}, BF16Ends(1, 0, 8, None))
-SNIPPET = make_run_wide(FIX)
+SNIPPET = make_global_options(FIX)
 
 
 @pytest.fixture(scope="module")

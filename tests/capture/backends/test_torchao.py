@@ -62,7 +62,7 @@ def test_codes_and_scales_of_every_product_are_torchaos(name: str, dtype: torch.
         use = find_cast(model[0], role)
         assert use.source == ("engine" if (OWN[role], role) in theirs else "not quantized")
         for product in products:
-            cast = use.in_product(product)
+            cast = use.select_product_cast(product)
             assert (cast is not None) == ((product, role) in theirs)
             if cast is not None:
                 turn = (product, role) in (("dgrad", "weight"), ("wgrad", "grad_output"), ("wgrad", "input"))

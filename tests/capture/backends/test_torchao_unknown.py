@@ -93,13 +93,13 @@ def test_a_run_with_an_unknown_field_warns_once_and_is_labeled_unknown(recwarn: 
 
 def test_a_release_that_casts_otherwise_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its configuration may be the same; torchao's epsilon stands for its arithmetic."""
-    from nemo_fp8_debug.capture.backends.torchao.trial import find_difference
+    from nemo_fp8_debug.capture.backends.torchao.trial import find_cast_difference
 
     module = layer_of("tensorwise", operands(5, 16, 32, torch.bfloat16))[0]
     monkeypatch.setattr("torchao.float8.float8_utils.EPS", 1.0)
-    find_difference.cache_clear()
+    find_cast_difference.cache_clear()
     with pytest.raises(UnknownCast, match=r"unsupported torchao version: .*scales of CurrentScaling"):
         find_cast(module, "input")
-    find_difference.cache_clear()
+    find_cast_difference.cache_clear()
     monkeypatch.undo()
     assert find_cast(module, "input").source == "engine"

@@ -206,4 +206,4 @@ def test_readers_show_the_operands_of_attention(tmp_path: Path) -> None:
     train(RECIPES["delayed"], tmp_path / "b", steps=6)
     compared = compare(tmp_path / "b", tmp_path / "a")
     assert summarize(compared) and diagnose(tmp_path / "b", tmp_path / "a").verdict() and diagnose(tmp_path / "b").verdict()
-    assert "dP" in set(find_onsets(*(Metrics.of(read_table(tmp_path / name, "metrics")) for name in "ab"))["tensor"])
+    assert "dP" in set(find_onsets(*(Metrics.from_rows(read_table(tmp_path / name, "metrics")) for name in "ab"))["tensor"])

@@ -24,7 +24,7 @@ from transformer_engine.pytorch.tensor.nvfp4_tensor import NVFP4Quantizer
 from nemo_fp8_debug import FP8DebugWarning
 from nemo_fp8_debug.capture.backends.base import UnknownCast
 from nemo_fp8_debug.capture.backends.transformer_engine.quantizers import make_cast
-from nemo_fp8_debug.capture.operator_mode import with_shared_amax
+from nemo_fp8_debug.capture.operator_mode import apply_shared_amax
 from nemo_fp8_debug.record.reader import read_table
 
 OPTIONS = {"params_dtype": torch.bfloat16, "bias": False}
@@ -226,11 +226,11 @@ def test_quantizers_are_read_or_refused(quantizer: Any, role: str, recipe: str) 
 def test_an_amax_that_ranks_share_is_unknown_unless_their_reduction_was_seen() -> None:
     group, other = SimpleNamespace(size=lambda: 2), SimpleNamespace(size=lambda: 3)
     use = make_cast(current(with_amax_reduction=True, amax_reduction_group=group), None, "input")
-    seen = with_shared_amax(use, [(other, torch.tensor([1.0])), (group, torch.tensor([7.0])), (group, torch.tensor([2.0]))])
+    seen = apply_shared_amax(use, [(other, torch.tensor([1.0])), (group, torch.tensor([7.0])), (group, torch.tensor([2.0]))])
     assert (seen.source, float(seen.scale), seen.amax_group) == ("engine", 64.0, None)
     for reduced in ([], [(other, torch.tensor([1.0]))]):
         with pytest.raises(UnknownCast, match="ranks share its amax"):
-            with_shared_amax(use, reduced)
+            apply_shared_amax(use, reduced)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

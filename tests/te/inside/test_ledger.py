@@ -25,7 +25,10 @@ def test_linear_layers_and_attention() -> None:
         "core (scores)": ("unknown", None),
         "*": ("unknown", None),
     }
-    assert set(ledger.compact()["partly_observed"]) == {"operands not observed: grad_output", "operands not observed: input"}
+    assert set(ledger.summarize_coverage()["partly_observed"]) == {
+        "operands not observed: grad_output",
+        "operands not observed: input",
+    }
 
 
 def test_experts_of_a_grouped_linear_without_a_router() -> None:

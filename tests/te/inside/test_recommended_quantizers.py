@@ -230,7 +230,7 @@ def test_quantizers_of_all_others_are_transformer_engines_own(runs: dict[str, Ru
     fmt = {role: "e5m2" if "hybrid" in name and role == "grad_output" else "e4m3" for role in SHOWN.values()}
     rows = metrics.with_columns(metrics["role"].replace_strict(fmt).alias("format"))
 
-    changed = replace(runs["current"], metrics=Metrics.of(rows.with_columns(recipe=pl.lit(name))))
+    changed = replace(runs["current"], metrics=Metrics.from_rows(rows.with_columns(recipe=pl.lit(name))))
     module = loaded(changed, {("proj", "grad_output"): BF16})
     for mode, roles in (("forward", ("input", "weight")), ("backward", ("grad_output",))):
         asked = [QuantizerRole("linear", role, "qkv") for role in roles]

@@ -19,7 +19,7 @@ from ...runs.grid import Floats, Ints
 from ...runs.metrics import Metrics
 from ...runs.run import Run
 from ...runs.source import Bools
-from ..facts import Facts, Records, fact
+from ..facts import Facts, Records, define_fact
 from ..finding import Finding
 from ..rule import rule
 
@@ -37,7 +37,7 @@ class Factors(NamedTuple):
     baseline: pl.DataFrame | None
 
 
-@fact
+@define_fact
 def gradient_factors(records: Records) -> Factors:
     """Return the factors at steps around which the loss scale is constant. If the scale changes, frameworks may report the
     change a step early or late.
@@ -164,7 +164,7 @@ def _factor(strength: str, evidence: str, since: int, advice: str) -> Finding:
     return Finding("gradient factor", "multiplier", strength, evidence, since=since, advice=advice, is_exact=True)
 
 
-@fact
+@define_fact
 def sizes_against_baseline(records: Records) -> pl.DataFrame:
     """Return layer, role and bits: log2 of the ratio of the run's median amax to the baseline's median amax in early
     samples.
@@ -207,7 +207,7 @@ class GradientNorms:
     common_scale: float | None
 
 
-@fact
+@define_fact
 def gradient_norms(records: Records) -> GradientNorms:
     """Return the gradient norms of run and baseline, and the sizes of dY in the run's samples."""
     run, baseline = records.run, records.baseline

@@ -10,8 +10,8 @@ import polars as pl
 
 from ....core.text import format_number
 from ... import thresholds
-from ...runs.settings import read_rates
-from ..facts import Facts, Records, fact
+from ...runs.settings import read_learning_rates
+from ..facts import Facts, Records, define_fact
 from ..finding import Finding
 from ..rule import rule
 
@@ -23,10 +23,10 @@ class LearningRates(NamedTuple):
     baseline: pl.DataFrame | None
 
 
-@fact
+@define_fact
 def learning_rates(records: Records) -> LearningRates:
     """Return positive learning rates by step."""
-    mine, theirs = (None if each is None else read_rates(each.steps) for each in (records.run, records.baseline))
+    mine, theirs = (None if each is None else read_learning_rates(each.steps) for each in (records.run, records.baseline))
     assert mine is not None
     return LearningRates(mine, theirs)
 

@@ -13,7 +13,7 @@ from ... import thresholds
 from ...loss.curve import LossCurve
 from ...loss.outcome import OF_RANGE
 from ...runs.run import Run
-from ..facts import Facts, Records, fact
+from ..facts import Facts, Records, define_fact
 from ..finding import Finding
 from ..rule import rule
 
@@ -25,12 +25,12 @@ def find_reference(facts: Facts) -> Iterator[Finding]:
     Example: the learning rate breaks both the run and the BF16 run.
     """
     other = facts.loss.reference_outcome
-    if other is None or facts.loss.harmful_since is None:
+    if other is None or facts.loss.harm_onset_step is None:
         return
-    if other.harmful_since is not None or facts.loss.differs_from_reference is False:
+    if other.harm_onset_step is not None or facts.loss.differs_from_reference is False:
         evidence = "the reference run in higher precision does the same"
         advice = "Look at learning rate, data, kernels and communication."
-        yield Finding("reference", "software", "clear", evidence, since=other.harmful_since, advice=advice, is_exact=True)
+        yield Finding("reference", "software", "clear", evidence, since=other.harm_onset_step, advice=advice, is_exact=True)
 
 
 @rule("level", ("software",), (), event="loss")
@@ -40,9 +40,9 @@ def find_level(facts: Facts) -> Iterator[Finding]:
     Example: labels are shifted by one from step 83 on, so the loss goes up by 281%.
     """
     loss = facts.loss.run
-    if facts.paired or facts.loss.is_negative_from_zero or loss.stepped_up is None:
+    if facts.paired or facts.loss.is_negative_from_zero or loss.level_shift is None:
         return
-    step, percent = loss.stepped_up
+    step, percent = loss.level_shift
     if not _is_abrupt(loss, step):
         return
     scale = loss.measure_base_before(step)
@@ -65,7 +65,7 @@ def _is_abrupt(loss: LossCurve, step: int) -> bool:
         return bool(np.nanmax(medians[few:] - medians[:-few]) >= thresholds.ABRUPT_PART * rise)
 
 
-@fact
+@define_fact
 def resumes(records: Records) -> list[int]:
     """Return the first step of each attempt except the first attempt."""
     rows = records.run.steps.select("step", "attempt").drop_nulls()
@@ -83,7 +83,7 @@ class SkippedSteps(NamedTuple):
     usual: float
 
 
-@fact
+@define_fact
 def skipped_steps(records: Records) -> SkippedSteps:
     """Return the steps that the optimizer skipped, as reported by the framework."""
     usual = None if records.baseline is None else _flags(records.baseline)["skipped"].mean()
@@ -98,7 +98,7 @@ def find_skipped(facts: Facts) -> Iterator[Finding]:
     """
     flags, usual = skipped_steps(facts)
     n = int(flags["skipped"].sum())
-    since = find_stop(flags)
+    since = find_permanent_skips(flags)
     if since is not None:
         evidence = f"the optimizer takes no step from {facts.unit} {since} on; {n} of {len(flags)} are skipped"
         yield Finding("skipped steps", "skipped", "clear", evidence, since=since, is_exact=True)
@@ -109,7 +109,7 @@ def find_skipped(facts: Facts) -> Iterator[Finding]:
         yield Finding("skipped steps", "skipped", "hint", evidence, since=int(flags.filter("skipped")["step"][0]))
 
 
-def find_stop(flags: pl.DataFrame) -> int | None:
+def find_permanent_skips(flags: pl.DataFrame) -> int | None:
     """Return the first step from which the optimizer skips all steps, or None if there is no such step.
 
     Args:

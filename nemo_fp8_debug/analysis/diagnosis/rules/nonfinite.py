@@ -12,7 +12,7 @@ from ....core.keys import ROLES, SHOWN_AS
 from ....core.table import load_modules
 from ...runs.metrics import IS_NONFINITE
 from ...runs.run import Run
-from ..facts import Facts, Records, fact, subtract_baseline_tensors
+from ..facts import Facts, Records, define_fact, subtract_baseline_tensors
 from ..finding import Finding, advise_on_nonfinite
 from ..rule import rule
 
@@ -42,7 +42,7 @@ class NonfiniteValues:
     weights_are_finite: bool
 
 
-@fact
+@define_fact
 def nonfinite_values(records: Records) -> NonfiniteValues:
     """Return the first NaN or infinity of each kind of value, without those that also occur in the baseline."""
     run, baseline = records.run, records.baseline
@@ -73,7 +73,7 @@ def find_first_nonfinite(facts: Facts) -> Iterator[Finding]:
         evidence += "; then in " + ", in ".join(f"{each.what} at {each.step}" for each in others)
     loss = facts.loss.run
     lost = loss.steps[~np.isfinite(loss.losses)]
-    if len(lost) and loss.lost_at is None and len(after := loss.steps[loss.steps > lost[-1]]):
+    if len(lost) and loss.nonfinite_from_step is None and len(after := loss.steps[loss.steps > lost[-1]]):
         evidence += f"; the loss is a number again from {after[0]} on"
     operand = next((each for each in others if each.role in ROLES), None)
     if first.layer is None and operand is not None:
@@ -112,7 +112,7 @@ def _lost_operands(run: Run) -> pl.DataFrame:
         ["nan", "inf", "nonfinite_order"],
         lambda rows: rows.filter(IS_NONFINITE).unique("tensor", keep="first", maintain_order=True),
     )
-    return run.metrics.named(operands).select("step", "layer", "role", "nonfinite_order")
+    return run.metrics.add_tensor_names(operands).select("step", "layer", "role", "nonfinite_order")
 
 
 def _of_loss(run: Run, baseline: Run | None) -> list[FirstNonfinite]:

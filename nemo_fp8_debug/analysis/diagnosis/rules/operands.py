@@ -15,16 +15,16 @@ from ....core.scale_sources import QUANTIZED
 from ....core.text import format_number
 from ....numerics.limits import MADE_UP
 from ... import thresholds
-from ...comparison.compare import Comparison, select_quantized, split_experts
+from ...comparison.compare import Comparison, select_quantized, split_off_experts
 from ...comparison.onset import IN_A_ROW, find_onsets
 from ...runs.blocks import compute_median
 from ...runs.grid import Floats, Ints
 from ...runs.metrics import IS_NONFINITE, Metrics
 from ...runs.run import Run
 from ...runs.settings import usual_casts
-from ..facts import Facts, Records, fact
+from ..facts import Facts, Records, define_fact
 from ..finding import CAUSES, Finding, advise_on_nonfinite, advise_on_producer
-from ..limits import find_over_limit, select_limited
+from ..limits import find_over_limit, select_fp8_operands
 from ..rule import rule
 from .losses import resumes
 
@@ -54,7 +54,7 @@ class Course:
     nonfinite: Floats
 
     @classmethod
-    def of(cls, metrics: pl.DataFrame, layer: str, role: str) -> Course:
+    def build_course(cls, metrics: pl.DataFrame, layer: str, role: str) -> Course:
         """Return the course of one operand.
 
         Args:
@@ -97,7 +97,7 @@ class Suspect:
     loses_later: tuple[str, float, float, int] | None = None
 
 
-@fact
+@define_fact
 def suspects(records: Records) -> list[Suspect]:
     """Return the operands out of band: first operands far out of band in order of onset, then the others."""
     if records.run.quantization != QUANTIZED:
@@ -105,7 +105,7 @@ def suspects(records: Records) -> list[Suspect]:
     return _against_baseline(records) if records.comparison is not None else _alone(records)
 
 
-@fact
+@define_fact
 def judged_samples(records: Records) -> Ints:
     """Return the steps, [S], at which operands can be checked.
 
@@ -115,7 +115,7 @@ def judged_samples(records: Records) -> Ints:
     run, baseline = records.run, records.baseline
     if baseline is None:
         covered = records.bands is not None and records.bands.is_mostly_covered
-        limited = run.quantization != QUANTIZED or not select_limited(select_quantized(run.metrics)).is_empty()
+        limited = run.quantization != QUANTIZED or not select_fp8_operands(select_quantized(run.metrics)).is_empty()
         return (
             run.metrics.steps
             if (covered or limited) and not take_beginning(run.metrics).is_empty()
@@ -178,7 +178,7 @@ def _explain(suspect: Suspect, facts: Facts) -> Finding:
             return replace(found, strength="hint", of_kind="gradients" if suspect.role in GRADIENTS and by_values else "")
     if suspect.by == "limits" and found.strength == "hint":
         found = replace(found, strength="clear")
-    lost_at = facts.loss.run.lost_at
+    lost_at = facts.loss.run.nonfinite_from_step
     if found.cause == "nonfinite" and lost_at is not None and suspect.since > lost_at:
         found = replace(found, strength="hint", may_follow_the_loss=True)
     return replace(found, of_kind="gradients" if suspect.role in GRADIENTS and by_values else "")
@@ -413,9 +413,9 @@ def _against_baseline(records: Records) -> list[Suspect]:
     named = pl.DataFrame([each[:2] for each in chosen], dict.fromkeys(_KEY, pl.String), orient="row")
     # An operand beyond the limits of healthy operands counts, unless the baseline's operand is beyond them by a similar
     # amount.
-    far = split_experts(records.beyond)[0].join(named, on=_KEY, how="anti")
+    far = split_off_experts(records.beyond)[0].join(named, on=_KEY, how="anti")
     if len(far):
-        theirs = find_over_limit(select_quantized(baseline.metrics.within(far.select(_KEY))), 0.0).rename(
+        theirs = find_over_limit(select_quantized(baseline.metrics.select_keys(far.select(_KEY))), 0.0).rename(
             {"excess": "usual"}
         )
         both = far.join(theirs.select(*_KEY, "usual"), on=_KEY, how="left", maintain_order="left")
@@ -435,8 +435,8 @@ def _alone(records: Records) -> list[Suspect]:
         out = records.bands.beyond.join(cast.tensors, on=_KEY, how="semi", maintain_order="left")
         far.append(out.select(*_KEY, "onset", "excess"))
     beyond = pl.concat(far).group_by(_KEY, maintain_order=True).agg(pl.col("onset").min(), pl.col("excess").max())
-    beyond = split_experts(beyond.sort("onset", -pl.col("excess"), maintain_order=True))[0]
-    moved = split_experts(find_onsets(usual, cast if not usual.is_empty() else usual))[0]
+    beyond = split_off_experts(beyond.sort("onset", -pl.col("excess"), maintain_order=True))[0]
+    moved = split_off_experts(find_onsets(usual, cast if not usual.is_empty() else usual))[0]
     beyond = _begin_earlier(beyond, moved, run)
     moved = moved.join(beyond, on=_KEY, how="anti", maintain_order="left")
     if records.bands is not None:
@@ -449,8 +449,8 @@ def _with_courses(
     run: Run, baseline: Run | None, chosen: Sequence[tuple[str, str, int, float, int, str]], out_of_band: pl.DataFrame
 ) -> list[Suspect]:
     keys = pl.DataFrame([each[:2] for each in chosen], dict.fromkeys(_KEY, pl.String), orient="row").unique()
-    mine = run.metrics.within(keys).frame(COURSE)
-    theirs = None if baseline is None else baseline.metrics.within(keys)
+    mine = run.metrics.select_keys(keys).frame(COURSE)
+    theirs = None if baseline is None else baseline.metrics.select_keys(keys)
     known = set() if theirs is None else set(theirs.tensors.rows())
     rows = None if theirs is None else theirs.frame(COURSE)
     usual = {role: compute_median(run.metrics.with_role(role), "outlier_log2") for role in {each[1] for each in chosen}}
@@ -459,11 +459,11 @@ def _with_courses(
     for layer, role, since, excess, samples, by in chosen:
         last = steps[-1] if end is None else min(steps[-1], end)
         cut_off = int(((steps >= since) & (steps <= last)).sum()) <= samples
-        other = Course.of(rows, layer, role) if rows is not None and (layer, role) in known else None
+        other = Course.build_course(rows, layer, role) if rows is not None and (layer, role) in known else None
         found.append(
             Suspect(
                 *(layer, role, since, excess, samples, bool(cut_off), by),
-                Course.of(mine, layer, role),
+                Course.build_course(mine, layer, role),
                 other,
                 usual[role] + thresholds.OUTLIER_HIGHER,
                 _find_losses(out_of_band, layer, role),
@@ -496,7 +496,7 @@ def _comparable(comparison: Comparison) -> pl.DataFrame:
     others = rows.join(alike, on=_KEY, how="anti", maintain_order="left")
     if others.is_empty():
         return rows
-    far = find_over_limit(select_quantized(run.metrics.within(others)))
+    far = find_over_limit(select_quantized(run.metrics.select_keys(others)))
     counts = pl.concat([alike.select(_KEY), far.select(_KEY)])
     known = counts.select(operand=pl.struct(_KEY))["operand"].implode()
     return rows.filter(pl.col("metric").is_in(_OF_VALUES) | pl.struct(_KEY).is_in(known))
@@ -559,11 +559,11 @@ def _strongest_first(out_of_band: pl.DataFrame, run: Run) -> list[tuple[str, str
 
 def _order_of_nonfinite(run: Run, tensors: pl.DataFrame) -> pl.DataFrame:
     """Return layer, role, onset and execution order of the tensors with NaN or infinity at the onset."""
-    metrics, column = run.metrics.within(tensors), "nonfinite_order"
+    metrics, column = run.metrics.select_keys(tensors), "nonfinite_order"
     wanted = metrics.tensors.with_row_index("tensor").join(tensors, on=_KEY).select(pl.col("tensor").cast(pl.Int64), "onset")
 
     def choose(rows: pl.DataFrame) -> pl.DataFrame:
         known = rows.drop_nulls(column)
         return known.join(wanted, left_on=["tensor", "step"], right_on=["tensor", "onset"], how="semi")
 
-    return metrics.named(metrics.reduce_rows([column], choose)).select(*_KEY, onset="step", order=column)
+    return metrics.add_tensor_names(metrics.reduce_rows([column], choose)).select(*_KEY, onset="step", order=column)

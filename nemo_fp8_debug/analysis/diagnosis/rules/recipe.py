@@ -13,7 +13,7 @@ from ....core.scale_sources import select_quantized
 from ... import thresholds
 from ...runs.grid import find_stretches
 from ...runs.metrics import Metrics
-from ..facts import Facts, Records, fact
+from ..facts import Facts, Records, define_fact
 from ..finding import Finding
 from ..rule import rule
 
@@ -34,7 +34,7 @@ class RecipeChange(NamedTuple):
     keys: tuple[Key, ...]
 
 
-@fact
+@define_fact
 def recipe_changes(records: Records) -> list[RecipeChange]:
     """Return the changes of recipes in the run, and the differences from the baseline."""
     run, baseline = records.run.metrics, None if records.baseline is None else records.baseline.metrics
@@ -97,7 +97,7 @@ def _differs(run: Metrics, baseline: Metrics) -> RecipeChange | None:
     if differ.is_empty() or len(differ) > thresholds.MOST * len(both):
         return None
     first = differ.row(0, named=True)
-    step = run.within(differ.head(1)).frame(["recipe"]).drop_nulls("recipe")["step"].min()
+    step = run.select_keys(differ.head(1)).frame(["recipe"]).drop_nulls("recipe")["step"].min()
     assert isinstance(step, int)
     layer, role, now, before = (first[name] for name in (*_KEY, "recipe", "recipe_baseline"))
     return RecipeChange(layer, role, step, now, before, False, tuple(differ.select(_KEY).rows()))

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from packaging.version import InvalidVersion, Version
 
 from ...runs.settings import list_differences
-from ..facts import Facts, Records, fact
+from ..facts import Facts, Records, define_fact
 from ..finding import Finding
 from ..rule import rule
 
@@ -340,7 +340,7 @@ class Fingerprints(NamedTuple):
     baseline: Mapping[str, Any] | None
 
 
-@fact
+@define_fact
 def fingerprints(records: Records) -> Fingerprints:
     """Return the settings in the records."""
     return Fingerprints(records.run.fingerprint, None if records.baseline is None else records.baseline.fingerprint)
@@ -382,5 +382,5 @@ def find_settings(facts: Facts) -> Iterator[Finding]:
 
 def diverged_at_the_start(facts: Facts) -> bool:
     """Return True if the harm begins at the start of the run, within half a window of the loss's running median."""
-    run, since = facts.loss.run, facts.loss.harmful_since
+    run, since = facts.loss.run, facts.loss.harm_onset_step
     return since is not None and bool((run.steps < since).sum() <= run.half)

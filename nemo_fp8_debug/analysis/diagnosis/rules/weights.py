@@ -19,7 +19,7 @@ from ...comparison.drift import read_depth
 from ...runs.grid import Floats, Ints, find_stretches
 from ...runs.metrics import Metrics
 from ...runs.run import Run
-from ..facts import Facts, Records, fact
+from ..facts import Facts, Records, define_fact
 from ..finding import Finding
 from ..rule import rule
 
@@ -48,7 +48,7 @@ def moves_of_levels(operands: Metrics, level: Level, together: Callable[[Floats]
     Example:
         >>> rows = {"layer": "fc1", "role": "input", "step": [0, 5, 10], "relative_error": 0.5, "mse": [1.0, 4.0, 4.0]}
         >>> steps, moves = moves_of_levels(
-        ...     Metrics.of(pl.DataFrame(rows)), ROOT_MEAN_SQUARE, lambda moves: round(float(moves[0]), 2)
+        ...     Metrics.from_rows(pl.DataFrame(rows)), ROOT_MEAN_SQUARE, lambda moves: round(float(moves[0]), 2)
         ... )
         >>> steps.tolist(), moves
         ([0, 5, 10], [0.69, 0.0])
@@ -105,7 +105,7 @@ class Decays(NamedTuple):
     baseline: Floats
 
 
-@fact
+@define_fact
 def weight_decays(records: Records) -> Decays:
     """Return the weight decay between consecutive samples: the decrease of the log of the root mean square, divided by the
     sum of the learning rates.
@@ -186,7 +186,7 @@ class StillWeights(NamedTuple):
     weights: int
 
 
-@fact
+@define_fact
 def still_weights(records: Records) -> StillWeights:
     """Return layers and weights that do not change in the run but change in its baseline."""
     run, baseline = records.run, records.baseline
@@ -196,8 +196,8 @@ def still_weights(records: Records) -> StillWeights:
         return StillWeights(stopped, (), 0)
     mine = run.metrics.with_role("weight")
     both = mine.tensors.join(baseline.metrics.tensors, on=["layer", "role"], how="semi", maintain_order="left")
-    constant = _find_constant(mine.within(both))
-    moving = _find_constant(baseline.metrics.within(both.filter(pl.col("layer").is_in(constant)))) if constant else []
+    constant = _find_constant(mine.select_keys(both))
+    moving = _find_constant(baseline.metrics.select_keys(both.filter(pl.col("layer").is_in(constant)))) if constant else []
     return StillWeights(stopped, tuple(layer for layer in constant if layer not in moving), len(both))
 
 
@@ -296,7 +296,7 @@ def _without_codes(weights: Metrics) -> Metrics:
     """Return the weights that are not stored as quantized codes, because most optimizer steps do not change such codes."""
     sources = weights.unique("scale_source")
     kept = [source for source in sources if source is not None and source != "stored"]
-    return weights.only("scale_source", kept) if "stored" in sources else weights
+    return weights.filter_rows("scale_source", kept) if "stored" in sources else weights
 
 
 def _most_of(blocks: Mapping[str, str], still: Sequence[str]) -> dict[str, list[str]]:

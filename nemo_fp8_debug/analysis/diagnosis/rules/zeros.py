@@ -12,11 +12,11 @@ import polars as pl
 from ....core.keys import GRADIENTS, SHOWN_AS, Key
 from ....core.layer_names import name_aggregate
 from ....numerics.limits import MADE_UP
-from ...runs.blocks import compute_in_parts, map_tensor_chunks
+from ...runs.blocks import map_grid_slices, map_tensor_chunks
 from ...runs.grid import Grid, Ints
 from ...runs.metrics import Metrics
 from ...runs.source import Bools
-from ..facts import Facts, Records, fact
+from ..facts import Facts, Records, define_fact
 from ..finding import Finding, advise_on_producer
 from ..rule import rule
 
@@ -39,7 +39,7 @@ class ZeroTensor:
     has_baseline: bool
 
 
-@fact
+@define_fact
 def zero_tensors(records: Records) -> list[ZeroTensor]:
     """Return tensors that are zero in the run but not in the baseline, in the order of the record.
 
@@ -113,7 +113,7 @@ def _find(metrics: Metrics) -> dict[Key, tuple[int, bool, bool]]:
     metrics = metrics.select_keeping_steps(metrics.tensors.filter(~of_expert))
     if metrics.is_empty() or metrics.tensors.is_empty():
         return {}
-    of_blocks = map_tensor_chunks(partial(compute_in_parts, _zero_samples), metrics, together=[("amax", "n", "nonfinite")])
+    of_blocks = map_tensor_chunks(partial(map_grid_slices, _zero_samples), metrics, together=[("amax", "n", "nonfinite")])
     each = {key: _since(key[1], *of) for of_block in of_blocks for of_part in of_block for key, of in of_part}
     return {key: zeros for key, zeros in each.items() if zeros is not None}
 

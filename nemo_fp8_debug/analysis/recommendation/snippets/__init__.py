@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from ....errors import ConfigError
-from ..recommend import MEGATRON, TORCHAO, TRANSFORMER_ENGINE, Recommendation, engines_of
+from ..recommend import MEGATRON, TORCHAO, TRANSFORMER_ENGINE, Recommendation, find_cast_engines
 from . import megatron, te_quantizers, torchao
 from .snippet import Snippet
 
@@ -18,17 +18,17 @@ def make_snippets(found: Recommendation) -> list[Snippet]:
     return _made(found)[0]
 
 
-def list_unwritten(found: Recommendation) -> list[str]:
+def explain_missing_snippets(found: Recommendation) -> list[str]:
     """Return sentences that name files for the engine that are not written, with the reasons."""
     return _made(found)[1]
 
 
 def _made(found: Recommendation) -> tuple[list[Snippet], list[str]]:
-    engines = engines_of(found.run)
+    engines = find_cast_engines(found.run)
     made: list[Snippet | None] = []
     reasons: list[str] = []
     if MEGATRON in engines:
-        made += [megatron.make_per_module(found), megatron.make_run_wide(found)]
+        made += [megatron.make_module_recipes(found), megatron.make_global_options(found)]
     if TRANSFORMER_ENGINE in engines:
         files, reasons = te_quantizers.make_quantizers(found, MEGATRON in engines)
         made += files

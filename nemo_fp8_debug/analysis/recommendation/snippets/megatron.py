@@ -19,9 +19,9 @@ from ....numerics.block_scaling import Float8BlockScaling, MXFP8Scaling
 from ....numerics.recipe import BF16_RECIPE, Recipe, find_recipe
 from ....numerics.tensor_scaling import CurrentScaling, DelayedScaling
 from ...comparison.compare import select_quantized
-from ..options import STAY, find_cast
+from ..options import STAY, resolve_recipe_cast
 from ..recommend import BF16Ends, Recommendation, TensorFix, find_block
-from .snippet import Snippet, comment_lines, find_module, first_for_all
+from .snippet import Snippet, comment_lines, find_common_recipe, find_module
 
 NAME, OPTIONS = "megatron_modules.yaml", "transformer_config.yaml"
 #: Megatron's names of recipes for single modules, in order of cost, without delayed scaling
@@ -38,7 +38,7 @@ _HOW_OPTIONS = (
 )
 
 
-def make_per_module(found: Recommendation) -> Snippet | None:
+def make_module_recipes(found: Recommendation) -> Snippet | None:
     """Return the file with recipes of modules, or None if nothing changes."""
     by_pattern: dict[str, list[TensorFix]] = {}
     for finding in found.to_change:
@@ -49,7 +49,7 @@ def make_per_module(found: Recommendation) -> Snippet | None:
     matchers: dict[str, Any] = {}
     coarser = []
     for pattern, findings in by_pattern.items():
-        recipe = first_for_all(findings, _MENU) or BF16_RECIPE
+        recipe = find_common_recipe(findings, _MENU) or BF16_RECIPE
         name = "bf16" if recipe == BF16_RECIPE else f"{RECIPES[type(recipe.scaling)]}_{recipe.fp8_format}"
         configs[name] = {"transformer_engine_config_type": "TEQuantizationParams", "training_recipe": _recipe(recipe)}
         matchers[pattern] = {"type": "glob", "enabled": True, "pattern": pattern, "config": name}
@@ -73,7 +73,7 @@ def _coarser(finding: TensorFix, recipe: Recipe, name: str) -> str:
     chosen = finding.chosen
     if chosen.recipe == BF16_RECIPE.name:
         return f"{finding.name}: BF16 applies to all three GEMMs of the module, not only for the two that read this operand."
-    if find_cast(chosen.parsed, finding.role) == find_cast(recipe, finding.role):
+    if resolve_recipe_cast(chosen.parsed, finding.role) == resolve_recipe_cast(recipe, finding.role):
         return f"{finding.name}: {name} applies to all operands of the module."
     return f"{finding.name}: a module cannot have {chosen.recipe}; it has {name} instead, for all of its operands."
 
@@ -96,13 +96,13 @@ def local_name(module: str, found: Recommendation) -> str:
 # --- options of the whole run -------------------------------------------------------------------------------------------
 
 
-def make_run_wide(found: Recommendation) -> Snippet | None:
+def make_global_options(found: Recommendation) -> Snippet | None:
     """Return the file with options of the whole run, or None if nothing changes."""
     if not found.to_change:
         return None
     inside = [f for f in found.to_change if not _at_an_end(f, found.ends)]
     solved = [f for f in inside if f.chosen.recipe != BF16_RECIPE.name]
-    recipe = first_for_all(solved, _menu(solved, found.ends)) if solved else None
+    recipe = find_common_recipe(solved, _menu(solved, found.ends)) if solved else None
     unsolved = [f for f in inside if recipe is None or f not in solved]
     values, coarser = _options(recipe, found, unsolved)
     flags = "Megatron-LM: " + (" ".join(flags_of(values)) or "none")

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from ....core.layer_names import name_aggregate
 from ....numerics.recipe import Recipe
-from ..options import STAY, Option, find_cast
+from ..options import STAY, Option, resolve_recipe_cast
 from ..recommend import TensorFix
 
 
@@ -31,15 +31,15 @@ def comment_lines(*paragraphs: str) -> str:
     return "".join(f"# {line}\n" for text in paragraphs for line in wrapper.wrap(text))
 
 
-def first_for_all(findings: Sequence[TensorFix], recipes: Iterable[Recipe]) -> Recipe | None:
+def find_common_recipe(findings: Sequence[TensorFix], recipes: Iterable[Recipe]) -> Recipe | None:
     """Return the first recipe under which all operands are within the budget, as far as errors are known, or None."""
     return next((recipe for recipe in recipes if all(_meets(finding, recipe) for finding in findings)), None)
 
 
 def _meets(finding: TensorFix, recipe: Recipe) -> bool:
-    wanted = find_cast(recipe, finding.role)
+    wanted = resolve_recipe_cast(recipe, finding.role)
     others = (option for option in finding.options if option.meets and option.kind != STAY)
-    return any(find_cast(option.parsed, finding.role) == wanted for option in others)
+    return any(resolve_recipe_cast(option.parsed, finding.role) == wanted for option in others)
 
 
 def combine_options(menus: Iterable[Sequence[Option]]) -> Iterator[tuple[Option, ...]]:

@@ -24,7 +24,7 @@ from ....numerics.block_scaling import Float8BlockScaling, MXFP8Scaling
 from ....numerics.recipe import BF16_RECIPE, find_recipe
 from ....numerics.tensor_scaling import CurrentScaling, DelayedScaling
 from ...runs.run import Run
-from ..options import STAY, Cast, Option, find_cast
+from ..options import STAY, Cast, Option, resolve_recipe_cast
 from ..recommend import OPERANDS, READERS, Recommendation, TensorFix
 from .megatron import count_stages, local_name
 from .snippet import Snippet, combine_options, comment_lines, find_module
@@ -143,7 +143,8 @@ def _list_options(findings: Sequence[TensorFix]) -> list[Option]:
 
 def _apply_options(casts: Casts, options: Mapping[str, Option]) -> ByGemm:
     made = spread_over_gemms(
-        dict(casts) | {role: find_cast(o.parsed, role) for role, o in options.items() if o.recipe != BF16_RECIPE.name}
+        dict(casts)
+        | {role: resolve_recipe_cast(o.parsed, role) for role, o in options.items() if o.recipe != BF16_RECIPE.name}
     )
     left = {gemm for role, option in options.items() if option.recipe == BF16_RECIPE.name for gemm in READERS[role]}
     return {(role, gemm): None if gemm in left else cast for (role, gemm), cast in made.items()}

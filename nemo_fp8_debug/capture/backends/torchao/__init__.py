@@ -13,7 +13,7 @@ from ...tensors import is_dtensor, view_as_multiplied
 from ..base import Args, Backend, Kwargs, ScaleInUse, read_raw_weight
 from . import casts
 from .layers import FLOAT8_LINEAR, MXFP8_LINEAR, NVFP4_LINEAR, find_class, name_layer_class
-from .trial import forget_trials
+from .trial import reset_cast_trials
 from .weights import is_torchao, require_uncast, weight_in_high_precision
 
 
@@ -76,6 +76,6 @@ BACKEND = Backend(
     output=lambda out: out[0] if isinstance(out, tuple) else out,
     grad=_grad,
     cast=_cast,
-    untold=forget_trials,
+    untold=reset_cast_trials,
     has_own_fp8=True,
 )

@@ -27,9 +27,17 @@ from ....numerics.recipe import Recipe
 from ....numerics.tensor_scaling import TORCHAO_EPSILON, CurrentScaling
 from ...tensors import is_dtensor
 from ..base import ScaleInUse, UnknownCast, make_unquantized_cast, read_raw_weight
-from .layers import FLOAT8_LINEAR, MXFP8_LINEAR, NVFP4_LINEAR, check_attributes, find_class, name_layer_class, other_forward
+from .layers import (
+    FLOAT8_LINEAR,
+    MXFP8_LINEAR,
+    NVFP4_LINEAR,
+    check_attributes,
+    find_class,
+    find_replaced_forward,
+    name_layer_class,
+)
 from .nvfp4 import nvfp4_cast
-from .trial import find_difference
+from .trial import find_cast_difference
 from .weights import find_gathered_in_fp8, is_torchao
 
 #: field of the configuration, by role and product; a row of the record has the first product's cast
@@ -66,7 +74,7 @@ def find_cast(module: nn.Module, role: str) -> ScaleInUse:
     if kind not in _READERS:
         what = f"weight is a {find_class(weight)}" if is_torchao(weight) else f"module is a {kind}"
         raise UnknownCast(f"its {what}, which is not supported")
-    if why := other_forward(module):
+    if why := find_replaced_forward(module):
         raise UnknownCast(f"forward of its {kind} was replaced by {why}")
     if is_dtensor(weight):
         raise UnknownCast("its weight is split by tensor parallelism, and torchao reduces its amax over ranks")
@@ -123,7 +131,7 @@ def _gathered_cast(weight: Any, config: Any) -> ScaleInUse:
 
 
 def _tried(rule: CurrentScaling | RowwiseScaling, fmt: FloatFormat, config: Any) -> ScaleInUse:
-    if why := find_difference(rule, fmt):
+    if why := find_cast_difference(rule, fmt):
         raise UnknownCast(f"unsupported torchao version: its casts differ from release 0.18 ({why})")
     return _named(rule, fmt, config)
 

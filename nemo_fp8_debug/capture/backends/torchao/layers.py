@@ -28,7 +28,7 @@ _SAME_FORWARD: Mapping[str, str] = {
 }
 #: all names in the forward of torchtitan's NVFP4Linear. This forward calls torchao's function without a group of ranks
 _NVFP4_FORWARD = ("nvfp4_linear", "weight", "bias", "_sr_seed", "rht_sign_vector")
-#: attributes that FSDP2 and torchtitan's Module add to a layer; none affects a cast (`forward`: see `other_forward`)
+#: attributes that FSDP2 and torchtitan's Module add to a layer; none affects a cast (`forward`: see `find_replaced_forward`)
 _OF_OTHERS = frozenset(
     (
         *("_fsdp_use_orig_params", "_is_fsdp_managed_module"),
@@ -70,7 +70,7 @@ def _layer_class(kind: type) -> str:
     return _name(torchaos) if same else name
 
 
-def other_forward(module: nn.Module) -> str:
+def find_replaced_forward(module: nn.Module) -> str:
     """Return the function that a layer calls instead of its class's forward, or "" if there is no such function."""
     given = vars(module).get("forward")
     if given is None:

@@ -25,14 +25,14 @@ _ROWS = ((3.0e4, -7.0, 1e-3), (1e-13, -3e-14, 0.0), (1.75, 0.3, -0.11), (-1.7500
 _MANY = 1 << 12
 
 
-def forget_trials() -> str:
+def reset_cast_trials() -> str:
     """Forget earlier trials, because the arithmetic may differ in this step. Return "", because torchao is supported."""
-    find_difference.cache_clear()
+    find_cast_difference.cache_clear()
     return ""
 
 
 @functools.cache
-def find_difference(rule: CurrentScaling | RowwiseScaling, fmt: FloatFormat) -> str:
+def find_cast_difference(rule: CurrentScaling | RowwiseScaling, fmt: FloatFormat) -> str:
     """Return how torchao's cast differs from ours, or "" if both agree. Compare once per rule and sampled step."""
     with torch.no_grad():
         x = torch.tensor(_ROWS, device="cpu")

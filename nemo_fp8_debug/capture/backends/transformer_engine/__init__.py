@@ -17,8 +17,8 @@ from torch import nn
 from ..base import Backend, find_foreign_forward
 from ..megatron import configured_recipe
 from . import grouped, layernorm_mlp, linear
-from .casts import find_node, read_call_facts, shares_amax, splits_accumulator
-from .environment import unread_release
+from .casts import find_call_node, read_call_facts, shares_amax, splits_accumulator
+from .environment import explain_unsupported_release
 from .stored import read_stored_weight
 
 #: Python modules of Megatron's wrappers: from Megatron-core 0.9 on, and before 0.9
@@ -60,9 +60,9 @@ LINEAR = Backend(
     cast=linear.cast,
     arguments=read_call_facts,
     shares_amax=shares_amax,
-    node=find_node,
+    node=find_call_node,
     foreign=_foreign("Linear", "LayerNormLinear"),
-    untold=unread_release,
+    untold=explain_unsupported_release,
     splits_accumulator=splits_accumulator,
     has_own_fp8=True,
     takes_plans=True,
@@ -80,9 +80,9 @@ LAYERNORM_MLP = Backend(
     cast=layernorm_mlp.cast,
     arguments=read_call_facts,
     shares_amax=shares_amax,
-    node=find_node,
+    node=find_call_node,
     foreign=_foreign("LayerNormMLP"),
-    untold=unread_release,
+    untold=explain_unsupported_release,
     splits_accumulator=splits_accumulator,
     has_own_fp8=True,
     takes_plans=True,
@@ -101,7 +101,7 @@ GROUPED = Backend(
     cast=grouped.cast,
     arguments=partial(read_call_facts, place=2),
     foreign=_foreign("GroupedLinear"),
-    untold=unread_release,
+    untold=explain_unsupported_release,
     splits_accumulator=splits_accumulator,
     has_own_fp8=True,
     takes_plans=True,

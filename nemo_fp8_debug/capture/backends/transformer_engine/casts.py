@@ -131,7 +131,7 @@ def defer_cast_lookup(
         UnknownCast: the cast is unknown. The returned function may also raise this.
     """
     check_environment(module, role)
-    call = find_call(out)
+    call = find_backward_state(out)
     if role != "grad_output":
         return lambda: _not_moved(_forward_cast(module, role, held, call), known)
     # Do not keep the node alive, because it would be freed late, with all tensors saved for the backward.
@@ -217,13 +217,13 @@ def _state_before_quantizers(module: Any, role: str) -> Any:
     return state
 
 
-def find_call(out: torch.Tensor) -> Any:
+def find_backward_state(out: torch.Tensor) -> Any:
     """Return the state that a call keeps for its backward, or None if no state is found."""
-    node = find_node(out)
+    node = find_call_node(out)
     return node if node is None else getattr(node, "backward_objects", node)
 
 
-def find_node(out: torch.Tensor) -> Any:
+def find_call_node(out: torch.Tensor) -> Any:
     """Return the autograd node of the call with the output `out`, or None if no such node is found."""
     waiting, seen = deque([out.grad_fn] if out.grad_fn is not None else []), 0
     while waiting and seen < _FARTHEST:

@@ -18,7 +18,7 @@ from ..base import UnknownCast
 LAST_READ = Version("2.20")
 
 
-def unread_release() -> str:
+def explain_unsupported_release() -> str:
     """Return why the casts of the installed release are unknown, or "" if it is supported."""
     module = sys.modules.get("transformer_engine")
     found = _installed(importlib.metadata.version, module, str(getattr(module, "__version__", "")))

@@ -9,9 +9,9 @@ import torch
 
 from ...tensors import view_as_multiplied
 from ..base import Args, Kwargs, ScaleInUse, UnknownCast, read_raw_weight
-from .casts import QuantizerSlot, defer_cast_lookup, find_cached_weight_cast, find_call, is_quantized
-from .linear import first_argument, named_weight
-from .stored import is_read, read_stored_weight
+from .casts import QuantizerSlot, defer_cast_lookup, find_backward_state, find_cached_weight_cast, is_quantized
+from .linear import first_argument, read_named_weight
+from .stored import is_supported_storage, read_stored_weight
 
 
 def parts(module: Any) -> Sequence[str]:
@@ -26,8 +26,8 @@ def operand_x(module: Any, args: Args, kwargs: Kwargs, part: str) -> torch.Tenso
 
 
 def operand_w(module: Any, args: Args, kwargs: Kwargs, part: str) -> torch.Tensor | None:
-    """Return W of an expert, as `named_weight` does."""
-    return named_weight(module, f"weight{part}")
+    """Return W of an expert, as `read_named_weight` does."""
+    return read_named_weight(module, f"weight{part}")
 
 
 def operand_dy(grad: torch.Tensor, module: Any, args: Args, kwargs: Kwargs, part: str) -> torch.Tensor | None:
@@ -48,14 +48,14 @@ def _rows(x: torch.Tensor, args: Args, kwargs: Kwargs, part: str) -> torch.Tenso
 def unseen(module: Any, part: str) -> Collection[str]:
     """Return the unobserved roles: "weight" if one parameter contains all experts or is stored as unsupported codes."""
     weight = read_raw_weight(module, f"weight{part}")
-    unread = is_quantized(weight) and not is_read(read_stored_weight(module, f"weight{part}"))
+    unread = is_quantized(weight) and not is_supported_storage(read_stored_weight(module, f"weight{part}"))
     return ("weight",) if weight is None or unread else ()
 
 
 def cast(module: Any, kwargs: Kwargs, part: str, role: str, out: torch.Tensor) -> Callable[[], ScaleInUse]:
     """Return a function that determines the cast of `role` in the call with the output `out`."""
     if role == "grad_output":
-        _check_row_wise(find_call(out))
+        _check_row_wise(find_backward_state(out))
     read = defer_cast_lookup(
         module, role, QuantizerSlot(f"{role}_quantizers", int(part), _slot(module, int(part), role)), out, kwargs
     )

@@ -10,8 +10,8 @@ import torch
 from ...tensors import view_as_multiplied
 from ..base import Args, Kwargs, ScaleInUse, read_raw_weight
 from .casts import QuantizerSlot, defer_cast_lookup, find_cached_weight_cast, is_quantized
-from .linear import compute_norm, first_argument, named_weight
-from .stored import is_read, read_stored_weight
+from .linear import compute_norm, first_argument, read_named_weight
+from .stored import is_supported_storage, read_stored_weight
 
 _FORWARD = {("fc1", "input"): 0, ("fc1", "weight"): 1, ("fc2", "input"): 3, ("fc2", "weight"): 4}
 
@@ -25,14 +25,14 @@ def operand_x(module: Any, args: Args, kwargs: Kwargs, part: str) -> torch.Tenso
 
 
 def operand_w(module: Any, args: Args, kwargs: Kwargs, part: str) -> torch.Tensor | None:
-    """Return W of fc1 or fc2, as `named_weight` does."""
-    return named_weight(module, f"{part}_weight")
+    """Return W of fc1 or fc2, as `read_named_weight` does."""
+    return read_named_weight(module, f"{part}_weight")
 
 
 def unseen(module: Any, part: str) -> Collection[str]:
     """Return the roles that exist only inside the module, where hooks do not see them: X of fc2 and dY of fc1."""
     hidden, weight = ["input"] if part == "fc2" else ["grad_output"], read_raw_weight(module, f"{part}_weight")
-    unread = is_quantized(weight) and not is_read(read_stored_weight(module, f"{part}_weight"))
+    unread = is_quantized(weight) and not is_supported_storage(read_stored_weight(module, f"{part}_weight"))
     return [*hidden, "weight"] if unread else hidden
 
 

@@ -10,7 +10,7 @@ import torch
 from ...tensors import view_as_multiplied
 from ..base import Args, Kwargs, ScaleInUse, read_raw_weight
 from .casts import QuantizerSlot, defer_cast_lookup, find_active_recipe, find_cached_weight_cast, is_quantized
-from .stored import is_read, read_stored_weight
+from .stored import is_supported_storage, read_stored_weight
 
 _HELD = {
     "input": QuantizerSlot("input_quantizer", None, 0),
@@ -34,11 +34,11 @@ def operand_x(module: Any, args: Args, kwargs: Kwargs, part: str) -> torch.Tenso
 
 
 def operand_w(module: Any, args: Args, kwargs: Kwargs, part: str) -> torch.Tensor | None:
-    """Return W, as `named_weight` does."""
-    return named_weight(module)
+    """Return W, as `read_named_weight` does."""
+    return read_named_weight(module)
 
 
-def named_weight(module: Any, name: str = "weight") -> torch.Tensor | None:
+def read_named_weight(module: Any, name: str = "weight") -> torch.Tensor | None:
     """Return W before its cast. If the module runs in high precision, return W in the dtype that the GEMM multiplies."""
     weight = read_raw_weight(module, name)
     if weight is None or is_quantized(weight):
@@ -48,7 +48,9 @@ def named_weight(module: Any, name: str = "weight") -> torch.Tensor | None:
 
 def unseen(module: Any, part: str) -> Collection[str]:
     """Return the roles that hooks cannot observe: "weight" if it is stored as unsupported codes."""
-    return ("weight",) if is_quantized(read_raw_weight(module)) and not is_read(read_stored_weight(module)) else ()
+    return (
+        ("weight",) if is_quantized(read_raw_weight(module)) and not is_supported_storage(read_stored_weight(module)) else ()
+    )
 
 
 def cast(module: Any, kwargs: Kwargs, part: str, role: str, out: torch.Tensor) -> Callable[[], ScaleInUse]:

@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from ....numerics.formats import E2M1, E4M3, E5M2, Decoded, FloatFormat
+from ....numerics.formats import E2M1, E4M3, E5M2, DecodedCodes, FloatFormat
 from ..base import ScaleInUse, UnknownCast, read_raw_weight
 from .casts import is_quantized
-from .environment import unread_release
+from .environment import explain_unsupported_release
 from .quantizers import make_cast
 
 _PACKAGE = "transformer_engine.pytorch.tensor."
@@ -31,13 +31,13 @@ class StoredWeight:
     #: Transformer Engine's recipe. We name the cast after it
     te_recipe: Any = None
 
-    def decoded(self) -> Decoded:
+    def decoded(self) -> DecodedCodes:
         """Return the values of the codes, float32 in the parameter's shape.
 
         Raises:
             UnknownCast: the class or layout is not supported.
         """
-        if why := unread_release():
+        if why := explain_unsupported_release():
             raise UnknownCast(why)
         kept = self._row_wise()
         read, kind = _reader(kept), type(kept)
@@ -69,12 +69,12 @@ def read_stored_weight(module: Any, name: str = "weight") -> StoredWeight | None
     return StoredWeight(weight, getattr(module, "fp8_meta", {}).get("recipe")) if is_quantized(weight) else None
 
 
-def is_read(stored: StoredWeight | None) -> bool:
+def is_supported_storage(stored: StoredWeight | None) -> bool:
     """Return True if codes of this class are supported."""
     return stored is not None and _reader(stored._row_wise()) is not None
 
 
-def _reader(kept: Any) -> Callable[[Any], Decoded] | None:
+def _reader(kept: Any) -> Callable[[Any], DecodedCodes] | None:
     kind = type(kept)
     return _READERS.get(kind.__name__.removesuffix("Storage")) if kind.__module__.startswith(_PACKAGE) else None
 
@@ -93,13 +93,13 @@ def _fp8(data: torch.Tensor, dtype: Any) -> tuple[torch.Tensor, torch.Tensor, Fl
     return data.view(kind).float(), (data & 0x7F) == largest, E4M3 if kind == torch.float8_e4m3fn else E5M2
 
 
-def _float8(x: Any) -> Decoded:
+def _float8(x: Any) -> DecodedCodes:
     values, at_limit, fmt = _fp8(_codes(x._data, "row-wise codes"), x._fp8_dtype)
     scale_inv = x._scale_inv.detach().float().reshape(())
-    return Decoded(values * scale_inv, at_limit, fmt, lambda: scale_inv)
+    return DecodedCodes(values * scale_inv, at_limit, fmt, lambda: scale_inv)
 
 
-def _mxfp8(x: Any) -> Decoded:
+def _mxfp8(x: Any) -> DecodedCodes:
     values, at_limit, fmt = _fp8(_codes(x._rowwise_data, "row-wise codes"), x._fp8_dtype)
     _check_layout(x)
     # We use float64, because the smallest scale, 2^-127, is subnormal in float32.
@@ -107,7 +107,7 @@ def _mxfp8(x: Any) -> Decoded:
     return _times(values, scales, (1, 32), at_limit, fmt)
 
 
-def _blockwise(x: Any) -> Decoded:
+def _blockwise(x: Any) -> DecodedCodes:
     values, at_limit, fmt = _fp8(_codes(x._rowwise_data, "row-wise codes"), x._fp8_dtype)
     scales = x._rowwise_scale_inv.detach()
     if not x._is_2D_scaled:
@@ -115,7 +115,7 @@ def _blockwise(x: Any) -> Decoded:
     return _times(values, scales, (128, 128), at_limit, fmt)
 
 
-def _nvfp4(x: Any) -> Decoded:
+def _nvfp4(x: Any) -> DecodedCodes:
     data = _codes(x._rowwise_data, "row-wise codes")
     _check_layout(x)
     codes = torch.stack([data & 0xF, data >> 4], -1).flatten(-2)
@@ -126,9 +126,9 @@ def _nvfp4(x: Any) -> Decoded:
     return _times(values, scales * whole, (1, 16), (codes & 7) == 7, E2M1)
 
 
-def _high_precision(x: Any) -> Decoded:
+def _high_precision(x: Any) -> DecodedCodes:
     values = _codes(x._hp_data, "values").float()
-    return Decoded(values, torch.zeros_like(values, dtype=torch.bool))
+    return DecodedCodes(values, torch.zeros_like(values, dtype=torch.bool))
 
 
 def _check_layout(x: Any) -> None:
@@ -138,7 +138,7 @@ def _check_layout(x: Any) -> None:
 
 def _times(
     values: torch.Tensor, scales: torch.Tensor, block: tuple[int, int], at_limit: torch.Tensor, fmt: FloatFormat
-) -> Decoded:
+) -> DecodedCodes:
     """Return each value multiplied by the scale of its block. The scales may be padded."""
     m = values.reshape(-1, values.shape[-1])
 
@@ -146,10 +146,10 @@ def _times(
         rows, columns = (torch.arange(n, device=m.device) // size for n, size in zip(m.shape, block, strict=True))
         return scales.double()[rows[:, None], columns].reshape(values.shape)
 
-    return Decoded((values.double() * of_values()).float(), at_limit, fmt, of_values)
+    return DecodedCodes((values.double() * of_values()).float(), at_limit, fmt, of_values)
 
 
-_READERS: Mapping[str, Callable[[Any], Decoded]] = {
+_READERS: Mapping[str, Callable[[Any], DecodedCodes]] = {
     "Float8Tensor": _float8,
     "MXFP8Tensor": _mxfp8,
     "Float8BlockwiseQTensor": _blockwise,
