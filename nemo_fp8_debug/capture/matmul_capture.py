@@ -111,7 +111,7 @@ class MatmulCapture:
             self._weights.add(gemm.name)
             with self._guarded(gemm, "weight"):
                 if (weight := found.weight()) is None:
-                    raise LookupError("the products multiply computed parts of the parameter, and not the parameter itself")
+                    raise LookupError("the GEMMs use tensors computed from parts of the parameter, not the parameter itself")
                 self._add(gemm, "weight", weight, place, "" if found.weight_is_told else _COMPUTED)
         return partial(self._hook_gradient, gemm, call, place, found.turned)
 

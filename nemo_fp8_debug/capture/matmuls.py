@@ -42,7 +42,7 @@ class Matmul:
     #: name of the parameter
     parameter: str
     x: torch.Tensor
-    #: returns W, or None if the product multiplies only parts that were computed from the parameter
+    #: returns W, or None if the GEMM uses a tensor computed from parts of the parameter, not from all of it
     weight: Callable[[], torch.Tensor | None]
     #: whether we know that nothing has quantized X, or W, before the product
     x_is_told: bool
@@ -198,7 +198,7 @@ def local_of(x: Any) -> torch.Tensor:
 #: how values were made from their sources: in an unknown way (UNTOLD), by arithmetic that does not quantize (COMPUTED), or
 #: only by moving them or casting them to another type of at least 16 bits (MOVED)
 UNTOLD, COMPUTED, MOVED = range(3)
-#: addends of at least this size may be meant to round the values
+#: a number of at least this size may be added or subtracted in order to round the values of a tensor
 _ROUNDING_ADDEND = 64.0
 
 
@@ -225,7 +225,7 @@ _ARITHMETIC = _names(
 )
 #: operators whose integer arguments are positions
 _AT_PLACES = _names("_grouped_mm index_add index_add_ index_reduce scatter_add scatter_add_ scatter_reduce")
-#: operators that round values if an addend is large
+#: operators that can round away the low bits of a tensor by adding or subtracting a large number
 _SUMS = frozenset(("add", "add_", "sub", "sub_", "rsub"))
 #: namespaces of collectives, which move values between ranks
 _COLLECTIVES = ("c10d", "_c10d_functional", "fsdp")

@@ -27,8 +27,8 @@ class Cast(RecipeReference):
     source: str
     #: dtype of the observed tensor
     dtype: str
-    #: recipe, format and source of the copy that another product multiplies; "" if the copy has the same values or is
-    #: unknown
+    #: recipe, format and source of the copy that another GEMM uses as its operand; "" if the copy has the same values or
+    #: is unknown
     copy_recipe: str = ""
     copy_format: str = ""
     copy_source: str = ""
@@ -51,9 +51,9 @@ class OperandStats:
     moments: Moments | None
     #: one row under the scales in use, or None under current scaling, because the scale needs the whole tensor's amax
     sums: QuantizationSums | None
-    #: one row for each what-if recipe that histograms cannot evaluate, by name
+    #: by name of a what-if recipe that histograms cannot evaluate: one row
     what_if: dict[str, QuantizationSums] = field(default_factory=dict)
-    #: one row for the copy that another product multiplies, if we measure it and all calls have such a copy
+    #: one row for the copy that another GEMM uses as its operand, if we measure this copy and all calls have one
     copy: QuantizationSums | None = None
     #: smallest and largest scale in use, or None if unknown yet, or if blocks have their own scales
     scales: tuple[float, float] | None = None

@@ -51,9 +51,9 @@ class Operand:
     moments: list[MomentsFound] = field(default_factory=list)
     #: sums for float32 operands and for block recipes, computed without a histogram, one row for each call
     sums: list[SumsFound] = field(default_factory=list)
-    #: sums under what-if recipes, computed without a histogram, by name, one row for each call
+    #: by name of a what-if recipe: sums under this recipe, one row for each call, computed without a histogram
     what_if_sums: dict[str, list[SumsFound]] = field(default_factory=dict)
-    #: whether to measure the copy that another product multiplies; the cast and the sums of each call's copy
+    #: whether to measure the copy that another GEMM uses as its operand; the cast and the sums of each call's copy
     measures_copies: bool = False
     copy_casts: list[ScaleInUse] = field(default_factory=list)
     copy_sums: list[SumsFound] = field(default_factory=list)
@@ -193,7 +193,7 @@ class Operand:
 
     @property
     def is_scale_deferred(self) -> bool:
-        """True if one scale applies to all calls, and the amax of the whole operand determines it after the step."""
+        """True if all calls share one scale, which we compute after the step from the amax of the whole operand."""
         return all(map(_follows_the_whole, self.casts)) and not self.sums
 
     @functools.cached_property

@@ -22,7 +22,8 @@ def classify_sources(sources: Iterable[str | None], fingerprint: Mapping[str, An
     """Return whether the run quantizes anything, as far as a record's column `scale_source` shows.
 
     Args:
-        sources: the column, or its distinct values. An aggregate's source may be "mixed", but its experts also have rows.
+        sources: the column, or its distinct values. An aggregate's source may be "mixed"; the rows of its experts show the
+                source of each.
         fingerprint: fingerprint of the run. If it names a recipe for the metrics, the run's own casts were not read.
 
     Returns:

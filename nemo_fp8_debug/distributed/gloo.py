@@ -96,8 +96,8 @@ class Group:
         """Leave the group.
 
         Args:
-            in_sync: whether all ranks leave the group. Otherwise we do not end gloo. Ending gloo waits for running
-                calls, and after a failure gloo's connection thread may never end.
+            in_sync: whether all ranks leave the group. Otherwise we leave the gloo group open. Closing the group
+                waits for running calls, and after a failure gloo's connection thread may never end.
         """
         if (self._pending or not in_sync) and self._gloo is not None:
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._gloo))  # keep gloo alive even when the interpreter ends

@@ -156,7 +156,7 @@ def quantization_sums(
     Args:
         x: [..., features], any floating dtype.
         scale: float32 scalar, or the rule that chooses the scales of blocks.
-        role: role of the operand, which blocks depend on.
+        role: role of the operand; the block shape depends on it.
         fmt: format of the codes.
         counted: the histogram of `x`, or None. If a kernel needs the histogram and it is None, we count `x` here.
     """
@@ -268,9 +268,9 @@ def measure_values(x: torch.Tensor, counted: Histogram, asked: MeasurementReques
 
 
 def _columnwise(x: torch.Tensor, rule: torch.Tensor | CurrentScaling | BlockRule) -> torch.Tensor | None:
-    """Return the copy of `x` that another product multiplies, or None if the engine makes no such copy.
+    """Return the matrix that an engine casts to the copy that another GEMM uses as its operand, or None without such a copy.
 
-    Under a block rule, the blocks of this copy run along the columns of `x`.
+    Under a block rule, the blocks of the copy run along the columns of `x`.
     """
     m = view_as_matrix(x)
     if not isinstance(rule, BlockRule):

@@ -160,7 +160,7 @@ class Float8BlockScaling(BlockRule):
         return (128, 128) if square else (1, 128)
 
     def scales(self, amax: torch.Tensor, whole: torch.Tensor, fmt: FloatFormat, dtype: torch.dtype) -> BlockScales:
-        """Return the scales format limit / amax, in float32. Metrics use the exact inverse, as for per-tensor scales."""
+        """Return the scales: the format's limit divided by amax, in float32. Metrics use their exact inverses."""
         scale = compute_scale(amax, fmt.max, self.epsilon, self.power_of_two, torch.finfo(dtype).max)
         return BlockScales(scale.reciprocal(), scale, 1 / scale.double())
 
@@ -226,7 +226,7 @@ class RowwiseScaling(BlockRule):
         return (1, WHOLE_ROW)
 
     def scales(self, amax: torch.Tensor, whole: torch.Tensor, fmt: FloatFormat, dtype: torch.dtype) -> BlockScales:
-        """Return the scales format limit / amax, computed in float64 and rounded to float32."""
+        """Return the scales: the format's limit divided by amax, computed in float64 and rounded to float32."""
         scale = torchao_scale(amax, fmt.max, self.power_of_two)
         return BlockScales(scale, scale, torch.where(scale > 0, 1 / scale.double(), 0.0))
 

@@ -92,7 +92,7 @@ def take_rows(m: torch.Tensor, at: torch.Tensor, scale: torch.Tensor | BlockRule
         m: [n, c], not empty, any floating dtype.
         at: indices of the rows, int64 [k].
         scale: float32 scalar, or the rule that chooses the scales of blocks.
-        role: role of the operand, which blocks depend on.
+        role: role of the operand; the block shape depends on it.
         fmt: format of the codes.
     """
     kept = m.index_select(0, at)

@@ -119,7 +119,7 @@ class DelayedScaling:
 
 @dataclass(frozen=True)
 class Unscaled:
-    """A cast to BF16 without a scale. It shows what high precision itself loses: the last 16 bits of an FP32 operand."""
+    """A cast to BF16 without a scale. It shows the error without FP8: BF16 drops the last 16 bits of FP32 operands."""
 
     formats: ClassVar[tuple[str, ...]] = (BF16.name,)
 

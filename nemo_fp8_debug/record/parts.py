@@ -283,8 +283,8 @@ def open_part(run: Storage, part: Part, texts: Sequence[str] = (), whole: bool =
 
 
 def read_outline(run: Storage, table: str, part: Part) -> Outline:
-    """Read the outline of a part's rows. If an earlier release wrote the part without an outline, make an outline from steps
-    and names.
+    """Read the description of a part's rows from the part's footer (the outline). If an earlier release wrote the part
+    without an outline, make an outline from steps and names.
 
     Raises:
         PartGoneError, PartDamagedError: as for `open_part`.
@@ -395,7 +395,8 @@ def read_groups(run: Storage, table: str, part: Part, whole: bool = False) -> It
         whole: whether to read a remote part whole, in one request.
 
     Raises:
-        PartGoneError, PartDamagedError: as for `open_part`, and if a later release wrote the part.
+        PartGoneError: as for `open_part`.
+        PartDamagedError: as for `open_part`, and if a later release wrote the part.
     """
     schema = arrow_schema(table)
     with open_part(run, part, whole=whole) as rows:

@@ -61,7 +61,7 @@ class TableIndex:
         parts: Sequence[Part] | None = None,
         use: Callable[[Part, Outline], None] = lambda part, outline: None,
     ) -> TableIndex:
-        """Read the outlines of parts, several at once.
+        """Read the outlines of parts (descriptions of their rows), several at once.
 
         Args:
             outline_of: function that reads the outline of a part. It raises the errors of `read_outline`.
@@ -184,7 +184,8 @@ def read_new_names(
         known: digests to skip.
 
     Raises:
-        PartGoneError, PartDamagedError: as for `read_names`, and if the names do not match the footer.
+        PartGoneError: as for `read_names`.
+        PartDamagedError: as for `read_names`, and if the names do not match the footer.
     """
     new = dict[str, tuple[int, Stretch]]()
     for first, stretch in place_stretches(outline):

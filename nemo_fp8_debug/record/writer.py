@@ -28,7 +28,7 @@ from .parts import parts_in
 from .schema import STEP_SCALARS, TABLES, VERSION, Part, arrow_schema, arrow_table, parse_attempt
 from .storage import Storage
 
-#: bytes of parts that we keep in memory while the record cannot be written
+#: maximum size in bytes of the parts that we keep in memory while the record cannot be written
 BACKLOG = 256 << 20
 
 

@@ -42,7 +42,7 @@ NAME = "fp8"
 _ACTIVE = 0.3
 #: number of runs for which losses (a few thousand points each) and lists of dumped files are cached
 _LOSSES = 16
-#: bytes of cached maps over all steps
+#: maximum size in bytes of the cache of maps over all steps
 _PICTURES = 64 << 20
 _RUN = Parameter(read_text)
 _LAYER = Parameter(read_text)

@@ -64,7 +64,7 @@ class TestDamagedLogs:
             ("-1,0,fc.input.0,forward,low,1.0,0", "could not convert"),
             ("-1,-3,fc.input.0,forward,0.0,1.0,0", "step -3"),
             (f"-1,{10**30},fc.input.0,forward,0.0,1.0,0", f"step {10**30}"),
-            ("-1,0,fc.input.0,forward,0.0,1.0,1e300", "1e[+]300 NaNs"),
+            ("-1,0,fc.input.0,forward,0.0,1.0,1e300", "NaN count 1e[+]300 is out of range"),
             ("-1,0,\x00,forward,0.0,1.0,0", ""),
             ('"' + "x" * 200_000, "field larger|columns"),
         ],

@@ -39,7 +39,7 @@ def make_known(begins: int | None = 100, rise: float = 0.5) -> Known:
 
 
 TRUE = (
-    "X of layers.0.fc1 went wrong at or before step 100 (high confidence): its scale moved, its values did not.",
+    "X of layers.0.fc1 went wrong at or before step 100 (high confidence): its scale moved, its values hardly did.",
     "X of layers.0.fc1 went wrong at or before step 100: its scale jumped. The scale is 3.0 bits too large.",
     "The loss rose by 32.1% at step 100 and ended 43.1% above the baseline's (95% interval 42 to 44%; batches not matched).",
     "The loss departed from the baseline's around step 100.",
@@ -47,12 +47,12 @@ TRUE = (
 )
 #: by what is wrong with it, a sentence
 FALSE = {
-    "a step before the fault": "X of layers.0.fc1 went wrong at or before step 50: its scale moved, its values did not.",
-    "a step after the fault": "X of layers.0.fc1 went wrong at or before step 150: its scale moved, its values did not.",
+    "a step before the fault": "X of layers.0.fc1 went wrong at or before step 50: its scale moved, its values hardly did.",
+    "a step after the fault": "X of layers.0.fc1 went wrong at or before step 150: its scale moved, its values hardly did.",
     "a step outside the run": "The loss departed from the baseline's at step 300.",
-    "a step that is no sample": "X of layers.0.fc1 went wrong at or before step 103: its scale moved, its values did not.",
-    "no such tensor": "X of layers.7.fc1 went wrong at or before step 100: its scale moved, its values did not.",
-    "the first sample": "X of layers.0.fc1 went wrong from the first sample on: its scale moved, its values did not.",
+    "a step that is no sample": "X of layers.0.fc1 went wrong around step 103: its scale moved, its values hardly did.",
+    "no such tensor": "X of layers.7.fc1 went wrong at or before step 100: its scale moved, its values hardly did.",
+    "the first sample": "X of layers.0.fc1 went wrong from the first sample on: its scale moved, its values hardly did.",
     "the first NaN": "The first NaN or infinity is in the loss at step 100.",
     "the first tensor": "X of layers.0.fc1 is out of band from step 20 on: the first tensor.",
     "a sign of bits": "X of layers.0.fc1 went wrong around step 100: its scale jumped. The scale is 3.0 bits too small.",

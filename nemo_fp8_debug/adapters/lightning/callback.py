@@ -34,7 +34,7 @@ from ...record.writer import RunRecord
 from ..session import start_monitor
 from .interventions import FP8EmulationCallback, FP8PlanCallback, find_root_modules, is_accumulating
 
-#: logger classes to which another thread can write, and the name of each in the option `loggers`, if it has one
+#: logger classes to which another thread can write; and the value of our option `loggers` that selects each, or None
 _KNOWN = {"WandbLogger": "wandb", "MLFlowLogger": "mlflow", "CometLogger": "comet", "CSVLogger": None}
 
 

@@ -146,8 +146,8 @@ def measure_drifts(baseline: Run, run: Run) -> pl.DataFrame:
 
     `drift_log2` is the largest of three medians of log2(run / baseline): for underflow, for overflow (0.01%
     is added to both runs' percentages), and for relative error. These metrics do not depend on the size of the values. The
-    drift is at most the log2 ratio of the MSE, because a rise without a rise of the MSE is a consequence of another fault.
-    For example, a gradient vanishes because another tensor broke the run.
+    drift is at most the log2 ratio of the run's MSE to the baseline's. A metric that rises although the MSE does not is a
+    consequence of another fault. For example, a gradient vanishes because another tensor broke the run.
 
     Raises:
         RecordError: the runs have no tensor or no step in common.

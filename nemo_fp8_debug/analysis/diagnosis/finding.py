@@ -4,7 +4,7 @@ causes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ...core.keys import SHOWN_AS
@@ -106,7 +106,7 @@ CAUSES: Mapping[str, Cause] = {
     ),
     "corrupted_scale": Cause(
         "scale",
-        "its scale moved, its values did not",
+        "its scale moved, its values hardly did",
         "Look at what writes the scale: a bad batch in the amax history, a resume, a reduction over ranks.",
     ),
     "clipping": Cause(
@@ -227,8 +227,8 @@ class Finding:
     or_earlier: bool = False
     #: whether the fault ended after one or two samples
     is_transient: bool = False
-    #: number of other operands with the same fault, which one change caused
-    others: int = 0
+    #: usual names of other operands with the same fault, which one change caused
+    others: Sequence[str] = ()
 
     @property
     def operand(self) -> str | None:
@@ -237,8 +237,9 @@ class Finding:
 
     @property
     def operands(self) -> str | None:
-        """Return the usual name of the tensor, and the number of others with the same fault."""
-        more = f" and {self.others} other operand{'' if self.others == 1 else 's'}" if self.others else ""
+        """Return the usual name of the tensor, and the name or number of others with the same fault."""
+        named = self.others[0] if len(self.others) == 1 else f"{len(self.others)} other operands"
+        more = f" and {named}" if self.others else ""
         return f"{self.operand}{more}" if self.operand else None
 
     @property

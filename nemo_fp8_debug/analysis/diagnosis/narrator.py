@@ -303,6 +303,8 @@ def tell_advice(found: Answer, fix: TensorFix | None) -> list[str]:
     told = list(dict.fromkeys(filter(None, [*changes, *(f.advise() for f in chosen)])))
     if found.decision.finding is not None or found.harm != "unknown":
         return told
+    if found.loss.is_far_below:
+        return [CHECK_DATA, *told]
     # Unusual findings come second, because healthy runs may show them.
     ask = "Give a baseline, a run that went well: it shows a gap that this run alone cannot."
     if found.baseline is not None:
@@ -496,7 +498,7 @@ def _tell_loss_against_baseline(loss: LossOutcome, gap: Gap, unit: str, since: i
         return f"The loss departed from {whose} around {unit} {since} and ends without a number."
     end = tell_gap_end(gap, whose, loss.seeds)
     if loss.is_far_below:
-        return f"The loss {end}. {CHECK_DATA}"
+        return f"The loss {end}."
     if loss.rise is not None:
         rise = loss.format_percentage(loss.rise[1], loss.rise[0])
         return f"The loss rose by {rise} at {unit} {loss.rise[0]} and {end}."
@@ -513,10 +515,7 @@ def _tell_loss_against_baseline(loss: LossOutcome, gap: Gap, unit: str, since: i
     if low > loss.max_gap and not gap.paired:
         return f"The loss {end}. {_tell_other_seeds(loss, gap)}"
     limit = loss.format_percentage(loss.max_gap)
-    unknown = f"We cannot tell whether the loss is harmed ({limit} or more above {whose}): it {end}."
-    # A gap above the visible size is certain. Only its harm is open.
-    visible = f" A gap below {loss.format_percentage(gap.visible)} would not show." if gap.percent < gap.visible else ""
-    return unknown + visible
+    return f"We cannot tell whether the loss is harmed ({limit} or more above {whose}): it {end}."
 
 
 def tell_gap_end(gap: Gap, whose: str = "the baseline's", seeds: SeedSpread | None = None) -> str:

@@ -296,7 +296,7 @@ class RecipeErrors:
         return self._errors.get((key, resolve_recipe_cast(recipe, key[1])))
 
     def is_approximate(self, key: Key, recipe: Recipe) -> bool:
-        """Return True if errors under a recipe come from float32 values rounded to bfloat16."""
+        """Return True if errors under a recipe are computed from float32 values that were first rounded to bfloat16."""
         return (key, resolve_recipe_cast(recipe, key[1])) in self._approximate
 
     def _steps(self, keys: Sequence[Key]) -> set[int]:

@@ -53,8 +53,8 @@ def flops_of(metrics: Metrics) -> dict[str, float]:
     """Return the mean FLOPs of each layer's forward GEMM over the sampled steps. Each backward GEMM needs the same number.
 
     With T tokens, K inputs and N outputs, X has TK values, W has KN values and dY has TN values. So the FLOPs, 2TKN, are
-    twice the square root of the product of these three sizes. Sizes are as in the record, which adds up X and dY, but not W,
-    over micro-batches and copies on several ranks.
+    twice the square root of the product of these three sizes. Sizes are as in the record: for X and dY,
+    the sum over micro-batches and over ranks with other data; for W, the size of one copy.
 
     Returns:
         FLOPs by layer, for layers with samples of all three operands. There are entries for single experts, but not for

@@ -39,7 +39,7 @@ class ScaleInUse:
     source: str
     #: casts for other products if they differ, by product as in `numerics.gemm_error`; None means high precision
     products: Mapping[str, ScaleInUse | None] = field(default_factory=dict, compare=False)
-    #: cast of the separate copy that dgrad or wgrad multiplies, if this cast is known and the copy has other values
+    #: cast of the separate copy that dgrad or wgrad uses as its operand, if we know it and the copy has other values
     columnwise: ScaleInUse | None = field(default=None, compare=False)
     #: decoded values if the engine stores the operand as codes; None if the engine casts the operand in each step
     decoded: DecodedCodes | None = field(default=None, compare=False)

@@ -72,7 +72,7 @@ def block_sums(x: torch.Tensor, rule: BlockRule, role: str, fmt: FloatFormat, co
     Args:
         x: [..., features], bfloat16 or float16, on a CUDA device.
         rule: how to cut blocks and choose their scales.
-        role: role of the operand, which blocks depend on.
+        role: role of the operand; the block shape depends on it.
         fmt: format of the codes.
         counted: the histogram of `x`.
 

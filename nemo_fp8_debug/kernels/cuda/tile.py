@@ -1,4 +1,4 @@
-"""The kernel that computes the quantization sums of a 16-bit matrix under block scales, in one read of device memory.
+"""A kernel that reads a 16-bit matrix once and computes the sums behind its quantization metrics, under block scales.
 
 A thread block loads tiles of 128x128 values into shared memory, one after the other. The scaled blocks of every rule divide
 a tile without remainder. The threads find the amax of each scaled block, and look up the block's scale in a table with an

@@ -35,9 +35,16 @@ _VALUES = ROWS * ROWS
 #: largest error from rounding to zero, for float16 and for other dtypes. A framework may divide small values once more
 _SMALL, _TINY = {torch.float16: 2.0**-25}, 2.0**-100
 _FIRST_REASON = OTHER_REDUCTION
-#: numbers of a rank in addition to its values: 1 for taking part, the number of ranks that should take part, whether the
-#: rank had a backward pass, whether only the factor multiplies the gradient, how many reduced values the rank has, the
-#: rank's number if it has the first value, the rows and columns to compare, and a flag for each reason for not comparing
+#: numbers that a rank sends in addition to its values:
+#: - 1, so that the sum is the number of ranks that take part
+#: - the number of ranks that should take part
+#: - whether the rank had a backward pass
+#: - whether nothing but the factor f multiplies the gradient
+#: - how many values of the reduced gradient the rank keeps
+#: - the rank's number if it keeps the first value, otherwise 0
+#: - the number of rows to compare
+#: - the number of columns to compare
+#: - a flag for each reason for not comparing
 _HEADER = ("ranks", "expected", "passes", "known", "held", "owner", "rows", "columns", *REASONS[_FIRST_REASON:])
 #: how many numbers a rank contributes for each part of a weight
 NUMBERS = len(_HEADER) + 3 * _VALUES
@@ -85,7 +92,7 @@ class GradientParts:
     expected: int
     #: whether this rank had a backward pass in this step
     passes: bool
-    #: whether nothing but the factor multiplies the gradient
+    #: whether nothing but the factor f multiplies the gradient
     known: bool
     #: index into `REASONS`
     reason: int = 0

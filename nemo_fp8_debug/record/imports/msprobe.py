@@ -133,7 +133,7 @@ def _parse(fields: dict[str, str], kind: str) -> Row | str:
         return f"{role}: min and max were not monitored, but the amax needs both"
     step = int(fields["step"])
     if not 0 <= step < 1 << 63 or not (nans is None or math.isnan(nans) or 0 <= nans < 1 << 63):
-        raise ValueError(f"step {step} or {nans} NaNs cannot be")
+        raise ValueError(f"step {step} or NaN count {nans} is out of range: both must be from 0 to 2^63 - 1")
     return Row(
         _layer(operand[1], int(stage or fields["vpp_stage"])),
         role,

@@ -98,7 +98,7 @@ def _sizes(record: Storage) -> Sizes:
 _POINTS = 1000
 #: number of cached bands, each for the 6 metrics of a tensor
 _KEPT = 64
-#: bytes of cached columns for bands, enough for all columns of a small record
+#: maximum size in bytes of the cache of columns for bands, enough for all columns of a small record
 _HELD = 64 << 20
 #: number of runs for which losses and quantized steps are cached
 _RUNS = 16

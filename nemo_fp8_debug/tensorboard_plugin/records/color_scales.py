@@ -112,7 +112,7 @@ def _ascending(values: Array, counts: Array) -> tuple[Array, Array]:
 PERCENTILES = (1.0, 50.0, 99.0)
 
 
-#: bytes of cached ranges with counts
+#: maximum size in bytes of the cache of ranges and their counts
 _EXTENTS = 32 << 20
 
 

@@ -160,7 +160,7 @@ def lay_out_rows(outline: Outline, names: Mapping[str, Tensors], tried: Array | 
 
 
 T = TypeVar("T")
-#: bytes of cached metrics, and of cached layouts
+#: maximum size in bytes of the cache of metrics, and of the cache of layouts
 _HELD, _LAYOUTS = 384 << 20, 64 << 20
 #: largest number of tensors in all cached lists of names
 _TENSORS = 1 << 22

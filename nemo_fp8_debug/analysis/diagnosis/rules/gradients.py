@@ -116,7 +116,7 @@ def _moved(mine: pl.DataFrame, theirs: pl.DataFrame | None) -> Iterator[Finding]
         f"gradients carry a factor of {format_number(values[first])} on top of the loss scale from step {step} on "
         f"(before: {format_number(_usual(values))}); neither the loss scale nor accumulation explains that"
     )
-    yield _factor("proof", evidence, step, "Look at what divides the loss: accumulation, tokens, averaging over ranks.")
+    yield _factor("proof", evidence, step, "Look at what else divides the loss: the number of tokens, averaging over ranks.")
 
 
 def _leaves(values: Floats) -> int | None:

@@ -229,8 +229,12 @@ def explain_course(suspect: Suspect) -> Finding:
     if not len(run.steps[behind]):
         return _name(suspect, "unknown", "hint", f"no sample from {suspect.since} on")
     if (run.nonfinite[behind] > 0).any() and not (reference.nonfinite[before] > 0).any():
+        most = int(np.nanmax(run.nonfinite[behind]))
         return _name(
-            suspect, "nonfinite", "clear", f"up to {int(np.nanmax(run.nonfinite[behind]))} values are NaN or infinite"
+            suspect,
+            "nonfinite",
+            "clear",
+            f"up to {most:,} values are NaN or infinite" if most > 1 else "a value is NaN or infinite",
         )
     if run.broken[behind].any():
         return _name(suspect, "corrupted_scale", "clear", "the scale in use is zero, negative or infinite")

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 import polars as pl
 
-from ....core.keys import Key
+from ....core.keys import SHOWN_AS, Key
 from ....core.scale_sources import select_quantized
 from ... import thresholds
 from ...runs.grid import find_stretches
@@ -52,7 +52,7 @@ def find_recipe_changes(facts: Facts) -> Iterator[Finding]:
         evidence = f"the recipe changed from {each.before} to {each.now}"
         if not each.in_the_run:
             evidence = f"the recipe is {each.now}, and {each.before} in the baseline"
-        others = len(each.keys) - 1
+        others = [f"{SHOWN_AS[role]} of {layer}" for layer, role in each.keys if (layer, role) != (each.layer, each.role)]
         yield Finding("recipe", "changed_recipe", "clear", evidence, each.layer, each.role, each.step, others=others)
 
 

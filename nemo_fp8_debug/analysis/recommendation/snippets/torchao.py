@@ -135,7 +135,7 @@ def _applied(config: Mapping[str, Any], options: Mapping[str, Option]) -> dict[s
 
 
 def _can_be_multiplied(config: Mapping[str, Any]) -> bool:
-    """Return True if no product multiplies E5M2 by E5M2, which cuBLAS does not support."""
+    """Return True if no GEMM multiplies E5M2 by E5M2, which cuBLAS does not support."""
     wide = {
         key
         for key, field in _FIELDS.items()

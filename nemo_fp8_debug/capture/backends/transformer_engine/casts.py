@@ -31,9 +31,9 @@ from ..base import Args, Kwargs, ScaleInUse, UnknownCast, make_unquantized_cast,
 from .environment import check_environment
 from .quantizers import make_cast, make_delayed_cast
 
-#: product that multiplies the column-wise copy, by role
+#: GEMM that uses the column-wise copy as its operand, by role
 PRODUCT = {"input": "wgrad", "weight": "dgrad", "grad_output": "wgrad"}
-#: products that multiply the row-wise copy
+#: GEMM that uses the row-wise copy as its operand, by role
 _OTHERS = {"input": "fprop", "weight": "fprop", "grad_output": "dgrad"}
 
 
@@ -55,7 +55,7 @@ def cast_with_copy(quantizer: Any, te_recipe: Any, role: str) -> ScaleInUse:
 
 
 def without_copy(use: ScaleInUse, role: str) -> ScaleInUse:
-    """Return the cast for a call whose backward does not multiply the column-wise copy."""
+    """Return the cast for a call whose backward does not use the column-wise copy."""
     return replace(use, columnwise=None, products={**use.products, PRODUCT[role]: None})
 
 
@@ -201,7 +201,7 @@ def _alone(use: ScaleInUse, role: str) -> ScaleInUse:
 
 
 def _multiplies_copy(module: Any, role: str, held: QuantizerSlot, call: Any) -> bool:
-    """Return True if the backward of a call is known to multiply the column-wise copy of an operand."""
+    """Return True if the backward of a call is known to use the column-wise copy of an operand."""
     if call is None or not getattr(call, "fp8", False) or getattr(call, "backward_override", None) is not None:
         return False
     if role == "weight":

@@ -271,7 +271,9 @@ def _in_use(
     te_recipe: Any,
     role: str,
 ) -> ScaleInUse:
-    """Return a cast. Its name is the recipe's, if the recipe sets this format, and otherwise the format's."""
+    """Return a cast. It is named after the format of the engine's recipe (such as hybrid), if this format casts the
+    operand to `fmt`. Otherwise the cast is named after `fmt`.
+    """
     asked = getattr(getattr(te_recipe, "fp8_format", None), "name", "").lower()
     return ScaleInUse(scale, fmt, _recipe_of(rule, asked, fmt, role), "engine")
 

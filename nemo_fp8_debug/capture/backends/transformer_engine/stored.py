@@ -1,7 +1,7 @@
 """Decode weights that are stored in FP8 or FP4.
 
 A tensor of Transformer Engine keeps codes and scales in attributes, whose layout depends on the tensor's class. We support
-the classes below, but not scales that are swizzled for a kernel. We read row-wise copies, which fprop multiplies.
+the classes below, but not scales that are swizzled for a kernel. We read row-wise copies, which fprop uses.
 """
 
 from __future__ import annotations
