@@ -39,7 +39,7 @@ def import_logs(source: str | os.PathLike[str], output: str | os.PathLike[str]) 
 
 def _read(root: Path) -> Imported:
     files = sorted(p for p in root.rglob("*") if p.is_file()) if root.is_dir() else [root]
-    claimed = {tool: mine for tool in _FORMATS if (mine := [p for p in files if tool.claims(p)])}
+    claimed = {tool: mine for tool in _FORMATS if (mine := [p for p in files if tool.claims_file(p)])}
     if not claimed:
         raise RecordError(f"{root} is not a log that can be imported, and contains no such log ({_EXPECTED})")
     if len(claimed) > 1:
