@@ -4,7 +4,7 @@ Loss scaling and gradient accumulation multiply the loss before its backward, in
 multiplier from the gradient that arrives at the loss: d(backpropagated value)/d(loss).
 
 We find losses in the output of a root module and in Megatron's schedules. A framework or the user may also pass a loss to
-`show`. Tensor hooks receive the gradients of losses. We replace no tensors, and do not wait for a device.
+`add_loss`. Tensor hooks receive the gradients of losses. We replace no tensors, and do not wait for a device.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ class MatmulCapture:
         read_casts: bool = True,
         products: Mapping[str, ProductSink] | None = None,
     ) -> None:
-        """Create an observer from the same arguments as `hooks.Capture`."""
+        """Create an observer from the same arguments as `hooks.OperandCapture`."""
         self._sinks, self._on_fault, self._read_casts = sinks, on_fault, read_casts
         self._products, self._dispatcher = products or {}, dispatcher
         self._weights: set[str] = set()

@@ -77,7 +77,7 @@ class Observation:
         """Return numbers to be summed over ranks, by lane, float64 [m]. Each m follows from the extremes.
 
         Args:
-            extremes: maximum over all ranks of the result of `extremes`.
+            extremes: maximum over all ranks of the result of `collect_maxima`.
         """
         raise NotImplementedError
 

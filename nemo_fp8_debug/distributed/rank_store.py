@@ -204,7 +204,7 @@ class Ranks:
         store.delete_key(self._key(f"word-{self._words - 2}"))
 
     def await_late_value(self) -> Any:
-        """Return a value that the first rank sent too late for `share`.
+        """Return a value that the first rank sent too late for `broadcast_value`.
 
         Raises:
             TimeoutError: the value still has not arrived.
@@ -251,7 +251,7 @@ class Ranks:
         self.publish(f"network/{self.rank}", {"network": network.to_plain_values(), "port": port})
 
     def exchange_addresses(self) -> None:
-        """Read the addresses of other ranks. All ranks call this after `introduce`.
+        """Read the addresses of other ranks. All ranks call this after `publish_address`.
 
         Raises:
             RuntimeError: gloo cannot connect the ranks' hosts. The message names the setting to change.

@@ -128,7 +128,7 @@ class Pipeline:
         self.end_because(step, str(error).splitlines()[0] if str(error) else type(error).__name__)
 
     def end_because(self, step: int, why: str) -> None:
-        """Stop sampling like `end`, with the given reason."""
+        """Do what `stop_sampling` does, with the given reason."""
         with self._ending:
             if self.over:
                 return

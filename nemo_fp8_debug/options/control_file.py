@@ -69,7 +69,7 @@ class Control:
 
     @property
     def plain_values(self) -> dict[str, Any]:
-        """Return the content as plain values for JSON, which `of_plain` can read."""
+        """Return the content as plain values for JSON, which `from_plain_values` can read."""
         return {
             "changes": {key: list(v) if isinstance(v, tuple) else v for key, v in self.changes.items()},
             "steps": self.steps,
@@ -77,7 +77,7 @@ class Control:
 
     @classmethod
     def from_plain_values(cls, content: Mapping[str, Any]) -> Control:
-        """Return the content that `plain` has stored. Another rank has already parsed and checked this content."""
+        """Return the content that `plain_values` has stored. Another rank has already parsed and checked this content."""
         return cls({key: tuple(v) if isinstance(v, list) else v for key, v in content["changes"].items()}, content["steps"])
 
     def in_words(self) -> str:

@@ -72,7 +72,7 @@ class LossSpike:
 class EarlyWarning:
     """A rule for an operand beyond its healthy limits in two consecutive samples, or far beyond them in one sample.
 
-    `Triggers` keeps the previous sample, and calls `warned_by`.
+    `Triggers` keeps the previous sample, and calls `describe_warning`.
     """
 
     def passed_by(self, sample: Sample) -> str | None:

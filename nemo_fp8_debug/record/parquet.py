@@ -39,8 +39,8 @@ def encode(table: pa.Table) -> tuple[bytes, str]:
 def encode_all(schema: pa.Schema, tables: Iterable[pa.Table]) -> tuple[bytes, str]:
     """Encode consecutive tables into one file, like `encode`. Keep only one table in memory at a time.
 
-    Each table has its own row groups, so that `read` and `pick` decode few other rows. The footer contains an outline of the
-    tables. With the outline, readers find each operand without reading names.
+    Each table has its own row groups, so that `read` and `read_few_rows` decode few other rows.
+    The footer contains an outline of the tables. With the outline, readers find each operand without reading names.
     """
     sink = io.BytesIO()
     # Use no dictionary for numbers that hardly repeat. Bins ascend and neighboring counts are similar, so store differences.

@@ -168,7 +168,7 @@ class Route:
         """Return the answer to a request with these parameters: bytes, or values for JSON.
 
         Raises:
-            Refused: a parameter is wrong, or there is no such run, tensor or step.
+            RequestError: a parameter is wrong, or there is no such run, tensor or step.
         """
         return self.answer(**parse_parameters(given, self.parameters))
 
@@ -207,7 +207,7 @@ def check_host(headers: Headers, names: Collection[str]) -> None:
         names: the result of `list_own_names`.
 
     Raises:
-        Foreign: the tab does not accept the name.
+        ForeignSiteError: the tab does not accept the name.
     """
     host = headers.get("Host", "")
     if "*" not in names and not any(is_local(host, name) for name in {"localhost", *names} - {""}):
@@ -234,7 +234,7 @@ def check_origin(headers: Headers, names: Collection[str] = ()) -> None:
         names: the result of `list_own_names`.
 
     Raises:
-        Foreign: the request comes from another site.
+        ForeignSiteError: the request comes from another site.
     """
     site = headers.get("Sec-Fetch-Site", "").strip().lower()
     origin = headers.get("Origin")

@@ -176,7 +176,7 @@ class WorstProducts:
         self._keys, self._rank = keys, rank
 
     def compute_single_rank_result(self, found: ProductsFound) -> dict[tuple[str, str], torch.Tensor]:
-        """Return what `of_all` would return for a run with a single rank."""
+        """Return what `unpack_all_ranks` would return for a run with a single rank."""
         return {key: of_a_rank(of, self._rank, is_worst=True) for key, of in found.items()}
 
     def severities(self, found: ProductsFound) -> torch.Tensor:

@@ -67,7 +67,7 @@ class RouteClient:
         """Return the answer of a route as bytes or as values for JSON. Parameters that are None are left out.
 
         Raises:
-            Refused: there is no such run, tensor or step.
+            RequestError: there is no such run, tensor or step.
         """
         given = [(name.rstrip("_"), str(value)) for name, value in parameters.items() if value is not None]
         return self._routes[route].answer_query(given)

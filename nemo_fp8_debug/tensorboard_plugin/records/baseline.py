@@ -132,7 +132,7 @@ class TensorBands:
             (number of these samples that count).
 
         Raises:
-            NotThere: one of the records does not have the tensor.
+            NotFoundError: one of the records does not have the tensor.
         """
         if find_table(role) != self._parts.table:
             return _not_judged("Only operands of GEMMs have bands, and this tensor is not one of them.")

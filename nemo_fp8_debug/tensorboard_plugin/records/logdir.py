@@ -96,7 +96,7 @@ class Logdir:
         """Return the record of a run.
 
         Raises:
-            NotThere: there is no run of that name, or a link has replaced it.
+            NotFoundError: there is no run of that name, or a link has replaced it.
         """
         records = self.find_records().records
         if name not in records:

@@ -212,7 +212,7 @@ class PartMatrices:
         """Return the current sampled steps of a record.
 
         Raises:
-            NotReadable: the folder is not readable.
+            UnreadableRecordError: the folder is not readable.
         """
         held = self._indexes.get(str(run), _KnownIndex)
         known = held.index
@@ -350,7 +350,7 @@ class PartMatrices:
         """Return the result of `read` for a record. If parts were merged meanwhile, read again.
 
         Raises:
-            NotReadable: the record is unreadable, or changes too fast.
+            UnreadableRecordError: the record is unreadable, or changes too fast.
         """
         for _ in range(_ATTEMPTS):
             try:
@@ -365,7 +365,7 @@ def report_damage(part: Part) -> Iterator[None]:
     """Convert an error about a damaged part into a refusal.
 
     Raises:
-        NotReadable: the part is damaged.
+        UnreadableRecordError: the part is damaged.
     """
     try:
         yield

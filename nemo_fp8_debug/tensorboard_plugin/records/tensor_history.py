@@ -32,7 +32,7 @@ def read_timeline(parts: PartMatrices, run: Storage, layer: str, role: str, metr
     """Return the metrics of a tensor at all steps at which it was sampled.
 
     Raises:
-        NotThere: the record has no such tensor.
+        NotFoundError: the record has no such tensor.
     """
 
     def read(index: RecordIndex) -> dict[str, Any]:
@@ -172,7 +172,7 @@ def find_nearest_step(run: Storage, index: RecordIndex, step: int) -> int:
     """Return the nearest sampled step.
 
     Raises:
-        NotThere: no step was sampled.
+        NotFoundError: no step was sampled.
     """
     if not len(index.steps):
         raise NotFoundError(f"The record at {run} has no sampled step yet; wait for the first one.")
@@ -183,7 +183,7 @@ def read_histograms(parts: PartMatrices, run: Storage, layer: str, role: str, st
     """Return a tensor's histograms at the nearest sampled step (one row for each scale), and the recorded metrics.
 
     Raises:
-        NotThere: the record has no such tensor at that step, or no histogram of the tensor.
+        NotFoundError: the record has no such tensor at that step, or no histogram of the tensor.
     """
 
     def read(index: RecordIndex) -> dict[str, Any]:
