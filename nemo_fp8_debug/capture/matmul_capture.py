@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from ..core.error_guard import Fault, OperandGuard
 from .backends.base import Args, Kwargs, ScaleInUse, UnknownCast, make_unknown_cast, read_raw_weight
-from .backends.in_forward import find_parameter, is_weight_computed, parameter_name, parameter_names
+from .backends.in_forward import is_weight_computed, parameter_name, parameter_names, read_parameter
 from .dispatcher import Dispatcher, Pass
 from .gemms import Gemm
 from .hooks import OperandSink, ProductSink
@@ -175,7 +175,7 @@ def _check_rows(gemm: Gemm) -> None:
     Raises:
         TypeError: ranks split the parameter in another way, and it is unknown which rank counts X and dY.
     """
-    parameter: Any = find_parameter(gemm.module, parameter_name(gemm.module, gemm.part))
+    parameter: Any = read_parameter(gemm.module, parameter_name(gemm.module, gemm.part))
     if is_dtensor(parameter):
         apart = all(p.is_replicate() or (p.is_shard(0) and parameter.dim() == 3) for p in parameter.placements)
         if not apart or all(p.is_replicate() for p in parameter.placements):

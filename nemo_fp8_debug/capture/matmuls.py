@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from torch.utils._pytree import tree_leaves
 
 from ..core.error_guard import leave_modes, restore_modes
-from .backends.in_forward import find_parameter
+from .backends.in_forward import read_parameter
 from .dispatcher import EventHook
 from .operator_mode import is_dtensor_call
 from .scan import scan_modules
@@ -175,12 +175,12 @@ class Matmuls(TorchDispatchMode):
         """If several parameters are possible, return the only one with as many values as the operand, or None."""
         if len(names) == 1:
             return next(iter(names))
-        fitting = [name for name in names if local_of(find_parameter(self._module, name)).numel() == weight.numel()]
+        fitting = [name for name in names if local_of(read_parameter(self._module, name)).numel() == weight.numel()]
         return fitting[0] if len(fitting) == 1 else None
 
     def _weight(self, key: str, multiplied: torch.Tensor, origin: Origin) -> torch.Tensor | None:
         """Return the parameter if it was only moved, the operand if it was computed from the whole parameter, or None."""
-        parameter: Any = find_parameter(self._module, key)
+        parameter: Any = read_parameter(self._module, key)
         if origin.made == MOVED and origin.sources == {key}:
             out, k = parameter.shape[-2:]
             along = multiplied.stride(-1) <= multiplied.stride(-2) if out == k else k == multiplied.shape[-1]

@@ -125,7 +125,7 @@ class SteppedWeight:
     #: where the weight's values begin in a flat `parameter`, and their number; None if `parameter` has no other values
     place: tuple[int, int] | None = None
 
-    def select_stepped_values(self, x: Any) -> Any:
+    def select_weight_values(self, x: Any) -> Any:
         """Return the weight's values in a tensor with the layout of `parameter`."""
         if self.place is None or not isinstance(x, torch.Tensor):
             return x

@@ -28,7 +28,7 @@ def take_local_part(x: torch.Tensor) -> torch.Tensor:
     return arrived
 
 
-def is_counted(x: torch.Tensor, rank: int, first: int | None) -> bool:
+def is_counted_here(x: torch.Tensor, rank: int, first: int | None) -> bool:
     """Return True if this rank counts its part of an operand. Only one rank counts a copy.
 
     Args:

@@ -47,7 +47,7 @@ class Observation:
     #: name of the feature's folder
     name = ""
 
-    def observe(self, step: Any) -> Any:
+    def start_observer(self, step: Any) -> Any:
         """Return an observer for a sampled step that begins, see `monitor.open_step`."""
         raise NotImplementedError
 

@@ -51,7 +51,7 @@ class ShardGroup:
         return cls([rank], gemms, dict.fromkeys(gemms, rank), tensors)
 
     @staticmethod
-    def publish(ranks: Ranks, kinds: Mapping[str, str]) -> None:
+    def publish_gemm_names(ranks: Ranks, kinds: Mapping[str, str]) -> None:
         """Publish the names of this rank's GEMMs, before all ranks have started."""
         if ranks.world > 1:
             try:

@@ -188,7 +188,7 @@ class Monitor:
         except Exception as error:
             self._ranks.start(None, error)
             raise
-        ShardGroup.publish(self._ranks, self._model.kinds)
+        ShardGroup.publish_gemm_names(self._ranks, self._model.kinds)
         self._idle = self._ranks.world == 1 and not self._recording.recorders
         self._summary = Summary(self.config, self._recording.recorders, len(self.gemms), self.fingerprint.get("coverage"))
         shared = self._summary, place, self._errors, self._waits

@@ -17,7 +17,7 @@ from ..capture.operands import Operand
 from ..capture.optimizer_weights import find_weight, is_split_by_zero
 from ..capture.scales import Scales
 from ..capture.scan import ScannedModule
-from ..capture.tensors import is_counted, is_never_counted
+from ..capture.tensors import is_counted_here, is_never_counted
 from ..capture.weight_gradients import WeightGradients
 from ..core.error_guard import ErrorGuard, Fault
 from ..core.keys import ROLES, Key, list_roles
@@ -168,4 +168,4 @@ def make_weight_filter(shard_group: ShardGroup, rank: int, gemm: Gemm) -> Callab
     if copied:
         return is_never_counted
     # An engine may split optimizer states after the monitor was created.
-    return lambda x: not is_copy if is_split_by_zero(find_weight(gemm)) else is_counted(x, rank, first)
+    return lambda x: not is_copy if is_split_by_zero(find_weight(gemm)) else is_counted_here(x, rank, first)

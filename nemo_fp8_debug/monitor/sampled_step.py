@@ -88,7 +88,7 @@ class SampledStep:
         )
         self._operands, self._observers = step.operands, step.observers
         for observation in self._watched.observations:
-            step.observers[observation.name] = observation.observe(step)
+            step.observers[observation.name] = observation.start_observer(step)
         if heard:
             self._subscribe(step)
 

@@ -169,7 +169,7 @@ class HistogramBatch:
         """Repeat each histogram's value for each of its bins. The input is [B], the result [T]."""
         return per_histogram.repeat_interleave(self.room, output_size=len(self.index))
 
-    def per_histogram(self, per_bin: torch.Tensor) -> torch.Tensor:
+    def sum_bins(self, per_bin: torch.Tensor) -> torch.Tensor:
         """Sum over the bins of each histogram, in float64. The input is [T], the result [B]."""
         lanes = per_bin.view(-1, LANES)
         while (half := lanes.shape[1] // 2) > 0:

@@ -140,7 +140,7 @@ def moments(batch: HistogramBatch) -> Moments:
     """Return the moments of B histograms."""
     x, weights = batch.values.double(), batch.weights
     squares = x * x
-    total = batch.per_histogram(weights).long()
+    total = batch.sum_bins(weights).long()
     first = batch.bin_starts
 
     # Bins are in ascending order of magnitude, zero first. An index past the end gives NaN.
@@ -163,8 +163,8 @@ def moments(batch: HistogramBatch) -> Moments:
         amax=batch.amax().double(),
         amin=at(first + has_zeros),
         median=at(middle),
-        sum_x2=batch.per_histogram(weights * squares),
-        sum_x4=batch.per_histogram(squares.square_().mul_(weights)),
+        sum_x2=batch.sum_bins(weights * squares),
+        sum_x4=batch.sum_bins(squares.square_().mul_(weights)),
     )
 
 
@@ -184,7 +184,7 @@ def quantization_sums(batch: HistogramBatch, scale: torch.Tensor, formats: Seque
         overflows[start:end] = exceeds_format(scaled[start:end], fmt)
         start = end
     q = code.double().div_(scales)
-    return compute_value_sums(batch.values, overflows, q, batch.weights, batch.per_histogram)
+    return compute_value_sums(batch.values, overflows, q, batch.weights, batch.sum_bins)
 
 
 def exceeds_format(scaled: torch.Tensor, fmt: FloatFormat) -> torch.Tensor:

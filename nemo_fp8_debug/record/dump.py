@@ -45,7 +45,7 @@ _DTYPES = (*DTYPES, torch.float32)
 
 
 @dataclass(frozen=True)
-class DumpedTensor:
+class DumpEntry:
     """The description of a dumped tensor."""
 
     attempt: int
@@ -106,7 +106,7 @@ class TensorDump:
         #: how many tensors were left out, by reason
         self.left_out: dict[str, int] = {}
 
-    def add(self, about: DumpedTensor, x: torch.Tensor, scale: torch.Tensor | CurrentScaling) -> None:
+    def add(self, about: DumpEntry, x: torch.Tensor, scale: torch.Tensor | CurrentScaling) -> None:
         """Copy `x` in a hook, and write it in the background.
 
         Args:
@@ -143,7 +143,7 @@ class TensorDump:
         return self._in_flight == 0 or self._in_flight + size <= IN_FLIGHT
 
     def _write(
-        self, about: DumpedTensor, fetch: Callable[[], torch.Tensor], scale: torch.Tensor | CurrentScaling, size: int
+        self, about: DumpEntry, fetch: Callable[[], torch.Tensor], scale: torch.Tensor | CurrentScaling, size: int
     ) -> None:
         written = False
         try:
@@ -203,7 +203,7 @@ def _copy(x: torch.Tensor) -> Callable[[], torch.Tensor]:
     return fetch
 
 
-def _encode(about: DumpedTensor, x: torch.Tensor, scale: torch.Tensor) -> bytes:
+def _encode(about: DumpEntry, x: torch.Tensor, scale: torch.Tensor) -> bytes:
     codes = torch.empty(x.shape, dtype=about.format.dtype)
     for piece, into in zip(x.reshape(-1).split(_CHUNK), codes.view(-1).split(_CHUNK), strict=True):
         into.copy_(quantize(piece, scale, about.format))
@@ -214,7 +214,7 @@ def _readable(size: int) -> str:
     return f"{format_number(size / (1 << 30))} GiB"
 
 
-def read_dump(run: str | os.PathLike[str], name: str) -> tuple[DumpedTensor, dict[str, torch.Tensor]]:
+def read_dump(run: str | os.PathLike[str], name: str) -> tuple[DumpEntry, dict[str, torch.Tensor]]:
     """Return a dumped tensor after checking its file.
 
     Args:
@@ -260,9 +260,9 @@ def read_dump(run: str | os.PathLike[str], name: str) -> tuple[DumpedTensor, dic
     return about, tensors
 
 
-def _about(metadata: dict[str, str]) -> DumpedTensor:
+def _about(metadata: dict[str, str]) -> DumpEntry:
     if metadata["role"] not in ROLES:
         raise ValueError(f"unknown role {metadata['role']!r}")
     numbers: Any = {key: int(metadata[key]) for key in ("attempt", "step", "rank", "call")}
     texts: Any = {key: metadata[key] for key in ("layer", "role", "recipe", "scale_source")}
-    return DumpedTensor(**numbers, **texts, format=FORMATS[metadata["format"]])
+    return DumpEntry(**numbers, **texts, format=FORMATS[metadata["format"]])

@@ -20,7 +20,7 @@ from .records.color_scales import Extents, pack_rise_thresholds
 from .records.heatmap import pack_frames, pack_heatmap
 from .records.logdir import Logdir, Root, parse_flags
 from .records.part_matrices import PartMatrices
-from .records.run_summary import describe_run, read_losses, read_other_recipes
+from .records.run_summary import describe_run, read_other_recipes, read_step_series
 from .records.tensor_history import Files, find_dumps, find_nearest_step, list_dumps, read_histograms, read_timeline
 from .runs_table import Headlines, RunsTable, list_runs, order_by_color, suggest_parts
 from .web import (
@@ -110,7 +110,7 @@ class FP8Plugin(base_plugin.TBPlugin):  # type: ignore[misc]
         record, tables, bounds = self._logdir.record, self._tables, {"from": _BOUND, "to": _BOUND}
 
         def tables_of(role: str) -> PartMatrices:
-            return tables[metadata.find_table(role)]
+            return tables[metadata.find_table_of_role(role)]
 
         return {
             "runs": Route(self._runs, {}),
@@ -208,7 +208,7 @@ class FP8Plugin(base_plugin.TBPlugin):  # type: ignore[misc]
 
     def _loss(self, run: str) -> Any:
         record = self._logdir.record(run)
-        return self._losses.get((str(record), self._parts.index(record).version), lambda: read_losses(record))
+        return self._losses.get((str(record), self._parts.index(record).version), lambda: read_step_series(record))
 
     def _list_dumps(self, run: str, layer: str, role: str) -> Any:
         record = self._logdir.record(run)

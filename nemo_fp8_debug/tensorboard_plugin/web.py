@@ -53,7 +53,7 @@ class UnreadableRecordError(RequestError):
     status = 409
 
 
-def list_numbers(values: Any) -> list[float | None]:
+def list_with_nulls(values: Any) -> list[float | None]:
     """Return float64 [N] as a list, with null for values that are not finite."""
     values = np.asarray(values, np.float64)
     listed = values.tolist()
@@ -63,7 +63,7 @@ def list_numbers(values: Any) -> list[float | None]:
 
 
 def encode_json(answer: Any) -> str:
-    """Encode an answer that `make_jsonable` or `list_numbers` prepared."""
+    """Encode an answer that `make_jsonable` or `list_with_nulls` prepared."""
     return json.dumps(answer, allow_nan=False, separators=(",", ":"))
 
 

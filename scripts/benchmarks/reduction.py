@@ -105,7 +105,7 @@ def work(rank: int, world: int, port: int, n: int, rounds: int, alone: bool) -> 
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
     names = [f"decoder.layers.{i}.mlp.linear_fc{i % 2 + 1}" for i in range(-(-n // len(ROLES)))]
     ranks, kinds = Ranks(), dict.fromkeys(names, "linear")
-    ShardGroup.publish(ranks, kinds)
+    ShardGroup.publish_gemm_names(ranks, kinds)
     ranks.start({})
     group = ShardGroup.discover(ranks, kinds)
     reduction, rows = Reduction(ranks, group, [tensors_of(names, ranks)]), bytes(ROWS * n)

@@ -181,8 +181,8 @@ def test_bins_of_a_histogram_add_up_whatever_is_beside_it(lengths: list[int], se
     histograms = [count_histogram(torch.randn(20 * length, generator=generator).bfloat16()) for length in lengths]
     batch = HistogramBatch.pack_histograms(histograms)
     per_bin = batch.values.double() * batch.weights
-    sums = batch.per_histogram(per_bin)
+    sums = batch.sum_bins(per_bin)
     alone = [HistogramBatch.pack_histograms([of]) for of in histograms]
-    assert sums.tolist() == [float(one.per_histogram(one.values.double() * one.weights)) for one in alone]
+    assert sums.tolist() == [float(one.sum_bins(one.values.double() * one.weights)) for one in alone]
     exact = [math.fsum(part.tolist()) for part in per_bin.split(batch.room.tolist())] if lengths else []
     torch.testing.assert_close(sums, torch.tensor(exact, dtype=torch.float64), rtol=1e-14, atol=0)

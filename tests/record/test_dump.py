@@ -29,15 +29,15 @@ from nemo_fp8_debug.errors import FP8DebugWarning
 from nemo_fp8_debug.numerics.formats import E4M3, E5M2
 from nemo_fp8_debug.numerics.tensor_scaling import CurrentScaling
 from nemo_fp8_debug.record import dump
-from nemo_fp8_debug.record.dump import DumpedTensor, TensorDump, dumped_files, read_dump
+from nemo_fp8_debug.record.dump import DumpEntry, TensorDump, dumped_files, read_dump
 from nemo_fp8_debug.record.reader import read_table
 from nemo_fp8_debug.record.storage import Storage
 
 NUMPY = {"e4m3": ml_dtypes.float8_e4m3fn, "e5m2": ml_dtypes.float8_e5m2}
 
 
-def about(layer: str = "layers.0", role: str = "input", call: int = 0, fmt: Any = E4M3) -> DumpedTensor:
-    return DumpedTensor(0, 7, 3, layer, role, call, "delayed-hybrid", fmt, "engine")
+def about(layer: str = "layers.0", role: str = "input", call: int = 0, fmt: Any = E4M3) -> DumpEntry:
+    return DumpEntry(0, 7, 3, layer, role, call, "delayed-hybrid", fmt, "engine")
 
 
 def at_once(job: Callable[[], None]) -> None:

@@ -216,7 +216,7 @@ def group_by_key(parts: Iterable[ReplayedCalls]) -> list[list[ReplayedCalls]]:
     return list(groups.values())
 
 
-def recompute_histograms(parts: Sequence[ReplayedCalls], job: ReplayJob) -> RecomputedMetrics:
+def recompute_from_histograms(parts: Sequence[ReplayedCalls], job: ReplayJob) -> RecomputedMetrics:
     """Recompute all operands at once from their histograms."""
     groups = group_by_key(parts)
     if job.recipe is not None:  # one scale for all calls
@@ -237,7 +237,7 @@ def recompute_histograms(parts: Sequence[ReplayedCalls], job: ReplayJob) -> Reco
     )
 
 
-def recompute_tensors(parts: Sequence[ReplayedCalls], job: ReplayJob) -> RecomputedMetrics:
+def recompute_from_tensors(parts: Sequence[ReplayedCalls], job: ReplayJob) -> RecomputedMetrics:
     """Measure one operand directly from its tensors, for float32 and block recipes."""
     from ...kernels import quantization_sums
 

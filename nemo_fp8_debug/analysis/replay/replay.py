@@ -39,8 +39,8 @@ from .recomputed import (
     ReplayJob,
     dumped_tensors,
     group_by_key,
-    recompute_histograms,
-    recompute_tensors,
+    recompute_from_histograms,
+    recompute_from_tensors,
     recorded_histograms,
 )
 
@@ -221,9 +221,9 @@ def _replay_step(jobs: Sequence[ReplayJob]) -> list[pl.DataFrame]:
 
 def _replay_calls(parts: Sequence[ReplayedCalls], job: ReplayJob) -> pl.DataFrame:
     counted = [part for part in parts if isinstance(part.values, Histogram)]
-    found = [recompute_histograms(counted, job)] if counted else []
+    found = [recompute_from_histograms(counted, job)] if counted else []
     found += [
-        recompute_tensors(group, job) for group in group_by_key(p for p in parts if isinstance(p.values, torch.Tensor))
+        recompute_from_tensors(group, job) for group in group_by_key(p for p in parts if isinstance(p.values, torch.Tensor))
     ]
     if not found:
         return pl.DataFrame(schema=SCHEMAS["replayed"])

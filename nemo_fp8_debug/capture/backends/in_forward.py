@@ -68,7 +68,7 @@ def parameter_name(module: nn.Module, part: str) -> str:
     return part or "weight"
 
 
-def find_parameter(module: nn.Module, name: str) -> torch.Tensor | None:
+def read_parameter(module: nn.Module, name: str) -> torch.Tensor | None:
     """Return a parameter by its name in a module, without calling a sharding engine."""
     path, _, key = name.rpartition(".")
     return read_raw_weight(module.get_submodule(path), key)
@@ -83,7 +83,7 @@ BACKEND = Backend(
     owns=lambda module: bool(list_parameter_suffixes(module)),
     parts=list_parameter_suffixes,
     input=lambda module, args, kwargs, part: None,
-    weight=lambda module, args, kwargs, part: find_parameter(module, parameter_name(module, part)),
+    weight=lambda module, args, kwargs, part: read_parameter(module, parameter_name(module, part)),
     output=_no_output,
     in_forward=True,
 )

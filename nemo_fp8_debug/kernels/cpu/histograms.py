@@ -80,7 +80,7 @@ def _find_occupied(histograms: Sequence[Histogram]) -> None:
 
 @jit
 def _total(values: Floats, n: int) -> float:
-    """Return the sum of `n` values in the order of `HistogramBatch.per_histogram`.
+    """Return the sum of `n` values in the order of `HistogramBatch.sum_bins`.
 
     The function overwrites `values`, which must have room for padding after the first `n` values.
     """

@@ -12,7 +12,7 @@ from ...capture.backends.base import make_unquantized_cast
 from ...capture.operand_stats import OperandStats
 from ...capture.operands import Operand, UncastOperand
 from ...capture.scan import ScannedModule, scan_modules
-from ...capture.tensors import is_counted, is_never_counted
+from ...capture.tensors import is_counted_here, is_never_counted
 from ...capture.tracing import find_compiled_by_now
 from ...core.error_guard import ErrorGuard
 from ...core.keys import ACTIVATIONS, Key
@@ -148,7 +148,7 @@ class ActivationStep(StepObserver):
         found: Sequence[Site] = step.watched.model.features[NAME].modules
         chosen, compiled = compile_patterns(step.config.layers), _compiled(found)
         self._sites = [s for s in found if chosen(s.gemm.name) and id(s.gemm.module) not in compiled]
-        counts, what_if = partial(is_counted, rank=step.watched.rank, first=None), step.config.what_if_recipes
+        counts, what_if = partial(is_counted_here, rank=step.watched.rank, first=None), step.config.what_if_recipes
         self._operands: dict[Key, Operand] = {
             (site.gemm.name, role): UncastOperand(
                 site.gemm, role, make_unquantized_cast(role), what_if, is_never_counted if site.is_copied else counts
@@ -178,7 +178,7 @@ class ActivationObservation(TensorObservation):
         kinds = setup.shard_group.tensors
         super().__init__({key: kind for key, kind in kinds.items() if key[1] in self.roles}, setup.ranks)
 
-    def observe(self, step: OpenStep) -> ActivationStep:
+    def start_observer(self, step: OpenStep) -> ActivationStep:
         """See `Observation`."""
         return ActivationStep(step)
 

@@ -144,7 +144,7 @@ class GradientObservation(Observation):
     def __init__(self, setup: RunSetup) -> None:
         self._names = setup.gemms
 
-    def observe(self, step: OpenStep) -> GradientStep:
+    def start_observer(self, step: OpenStep) -> GradientStep:
         """See `Observation`."""
         return GradientStep(step)
 

@@ -14,7 +14,7 @@ from ...capture.hooks import OperandCapture, OperandSink
 from ...capture.matmul_capture import MatmulCapture
 from ...capture.operands import Operand
 from ...capture.scales import SHADOW
-from ...capture.tensors import is_counted, is_never_counted, take_local_part
+from ...capture.tensors import is_counted_here, is_never_counted, take_local_part
 from ...core.error_guard import ErrorGuard
 from ...core.keys import ATTENTION, ATTENTION_BACKWARD, ATTENTION_FORWARD, ROLES, Key, list_roles
 from ...core.observation import Arrays, CombinedObservations, Lanes, SamplePlan
@@ -23,7 +23,7 @@ from ...monitor.open_step import OpenStep, RunSetup, StepObserver, is_duplicate_
 from ...numerics.block_scaling import BlockRule
 from ...numerics.metric_columns import unscale_columns
 from ...numerics.tensor_scaling import CurrentScaling
-from ...record.dump import DumpedTensor, TensorDump
+from ...record.dump import DumpEntry, TensorDump
 from .measure import measure_tensors
 from .table import METRICS_TABLE
 from .tensors import Stats, TensorObservation
@@ -95,7 +95,7 @@ def _add_operand(step: OpenStep, gemm: Gemm, role: str) -> None:
         return
     # Either all ranks have the same operand, or each rank of a mesh has a part of it. The operand's tensors show which.
     first = watched.shard_group.first[gemm.name] if copied is None else None
-    counts = is_never_counted if copied else partial(is_counted, rank=watched.rank, first=first)
+    counts = is_never_counted if copied else partial(is_counted_here, rank=watched.rank, first=first)
     operand = Operand(gemm, role, watched.model.scales.choose_operand_cast(gemm, role), config.what_if_recipes, counts)
     operand.measures_copies, operand.counts_block_scales = config.copies, config.block_scales
     step.seen.setdefault(gemm.name, {})[role] = operand
@@ -126,7 +126,7 @@ class OperandObservation(TensorObservation):
         super().__init__({key: kinds[key[0]].removeprefix(ATTENTION) for key in every}, setup.ranks)
         self._scales = setup.scales
 
-    def observe(self, step: OpenStep) -> OperandStep:
+    def start_observer(self, step: OpenStep) -> OperandStep:
         """See `Observation`."""
         return OperandStep(step)
 
@@ -185,4 +185,4 @@ class DumpedOperand:
             key, about = (*self._operand.key, call), (use.recipe.name, use.format, use.source)
             if isinstance(scale, BlockRule):  # a dump has one scale, so we dump codes of current scaling
                 scale, about = CurrentScaling(), (SHADOW.name, SHADOW.format_of(self._operand.role), "current")
-            self._dump.add(DumpedTensor(*self._where, *key, *about), take_local_part(x.detach()), scale)
+            self._dump.add(DumpEntry(*self._where, *key, *about), take_local_part(x.detach()), scale)

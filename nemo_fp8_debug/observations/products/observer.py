@@ -153,7 +153,7 @@ class ProductObservation(Observation):
         self._gradients = GradientSums(gemms, setup.parts["weight_gradient"], setup.ranks.rank)
         self._rows = max(config.output_rows, config.verify_rows)
 
-    def observe(self, step: OpenStep) -> ProductStep:
+    def start_observer(self, step: OpenStep) -> ProductStep:
         """See `Observation`."""
         return ProductStep(step)
 

@@ -32,7 +32,7 @@ _OPERANDS = {"fprop": ("input", "weight"), "dgrad": ("grad_output", "weight"), "
 Guard = Callable[[str], AbstractContextManager[None]]
 
 
-class Results:
+class ResultObserver:
     """Observes the results of one GEMM in a forward call and its backward. Keeps no activation and no node alive."""
 
     def __init__(

@@ -27,7 +27,7 @@ from ...numerics.block_scaling import BlockRule, view_as_matrix
 from ...numerics.gemm_error import PRODUCTS, ProductTerms, RowSample, Side, compute_product_scale, sample_places, take_rows
 from ...numerics.tensor_scaling import CurrentScaling
 from .checks import CheckQueue, MultipliedRows, ProductChecks
-from .results import Results, UnreducedResultMode
+from .results import ResultObserver, UnreducedResultMode
 from .verification import BY_CHANCE, STORED, UNKNOWN_CAST, UNKNOWN_COPY
 
 
@@ -96,7 +96,7 @@ class Products:
         self.weight_gradient: tuple[torch.Tensor, torch.Tensor] | None = None
         self._counted = False
         self._checks = ProductChecks(chosen.rows, step, queue) if chosen.verify else None
-        self._results: Results | None = None
+        self._results: ResultObserver | None = None
 
     def add(self, role: str, x: torch.Tensor, call: int, use: ScaleInUse | None) -> None:
         """Copy the needed rows of an operand, and keep no reference to the operand. X determines which call counts.
@@ -132,7 +132,7 @@ class Products:
         self._results = None
         if self._checks and self._call is None:
             with self._guard("while looking at what a GEMM returned"):
-                self._results = Results(self._gemm, self._checks, args, kwargs, self._guard, self._dispatcher)
+                self._results = ResultObserver(self._gemm, self._checks, args, kwargs, self._guard, self._dispatcher)
 
     def end_call(self, call: int, given: tuple[Args, Kwargs], weight: torch.Tensor | None, out: Any) -> None:
         """Observe the output of a call.

@@ -52,7 +52,7 @@ class ReplicaObservation(Observation):
     def __init__(self, comparison: ReplicaComparison) -> None:
         self._copies = comparison
 
-    def observe(self, step: OpenStep) -> ReplicaStep:
+    def start_observer(self, step: OpenStep) -> ReplicaStep:
         """See `Observation`."""
         return ReplicaStep(step)
 

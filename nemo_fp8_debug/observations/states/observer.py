@@ -70,7 +70,7 @@ class StateObservation(TensorObservation):
         keys = [(name, role) for name in setup.gemms for role in setup.config.states]
         super().__init__({key: kinds[key[0]] for key in keys}, setup.ranks)
 
-    def observe(self, step: OpenStep) -> StateStep:
+    def start_observer(self, step: OpenStep) -> StateStep:
         """See `Observation`."""
         return StateStep(step)
 

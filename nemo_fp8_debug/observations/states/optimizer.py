@@ -214,16 +214,16 @@ class StateCapture:
                 if apart and known.calls:  # `.grad` was counted, but the optimizer uses another gradient
                     known = self._operands[key] = _counted_anew(known)
                 if not known.calls and not known.copies:
-                    self._take(*key, stepped.select_stepped_values(_gradient(optimizer, stepped.parameter)))
+                    self._take(*key, stepped.select_weight_values(_gradient(optimizer, stepped.parameter)))
             if self._wants(stepped.name, "update"):
-                self._earlier[stepped.name] = stepped.select_stepped_values(stepped.parameter).detach().clone()
+                self._earlier[stepped.name] = stepped.select_weight_values(stepped.parameter).detach().clone()
                 self._begin_sample(stepped, optimizer)
 
     def _after(self, optimizer: Any) -> None:
         for stepped in list_stepped_weights(optimizer, self._gemms):
             for role in _NAMES:
                 self._take_state(stepped, role, optimizer)
-            now = stepped.select_stepped_values(stepped.parameter).detach()
+            now = stepped.select_weight_values(stepped.parameter).detach()
             if stepped.parameter is not stepped.weight:
                 self._take(stepped.name, "master_weight", now)
             if (earlier := self._earlier.pop(stepped.name, None)) is not None:
@@ -253,7 +253,7 @@ class StateCapture:
                 self._take(
                     stepped.name,
                     role,
-                    stepped.select_stepped_values(_decoded(state[name], optimizer, stepped.parameter, name)),
+                    stepped.select_weight_values(_decoded(state[name], optimizer, stepped.parameter, name)),
                 )
 
     def _wants(self, name: str, role: str) -> bool:

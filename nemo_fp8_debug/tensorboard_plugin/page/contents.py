@@ -201,7 +201,7 @@ class PageContents:
         """Add all metrics of a tensor and its ranks. Return the number of steps, or 0 if the run does not have the
         tensor.
         """
-        metrics = [*list_metrics(metadata.find_table(role)), "ranks", "ranks_missing"]
+        metrics = [*list_metrics(metadata.find_table_of_role(role)), "ranks", "ranks_missing"]
         asked = [",".join(metrics[i : i + _AT_ONCE]) for i in range(0, len(metrics), _AT_ONCE)]
         answers = [self.client.try_to_ask("timeline", run=run, layer=layer, role=role, metrics=names) for names in asked]
         if None in answers:

@@ -35,7 +35,7 @@ class Figure:
             names: names of the runs by part.
         """
         about = {"layer": self.tensor.layer, "role": self.tensor.role} if self.tensor else {}
-        table = {} if self.tensor is None else {"table": metadata.find_table(self.tensor.role)}
+        table = {} if self.tensor is None else {"table": metadata.find_table_of_role(self.tensor.role)}
         parts = {part: name or "" for part, name in names.items()}
         state: dict[str, Any] = {"view": self.view, **parts, **about, **table, "step": self.step, "metric": self.metric}
         return {name: str(value) for name, value in state.items() if value is not None}

@@ -37,9 +37,9 @@ from ...record.reader import read_table
 from ...record.schema import SCHEMAS, Part
 from ...record.storage import Storage
 from ..cache import Cache
-from ..web import list_numbers
+from ..web import list_with_nulls
 from .heatmap import list_newest_tensors
-from .metadata import find_table
+from .metadata import find_table_of_role
 from .part_matrices import NONFINITE, Array, Layers, PartMatrices, RecordIndex
 from .tensor_history import refuse_tensor
 from .thinning import thin_series
@@ -134,7 +134,7 @@ class TensorBands:
         Raises:
             NotFoundError: one of the records does not have the tensor.
         """
-        if find_table(role) != self._parts.table:
+        if find_table_of_role(role) != self._parts.table:
             return _not_judged("Only operands of GEMMs have bands, and this tensor is not one of them.")
         versions = [self._parts.index(record).version for record in (run, baseline)]
         key = str(run), str(baseline), *versions, layer, role
@@ -264,7 +264,7 @@ def _told(found: TensorBand, onsets: pl.DataFrame) -> dict[str, Any]:
 
 def _drawn(steps: Array, band: MetricBand) -> dict[str, Any]:
     kept = thin_series([band.low, band.expected, band.high], _POINTS)
-    lines = {name: list_numbers(getattr(band, name)[kept]) for name in ("low", "expected", "high")}
+    lines = {name: list_with_nulls(getattr(band, name)[kept]) for name in ("low", "expected", "high")}
     about = {name: getattr(band, name) for name in ("least", "is_ratio", "beyond", "counted")}
     told: dict[str, Any] = make_jsonable(about)
     return {"step": steps[kept].tolist(), **lines, **told}

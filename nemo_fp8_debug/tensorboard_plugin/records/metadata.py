@@ -64,11 +64,11 @@ def find_worse_sign(metric: str) -> int | None:
     return _WORSE.get(metric, 1)
 
 
-def find_table(role: str) -> str:
+def find_table_of_role(role: str) -> str:
     """Return the table that contains tensors of a role.
 
     Example:
-        >>> find_table("input"), find_table("first_moment")
+        >>> find_table_of_role("input"), find_table_of_role("first_moment")
         ('metrics', 'states')
     """
     return next((table for table in TABLES if role in schema.TABLES[table].roles), next(iter(TABLES)))

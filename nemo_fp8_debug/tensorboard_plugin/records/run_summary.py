@@ -14,7 +14,7 @@ from ...core.scale_sources import classify_sources, describe_quantization
 from ...errors import capture_warnings
 from ...record.reader import read_fingerprint, read_table
 from ...record.storage import Storage
-from ..web import list_numbers
+from ..web import list_with_nulls
 from . import metadata
 from .heatmap import describe_tensors, list_newest_tensors
 from .metadata import order_tensors
@@ -63,7 +63,7 @@ def read_other_recipes(parts: PartMatrices, run: Storage, step: int) -> dict[str
 def tabulate_rows(rows: pl.DataFrame) -> dict[str, Any]:
     """Return rows as lists by column."""
     return {
-        name: list_numbers(rows[name].to_numpy()) if name in WHAT_IF_METRICS else rows[name].to_list()
+        name: list_with_nulls(rows[name].to_numpy()) if name in WHAT_IF_METRICS else rows[name].to_list()
         for name in rows.columns
     }
 
@@ -105,7 +105,7 @@ _SIGMAS = 5.0
 _BEFORE = 3
 
 
-def read_losses(run: Storage) -> dict[str, Any]:
+def read_step_series(run: Storage) -> dict[str, Any]:
     """Return loss, gradient norm and learning rate by step, thinned out, with triggers, skipped steps and spikes.
 
     A value is null if it was not recorded, or if it is NaN or infinite. `not_finite` has the steps of NaN and infinity, by
@@ -121,7 +121,7 @@ def read_losses(run: Storage) -> dict[str, Any]:
     skipped = table.filter(pl.col("skipped").fill_null(0) != 0)["step"]
     return {
         "step": steps.tolist(),
-        **{name: list_numbers(column[kept]) for name, column in values.items()},
+        **{name: list_with_nulls(column[kept]) for name, column in values.items()},
         "not_finite": {
             name: steps[recorded[name][kept] & ~np.isfinite(column[kept])].tolist() for name, column in values.items()
         },

@@ -18,7 +18,7 @@ from ...record.outline import Outline
 from ...record.parts import KEYS, is_candidate_part, read_columns, read_whole_rows
 from ...record.schema import Part
 from ...record.storage import Storage
-from ..web import NotFoundError, list_numbers, quote_text
+from ..web import NotFoundError, list_with_nulls, quote_text
 from . import metadata
 from .part_matrices import Layout, PartMatrices, RecordIndex, compute_values, list_columns, report_damage
 
@@ -125,7 +125,7 @@ def _of_rows(
     texts = so_far.look_up_texts(outline, places)
     missing = [name for name in TEXTS if name not in texts]
     rows = _some_rows(parts, run, part, (*names, *missing), places)
-    values = {name: list_numbers(compute_values(rows, parts.table, name)) for name in metrics}
+    values = {name: list_with_nulls(compute_values(rows, parts.table, name)) for name in metrics}
     return values | texts | so_far.keep_texts(outline, places, rows, missing)
 
 
@@ -150,7 +150,7 @@ def _of_matrices(
 ) -> dict[str, list[Any]]:
     """Return metrics and strings from the cached matrices of all tensors."""
     at, tensor = np.searchsorted(layout.steps, steps), layout.tensors.places[key]
-    found = {name: list_numbers(parts.find_metric(run, part, layout, name)[at, tensor]) for name in metrics}
+    found = {name: list_with_nulls(parts.find_metric(run, part, layout, name)[at, tensor]) for name in metrics}
     for name in TEXTS:
         held = parts.read_unless_damaged(run, part, name, partial(parts.texts, run, part, name))
         found[name] = [held.known[code] for code in held.codes[at, tensor]] if held else [None] * len(steps)

@@ -18,7 +18,7 @@ from nemo_fp8_debug.numerics.formats import FORMATS, FloatFormat
 from nemo_fp8_debug.numerics.histogram import Histogram, HistogramBatch
 from nemo_fp8_debug.numerics.metric_columns import make_metric_columns
 from nemo_fp8_debug.numerics.recipe import parse_recipe
-from nemo_fp8_debug.record.dump import DumpedTensor, dumped_files, read_dump
+from nemo_fp8_debug.record.dump import DumpEntry, dumped_files, read_dump
 from nemo_fp8_debug.record.reader import read_table
 from nemo_fp8_debug.record.storage import Storage
 
@@ -73,7 +73,7 @@ def compare_with_cpu(run: Path) -> Operands:
     return operands
 
 
-def _row_of(about: DumpedTensor, table: pl.DataFrame) -> dict[str, Any]:
+def _row_of(about: DumpEntry, table: pl.DataFrame) -> dict[str, Any]:
     same = (pl.col("step") == about.step) & (pl.col("layer") == about.layer) & (pl.col("role") == about.role)
     return table.row(by_predicate=same, named=True)
 
