@@ -198,7 +198,9 @@ def rescue_command(
     if status:
         then = f"the command ended with status {status}; read its last lines."
     elif is_applied:
-        then = "nemo-fp8-debug diagnose RUN shows whether the plan helped. RUN is the folder of the resumed run."
+        then = (
+            "nemo-fp8-debug compare RUN --baseline GOOD shows whether the plan helped. RUN is the folder of the resumed run."
+        )
     else:
         then = "add FP8PlanCallback to the run and start it again, unless all its processes run on other hosts."
     print_next(out, then)

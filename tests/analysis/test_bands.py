@@ -121,7 +121,7 @@ class TestCoverage:
         assert known and choose_bands(run, None) is None and choose_bands(run, bands) is bands
         run.fingerprint["model"] = {"class": known.families[0]}
         assert choose_bands(run, None) is known
-        assert "learned from models of its class" in " ".join(diagnose(tmp_path / "run").notes)
+        assert "no bands were learned from healthy runs" in " ".join(diagnose(tmp_path / "run").notes)
 
 
 class TestFile:

@@ -415,7 +415,8 @@ class TestReference:
     """A BF16 twin with the same gap acquits FP8, however far out an operand is."""
 
     @pytest.mark.parametrize(
-        ("run_gap", "reference_gap", "is_fp8"), [(0.3, 0.3, None), (12.0, 12.0, False), (12.0, 0.0, True)]
+        ("run_gap", "reference_gap", "is_fp8"),
+        [(0.3, 0.3, None), (12.0, 12.0, False), (12.0, 11.5, False), (12.0, 9.0, True), (12.0, 0.0, True)],
     )
     def test_fp8_is_the_cause_only_if_the_runs_differ(
         self, tmp_path: Path, run_gap: float, reference_gap: float, is_fp8: bool | None

@@ -28,7 +28,7 @@ class TestNames:
         baseline, bad = write(tmp_path / "baseline"), write(tmp_path / "bad", since=100, named=foreign)
         assert first_out(baseline, bad) == (*CULPRIT, 100)
         (told,) = compare(bad, baseline).notes
-        assert "matched one to one, by order and size of W" in told and "c_out for linear_fc2" in told
+        assert "matched one to one by order and size of W" in told and "c_out for linear_fc2" in told
 
     @pytest.mark.parametrize("other", [{"wider": 2}, {"depths": 3}])
     def test_layers_of_another_shape_are_not(self, tmp_path: Path, other: dict[str, int]) -> None:
@@ -65,7 +65,7 @@ class TestNames:
 class TestModels:
     def test_another_model_is_refused(self, tmp_path: Path) -> None:
         baseline, bad = write(tmp_path / "baseline"), write(tmp_path / "bad", wider=2)
-        with pytest.raises(RecordError, match=r"are runs of different models: W of .* has 4096 values and 8192"):
+        with pytest.raises(RecordError, match=r"are runs of different models: W of .* has 4096 values "):
             compare(bad, baseline)
 
     def test_a_layer_of_another_size_is_left_out(self, tmp_path: Path) -> None:
@@ -83,7 +83,7 @@ class TestModels:
         assert other not in found.tensors["layer"] and len(found.tensors) == 7 * 3
         assert (
             found.notes[0]
-            == f"1 layers are left out, because they differ in size: W of {other} has 4096 values in the baseline "
+            == f"1 layers are left out because they differ in size: W of {other} has 4096 values in the baseline "
             "and 99 in the run."
         )
 

@@ -304,7 +304,7 @@ def tell_advice(found: Answer, fix: TensorFix | None) -> list[str]:
     if found.decision.finding is not None or found.harm != "unknown":
         return told
     if found.loss.is_far_below:
-        return [CHECK_DATA, *told]
+        return ["Compare the data of both runs, batch by batch.", *told]
     # Unusual findings come second, because healthy runs may show them.
     ask = "Give a baseline, a run that went well: it shows a gap that this run alone cannot."
     if found.baseline is not None:
@@ -498,7 +498,7 @@ def _tell_loss_against_baseline(loss: LossOutcome, gap: Gap, unit: str, since: i
         return f"The loss departed from {whose} around {unit} {since} and ends without a number."
     end = tell_gap_end(gap, whose, loss.seeds)
     if loss.is_far_below:
-        return f"The loss {end}."
+        return f"The loss {end}. {CHECK_DATA}"
     if loss.rise is not None:
         rise = loss.format_percentage(loss.rise[1], loss.rise[0])
         return f"The loss rose by {rise} at {unit} {loss.rise[0]} and {end}."

@@ -78,13 +78,16 @@ class LossOutcome:
         """Return True if the run's loss is above the reference run's loss, False if it is not, or None if this is undecided.
 
         The result is True if the 95% interval of their gap is above 0. It is False if the reference run reaches the end of
-        the run, and the interval is below the limit for harm or below the run's own gap to the baseline.
+        the run, and the interval is below the limit for harm or below the run's own gap to the baseline. If the reference
+        run is harmed too, a gap below the limit for harm is no difference.
         """
         found = self.gap_to_reference
         if found is None:
             return None
         low, high = found.interval() if not found.infinite else (np.inf, np.inf)
-        if low > 0:
+        other = self.reference_outcome
+        both_harmed = other is not None and other.harm == "harmful" and high < self.max_gap
+        if low > 0 and not both_harmed:
             return True
         explained = self.max_gap if self.gap is None else max(self.max_gap, self.gap.percent)
         return False if high < explained and self._lasts(found) else None
