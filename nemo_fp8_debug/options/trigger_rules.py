@@ -55,7 +55,7 @@ class NonFinite:
     """A rule for NaN or infinity in an operand. For the loss and the gradient norm, `Triggers` checks this itself."""
 
     def passed_by(self, sample: Sample) -> str | None:
-        """Describe the first operand in the order of execution that has NaN or infinity. Return None if there is none."""
+        """Describe the first operand in the order of execution that has NaN or infinity. Return None if all are finite."""
         return sample.describe_first_nonfinite()
 
 

@@ -187,6 +187,10 @@ class TestRecipe:
         other, one = (replace(usual, metrics=Metrics.from_rows(changed)) for changed in others)
         assert not evidence(diagnose(other, usual), "recipe")
         assert f"The recipe of X of {CULPRIT} and 2 other operands changed" in diagnose(one, usual).verdict()
+        is_gradient = (pl.col("layer") == CULPRIT) & (pl.col("role") == "grad_output")
+        unlike = others[1].with_columns(recipe=pl.when(is_gradient).then(pl.lit("current-hybrid")).otherwise("recipe"))
+        two_changes = diagnose(replace(usual, metrics=Metrics.from_rows(unlike)), usual).verdict()
+        assert f"The recipe of X of {CULPRIT} and W of {CULPRIT} changed" in two_changes
         left_alone = (
             pl.when(pl.col("layer") == CULPRIT).then(pl.lit("not quantized")).otherwise("scale_source").alias("scale_source")
         )

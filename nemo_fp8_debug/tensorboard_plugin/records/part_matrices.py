@@ -243,8 +243,8 @@ class PartMatrices:
             self.index(run)
 
     def read_known_index(self, run: Storage) -> RecordIndex:
-        """Return the known index of a record. If there is none, make an index from the names of parts, with only their first
-        and last steps.
+        """Return the known index of a record, or make an index from the names of parts, with only their first and
+        last steps.
         """
         held = self._indexes.get(str(run), _KnownIndex).index
         if held is not None:

@@ -32,6 +32,8 @@ class RecipeChange(NamedTuple):
     in_the_run: bool
     #: layer and role of all operands with a changed or different recipe
     keys: tuple[Key, ...]
+    #: layer and role of the operands with these two recipes
+    alike: tuple[Key, ...]
 
 
 @define_fact
@@ -52,7 +54,7 @@ def find_recipe_changes(facts: Facts) -> Iterator[Finding]:
         evidence = f"the recipe changed from {each.before} to {each.now}"
         if not each.in_the_run:
             evidence = f"the recipe is {each.now}, and {each.before} in the baseline"
-        others = [f"{SHOWN_AS[role]} of {layer}" for layer, role in each.keys if (layer, role) != (each.layer, each.role)]
+        others = [f"{SHOWN_AS[role]} of {layer}" for layer, role in each.alike if (layer, role) != (each.layer, each.role)]
         yield Finding("recipe", "changed_recipe", "clear", evidence, each.layer, each.role, each.step, others=others)
 
 
@@ -64,7 +66,7 @@ def _list_quantized(metrics: Metrics) -> pl.DataFrame:
 
 def _changed(metrics: Metrics) -> RecipeChange | None:
     names = [name for name in metrics.unique("recipe") if name is not None]
-    last, changed, first = np.full(len(metrics.tensors), -1), set[int](), None
+    last, changed, first = np.full(len(metrics.tensors), -1), dict[int, tuple[int, int]](), None
     for rows in metrics.scan(["recipe"]) if len(names) > 1 else ():
         known = rows.drop_nulls("recipe")
         codes = known["recipe"].replace_strict(names, range(len(names)), return_dtype=pl.Int64).to_numpy()
@@ -74,14 +76,16 @@ def _changed(metrics: Metrics) -> RecipeChange | None:
             moved = np.flatnonzero((last[these] >= 0) & (last[these] != now))
             if first is None and len(moved):
                 first = step, *(int(each[moved[0]]) for each in (these, now, last[these]))
-            changed.update(these[moved].tolist())
+            moves = zip(these[moved].tolist(), now[moved].tolist(), last[these[moved]].tolist(), strict=True)
+            changed |= {tensor: (code, before) for tensor, code, before in moves if tensor not in changed}
             last[these] = now
     if first is None:
         return None
     step, tensor, code, before = first
     layer, role = metrics.tensors.row(tensor)
     keys = tuple(metrics.tensors.row(each) for each in sorted(changed))
-    return RecipeChange(layer, role, step, names[code], names[before], True, keys)
+    alike = tuple(metrics.tensors.row(each) for each in sorted(changed) if changed[each] == (code, before))
+    return RecipeChange(layer, role, step, names[code], names[before], True, keys, alike)
 
 
 def _differs(run: Metrics, baseline: Metrics) -> RecipeChange | None:
@@ -100,7 +104,8 @@ def _differs(run: Metrics, baseline: Metrics) -> RecipeChange | None:
     step = run.select_keys(differ.head(1)).frame(["recipe"]).drop_nulls("recipe")["step"].min()
     assert isinstance(step, int)
     layer, role, now, before = (first[name] for name in (*_KEY, "recipe", "recipe_baseline"))
-    return RecipeChange(layer, role, step, now, before, False, tuple(differ.select(_KEY).rows()))
+    alike = differ.filter((pl.col("recipe") == now) & (pl.col("recipe_baseline") == before))
+    return RecipeChange(layer, role, step, now, before, False, *(tuple(t.select(_KEY).rows()) for t in (differ, alike)))
 
 
 def _constant(metrics: Metrics) -> pl.DataFrame:

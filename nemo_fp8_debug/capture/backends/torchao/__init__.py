@@ -58,7 +58,7 @@ def _cast(module: nn.Module, kwargs: Kwargs, part: str, role: str, out: torch.Te
 
 
 def find_engine(modules: Iterable[nn.Module]) -> str:
-    """Return the engine that quantizes in training: torchao, "unknown" for unsupported classes, or "" if there is none."""
+    """Return the engine that quantizes in training: torchao, "unknown" for unsupported classes, or "" without an engine."""
     classes = {name_layer_class(module): module for module in modules}
     if not classes or classes.keys() & {FLOAT8_LINEAR, MXFP8_LINEAR, NVFP4_LINEAR}:
         return BACKEND.name if classes else ""

@@ -83,7 +83,7 @@ export const metricNamed = (name) => (known.value?.metrics ?? []).find((metric) 
 const suggestion = signal({});
 
 /**
- * Return the metric by which the verdict's first tensor left the baseline's band, or undefined if there is none or it is
+ * Return the metric by which the verdict's first tensor left the baseline's band, or undefined without such a tensor or if it is
  * unknown.
  */
 export const suggestedMetric = () => (suggestion.value.run === chosen.value.run && suggestion.value.baseline === chosen.value.baseline ? suggestion.value.metric : undefined);

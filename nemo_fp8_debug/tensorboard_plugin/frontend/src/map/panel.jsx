@@ -32,7 +32,7 @@ export function Keyed({values, tell, label, children}) {
   );
 }
 
-/** Return the next cell in a direction, or null if there is none. */
+/** Return the next cell in a direction, or null at the edge of the map. */
 function nearest(values, from, [right, down]) {
   const ahead = values.filter((one) => (right ? one.row === from.row && Math.sign(one.column - from.column) === right : one.column === from.column && Math.sign(one.row - from.row) === down));
   const far = (one) => Math.abs(one.column - from.column) + Math.abs(one.row - from.row);
