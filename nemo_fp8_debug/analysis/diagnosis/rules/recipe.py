@@ -32,8 +32,8 @@ class RecipeChange(NamedTuple):
     in_the_run: bool
     #: layer and role of all operands with a changed or different recipe
     keys: tuple[Key, ...]
-    #: layer and role of the operands with these two recipes
-    alike: tuple[Key, ...]
+    #: layer and role of the operands with these two recipes; empty if facts were stored before this field existed
+    alike: tuple[Key, ...] = ()
 
 
 @define_fact
