@@ -15,7 +15,7 @@ from nemo_fp8_debug.capture.operand_stats import collect_stats
 from nemo_fp8_debug.capture.operands import Operand
 from nemo_fp8_debug.core.sample import Sample
 from nemo_fp8_debug.numerics.formats import E4M3
-from nemo_fp8_debug.numerics.metric_columns import unscale_columns
+from nemo_fp8_debug.numerics.metric_columns import unscale_gradient_columns
 from nemo_fp8_debug.numerics.recipe import parse_recipe
 from nemo_fp8_debug.numerics.tensor_scaling import CurrentScaling
 from nemo_fp8_debug.observations.operands.measure import measure_tensors
@@ -75,5 +75,5 @@ def measured_sample(step: int, tensors: Mapping[tuple[str, str], torch.Tensor]) 
         operand.add(x, 0)
         operands.append(operand)
     measured = measure_tensors(collect_stats(operands))
-    metrics = measured.metrics | unscale_columns(measured.metrics, None)
+    metrics = measured.metrics | unscale_gradient_columns(measured.metrics, None)
     return Sample(step, {"metrics": metrics, "histograms": measured.histograms}, {"loss": 2.5})

@@ -23,7 +23,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode, _get_current_function_mode
 
 from ..core.error_guard import Fault, OperandGuard
-from ..numerics.block_scaling import BlockRule
+from ..numerics.block_scaling import BlockScalingRule
 from ..numerics.metrics import compute_amax
 from ..numerics.tensor_scaling import CurrentScaling
 from .backends.base import Args, Backend, Kwargs, ScaleInUse, UnknownCast, make_unknown_cast
@@ -199,7 +199,7 @@ class AttentionCapture:
             if len(tensors) != len(roles):
                 raise UnknownCast("some tensors that are cast together could not be found")
             amax = torch.stack([compute_amax(x) for x in tensors]).max()
-            return replace(use, scale=use.scale.scale(amax, use.format.max))
+            return replace(use, scale=use.scale.compute_scale(amax, use.format.max))
         except Exception as error:
             for role in roles:
                 self._on_fault(gemm.name, role, error, False)
@@ -212,7 +212,7 @@ def _as_cast(x: torch.Tensor, role: str, use: ScaleInUse) -> torch.Tensor:
     Args:
         x: Q, K, V or a gradient, [tokens, batch, heads, features] as in the emulation.
     """
-    if isinstance(use.scale, BlockRule) and role in _ALONG_TOKENS:
+    if isinstance(use.scale, BlockScalingRule) and role in _ALONG_TOKENS:
         return x.permute(1, 2, 0, 3).flatten(0, 2).t().contiguous()
     return x
 

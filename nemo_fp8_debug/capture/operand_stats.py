@@ -10,7 +10,7 @@ import torch
 from ..core.keys import MIXED, Key
 from ..kernels.cpu.histograms import Histograms
 from ..numerics.histogram import Histogram
-from ..numerics.metrics import Moments, QuantizationSums, merge_moments, total_sums
+from ..numerics.metrics import ValueMoments, QuantizationSums, merge_moments, sum_over_calls
 from ..numerics.recipe import RecipeReference
 from ..numerics.tensor_scaling import CurrentScaling, compute_cast_scales
 from .backends.base import ScaleInUse
@@ -48,7 +48,7 @@ class OperandStats:
     #: largest finite magnitude
     amax: float
     #: one row if the operand is float32, because its histogram is rounded; otherwise None
-    moments: Moments | None
+    moments: ValueMoments | None
     #: one row under the scales in use, or None under current scaling, because the scale needs the whole tensor's amax
     sums: QuantizationSums | None
     #: by name of a what-if recipe that histograms cannot evaluate: one row
@@ -88,9 +88,9 @@ def add_up_stats(key: Key, stats: Sequence[OperandStats]) -> OperandStats:
         key=key,
         kind=first.kind,
         cast=replace(first.cast, source=first.cast.source if len(sources) == 1 else MIXED),
-        histogram=Histogram.total([s.histogram for s in stats]),
+        histogram=Histogram.sum_histograms([s.histogram for s in stats]),
         amax=max(s.amax for s in stats),
-        moments=merge_moments(Moments.concat(direct)) if direct else None,
+        moments=merge_moments(ValueMoments.concat(direct)) if direct else None,
         sums=None,
         block_scales=torch.stack(scales).sum(0) if len(scales) == len(stats) else None,
         calls=sum(s.calls for s in stats),
@@ -119,9 +119,9 @@ def _shard(operand: Operand, known: _UnderScales) -> OperandStats:
         histogram=total,
         amax=float(moments.amax) if moments else total.amax,
         moments=moments,
-        sums=total_sums(operand.sums) if operand.sums else mine and mine[0],
-        what_if={name: total_sums(rows) for name, rows in operand.what_if_sums.items()},
-        copy=total_sums(operand.copy_sums) if _copy_is_known(operand) else None,
+        sums=sum_over_calls(operand.sums) if operand.sums else mine and mine[0],
+        what_if={name: sum_over_calls(rows) for name, rows in operand.what_if_sums.items()},
+        copy=sum_over_calls(operand.copy_sums) if _copy_is_known(operand) else None,
         scales=mine and mine[1],
         parts=mine[2] if mine else [(cast, None, total)],
         block_scales=operand.block_scales if all(use == operand.casts[0] for use in operand.casts) else None,
@@ -163,7 +163,7 @@ class _UnderScales:
         scales = compute_cast_scales(held, formats, amax)
         counted = [row for row, (_, operand, *_) in enumerate(parts) if not operand.sums]
         of_counted = histograms.select(counted).quantization_sums(scales[counted], [formats[row] for row in counted])
-        sums = of_counted.sum_by_owner(owner[counted], len(operands)).each()
+        sums = of_counted.sum_rows_by_owner(owner[counted], len(operands)).each()
         #: by key: sums, the smallest and the largest scale, and histograms with their scales
         self.of: dict[tuple[str, str], tuple[QuantizationSums, tuple[float, float] | None, Parts]] = {}
         found: list[Parts] = [[] for _ in operands]
@@ -174,17 +174,17 @@ class _UnderScales:
             mine = sums[i]
             if operand.rest_casts:
                 used += [float(use.scale) for use in operand.rest_casts if isinstance(use.scale, torch.Tensor)]
-                mine = total_sums([mine, *operand.rest_sums])
+                mine = sum_over_calls([mine, *operand.rest_sums])
                 found[i] = [(found[i][0][0], None, operand.total)]
             self.of[operand.key] = mine, (min(used), max(used)) if used else None, found[i]
 
 
 def _amax(operands: Sequence[Operand], histograms: Histograms, uses: Sequence[ScaleInUse]) -> torch.Tensor:
     """Return the amax that each histogram's cast uses, float32 [P]. It is exact, although float32 histograms are rounded."""
-    amax, inf, i = histograms.amax(), histograms.moments.inf.clone(), 0
+    amax, inf, i = histograms.amax(), histograms.value_moments.inf.clone(), 0
     for operand in operands:
         if len(operand.moments) == len(operand.histograms):
-            for direct in (m.whole for m in operand.moments):
+            for direct in (m.summed_row for m in operand.moments):
                 amax[i], inf[i] = direct.amax.float(), direct.inf
                 i += 1
         else:

@@ -10,9 +10,9 @@ from typing import ClassVar
 import torch
 
 from ..kernels import MeasurementRequest, ValueStats, add_to_histogram, count_histogram, count_nonfinite, measure_values
-from ..numerics.block_scaling import BlockRule
+from ..numerics.block_scaling import BlockScalingRule
 from ..numerics.histogram import DTYPES, Histogram
-from ..numerics.metrics import Moments, MomentsFound, QuantizationSums, SumsFound, merge_moments
+from ..numerics.metrics import ValueMoments, MomentsFound, QuantizationSums, SumsFound, merge_moments
 from ..numerics.recipe import Recipe
 from ..numerics.tensor_scaling import CurrentScaling
 from .backends.base import Backend, ScaleInUse
@@ -98,7 +98,7 @@ class Operand:
         self._count_nonfinite()
         counted = self._count(x, use)
         joins_rest = self.rest is not None
-        if self.what_if or copy or joins_rest or use.decoded or x.dtype not in DTYPES or isinstance(use.scale, BlockRule):
+        if self.what_if or copy or joins_rest or use.decoded or x.dtype not in DTYPES or isinstance(use.scale, BlockScalingRule):
             tried, copied = (self.what_if, self.tries_current), None if copy is None else copy.rule
             asked = MeasurementRequest(
                 self.role, use.rule, use.decoded, *tried, copied, self.counts_block_scales, joins_rest
@@ -115,7 +115,7 @@ class Operand:
     def _count(self, x: torch.Tensor, use: ScaleInUse) -> Histogram:
         """Count a call. Return its own histogram, or one that several calls share if no what-if recipe has blocks."""
         joins = self.casts and not self.rest and _one_scale(use, self.casts[-1], x.dtype)
-        if joins and not any(isinstance(recipe.scaling, BlockRule) for recipe in self.what_if):
+        if joins and not any(isinstance(recipe.scaling, BlockScalingRule) for recipe in self.what_if):
             add_to_histogram(self.histograms[-1], x)
             return self.histograms[-1]
         mine = count_histogram(x)
@@ -158,7 +158,7 @@ class Operand:
     def nonfinite_order(self) -> int | None:
         """Place in the order of execution of the first call with NaN or infinity, if there is one."""
         self._count_nonfinite()
-        direct = [m.whole for m in self.moments]
+        direct = [m.summed_row for m in self.moments]
         counts = [(order, direct[i].nan + direct[i].inf if n is None else n) for i, (order, n) in enumerate(self._nonfinite)]
         return min((order for order, count in counts if count > 0), default=None)
 
@@ -177,14 +177,14 @@ class Operand:
 
     def add_up(self) -> None:
         """Add up partial sums of kernels, on the device where they are."""
-        self.moments = [m.whole for m in self.moments]
-        self.sums, self.copy_sums = [s.whole for s in self.sums], [s.whole for s in self.copy_sums]
-        self.what_if_sums = {name: [s.whole for s in sums] for name, sums in self.what_if_sums.items()}
+        self.moments = [m.summed_row for m in self.moments]
+        self.sums, self.copy_sums = [s.summed_row for s in self.sums], [s.summed_row for s in self.copy_sums]
+        self.what_if_sums = {name: [s.summed_row for s in sums] for name, sums in self.what_if_sums.items()}
 
     @property
-    def whole_moments(self) -> Moments | None:
+    def whole_moments(self) -> ValueMoments | None:
         """Measurements (`moments`) of all calls together, as one row in host memory."""
-        return merge_moments(Moments.concat([m.whole for m in self.moments]).cpu()) if self.moments else None
+        return merge_moments(ValueMoments.concat([m.summed_row for m in self.moments]).cpu()) if self.moments else None
 
     @property
     def device(self) -> torch.device | None:

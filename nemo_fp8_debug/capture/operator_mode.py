@@ -118,7 +118,7 @@ def apply_shared_amax(use: ScaleInUse, reduced: Reduced) -> ScaleInUse:
     amax = next((amax for group, amax in reduced if group == use.amax_group), None)
     if amax is None or not isinstance(use.scale, CurrentScaling):
         raise UnknownCast("ranks share its amax, and their reduction was not seen")
-    return replace(use, scale=use.scale.scale(amax.reshape(()), use.format.max), amax_group=None)
+    return replace(use, scale=use.scale.compute_scale(amax.reshape(()), use.format.max), amax_group=None)
 
 
 def defer_until_backward(dispatcher: Dispatcher, node: Any) -> Callable[[Callable[[Reduced], None]], None]:

@@ -99,7 +99,7 @@ def choose_measured_weight(
     if x.numel() == codes.values.numel():
         use = replace(use, decoded=codes)
         return x.reshape(codes.values.shape), use, use
-    return x, replace(use, decoded=codes.part(start, x.numel())), as_stored
+    return x, replace(use, decoded=codes.slice_values(start, x.numel())), as_stored
 
 
 def _is_whole(master: Any, parameter: Any) -> bool:

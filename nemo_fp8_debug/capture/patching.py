@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from ..numerics.block_scaling import BlockRule
+from ..numerics.block_scaling import BlockScalingRule
 from ..numerics.recipe import Recipe
 from ..numerics.tensor_scaling import CurrentScaling
 
@@ -25,7 +25,7 @@ class CastOverride(Protocol):
     def quantizes(self, role: str) -> bool:
         """Return True if `role` is cast."""
 
-    def scale(self, role: str) -> torch.Tensor | CurrentScaling | BlockRule:
+    def scale(self, role: str) -> torch.Tensor | CurrentScaling | BlockScalingRule:
         """Return the scale of `role` in this step: a float32 scalar, or a rule that computes it from each tensor."""
 
 

@@ -58,13 +58,13 @@ class Scales:
             if not engine.quantizes(role):
                 return make_unquantized_cast(role)
             recipe = engine.recipes[role]
-            return ScaleInUse(engine.scale(role), recipe.format_of(role), recipe, "engine")
+            return ScaleInUse(engine.scale(role), recipe.get_format(role), recipe, "engine")
         if self.auto and gemm.backend.foreign(gemm.module) and not is_seen_in_forward(gemm):
             return make_unknown_cast(role)
         scale = self._emulated.next_scale((gemm.name, role))
         source = "emulated" if isinstance(scale, torch.Tensor) else "current"
-        return ScaleInUse(scale, self._recipe.format_of(role), self._recipe, source)
+        return ScaleInUse(scale, self._recipe.get_format(role), self._recipe, source)
 
     def observe(self, amax: Mapping[Key, float]) -> None:
         """End a sampled step: add the amax of each operand to emulated histories."""
-        self._emulated.observe(list(amax), torch.tensor(list(amax.values()), dtype=torch.float32))
+        self._emulated.update_amax_histories(list(amax), torch.tensor(list(amax.values()), dtype=torch.float32))

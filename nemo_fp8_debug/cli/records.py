@@ -11,7 +11,7 @@ import typer
 
 from ..core.text import ARROW, Column, format_count, format_number
 from ..errors import ConfigError
-from ..numerics.metric_names import name_metric
+from ..numerics.metric_names import label_metric
 from ..record.imports import import_logs
 from ..record.merging import Compacted, TableSize, compact, copy_record
 from ..record.schema import SCHEMAS
@@ -64,7 +64,7 @@ def import_command(
     what = f"{format_count(len(found.files), f'{found.tool} file')} into {output}"
     which = f"{format_count(len(found.tensors), 'tensor')} at {format_count(len(steps), 'step')} ({steps[0]} to {steps[-1]})"
     print_text(out, f"We imported {what}: {which}, {format_count(losses, 'loss', 'losses') if losses else 'no losses'}.")
-    rows = [(name_metric(metric), f"{n:,}") for metric, n in sorted(found.mapped.items())]
+    rows = [(label_metric(metric), f"{n:,}") for metric, n in sorted(found.mapped.items())]
     print_table(out, "Values by metric", (Column("metric", "text"), Column("values")), rows)
     left = [(what, f"{n:,}") for what, n in sorted(found.left_out.items())]
     print_table(out, "Left out", (Column("what", "text"), Column("values")), left)

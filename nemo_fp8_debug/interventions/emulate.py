@@ -23,7 +23,7 @@ from ..core.keys import ROLES
 from ..distributed import Ranks
 from ..errors import ConfigError
 from ..kernels import amax, quantize_dequantize
-from ..numerics.block_scaling import BlockRule
+from ..numerics.block_scaling import BlockScalingRule
 from ..numerics.delayed_state import DelayedState
 from ..numerics.nvfp4_scaling import NVFP4Scaling
 from ..numerics.recipe import Recipe, parse_recipe
@@ -71,10 +71,10 @@ class EmulatedGemm:
         state = self._states[self.recipes[role]]
         return state, state.index[self.gemm.name, role]
 
-    def scale(self, role: str) -> torch.Tensor | CurrentScaling | BlockRule:
+    def scale(self, role: str) -> torch.Tensor | CurrentScaling | BlockScalingRule:
         """Return how `role` is cast in the current step: a float32 scale, or the rule that computes each tensor's scale."""
         scaling = self.recipes[role].scaling
-        if isinstance(scaling, (CurrentScaling, BlockRule)):
+        if isinstance(scaling, (CurrentScaling, BlockScalingRule)):
             return scaling
         state, slot = self._history(role)
         return state.scale[slot]
@@ -89,15 +89,15 @@ class EmulatedGemm:
 
     def quantize(self, role: str, x: torch.Tensor) -> torch.Tensor:
         """Return the values that the GEMM multiplies instead of `x`."""
-        scaling, fmt = self.recipes[role].scaling, self.recipes[role].format_of(role)
+        scaling, fmt = self.recipes[role].scaling, self.recipes[role].get_format(role)
         if not x.numel():
             return x
-        if isinstance(scaling, BlockRule):
+        if isinstance(scaling, BlockScalingRule):
             return scaling.quantize(x.detach(), role, fmt).dequantize().to(x.dtype)
         x = x.detach()
         largest = amax(x)
         if isinstance(scaling, CurrentScaling):
-            return quantize_dequantize(x, scaling.scale(largest, fmt.max), fmt)
+            return quantize_dequantize(x, scaling.compute_scale(largest, fmt.max), fmt)
         state, slot = self._history(role)
         if role == "grad_output" or torch.is_grad_enabled():  # evaluation does not change the history
             state.amax[slot] = torch.maximum(state.amax[slot], largest)

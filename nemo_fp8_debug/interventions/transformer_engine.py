@@ -175,7 +175,7 @@ class _Switch:
 
     def __init__(self, module: nn.Module, change: Change) -> None:
         self._module = module
-        recipe = change.parsed
+        recipe = change.parsed_recipe
         off = change.multiply_in_bf16 or isinstance(recipe.scaling, Unscaled)
         self._recipe = None if off else te_recipe(recipe)
         self._entered: Any = None
@@ -214,7 +214,7 @@ def _whole(gemms: Sequence[Gemm], plan: Plan) -> Change | None:
 
 
 def _is_bf16(change: Change) -> bool:
-    return isinstance(change.parsed.scaling, Unscaled)
+    return isinstance(change.parsed_recipe.scaling, Unscaled)
 
 
 def _say_what_is_widened(modules: dict[nn.Module, list[Gemm]], plan: Plan) -> None:

@@ -14,7 +14,7 @@ from ..core.sample import Recorder
 from ..core.waits import WaitTimes
 from ..distributed import Ranks, ShardGroup
 from ..errors import ConfigError
-from ..numerics.delayed_state import check_histories
+from ..numerics.delayed_state import check_history_memory
 from ..options.config import Config
 from ..options.control_file import Control
 from ..options.trigger_rules import parse_rule
@@ -105,14 +105,14 @@ def assemble(
     limits = config.dump_max_bytes, config.dump_min_free_bytes
     dump = TensorDump(storage, ranks.rank, *limits, recording.submit_job, waits) if storage else None
 
-    check_histories(config.what_if_recipes, operands)
+    check_history_memory(config.what_if_recipes, operands)
 
     def check(control: Control) -> None:
         """Reject a control file if it needs too much memory, or matches no layer of this model.
 
         With several ranks, a layer that is missing here may be on another rank, so it is accepted.
         """
-        check_histories(replace(Config(), what_if=control.changes.get("what_if", ())).what_if_recipes, operands)
+        check_history_memory(replace(Config(), what_if=control.changes.get("what_if", ())).what_if_recipes, operands)
         if ranks.world == 1:
             for name in ("layers", "dump"):
                 if control.changes.get(name):

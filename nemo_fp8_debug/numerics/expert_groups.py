@@ -39,7 +39,7 @@ class ExpertAggregates:
                 members[aggregate].append(i)
         return cls({key: rows for key, rows in members.items() if len({kinds[i] for i in rows}) == 1}, len(keys))
 
-    def append_to(
+    def append_aggregate_rows(
         self, chosen: Iterable[int], sums: QuantizationSums, scale: torch.Tensor, amax: torch.Tensor
     ) -> tuple[list[int], QuantizationSums, torch.Tensor]:
         """Return row numbers, sums and scales of the chosen operands, then of each aggregate whose experts were all chosen.
@@ -63,5 +63,5 @@ class ExpertAggregates:
         scales = torch.where(has_values, scale[at], torch.inf)
         least = torch.full((len(whole),), torch.inf).scatter_reduce_(0, owner, scales, "amin")
         of_empty = torch.full((len(whole),), torch.inf).scatter_reduce_(0, owner, scale[at], "amin")
-        added = QuantizationSums.concat([sums, sums.rows(at).sum_by_owner(owner, len(whole))])
+        added = QuantizationSums.concat([sums, sums.rows(at).sum_rows_by_owner(owner, len(whole))])
         return [*rows, *(row for row, _ in whole)], added, torch.cat([scale, torch.where(least.isinf(), of_empty, least)])

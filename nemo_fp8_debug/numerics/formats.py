@@ -120,7 +120,7 @@ class DecodedCodes:
     #: returns the factor that turns codes into values, a scalar or in the shape of `values`
     scale_inv: Callable[[], torch.Tensor] | None = None
 
-    def part(self, start: int, n: int) -> DecodedCodes:
+    def slice_values(self, start: int, n: int) -> DecodedCodes:
         """Return the `n` values from index `start` on, flattened to one dimension."""
         made, values, at_limit = self.scale_inv, self.values.reshape(-1), self.at_limit.reshape(-1)
 
@@ -133,7 +133,7 @@ class DecodedCodes:
         return DecodedCodes(values[start : start + n], at_limit[start : start + n], self.format, of_part)
 
 
-def is_representable(stored: DecodedCodes, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def is_nearest_code(stored: DecodedCodes, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Return whether each code is the nearest to its value under the stored scale, as a bool scalar on the device of `x`.
 
     A cast may also round a value to `dtype` first, and then round the result to a code.

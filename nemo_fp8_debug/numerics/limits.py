@@ -24,7 +24,7 @@ MADE_UP = 2
 FAR = 3.0
 
 
-def find_worst_limit(role: str, metrics: Mapping[str, float | None], n: float | None = None) -> tuple[str | None, float]:
+def find_most_exceeded_limit(role: str, metrics: Mapping[str, float | None], n: float | None = None) -> tuple[str | None, float]:
     """Return the metric with the largest ratio to its limit, and this ratio.
 
     Args:

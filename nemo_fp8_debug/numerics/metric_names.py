@@ -53,7 +53,7 @@ def _labels_of_features() -> dict[str, tuple[str, str]]:
     return {name: (metric.label, metric.unit) for table in tables for name, metric in table.metrics.items()}
 
 
-def name_metric(metric: str) -> str:
+def label_metric(metric: str) -> str:
     """Return the label of a metric, with its unit.
 
     Example:

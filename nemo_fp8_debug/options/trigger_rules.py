@@ -12,7 +12,7 @@ from ..core.layer_names import aggregate_key, is_aggregate, name_aggregate
 from ..core.sample import Sample
 from ..core.text import format_number
 from ..errors import ConfigError
-from ..numerics.limits import FAR, FORMATS, LIMITS, find_worst_limit
+from ..numerics.limits import FAR, FORMATS, LIMITS, find_most_exceeded_limit
 from ..numerics.metric_names import METRICS
 
 _RULE = re.compile(r"(?P<metric>\w+)(/(?P<role>\w+))?\s*(?P<sign>[<>])\s*(?P<limit>[-+.\deE]+)")
@@ -123,7 +123,7 @@ def _times(sample: Sample | None) -> dict[tuple[str, str], tuple[float, str, flo
         return {}
     columns, found = sample.columns, dict[tuple[str, str], tuple[float, str, float]]()
     for i, (layer, role) in enumerate(zip(columns["layer"], columns["role"], strict=True)):
-        metric, times = find_worst_limit(role, {name: columns[name][i] for name in LIMITS.get(role, ())}, columns["n"][i])
+        metric, times = find_most_exceeded_limit(role, {name: columns[name][i] for name in LIMITS.get(role, ())}, columns["n"][i])
         if metric is not None and columns["format"][i] in FORMATS and not is_aggregate(layer):
             found[layer, role] = times, metric, columns[metric][i]
     return found

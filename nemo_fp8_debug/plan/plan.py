@@ -65,7 +65,7 @@ class Change(RecipeReference):
             raise ConfigError(f"roles of a change are {self.roles!r}; choose from {', '.join(ROLES)}")
         object.__setattr__(self, "roles", tuple(self.roles))
         compile_patterns([self.layer])
-        _ = self.parsed
+        _ = self.parsed_recipe
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ class Plan:
             otherwise: the operand's recipe if the plan does not change it.
         """
         change = self.change_of(layer, role)
-        return change.parsed if change else otherwise
+        return change.parsed_recipe if change else otherwise
 
     def text(self) -> str:
         """Return the plan as JSON text, as `save` writes it."""

@@ -153,7 +153,7 @@ class TensorDump:
             x = fetch()
             if isinstance(scale, CurrentScaling):
                 amax = compute_amax(x) if about.scale_source == "engine" else compute_finite_amax(x)
-                scale = scale.scale(amax, about.format.max)
+                scale = scale.compute_scale(amax, about.format.max)
             content = _encode(about, x, scale.detach().float().cpu())
             self._storage.write(about.name(f"{zlib.crc32(content):08x}"), content)
             self.tensors += 1

@@ -116,7 +116,7 @@ def metrics_of_500_histograms() -> float:
         histograms = Histograms(counted)
         for scale, fmt in scalings:
             scales = torch.full((500,), scale)
-            metrics.compute_metrics(histograms.moments, histograms.quantization_sums(scales, [fmt] * 500), scales, scales)
+            metrics.compute_metrics(histograms.value_moments, histograms.quantization_sums(scales, [fmt] * 500), scales, scales)
         return time.perf_counter() - start
 
     return min(once(), once())  # the first call compiles

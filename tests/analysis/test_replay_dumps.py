@@ -15,7 +15,7 @@ from test_emulate import attached
 
 from nemo_fp8_debug import ConfigError, Monitor
 from nemo_fp8_debug.analysis.replay.replay import replay
-from nemo_fp8_debug.numerics.block_scaling import BlockRule
+from nemo_fp8_debug.numerics.block_scaling import BlockScalingRule
 from nemo_fp8_debug.numerics.metric_names import METRICS
 from nemo_fp8_debug.numerics.recipe import parse_recipe
 from nemo_fp8_debug.record.dump import dumped_files, read_dump
@@ -147,12 +147,12 @@ class TestBlocks:
     def test_metrics_are_of_the_codes_and_scales_of_each_tensor(self, tmp_path: Path, name: str) -> None:
         run = train(tmp_path, "current", what_if=[name], dump=["*"])
         recipe = parse_recipe(name)
-        assert isinstance(recipe.scaling, BlockRule)
+        assert isinstance(recipe.scaling, BlockScalingRule)
         errors, n = dict[tuple[Any, ...], float](), dict[tuple[Any, ...], int]()
         for _, step, _, file in dumped_files(run):
             about, tensors = read_dump(run, file)
             x, key = tensors["value"], (step, about.layer, about.role)
-            q = recipe.scaling.quantize(x, about.role, recipe.format_of(about.role)).dequantize()
+            q = recipe.scaling.quantize(x, about.role, recipe.get_format(about.role)).dequantize()
             errors[key] = errors.get(key, 0) + float((x.double() - q).square().sum())
             n[key] = n.get(key, 0) + x.numel()
         rows = read_table(run, "what_if").to_dicts()

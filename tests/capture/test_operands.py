@@ -40,7 +40,7 @@ def test_block_recipes_are_what_if_on_each_micro_batch_by_itself(use: ScaleInUse
     assert torch.equal(operand.total.counts, count_histogram(torch.stack(batches)).counts)
     for recipe in what_if:
         got = QuantizationSums.concat(operand.what_if_sums[recipe.name])
-        by = recipe.scaling, "input", recipe.format_of("input")
+        by = recipe.scaling, "input", recipe.get_format("input")
         want = QuantizationSums.concat([quantization_sums_in_blocks(x, *by) for x in batches])
         for name, column in vars(want).items():
             assert getattr(got, name).tolist() == pytest.approx(column.tolist(), rel=1e-12, abs=0.0), (recipe.name, name)

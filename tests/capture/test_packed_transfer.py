@@ -123,7 +123,7 @@ def others_of(seen: Operand, samples: int) -> list[EmulatedScales]:
     others = [EmulatedScales(parse_recipe(name), [seen.key]) for name in names]
     for amax in range(samples):
         for other in others:
-            other.observe([seen.key], torch.tensor([3.0 + amax]))
+            other.update_amax_histories([seen.key], torch.tensor([3.0 + amax]))
     return others
 
 

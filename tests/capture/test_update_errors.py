@@ -15,8 +15,8 @@ from nemo_fp8_debug.analysis.diagnosis.facts import Records
 from nemo_fp8_debug.analysis.diagnosis.finding import Finding
 from nemo_fp8_debug.analysis.runs.run import Run
 from nemo_fp8_debug.core.keys import STATES
-from nemo_fp8_debug.numerics.adam import Adam, AdamValues, update_sums
-from nemo_fp8_debug.numerics.gemm_error import sample_places
+from nemo_fp8_debug.numerics.adam import Adam, AdamValues, compute_update_sums
+from nemo_fp8_debug.numerics.gemm_error import sample_indices
 from nemo_fp8_debug.observations.states import table
 from nemo_fp8_debug.observations.states.rule import describe_culprit
 
@@ -62,7 +62,7 @@ class Watched:
                 self.optimizer.step()
             exact = self.kept["dy"].double().T @ self.kept["x"].double()
             rows, columns = (
-                sample_places(n, options["output_rows"], torch.device("cpu"), step, n == IN) for n in self.layer.weight.shape
+                sample_indices(n, options["output_rows"], torch.device("cpu"), step, n == IN) for n in self.layer.weight.shape
             )
             whole = before, self.state(), [gradient], [exact if calls == 1 else gradient]
             before, after, (gradient,), (exact,) = ([x[rows][:, columns] for x in part] for part in whole)
@@ -147,10 +147,10 @@ def test_a_step_that_is_not_that_of_its_moments_is_not_adam_s() -> None:
     adam = Adam(RATE, BETAS, EPS, DECAY, True, 1)
     weight, gradient = torch.randn(2, 8, 8, dtype=torch.float64)
     zero = torch.zeros_like(weight)
-    first, second = adam.moments(zero, zero, gradient, weight)
+    first, second = adam.update_moments(zero, zero, gradient, weight)
     for part, known in ((1.0, True), (0.25, False)):
-        after = AdamValues(weight + part * adam.change(first, second, weight), first, second)
-        sums = update_sums(adam, AdamValues(weight, zero, zero), after, gradient, None, True)
+        after = AdamValues(weight + part * adam.compute_weight_change(first, second, weight), first, second)
+        sums = compute_update_sums(adam, AdamValues(weight, zero, zero), after, gradient, None, True)
         assert bool(sums[0] == 64) is known
 
 

@@ -154,6 +154,6 @@ def test_a_plan_takes_over_the_amaxes_of_a_run_without_one() -> None:
         for recipe, mine in emulation.states.items():
             for i, column in enumerate(mine.columns):
                 amaxes = state.history[:, state.index[column]]
-                limit = 448 if recipe.format_of(column[1]).name == "e4m3" else 57344
+                limit = 448 if recipe.get_format(column[1]).name == "e4m3" else 57344
                 assert mine.history[-2:, i].tolist() == amaxes.tolist()
                 assert mine.scale[i].item() == pytest.approx(limit / 2**recipe.scaling.margin / amaxes.max().item())

@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 
 from nemo_fp8_debug.kernels.cpu import histogram
 from nemo_fp8_debug.kernels.cuda import histogram as cuda
-from nemo_fp8_debug.numerics.histogram import BINS, DTYPES, infinity_bin
+from nemo_fp8_debug.numerics.histogram import BINS, DTYPES, find_infinity_bin
 
 Patterns = npt.NDArray[np.uint16]
-INFINITY = {dtype: infinity_bin(dtype) for dtype in DTYPES}
+INFINITY = {dtype: find_infinity_bin(dtype) for dtype in DTYPES}
 BF16, FP16 = DTYPES
 
 

@@ -202,7 +202,7 @@ def test_a_fold_is_replayed_from_all_its_experts_only(tmp_path: Path) -> None:
 def test_an_expert_without_tokens_has_no_history_yet() -> None:
     keys = [("experts.0", "input"), ("experts.1", "input")]
     scales = EmulatedScales(parse_recipe("delayed"), keys)
-    scales.observe(keys, torch.tensor([2.0, 0.0]))
+    scales.update_amax_histories(keys, torch.tensor([2.0, 0.0]))
     assert scales.next_scale(keys[0]) == 224
     assert isinstance(scales.next_scale(keys[1]), CurrentScaling)
 

@@ -20,7 +20,7 @@ from tensors import KINDS, SIXTEEN_BIT, counted, random_patterns
 from nemo_fp8_debug.kernels import count_histogram, torch_fallback
 from nemo_fp8_debug.kernels.cpu import histogram
 from nemo_fp8_debug.kernels.memory import view_bits
-from nemo_fp8_debug.numerics.histogram import BINS, Histogram, HistogramBatch, list_magnitudes
+from nemo_fp8_debug.numerics.histogram import BINS, Histogram, HistogramBatch, list_pattern_magnitudes
 
 PATTERNS = hnp.arrays(np.uint16, st.integers(0, 40), elements=st.integers(0, 0xFFFF))
 
@@ -121,7 +121,7 @@ def test_plain_torch_counts_the_same(kind: str, dtype: torch.dtype, monkeypatch:
 
 @pytest.mark.parametrize("dtype", SIXTEEN_BIT, ids=str)
 def test_a_bin_stands_for_the_magnitude_of_its_pattern(dtype: torch.dtype) -> None:
-    own = list_magnitudes()[SIXTEEN_BIT.index(dtype) * BINS :][:BINS]
+    own = list_pattern_magnitudes()[SIXTEEN_BIT.index(dtype) * BINS :][:BINS]
     patterns = torch.arange(BINS, dtype=torch.int32).to(torch.int16).view(dtype).float()
     assert torch.equal(own.nan_to_num(-1), patterns.nan_to_num(-1))
 
@@ -180,9 +180,9 @@ def test_bins_of_a_histogram_add_up_whatever_is_beside_it(lengths: list[int], se
     generator = torch.Generator().manual_seed(seed)
     histograms = [count_histogram(torch.randn(20 * length, generator=generator).bfloat16()) for length in lengths]
     batch = HistogramBatch.pack_histograms(histograms)
-    per_bin = batch.values.double() * batch.weights
+    per_bin = batch.bin_magnitudes.double() * batch.bin_counts
     sums = batch.sum_bins(per_bin)
     alone = [HistogramBatch.pack_histograms([of]) for of in histograms]
-    assert sums.tolist() == [float(one.sum_bins(one.values.double() * one.weights)) for one in alone]
+    assert sums.tolist() == [float(one.sum_bins(one.bin_magnitudes.double() * one.bin_counts)) for one in alone]
     exact = [math.fsum(part.tolist()) for part in per_bin.split(batch.room.tolist())] if lengths else []
     torch.testing.assert_close(sums, torch.tensor(exact, dtype=torch.float64), rtol=1e-14, atol=0)

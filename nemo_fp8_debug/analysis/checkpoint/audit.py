@@ -23,8 +23,8 @@ from ...kernels import add_to_histogram
 from ...numerics import metrics
 from ...numerics.formats import BF16, E4M3, E5M2, FloatFormat
 from ...numerics.histogram import DTYPES, Histogram, HistogramBatch
-from ...numerics.metrics import Moments, QuantizationSums
-from ...numerics.recipe import Recipe, parse_recipe, refuse_blocks
+from ...numerics.metrics import ValueMoments, QuantizationSums
+from ...numerics.recipe import Recipe, parse_recipe, refuse_block_scaling
 from ...numerics.tensor_scaling import CurrentScaling
 from ..formatting import make_jsonable
 from .contents import Contents, open_checkpoint
@@ -186,7 +186,7 @@ def audit(
         0.0
     """
     path, recipe = Path(path), parse_recipe(recipe)
-    refuse_blocks(recipe, "the audit")
+    refuse_block_scaling(recipe, "the audit")
     contents = open_checkpoint(path)
     weights, left_out = find_weights(contents)
     chosen = [weight for weight in weights if matches(weight.name)]
@@ -216,7 +216,7 @@ def audit(
         raise RecordError("; ".join(found))
     for fault in found:
         warn(fault)
-    return Audit(str(path), contents.format, recipe.format_of("weight"), sorted(rows, key=_badness), left_out, found)
+    return Audit(str(path), contents.format, recipe.get_format("weight"), sorted(rows, key=_badness), left_out, found)
 
 
 @dataclass(frozen=True)
@@ -228,7 +228,7 @@ class _Seen:
     stored: StoredScale | None
     #: reason why the weight has no stored scale to compare with, if the checkpoint has other data instead of a scale
     note: str | None
-    moments: Moments | None = None
+    moments: ValueMoments | None = None
     sums: tuple[QuantizationSums, ...] = ()
 
 
@@ -253,11 +253,11 @@ def _see(weight: Weight, contents: Contents, recipe: Recipe, path: Path, faults:
 
 
 # Add up the sums immediately, because many small results between large temporaries would fragment the heap.
-def _moments(block: torch.Tensor, total: Moments | None) -> Moments:
+def _moments(block: torch.Tensor, total: ValueMoments | None) -> ValueMoments:
     for piece in block.reshape(-1).split(_PIECE):
-        found = metrics.moments_of_float32(piece)
-        total = found if total is None else metrics.merge_moments(Moments.concat([total, found]))
-    return total if total is not None else metrics.moments_of_float32(block)
+        found = metrics.compute_float32_moments(piece)
+        total = found if total is None else metrics.merge_moments(ValueMoments.concat([total, found]))
+    return total if total is not None else metrics.compute_float32_moments(block)
 
 
 def _sums(weight: Weight, scale: torch.Tensor | None, path: Path, casts: Sequence[_Cast]) -> tuple[QuantizationSums, ...]:
@@ -268,7 +268,7 @@ def _sums(weight: Weight, scale: torch.Tensor | None, path: Path, casts: Sequenc
         for piece in block.reshape(-1).split(_PIECE):
             for i, (factor, formats) in enumerate(casts):
                 found = metrics.quantization_sums_of_float32(piece, factor[0], formats[0])
-                totals[i] = QuantizationSums.concat([totals[i], found]).sum_by_owner(_BOTH, 1)
+                totals[i] = QuantizationSums.concat([totals[i], found]).sum_rows_by_owner(_BOTH, 1)
     return tuple(totals)
 
 
@@ -340,11 +340,11 @@ def _casts(amax: torch.Tensor, stored: Sequence[StoredScale | None], recipe: Rec
     """Return three casts of B weights: FP8 under current scales, FP8 under stored scales (1 if no scale is stored), and
     BF16.
     """
-    fmt = recipe.format_of("weight")
+    fmt = recipe.get_format("weight")
     rule = recipe.scaling if isinstance(recipe.scaling, CurrentScaling) else _CURRENT
     scales = torch.tensor([s.scale if s and _usable(s) else 1.0 for s in stored], dtype=torch.float32)
     formats = [s.format if s else fmt for s in stored]
-    return (rule.scale(amax, fmt.max), [fmt] * len(stored)), (scales, formats), (torch.ones_like(amax), [BF16] * len(stored))
+    return (rule.compute_scale(amax, fmt.max), [fmt] * len(stored)), (scales, formats), (torch.ones_like(amax), [BF16] * len(stored))
 
 
 def _usable(stored: StoredScale) -> bool:
@@ -355,16 +355,16 @@ def _rows(seen: Sequence[_Seen], recipe: Recipe) -> list[dict[str, Any]]:
     if not seen:
         return []
     batch = HistogramBatch.pack_histograms([s.histogram for s in seen])
-    counted = metrics.moments(batch)
-    moments = Moments.concat(
+    counted = metrics.compute_histogram_moments(batch)
+    moments = ValueMoments.concat(
         [counted.row(i) if s.moments is None else s.moments.with_median(counted.row(i).median) for i, s in enumerate(seen)]
     )
     amax = moments.amax.float()
     tables = []
     for which, (scale, formats) in enumerate(_casts(amax, [s.stored for s in seen], recipe)):
-        summed = metrics.quantization_sums(batch, scale, formats)
+        summed = metrics.quantization_sums_of_histograms(batch, scale, formats)
         sums = QuantizationSums.concat([s.sums[which] if s.sums else summed.row(i) for i, s in enumerate(seen)])
-        current = _CURRENT.scale(amax, torch.tensor([fmt.max for fmt in formats]))
+        current = _CURRENT.compute_scale(amax, torch.tensor([fmt.max for fmt in formats]))
         found = metrics.compute_metrics(moments, sums, scale, current)
         tables.append(
             {name: make_jsonable(column.tolist()) for name, column in found.items()} | {"scale": scale.double().tolist()}

@@ -144,7 +144,7 @@ class Option(RecipeReference):
 
 def resolve_recipe_cast(recipe: Recipe, role: str) -> Cast:
     """Return the scaling and the format of an operand under a recipe."""
-    return recipe.scaling, recipe.format_of(role).name
+    return recipe.scaling, recipe.get_format(role).name
 
 
 class CurrentCast(NamedTuple):
@@ -238,7 +238,7 @@ def list_replayable(given: CurrentCast) -> Iterator[Recipe]:
 
 def _current_in(fmt: str, role: str) -> Recipe:
     usual = Recipe(CurrentScaling())
-    return Recipe(CurrentScaling(), fmt) if fmt in _OTHER_FORMAT and usual.format_of(role).name != fmt else usual
+    return Recipe(CurrentScaling(), fmt) if fmt in _OTHER_FORMAT and usual.get_format(role).name != fmt else usual
 
 
 class RecipeErrors:
@@ -280,7 +280,7 @@ class RecipeErrors:
                 if (
                     key in self._samples
                     and self.look_up_errors(key, recipe) is None
-                    and not recipe.in_blocks
+                    and not recipe.uses_block_scaling
                     and recipe != BF16_RECIPE
                 ):
                     missing.setdefault(recipe, []).append(key)

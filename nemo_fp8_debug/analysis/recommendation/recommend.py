@@ -157,10 +157,10 @@ class TensorFix:
         """Return the settings of the scale that the change modifies, before and after. Return an empty dict if
         the change replaces the kind of scaling or the format.
         """
-        now, then = find_recipe(self.options[0].recipe), self.chosen.parsed
+        now, then = find_recipe(self.options[0].recipe), self.chosen.parsed_recipe
         if now is None or type(now.scaling) is not type(then.scaling):
             return {}
-        if now.format_of(self.role) != then.format_of(self.role):
+        if now.get_format(self.role) != then.get_format(self.role):
             return {}
         names = [each.name for each in fields(now.scaling)]
         pairs = {name: (getattr(now.scaling, name), getattr(then.scaling, name)) for name in names}

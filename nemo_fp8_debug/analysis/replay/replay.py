@@ -20,11 +20,11 @@ import torch
 from ...core.keys import Key
 from ...core.layer_names import aggregate_key, is_aggregate
 from ...errors import ConfigError, RecordError
-from ...numerics.block_scaling import BlockRule
+from ...numerics.block_scaling import BlockScalingRule
 from ...numerics.delayed_state import EmulatedScales
 from ...numerics.histogram import Histogram
-from ...numerics.metric_columns import unscale_columns
-from ...numerics.recipe import BF16_RECIPE, Recipe, parse_recipe, refuse_blocks
+from ...numerics.metric_columns import unscale_gradient_columns
+from ...numerics.recipe import BF16_RECIPE, Recipe, parse_recipe, refuse_block_scaling
 from ...numerics.tensor_scaling import CurrentScaling
 from ...record.dump import dumped_files
 from ...record.reader import find_run, read_table
@@ -158,7 +158,7 @@ def replay_recipes(
     run = find_run(address)
     for recipe in recipes if source == "histograms" else ():
         if recipe:
-            refuse_blocks(recipe, "replay from histograms, which do not contain blocks (dumps do),")
+            refuse_block_scaling(recipe, "replay from histograms, which do not contain blocks (dumps do),")
     metrics = _keep(Metrics.read(run), only)
     recorded = (metrics if steps is None else metrics.select_steps(np.array(sorted(steps)))).frame()
     scales = _scales(metrics, recipes)
@@ -190,7 +190,7 @@ def _keep(metrics: Metrics, only: Collection[Key] | None) -> Metrics:
 
 def _scales(
     metrics: Metrics, recipes: Sequence[Recipe | None]
-) -> list[dict[int, dict[Key, torch.Tensor | CurrentScaling | BlockRule]]]:
+) -> list[dict[int, dict[Key, torch.Tensor | CurrentScaling | BlockScalingRule]]]:
     """Return the scales that each recipe would have used for each operand, by sampled step."""
     if not any(recipes):
         return [{} for _ in recipes]
@@ -205,7 +205,7 @@ def _scales(
         for of_recipe, scales in zip(emulated, found, strict=True):
             if of_recipe:
                 scales[int(step[0])] = {key: of_recipe.next_scale(key) for key in keys}
-                of_recipe.observe(keys, amax)
+                of_recipe.update_amax_histories(keys, amax)
     return found
 
 
@@ -236,7 +236,7 @@ def _replay_calls(parts: Sequence[ReplayedCalls], job: ReplayJob) -> pl.DataFram
 def _as_rows(job: ReplayJob, columns: dict[str, list[Any]]) -> pl.DataFrame:
     """Return rows of the `replayed` table. Columns that do not depend on the recipe come from the recorded rows."""
     schema = SCHEMAS["replayed"]
-    columns |= unscale_columns(columns, job.multiplier)
+    columns |= unscale_gradient_columns(columns, job.multiplier)
     measured = pl.DataFrame({name: pl.Series(values, dtype=schema[name]) for name, values in columns.items()})
     kept = [name for name in schema if name not in columns or name in OPERAND]
     known = job.about.select(kept)

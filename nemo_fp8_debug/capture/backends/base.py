@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ...kernels import CastRule
-from ...numerics.block_scaling import BlockRule
+from ...numerics.block_scaling import BlockScalingRule
 from ...numerics.formats import DecodedCodes, FloatFormat
 from ...numerics.recipe import Recipe
 from ...numerics.tensor_scaling import CurrentScaling
@@ -27,7 +27,7 @@ class ScaleInUse:
     """The cast of an operand during one step, and the source of its scale."""
 
     #: a float32 scalar tensor for the whole step, or the rule that computes a scale for each tensor
-    scale: torch.Tensor | CurrentScaling | BlockRule
+    scale: torch.Tensor | CurrentScaling | BlockScalingRule
     format: FloatFormat
     #: recipe of the scale
     recipe: Recipe
@@ -72,7 +72,7 @@ _SHADOW = Recipe(CurrentScaling())
 @functools.cache
 def make_unquantized_cast(role: str) -> ScaleInUse:
     """Return the cast of an operand that its engine leaves in high precision."""
-    return ScaleInUse(CurrentScaling(), _SHADOW.format_of(role), _SHADOW, "not quantized")
+    return ScaleInUse(CurrentScaling(), _SHADOW.get_format(role), _SHADOW, "not quantized")
 
 
 @functools.cache

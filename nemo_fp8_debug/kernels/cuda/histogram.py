@@ -13,7 +13,7 @@ from numba import int32, uint32
 
 from ...numerics.histogram import BINS
 from ..memory import DeviceMemory
-from .launches import Grid, Kernel, Stream, compile_device_function, cuda, multiprocessors
+from .launches import Grid, CudaKernel, CudaStream, compile_device_function, cuda, count_multiprocessors
 
 #: number of counters that a thread block keeps in shared memory (44 KiB): 88 binades of bfloat16, or 11 of float16
 WINDOW = 11 << 10
@@ -78,7 +78,7 @@ def _tally(word: Any, lowest: Any, window: Any, counts: Any) -> Any:
     return _outside(word, lowest, counts) if farthest == _OUTSIDE else uint32(0)
 
 
-@Kernel
+@CudaKernel
 def _count(values: Any, words: Any, head: Any, apart: Any, infinity: Any, counts: Any) -> None:
     window = cuda.shared.array(_COUNTERS, uint32)
     beside = cuda.shared.array(2, uint32)
@@ -124,7 +124,7 @@ def words_of(address: int, n: int) -> tuple[int, int]:
     return head, (n - head) // 4
 
 
-def launch(values: Any, words: Any, cut: tuple[int, int], infinity: int, counts: Any, grid: Grid) -> None:
+def launch_histogram_kernel(values: Any, words: Any, cut: tuple[int, int], infinity: int, counts: Any, grid: Grid) -> None:
     """Start the kernel without waiting for it.
 
     Args:
@@ -158,13 +158,13 @@ def count_patterns(values: torch.Tensor, counts: torch.Tensor, infinity: int) ->
     if not start:
         raise ValueError("the memory of the tensor was freed")
     head, body = words_of(start, n)
-    blocks = max(LEAST_BLOCKS, RESIDENT * multiprocessors(values.device))
+    blocks = max(LEAST_BLOCKS, RESIDENT * count_multiprocessors(values.device))
     bits, words = DeviceMemory(values, "u2", n), DeviceMemory(values, "u8", body, 2 * head)
-    grid = blocks, THREADS, Stream.current(values.device)
-    launch(bits, words, (head, body), infinity, DeviceMemory(counts, "i8", BINS), grid)
+    grid = blocks, THREADS, CudaStream.current(values.device)
+    launch_histogram_kernel(bits, words, (head, body), infinity, DeviceMemory(counts, "i8", BINS), grid)
 
 
-def try_out(device: torch.device) -> None:
+def run_kernel_once(device: torch.device) -> None:
     """Run the kernel once on a device.
 
     Raises:

@@ -11,7 +11,7 @@ from ...analysis.comparison.drift import ROOT_MEAN_SQUARE, TAIL
 from ...analysis.runs.run import Run
 from ...core.keys import SHOWN_AS
 from ...core.text import format_number
-from ...numerics.metric_names import name_metric
+from ...numerics.metric_names import label_metric
 from .table import TABLES
 
 #: name in JSON, title of the table, and its columns after layer and tensor
@@ -59,5 +59,5 @@ def _values(run: Run) -> pl.DataFrame:
 
 def show_row(row: Mapping[str, Any]) -> Iterator[str]:
     """Yield the cells of a row of `compare_runs` after layer and tensor."""
-    yield name_metric(row["metric"])
+    yield label_metric(row["metric"])
     yield from (format_number(row[name]) for name in ("baseline", "run", "ratio_log2"))

@@ -20,8 +20,8 @@ from ...core.keys import ATTENTION, ATTENTION_BACKWARD, ATTENTION_FORWARD, ROLES
 from ...core.observation import Arrays, CombinedObservations, Lanes, SamplePlan
 from ...core.table import Columns
 from ...monitor.open_step import OpenStep, RunSetup, StepObserver, is_duplicate_operand, is_hook_visible
-from ...numerics.block_scaling import BlockRule
-from ...numerics.metric_columns import unscale_columns
+from ...numerics.block_scaling import BlockScalingRule
+from ...numerics.metric_columns import unscale_gradient_columns
 from ...numerics.tensor_scaling import CurrentScaling
 from ...record.dump import DumpEntry, TensorDump
 from .measure import measure_tensors
@@ -163,7 +163,7 @@ class OperandObservation(TensorObservation):
         known = tables if "metrics" in tables else {"metrics": measure_tensors([]).metrics, **tables}
         multiplier = scalars.get("grad_scale")
         return {
-            name: {**columns, **unscale_columns(columns, multiplier)} for name in _UNSCALED if (columns := known.get(name))
+            name: {**columns, **unscale_gradient_columns(columns, multiplier)} for name in _UNSCALED if (columns := known.get(name))
         }
 
 
@@ -183,6 +183,6 @@ class DumpedOperand:
             use = use or self._operand.in_use
             scale = use.scale
             key, about = (*self._operand.key, call), (use.recipe.name, use.format, use.source)
-            if isinstance(scale, BlockRule):  # a dump has one scale, so we dump codes of current scaling
-                scale, about = CurrentScaling(), (SHADOW.name, SHADOW.format_of(self._operand.role), "current")
+            if isinstance(scale, BlockScalingRule):  # a dump has one scale, so we dump codes of current scaling
+                scale, about = CurrentScaling(), (SHADOW.name, SHADOW.get_format(self._operand.role), "current")
             self._dump.add(DumpEntry(*self._where, *key, *about), take_local_part(x.detach()), scale)

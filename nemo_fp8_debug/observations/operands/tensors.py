@@ -23,7 +23,7 @@ from ...core.table import Columns
 from ...distributed import Ranks
 from ...numerics.block_scaling import CODES
 from ...numerics.histogram import BINS, Histogram
-from ...numerics.metrics import Moments, QuantizationSums
+from ...numerics.metrics import ValueMoments, QuantizationSums
 from .measure import OperandMeasurements, measure_tensors
 
 Stats = list[OperandStats]
@@ -293,7 +293,7 @@ def _numbers(stats: Sequence[OperandStats], plan: SamplePlan) -> Array:
     columns[None, "made"] += 1
     columns[None, "calls"][:] = [s.calls for s in stats]
     if chosen := [i for i, s in enumerate(stats) if s.moments]:
-        moments = Moments.concat([m for s in stats if (m := s.moments)])
+        moments = ValueMoments.concat([m for s in stats if (m := s.moments)])
         for name in _MOMENTS:
             columns[None, name][chosen] = getattr(moments, name).double().numpy()
     for i, stat in enumerate(stats) if plan.block_scales else ():
@@ -323,7 +323,7 @@ def _histograms(counts: torch.Tensor, occupied: torch.Tensor) -> list[torch.Tens
 
 def _moments(
     numbers: Mapping[tuple[_Group | None, str | int], torch.Tensor], amax: torch.Tensor, amin: torch.Tensor
-) -> Moments:
+) -> ValueMoments:
     """Return the moments of float32 tensors. The median is NaN, because it comes from the histogram.
 
     Args:
@@ -331,7 +331,7 @@ def _moments(
     """
     counts = {name: numbers[None, name].long() for name in ("n", "nan", "inf")}
     powers = {name: numbers[None, name] for name in ("sum_x2", "sum_x4")}
-    return Moments(amax=amax.double(), amin=amin.double(), median=torch.full_like(amax, torch.nan), **counts, **powers)
+    return ValueMoments(amax=amax.double(), amin=amin.double(), median=torch.full_like(amax, torch.nan), **counts, **powers)
 
 
 def _sums(numbers: Mapping[tuple[_Group | None, str | int], torch.Tensor], group: _Group) -> QuantizationSums:

@@ -10,8 +10,8 @@ import torch
 
 from ...capture.tensors import take_local_part
 from ...numerics.block_scaling import view_as_matrix
-from ...numerics.gemm_error import sample_places
-from ...numerics.product_check import CHECKED, FLOAT32, Accumulation, CheckedBlock, ExactBlock, check_blocks
+from ...numerics.gemm_error import sample_indices
+from ...numerics.product_check import CHECKED, FLOAT32, GemmAccumulation, CheckedBlock, ExactBlock, check_product_blocks
 from .verification import CHANGED, GATHERED, NOT_SEEN
 
 #: largest number of partial sums that a GEMM is split into
@@ -19,7 +19,7 @@ _SPLITS = 8
 _HOPPER = (9, 0)
 
 
-def accumulation_of(device: torch.device, dtype: torch.dtype, terms: int, fp8: bool, splits: bool) -> Accumulation:
+def accumulation_of(device: torch.device, dtype: torch.dtype, terms: int, fp8: bool, splits: bool) -> GemmAccumulation:
     """Return how a GEMM adds up the terms of a product.
 
     Args:
@@ -34,12 +34,12 @@ def accumulation_of(device: torch.device, dtype: torch.dtype, terms: int, fp8: b
     if fp8:
         return _of_fp8(device, terms, splits)
     if dtype == torch.float32:
-        return Accumulation(besides=2.0**-9) if torch.backends.cuda.matmul.allow_tf32 else FLOAT32
+        return GemmAccumulation(besides=2.0**-9) if torch.backends.cuda.matmul.allow_tf32 else FLOAT32
     return _of_tensor_cores(terms, _partial_roundoff(dtype))
 
 
-def _of_tensor_cores(terms: int, partial: float) -> Accumulation:
-    return Accumulation(2.0**-23, 16, bias=2.0**-24 * (terms // 16 + 1), besides=_SPLITS * partial)
+def _of_tensor_cores(terms: int, partial: float) -> GemmAccumulation:
+    return GemmAccumulation(2.0**-23, 16, bias=2.0**-24 * (terms // 16 + 1), besides=_SPLITS * partial)
 
 
 def _partial_roundoff(dtype: torch.dtype) -> float:
@@ -50,11 +50,11 @@ def _partial_roundoff(dtype: torch.dtype) -> float:
     return 2.0**-11 if flags.allow_fp16_reduced_precision_reduction else 0.0
 
 
-def _of_fp8(device: torch.device, terms: int, splits: bool) -> Accumulation:
+def _of_fp8(device: torch.device, terms: int, splits: bool) -> GemmAccumulation:
     if torch.cuda.get_device_capability(device) != _HOPPER:
         return _of_tensor_cores(terms, 0.0)
     coarse = 4 if splits else terms // 32 + 1
-    return Accumulation(2.0**-23, 128, bias=2.0**-14 * coarse, besides=2.0**-13 * coarse)
+    return GemmAccumulation(2.0**-23, 128, bias=2.0**-14 * coarse, besides=2.0**-13 * coarse)
 
 
 @dataclass(frozen=True)
@@ -102,9 +102,9 @@ class CheckQueue:
         waiting, self._waiting = self._waiting, []
         kinds: dict[tuple[object, ...], list[tuple[ProductChecks, str, CheckedBlock]]] = defaultdict(list)
         for entry in waiting:
-            kinds[entry[2].kind].append(entry)
+            kinds[entry[2].batch_key].append(entry)
         for entries in kinds.values():
-            found = check_blocks([block for *_, block in entries])
+            found = check_product_blocks([block for *_, block in entries])
             for (checks, product, _), row in zip(entries, found, strict=True):
                 checks.found_of[product] = row
 
@@ -131,7 +131,7 @@ class ProductChecks:
         """
         self._rows, self._step, self._queue = rows, step, queue
         queue.serve(self)
-        self._how: dict[str, Accumulation] = {}
+        self._how: dict[str, GemmAccumulation] = {}
         self._exact: dict[str, tuple[ExactBlock, tuple[int, int]]] = {}
         self._returned: dict[str, _Returned] = {}
         #: results by product, in the order of `CHECKED`
@@ -184,7 +184,7 @@ class ProductChecks:
         else:
             fp8 = a.quantized and b.quantized
             self._how[product] = accumulation_of(a.rows.device, a.rows.dtype, a.rows.shape[1], fp8, splits)
-            self._exact[product] = ExactBlock.product(a.rows, b.rows, exact), (a.of, b.of)
+            self._exact[product] = ExactBlock.from_rows(a.rows, b.rows, exact), (a.of, b.of)
             self._compare(product)
 
     def add_product_result(
@@ -202,13 +202,13 @@ class ProductChecks:
             return
         if bias is not None:
             bias = take_local_part(bias.detach())
-            before = bias[sample_places(len(bias), self._rows, bias.device, self._step, True)]
+            before = bias[sample_indices(len(bias), self._rows, bias.device, self._step, True)]
         self._returned[product] = _Returned(self.block(m), (m.shape[0], m.shape[1]), before)
         self._compare(product)
 
     def block(self, m: torch.Tensor) -> torch.Tensor:
         """Return a copy of the matrix's rows and columns to compare."""
-        rows, columns = (sample_places(n, self._rows, m.device, self._step, bool(i)) for i, n in enumerate(m.shape))
+        rows, columns = (sample_indices(n, self._rows, m.device, self._step, bool(i)) for i, n in enumerate(m.shape))
         return m.index_select(0, rows).index_select(1, columns)
 
     def is_returned(self, product: str) -> bool:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ...numerics.product_check import CHECKED, Accumulation, CheckedBlock, ExactBlock, check_blocks
+from ...numerics.product_check import CHECKED, GemmAccumulation, CheckedBlock, ExactBlock, check_product_blocks
 from .verification import (
     GRADIENT_NOT_SEEN,
     OF_RANKS,
@@ -48,7 +48,7 @@ _FIRST_REASON = OTHER_REDUCTION
 _HEADER = ("ranks", "expected", "passes", "known", "held", "owner", "rows", "columns", *REASONS[_FIRST_REASON:])
 #: how many numbers a rank contributes for each part of a weight
 NUMBERS = len(_HEADER) + 3 * _VALUES
-_EXACT = Accumulation(roundoff=0.0, besides=1.0, bias=1.0)
+_EXACT = GemmAccumulation(roundoff=0.0, besides=1.0, bias=1.0)
 
 
 def compute_sum_bound(
@@ -204,8 +204,8 @@ def compared(rows: Mapping[str, Sequence[torch.Tensor]]) -> dict[tuple[str, str]
 def _checked(blocks: Mapping[int, CheckedBlock]) -> dict[int, torch.Tensor]:
     kinds = defaultdict[object, list[int]](list)
     for i, block in blocks.items():
-        kinds[block.kind].append(i)
-    return {i: row for of in kinds.values() for i, row in zip(of, check_blocks([blocks[i] for i in of]), strict=True)}
+        kinds[block.batch_key].append(i)
+    return {i: row for of in kinds.values() for i, row in zip(of, check_product_blocks([blocks[i] for i in of]), strict=True)}
 
 
 def _in_common(added: Sequence[_Added]) -> tuple[float, float]:

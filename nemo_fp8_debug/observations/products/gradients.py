@@ -25,7 +25,7 @@ from ...capture.optimizer_weights import find_buffers, find_part_start, find_wei
 from ...capture.scan import ScannedModule
 from ...capture.tensors import is_dtensor, take_local_part
 from ...capture.weight_gradients import ADDED_LATER, adds_to_main_grad
-from ...numerics.gemm_error import sample_places
+from ...numerics.gemm_error import sample_indices
 from .gradient_parts import GradientParts, compute_sum_bound
 from .verification import NOT_REDUCED, OTHER_REDUCTION, PARTS_MISSING
 from .verification import REDUCED_ROWS as ROWS
@@ -159,7 +159,7 @@ class _Gradient:
 @functools.lru_cache(1024)
 def _places(shape: tuple[int, int], step: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the rows and columns to compare, int64 [k, 1] and [l]. Do not write to the results."""
-    rows, columns = (sample_places(n, ROWS, device, step, bool(i)) for i, n in enumerate(shape))
+    rows, columns = (sample_indices(n, ROWS, device, step, bool(i)) for i, n in enumerate(shape))
     return rows[:, None], columns
 
 

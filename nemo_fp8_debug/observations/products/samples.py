@@ -23,18 +23,18 @@ from ...capture.operands import Operand
 from ...capture.patching import find_emulation
 from ...capture.tensors import take_local_part, view_as_multiplied
 from ...kernels import quantize_dequantize
-from ...numerics.block_scaling import BlockRule, view_as_matrix
-from ...numerics.gemm_error import PRODUCTS, ProductTerms, RowSample, Side, compute_product_scale, sample_places, take_rows
+from ...numerics.block_scaling import BlockScalingRule, view_as_matrix
+from ...numerics.gemm_error import PRODUCTS, ProductTerms, RowSample, Side, compute_current_scale, sample_indices, copy_quantized_rows
 from ...numerics.tensor_scaling import CurrentScaling
 from .checks import CheckQueue, MultipliedRows, ProductChecks
 from .results import ResultObserver, UnreducedResultMode
 from .verification import BY_CHANCE, STORED, UNKNOWN_CAST, UNKNOWN_COPY
 
 
-def _scale(m: torch.Tensor, cast: ScaleInUse) -> torch.Tensor | BlockRule:
+def _scale(m: torch.Tensor, cast: ScaleInUse) -> torch.Tensor | BlockScalingRule:
     """Return the scale of a whole operand, on its device, or the rule of its blocks."""
     if isinstance(cast.scale, CurrentScaling):
-        return compute_product_scale(m, cast.scale, cast.format)
+        return compute_current_scale(m, cast.scale, cast.format)
     return cast.scale.to(m.device) if isinstance(cast.scale, torch.Tensor) else cast.scale
 
 
@@ -148,19 +148,19 @@ class Products:
                 results.see(given, weight, out)
 
     def _take(self, role: str, m: torch.Tensor, use: ScaleInUse) -> None:
-        scales: dict[int, torch.Tensor | BlockRule] = {}  # most operands have the same cast in both of their products
+        scales: dict[int, torch.Tensor | BlockScalingRule] = {}  # most operands have the same cast in both of their products
         for product, sides in PRODUCTS.items():
             cast = use.select_product_cast(product)
             for second, side in enumerate(sides):
                 if side[0] != role or product in self._done:
                     continue
                 of = m.t() if side[1] else m
-                at = sample_places(len(of), self._chosen.rows, m.device, self._step, bool(second))
+                at = sample_indices(len(of), self._chosen.rows, m.device, self._step, bool(second))
                 rows = None
                 if cast is not None and use.source != "stored" and (self._chosen.errors or _is_quantized(cast)):
                     if id(cast) not in scales:
                         scales[id(cast)] = _scale(m, cast)
-                    rows = take_rows(of, at, scales[id(cast)], role, cast.format)
+                    rows = copy_quantized_rows(of, at, scales[id(cast)], role, cast.format)
                 scale = scales.get(id(cast))
                 self._kept[side] = _Kept(rows, self._used(side, of, at, rows, scale, use, cast))
             self._multiply(product, *sides)
@@ -171,7 +171,7 @@ class Products:
         of: torch.Tensor,
         at: torch.Tensor,
         rows: RowSample | None,
-        scale: torch.Tensor | BlockRule | None,
+        scale: torch.Tensor | BlockScalingRule | None,
         use: ScaleInUse,
         cast: ScaleInUse | None,
     ) -> MultipliedRows:
@@ -198,10 +198,10 @@ class Products:
             self._done.add(product)
             terms = None
             if self._chosen.errors and a.rows and b.rows and a.rows.values.shape[1] == b.rows.values.shape[1]:
-                terms = ProductTerms.product(a.rows, b.rows)
-                self._sums[product] = terms.sums()
+                terms = ProductTerms.from_rows(a.rows, b.rows)
+                self._sums[product] = terms.error_sums()
                 if product == "wgrad" and self._chosen.keeps_gradients:
-                    self.weight_gradient = terms.values, terms.values + terms.error
+                    self.weight_gradient = terms.values, terms.values + terms.output_error
             if self._checks:
                 splits = self._gemm.backend.splits_accumulator(self._gemm.module, product)
                 self._checks.add_product_operands(product, a.used, b.used, splits, _exact(a, b, terms))
@@ -235,12 +235,12 @@ def _exact(a: _Kept, b: _Kept, terms: ProductTerms | None) -> torch.Tensor | Non
     if a.used.rows is a.rows.values and b.used.rows is b.rows.values:
         return terms.values
     if a.used.rows is a.rows.quantized and b.used.rows is b.rows.quantized:
-        return terms.values + terms.error
+        return terms.values + terms.output_error
     return None
 
 
 def _emulated(
-    side: Side, of: torch.Tensor, at: torch.Tensor, rows: RowSample, scale: torch.Tensor | BlockRule, cast: ScaleInUse
+    side: Side, of: torch.Tensor, at: torch.Tensor, rows: RowSample, scale: torch.Tensor | BlockScalingRule, cast: ScaleInUse
 ) -> torch.Tensor:
     """Return rows as the emulation casts them: rounded to the operand's dtype, and with the same copy for both products."""
     if isinstance(scale, torch.Tensor):
@@ -256,7 +256,7 @@ def _is_quantized(cast: ScaleInUse) -> bool:
 
 def _untold(side: Side, use: ScaleInUse, cast: ScaleInUse | None) -> int:
     """Return why the GEMM's operand is unknown, an index into `REASONS`, or 0 if the operand is known."""
-    if use.decoded is not None and side[1] and isinstance(use.scale, BlockRule):
+    if use.decoded is not None and side[1] and isinstance(use.scale, BlockScalingRule):
         return STORED
     if "unknown" in (use.source, cast and cast.source):
         return UNKNOWN_CAST

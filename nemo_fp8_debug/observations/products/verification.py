@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ...numerics.gemm_error import sample_places
+from ...numerics.gemm_error import sample_indices
 from ...numerics.product_check import CHECKED
 
 #: why a product cannot be checked; ranks exchange the index
@@ -146,7 +146,7 @@ def _place(of: Mapping[str, float]) -> tuple[float | None, float | None]:
 
 def _in_whole(place: float | None, n: float, rows: int, step: int, columns: bool) -> int | None:
     """Return the position in the whole result, or None if `place` is None."""
-    return None if place is None else int(sample_places(int(n), rows, torch.device("cpu"), step, columns)[int(place)])
+    return None if place is None else int(sample_indices(int(n), rows, torch.device("cpu"), step, columns)[int(place)])
 
 
 def _shape(of: Mapping[str, float], rows: int) -> str:

@@ -19,7 +19,7 @@ from ...capture.dispatcher import Dispatcher
 from ...capture.gemms import Gemm
 from ...capture.optimizer_weights import MasterWeights, is_split_by_zero, list_stepped_weights
 from ...capture.tensors import is_dtensor, take_local_part
-from ...numerics.formats import is_representable
+from ...numerics.formats import is_nearest_code
 from .comparison import Checksums
 
 _COMPARING = "while comparing copies over ranks"
@@ -97,8 +97,8 @@ class ReplicaChecks:
             master = self._masters.find_master(parameter)
             if master is not None and master[0].numel():
                 values, start = master
-                mine = codes if values.numel() == codes.values.numel() else codes.part(start, values.numel())
-                self._found[name, "master"] = 0, (~is_representable(mine, values, parameter.dtype)).long()
+                mine = codes if values.numel() == codes.values.numel() else codes.slice_values(start, values.numel())
+                self._found[name, "master"] = 0, (~is_nearest_code(mine, values, parameter.dtype)).long()
 
     def _see_master(self, gemm: Gemm) -> None:
         """Compare a parameter with this rank's part of its master weight.

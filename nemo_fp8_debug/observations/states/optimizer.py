@@ -24,8 +24,8 @@ from ...capture.optimizer_weights import SteppedWeight, list_stepped_weights
 from ...capture.tensors import is_dtensor
 from ...capture.weight_gradients import WeightGradient
 from ...core.keys import STATES, Key
-from ...numerics.adam import UPDATE_SUMS, Adam, AdamValues, update_sums
-from ...numerics.gemm_error import sample_places
+from ...numerics.adam import UPDATE_SUMS, Adam, AdamValues, compute_update_sums
+from ...numerics.gemm_error import sample_indices
 from ...numerics.recipe import Recipe
 from .table import UPDATE_METRICS
 
@@ -87,7 +87,7 @@ class UpdateSample:
     ) -> torch.Tensor:
         """Return the result of `update_sums`. Call this after the optimizer's step."""
         after = self._held(weight, first, second)
-        return update_sums(adam, self._before, after, self._gradient, products, weight.dtype == torch.float32)
+        return compute_update_sums(adam, self._before, after, self._gradient, products, weight.dtype == torch.float32)
 
     def _held(self, weight: Any, first: Any, second: Any) -> AdamValues:
         picked = self._picked(weight)
@@ -96,7 +96,7 @@ class UpdateSample:
     def _picked(self, x: Any) -> torch.Tensor:
         if is_dtensor(x) or not isinstance(x, torch.Tensor) or tuple(x.shape) != self._shape or x.dim() != 2:
             raise LookupError("weight, moments and gradient are not matrices of one shape")
-        rows, columns = (sample_places(n, self._k, x.device, self._step, bool(i)) for i, n in enumerate(x.shape))
+        rows, columns = (sample_indices(n, self._k, x.device, self._step, bool(i)) for i, n in enumerate(x.shape))
         return x.detach().index_select(0, rows).index_select(1, columns).double()
 
 

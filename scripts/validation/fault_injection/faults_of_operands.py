@@ -29,7 +29,7 @@ class OffCurrentScaling(CurrentScaling):
     bits: float = 0.0
 
     def scale(self, amax: torch.Tensor, limit: torch.Tensor | float) -> torch.Tensor:
-        return super().scale(amax, limit) * 2.0**self.bits
+        return super().compute_scale(amax, limit) * 2.0**self.bits
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from torch import nn
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
 from nemo_fp8_debug import FP8DebugWarning, Monitor
-from nemo_fp8_debug.numerics.block_scaling import BlockRule
+from nemo_fp8_debug.numerics.block_scaling import BlockScalingRule
 from nemo_fp8_debug.numerics.formats import FORMATS
 from nemo_fp8_debug.numerics.recipe import parse_recipe
 from nemo_fp8_debug.record.dump import DumpEntry, dumped_files, read_dump
@@ -223,7 +223,7 @@ def _of_cast(about: DumpEntry, cast: Cast, tensors: Any, rule: Any, again: bool)
     last_bit = 1e-5 if cast.fused or cast.source.dtype == torch.float32 else 2.0**-9
     if not torch.equal(source, value) and not (again and torch.allclose(source, value, rtol=last_bit, atol=1e-6)):
         return f"another tensor was cast: up to {float((source - value).abs().max())} off"
-    if isinstance(rule, BlockRule):
+    if isinstance(rule, BlockScalingRule):
         return _of_blocks(about, cast, rule)
     if cast.block:
         return "said to have one scale, cast in blocks"
@@ -248,7 +248,7 @@ def _squared_error(cast: Cast) -> float:
     return float((stood_for(cast).reshape(cast.source.shape) - cast.source.double()).square().sum())
 
 
-def _of_blocks(about: DumpEntry, cast: Cast, rule: BlockRule) -> str | None:
+def _of_blocks(about: DumpEntry, cast: Cast, rule: BlockScalingRule) -> str | None:
     if cast.block is None:
         return "said to be cast in blocks, cast with one scale"
     made = rule.quantize(cast.source, about.role, about.format)

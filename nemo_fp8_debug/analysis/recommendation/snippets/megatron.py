@@ -73,7 +73,7 @@ def _coarser(finding: TensorFix, recipe: Recipe, name: str) -> str:
     chosen = finding.chosen
     if chosen.recipe == BF16_RECIPE.name:
         return f"{finding.name}: BF16 applies to all three GEMMs of the module, not only for the two that read this operand."
-    if resolve_recipe_cast(chosen.parsed, finding.role) == resolve_recipe_cast(recipe, finding.role):
+    if resolve_recipe_cast(chosen.parsed_recipe, finding.role) == resolve_recipe_cast(recipe, finding.role):
         return f"{finding.name}: {name} applies to all operands of the module."
     return f"{finding.name}: a module cannot have {chosen.recipe}; it has {name} instead, for all of its operands."
 
@@ -137,7 +137,7 @@ def _menu(findings: list[TensorFix], ends: BF16Ends | None) -> list[Recipe]:
     """Return the recipes from the options of all findings that Megatron supports, each with the formats `hybrid` and
     `e4m3`.
     """
-    recipes = [option.parsed for finding in findings for option in finding.options if option.kind != STAY]
+    recipes = [option.parsed_recipe for finding in findings for option in finding.options if option.kind != STAY]
     both = [Recipe(r.scaling, fmt) for r in recipes for fmt in ("hybrid", "e4m3") if fmt in r.scaling.formats]
     refused = DelayedScaling if ends else ()
     return [recipe for recipe in dict.fromkeys(both) if _can_be_said(recipe) and not isinstance(recipe.scaling, refused)]

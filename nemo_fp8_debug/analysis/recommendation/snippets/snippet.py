@@ -39,7 +39,7 @@ def find_common_recipe(findings: Sequence[TensorFix], recipes: Iterable[Recipe])
 def _meets(finding: TensorFix, recipe: Recipe) -> bool:
     wanted = resolve_recipe_cast(recipe, finding.role)
     others = (option for option in finding.options if option.meets and option.kind != STAY)
-    return any(resolve_recipe_cast(option.parsed, finding.role) == wanted for option in others)
+    return any(resolve_recipe_cast(option.parsed_recipe, finding.role) == wanted for option in others)
 
 
 def combine_options(menus: Iterable[Sequence[Option]]) -> Iterator[tuple[Option, ...]]:

@@ -144,7 +144,7 @@ def _list_options(findings: Sequence[TensorFix]) -> list[Option]:
 def _apply_options(casts: Casts, options: Mapping[str, Option]) -> ByGemm:
     made = spread_over_gemms(
         dict(casts)
-        | {role: resolve_recipe_cast(o.parsed, role) for role, o in options.items() if o.recipe != BF16_RECIPE.name}
+        | {role: resolve_recipe_cast(o.parsed_recipe, role) for role, o in options.items() if o.recipe != BF16_RECIPE.name}
     )
     left = {gemm for role, option in options.items() if option.recipe == BF16_RECIPE.name for gemm in READERS[role]}
     return {(role, gemm): None if gemm in left else cast for (role, gemm), cast in made.items()}

@@ -118,7 +118,7 @@ def _menu(finding: TensorFix) -> list[Option]:
 
 def _can_be_said(option: Option, stay: Option) -> bool:
     if option.kind == UNDO and option.recipe != BF16_RECIPE.name:
-        return option.parsed.scaling == stay.parsed.scaling
+        return option.parsed_recipe.scaling == stay.parsed_recipe.scaling
     return option.kind in (UNDO, "format", "bf16")
 
 
@@ -127,7 +127,7 @@ def _applied(config: Mapping[str, Any], options: Mapping[str, Option]) -> dict[s
     for role, option in options.items():
         for product in READERS[role]:
             if option.recipe != BF16_RECIPE.name:
-                made[_FIELDS[role, product]]["target_dtype"] = _DTYPES[option.parsed.format_of(role).name]
+                made[_FIELDS[role, product]]["target_dtype"] = _DTYPES[option.parsed_recipe.get_format(role).name]
                 continue
             for operand in OPERANDS[product]:
                 made[_FIELDS[operand, product]] |= {"scaling_type": "DISABLED", "scaling_granularity": "TENSORWISE"}

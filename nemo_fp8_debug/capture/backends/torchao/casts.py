@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ....numerics.block_scaling import BlockRule, MXFP8Scaling, RowwiseScaling
+from ....numerics.block_scaling import BlockScalingRule, MXFP8Scaling, RowwiseScaling
 from ....numerics.formats import FORMATS, FloatFormat
 from ....numerics.recipe import Recipe
 from ....numerics.tensor_scaling import TORCHAO_EPSILON, CurrentScaling
@@ -136,7 +136,7 @@ def _tried(rule: CurrentScaling | RowwiseScaling, fmt: FloatFormat, config: Any)
     return _named(rule, fmt, config)
 
 
-def _named(rule: CurrentScaling | BlockRule, fmt: FloatFormat, config: Any) -> ScaleInUse:
+def _named(rule: CurrentScaling | BlockScalingRule, fmt: FloatFormat, config: Any) -> ScaleInUse:
     """Return a cast. Its recipe is named "hybrid" if the whole configuration is hybrid."""
     targets = [getattr(config, next(iter(of_role.values()))).target_dtype for of_role in CASTS.values()]
     hybrid = targets == [torch.float8_e4m3fn, torch.float8_e4m3fn, torch.float8_e5m2]

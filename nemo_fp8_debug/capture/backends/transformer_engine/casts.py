@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from ....numerics.block_scaling import BlockRule
+from ....numerics.block_scaling import BlockScalingRule
 from ....numerics.nvfp4_scaling import SIGN_MASK, NVFP4Scaling
 from ...patching import SWITCHED
 from ..base import Args, Kwargs, ScaleInUse, UnknownCast, make_unquantized_cast, read_raw_weight
@@ -78,7 +78,7 @@ def _copy(quantizer: Any, use: ScaleInUse, te_recipe: Any, role: str) -> tuple[S
         if same:
             return (None, True) if other == use else (other if _is_quantized(other) else None, False)
         return copy, False
-    if not _is_quantized(use) or not isinstance(use.scale, BlockRule):
+    if not _is_quantized(use) or not isinstance(use.scale, BlockScalingRule):
         return None, True
     rule = use.scale
     if getattr(quantizer, "with_rht", False):
@@ -93,8 +93,8 @@ def _copy(quantizer: Any, use: ScaleInUse, te_recipe: Any, role: str) -> tuple[S
     return replace(use, scale=rule, recipe=replace(use.recipe, scaling=rule)), False
 
 
-def _is_square(rule: BlockRule, role: str) -> bool:
-    high, wide = rule.block(role)
+def _is_square(rule: BlockScalingRule, role: str) -> bool:
+    high, wide = rule.get_block_shape(role)
     return high == wide and not (isinstance(rule, NVFP4Scaling) and rule.stochastic)
 
 
@@ -291,7 +291,7 @@ def find_cached_weight_cast(module: Any, kwargs: Kwargs, name: str, read: Callab
     if getattr(read_raw_weight(module, name), "requires_grad", True):
         raise UnknownCast("it was cast before this step and cached, and may have changed since")
     scale_inv = getattr(module._fp8_workspaces.get(name), "_scale_inv", None)
-    if isinstance(use.scale, BlockRule) or scale_inv is None or scale_inv.numel() != 1:
+    if isinstance(use.scale, BlockScalingRule) or scale_inv is None or scale_inv.numel() != 1:
         return use
     return replace(use, scale=scale_inv.detach().reshape(()).reciprocal())
 

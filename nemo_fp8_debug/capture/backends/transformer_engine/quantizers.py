@@ -15,7 +15,7 @@ from typing import Any, cast
 
 import torch
 
-from ....numerics.block_scaling import BlockRule, Float8BlockScaling, MXFP8Scaling
+from ....numerics.block_scaling import BlockScalingRule, Float8BlockScaling, MXFP8Scaling
 from ....numerics.formats import FORMATS, FloatFormat
 from ....numerics.nvfp4_scaling import NVFP4Scaling
 from ....numerics.recipe import Recipe
@@ -131,7 +131,7 @@ def make_delayed_cast(scale: torch.Tensor, te_recipe: Any, role: str) -> ScaleIn
     """
     if type(te_recipe).__name__ != "DelayedScaling" or not _is_ours(type(te_recipe)):
         raise UnknownCast(f"recipe {type(te_recipe).__name__} is not supported for a module without quantizers")
-    fmt = Recipe(DelayedScaling(), te_recipe.fp8_format.name.lower()).format_of(role)
+    fmt = Recipe(DelayedScaling(), te_recipe.fp8_format.name.lower()).get_format(role)
     return _in_use(_history(te_recipe), scale.detach().reshape(()).clone(), fmt, te_recipe, role)
 
 
@@ -265,8 +265,8 @@ def _format(quantizer: Any) -> FloatFormat:
 
 
 def _in_use(
-    rule: CurrentScaling | DelayedScaling | BlockRule,
-    scale: torch.Tensor | CurrentScaling | BlockRule,
+    rule: CurrentScaling | DelayedScaling | BlockScalingRule,
+    scale: torch.Tensor | CurrentScaling | BlockScalingRule,
     fmt: FloatFormat,
     te_recipe: Any,
     role: str,
@@ -279,8 +279,8 @@ def _in_use(
 
 
 @functools.lru_cache(maxsize=256)
-def _recipe_of(rule: CurrentScaling | DelayedScaling | BlockRule, asked: str, fmt: FloatFormat, role: str) -> Recipe:
-    usable = asked in rule.formats and Recipe(rule, asked).format_of(role) == fmt
+def _recipe_of(rule: CurrentScaling | DelayedScaling | BlockScalingRule, asked: str, fmt: FloatFormat, role: str) -> Recipe:
+    usable = asked in rule.formats and Recipe(rule, asked).get_format(role) == fmt
     if not usable and fmt.name not in rule.formats:
         raise UnknownCast(f"its quantizer casts to {fmt.name}, which is not supported for {type(rule).__name__}")
     return Recipe(rule, asked if usable else fmt.name)
