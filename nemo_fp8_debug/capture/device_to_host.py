@@ -45,7 +45,7 @@ class DeviceToHostCopy:
         self._on_device = any(device.type != "cpu" for device in devices)
         self._done = False
 
-    def wait(self) -> None:
+    def finish_copy(self) -> None:
         """Copy all tensors to host memory after the device has finished the step. A second call does nothing."""
         if self._on_device and not self._done:
             self._fetch()

@@ -13,12 +13,12 @@ from ..numerics.histogram import Histogram
 from ..numerics.metrics import ValueMoments, QuantizationSums, merge_moments, sum_over_calls
 from ..numerics.recipe import RecipeReference
 from ..numerics.tensor_scaling import CurrentScaling, compute_cast_scales
-from .backends.base import ScaleInUse
-from .operands import Operand
+from .backends.base import CastInUse
+from .operands import OperandAccumulator
 
 
 @dataclass(frozen=True)
-class Cast(RecipeReference):
+class CastDescription(RecipeReference):
     """How an operand was cast, in words."""
 
     recipe: str
@@ -42,7 +42,7 @@ class OperandStats:
     key: Key
     #: kind of the GEMM, see `Gemm.kind`
     kind: str
-    cast: Cast
+    cast: CastDescription
     #: histogram of all calls together
     histogram: Histogram
     #: largest finite magnitude
@@ -58,7 +58,7 @@ class OperandStats:
     #: smallest and largest scale in use, or None if unknown yet, or if blocks have their own scales
     scales: tuple[float, float] | None = None
     #: separate histograms with one scale each, together with the cast and the scale of each; empty if none are kept
-    parts: Sequence[tuple[Cast, float | None, Histogram]] = ()
+    parts: Sequence[tuple[CastDescription, float | None, Histogram]] = ()
     #: number of blocks with each scale, int64 [257], or None if this is not enabled
     block_scales: torch.Tensor | None = None
     #: other sums that cannot be computed from a histogram, float64, as for the option `activations`
@@ -72,12 +72,12 @@ class OperandStats:
     missing: int = 0
 
     @property
-    def one_scale(self) -> bool:
+    def has_single_scale(self) -> bool:
         """True if one scale applies to the whole operand, in its cast or only in our measurement."""
         return self.scales is None or self.scales[0] == self.scales[1]
 
 
-def add_up_stats(key: Key, stats: Sequence[OperandStats]) -> OperandStats:
+def merge_operand_stats(key: Key, stats: Sequence[OperandStats]) -> OperandStats:
     """Combine statistics with the same recipe, format and dtype. Leave out sums, because scales may still be unknown."""
     first = stats[0]
     direct = [s.moments for s in stats if s.moments]
@@ -100,18 +100,18 @@ def add_up_stats(key: Key, stats: Sequence[OperandStats]) -> OperandStats:
     )
 
 
-def collect_stats(operands: Sequence[Operand]) -> list[OperandStats]:
+def collect_operand_stats(operands: Sequence[OperandAccumulator]) -> list[OperandStats]:
     """Return the statistics of each operand that was observed at least once."""
     seen = [o for o in operands if o.calls]
     for operand in seen:
-        operand.add_up()
+        operand.add_up_kernel_sums()
     known = _UnderScales([o for o in seen if not o.is_scale_deferred])
     return [_shard(operand, known) for operand in seen]
 
 
-def _shard(operand: Operand, known: _UnderScales) -> OperandStats:
-    moments, mine = operand.whole_moments, known.of.get(operand.key)
-    total, cast = operand.total, describe_cast(operand.casts[0], operand)
+def _shard(operand: OperandAccumulator, known: _UnderScales) -> OperandStats:
+    moments, mine = operand.total_moments, known.of.get(operand.key)
+    total, cast = operand.total_histogram, describe_cast(operand.casts[0], operand)
     return OperandStats(
         key=operand.key,
         kind=operand.gemm.kind,
@@ -131,27 +131,27 @@ def _shard(operand: Operand, known: _UnderScales) -> OperandStats:
     )
 
 
-def describe_cast(use: ScaleInUse, operand: Operand) -> Cast:
+def describe_cast(use: CastInUse, operand: OperandAccumulator) -> CastDescription:
     """Describe how an operand was cast."""
     words = use.recipe.name, use.format.name, use.source, str(operand.dtype).removeprefix("torch.")
     if not _copy_is_known(operand):
-        return Cast(*words)
+        return CastDescription(*words)
     copy = operand.copy_casts[0]
-    return Cast(*words, copy.recipe.name, copy.format.name, copy.source)
+    return CastDescription(*words, copy.recipe.name, copy.format.name, copy.source)
 
 
-def _copy_is_known(operand: Operand) -> bool:
+def _copy_is_known(operand: OperandAccumulator) -> bool:
     """Return True if every call has a copy, and all copies have the same cast."""
     return 0 < len(operand.copy_casts) == operand.calls and all(c == operand.copy_casts[0] for c in operand.copy_casts)
 
 
-Parts = list[tuple[Cast, float | None, Histogram]]
+Parts = list[tuple[CastDescription, float | None, Histogram]]
 
 
 class _UnderScales:
     """Results for operands on this rank whose scales are known. Each histogram is evaluated under the scale of its cast."""
 
-    def __init__(self, operands: Sequence[Operand]) -> None:
+    def __init__(self, operands: Sequence[OperandAccumulator]) -> None:
         parts = [(i, o, u, s) for i, o in enumerate(operands) for u, s in zip(o.casts, o.histograms, strict=True)]
         uses = [use for _, _, use, _ in parts]
         casts = [describe_cast(use, operand) for _, operand, use, _ in parts]
@@ -175,11 +175,11 @@ class _UnderScales:
             if operand.rest_casts:
                 used += [float(use.scale) for use in operand.rest_casts if isinstance(use.scale, torch.Tensor)]
                 mine = sum_over_calls([mine, *operand.rest_sums])
-                found[i] = [(found[i][0][0], None, operand.total)]
+                found[i] = [(found[i][0][0], None, operand.total_histogram)]
             self.of[operand.key] = mine, (min(used), max(used)) if used else None, found[i]
 
 
-def _amax(operands: Sequence[Operand], histograms: Histograms, uses: Sequence[ScaleInUse]) -> torch.Tensor:
+def _amax(operands: Sequence[OperandAccumulator], histograms: Histograms, uses: Sequence[CastInUse]) -> torch.Tensor:
     """Return the amax that each histogram's cast uses, float32 [P]. It is exact, although float32 histograms are rounded."""
     amax, inf, i = histograms.amax(), histograms.value_moments.inf.clone(), 0
     for operand in operands:
@@ -189,5 +189,5 @@ def _amax(operands: Sequence[Operand], histograms: Histograms, uses: Sequence[Sc
                 i += 1
         else:
             i += len(operand.histograms)
-    seen = torch.tensor([use.sees_infinity for use in uses], dtype=torch.bool)
+    seen = torch.tensor([use.counts_infinity_in_amax for use in uses], dtype=torch.bool)
     return torch.where(seen & (inf > 0), torch.inf, amax)

@@ -82,7 +82,7 @@ class PatchedFunction:
             setattr(self._holder, self._name, self._own)
 
 
-def watch_calls(holder: Any, name: str, call: Call, watcher: Watcher) -> Callable[[], None]:
+def watch_function_calls(holder: Any, name: str, call: Call, watcher: Watcher) -> Callable[[], None]:
     """Watch the calls of a function in a Python module or an object. Return a function that stops watching."""
     current = vars(holder).get(name)
     if not isinstance(current, PatchedFunction):

@@ -15,7 +15,7 @@ from torch.nn.parameter import is_lazy
 
 from ..capture.backends.base import is_plain_tensor
 from ..capture.backends.in_forward import NO_MATRIX, is_conv1d
-from ..capture.scan import ScannedModule, list_inner_modules
+from ..capture.scan import ScannedModule, list_inner_module_ids
 from .ledger import HIGH_PRECISION, POSITION, UNKNOWN, CoverageEntry
 
 #: modules without an entry of their own: embeddings multiply nothing, and
@@ -153,7 +153,7 @@ def find_score_modules(scanned: Iterable[ScannedModule]) -> set[int]:
     """
     modules = [one.module for one in scanned if "attention" in type(one.module).__name__.lower()]
     found = {id(module): module for module in modules if not _is_choice(module)}
-    return {key for key, module in found.items() if not found.keys() & list_inner_modules(module)}
+    return {key for key, module in found.items() if not found.keys() & list_inner_module_ids(module)}
 
 
 def _is_choice(module: nn.Module) -> bool:

@@ -15,9 +15,9 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from ..capture.gemms import Gemm, find_gemms, match_gemms, select_gemms
+from ..capture.gemms import Gemm, find_gemms, match_gemms_by_name, require_matching_gemms
 from ..capture.patching import EMULATED
-from ..capture.tracing import Hook
+from ..capture.tracing import CopySafeHook
 from ..core.arguments import quote_names
 from ..core.keys import ROLES
 from ..distributed import Ranks
@@ -83,8 +83,8 @@ class EmulatedGemm:
         """Install the hooks that quantize, and return their handles."""
         EMULATED[self.gemm.module] = self
         return [
-            self.gemm.module.register_forward_pre_hook(Hook(self._before_forward), with_kwargs=True),
-            self.gemm.module.register_forward_hook(Hook(self._after_forward), always_call=True),
+            self.gemm.module.register_forward_pre_hook(CopySafeHook(self._before_forward), with_kwargs=True),
+            self.gemm.module.register_forward_hook(CopySafeHook(self._after_forward), always_call=True),
         ]
 
     def quantize(self, role: str, x: torch.Tensor) -> torch.Tensor:
@@ -174,7 +174,7 @@ class Emulation:
                 or a GEMM has its own FP8 or fuses gradient accumulation.
         """
         found = find_gemms([model] if isinstance(model, nn.Module) else model)
-        gemms, plan = select_gemms(found, layers), read_plan_in_force(plan) or NO_CHANGES
+        gemms, plan = require_matching_gemms(found, layers), read_plan_in_force(plan) or NO_CHANGES
         check_named(plan, gemms, "that this run quantizes")
         self._prepare(gemms, parse_recipe(recipe), plan)
 
@@ -295,7 +295,7 @@ def check_named(plan: Plan, gemms: Sequence[Gemm], which: str) -> None:
     """
     if not plan.changes:
         return
-    ranks, mine = Ranks(), [bool(match_gemms(gemms, [change.layer])) for change in plan.changes]
+    ranks, mine = Ranks(), [bool(match_gemms_by_name(gemms, [change.layer])) for change in plan.changes]
     of_all = [mine]
     if ranks.world > 1:
         ranks.publish(f"named/{ranks.rank}", mine)

@@ -25,10 +25,10 @@ from torch.utils.hooks import RemovableHandle
 from ..capture.backends.base import read_raw_weight
 from ..capture.backends.transformer_engine import LINEAR
 from ..capture.backends.transformer_engine.casts import find_state_manager
-from ..capture.backends.transformer_engine.linear import first_argument
+from ..capture.backends.transformer_engine.linear import get_first_argument
 from ..capture.gemms import Gemm
 from ..capture.patching import SWITCHED
-from ..capture.tracing import Hook
+from ..capture.tracing import CopySafeHook
 from ..core.keys import ROLES
 from ..errors import ConfigError, warn
 from ..numerics.block_scaling import Float8BlockScaling, MXFP8Scaling
@@ -113,7 +113,7 @@ def autocast(recipe: Any) -> Any:
 #: backend for GEMMs of Transformer Engine modules that run in high precision
 _PLAIN = replace(
     LINEAR,
-    input=lambda module, args, kwargs, part: first_argument(args, kwargs),
+    input=lambda module, args, kwargs, part: get_first_argument(args, kwargs),
     weight=lambda module, args, kwargs, part: read_raw_weight(module),
     has_own_fp8=False,
 )
@@ -184,8 +184,8 @@ class _Switch:
     def attach(self) -> None:
         SWITCHED[self._module] = self._recipe
         self._handles = [
-            self._module.register_forward_pre_hook(Hook(self._enter)),
-            self._module.register_forward_hook(Hook(self._leave), always_call=True),
+            self._module.register_forward_pre_hook(CopySafeHook(self._enter)),
+            self._module.register_forward_hook(CopySafeHook(self._leave), always_call=True),
         ]
 
     def detach(self) -> None:
@@ -235,7 +235,7 @@ def _check(gemms: Sequence[Gemm], change: Change) -> None:
     gemm = gemms[0]
     if gemm.compiled:
         raise ConfigError(f"{gemm.name} runs inside torch.compile, where a plan cannot change it; do not compile it")
-    if any("weight" in g.unseen or g.backend.stored(g.module, g.part) for g in gemms):
+    if any("weight" in g.unobserved_roles or g.backend.stored(g.module, g.part) for g in gemms):
         raise ConfigError(
             f"W of {gemm.name} is stored in FP8, which a plan cannot change; start the run with weights in BF16 "
             "(Megatron: fp8_param=False)"

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from ..capture.backends.parallel import count_tensor_parts
-from ..capture.gemms import select_gemms
+from ..capture.gemms import require_matching_gemms
 from ..core.error_guard import ErrorGuard
 from ..core.keys import ROLES
 from ..core.sample import Recorder
@@ -116,14 +116,14 @@ def assemble(
         if ranks.world == 1:
             for name in ("layers", "dump"):
                 if control.changes.get(name):
-                    select_gemms(model.known, control.changes[name])
+                    require_matching_gemms(model.known, control.changes[name])
 
     schedule = Schedule(config)
     triggers = Triggers([parse_rule(rule) for rule in config.triggers], ranks)
     live_control = LiveControl(schedule, triggers, ranks, storage, check, summary.say, waits)
     recording.submit_job(live_control.read)
     shard_group, over = find_shard_group(ranks, model.kinds, errors)
-    model.scales.emulate(shard_group.keys(ROLES))
+    model.scales.start_amax_histories(shard_group.keys(ROLES))
     pipeline = Pipeline(RunSetup(config, ranks, shard_group, model.scales, count_tensor_parts()), errors)
     pipeline.over = over
     delivery = Delivery(ranks, recording, pipeline, live_control, dump, errors, config.layers)

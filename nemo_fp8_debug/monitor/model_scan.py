@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 from ..capture.attention import find_attentions
-from ..capture.gemms import Gemm, find_unknown_gemms, is_seen_in_forward, list_gemms, match_gemms, select_gemms
+from ..capture.gemms import Gemm, find_unsupported_gemms, is_observed_in_forward, list_scanned_gemms, match_gemms_by_name, require_matching_gemms
 from ..capture.optimizer_weights import MasterWeights
 from ..capture.patching import find_emulation
-from ..capture.scales import Scales
+from ..capture.scales import CastChooser
 from ..capture.scan import ScannedModule, scan_modules
 from ..core.arguments import show_value
 from ..core.error_guard import ErrorGuard
@@ -52,7 +52,7 @@ class ModelScan:
     attentions: Sequence[Gemm]
     #: modules that features found, by feature
     features: Mapping[str, FoundModules]
-    scales: Scales
+    scales: CastChooser
     #: master weights of the weights that are stored as FP8 codes
     masters: MasterWeights
     #: the run's settings
@@ -86,16 +86,16 @@ def scan_gemms(model: Any, config: Config, ranks: int, errors: ErrorGuard) -> Mo
     if config.eager and not hasattr(torch.compiler, "set_stance"):
         raise ConfigError(f"eager needs torch 2.6 or later, and this is {torch.__version__}")
     scanned = scan_modules(roots)
-    found = [replace(g, compiled=g.compiled and not config.eager) for g in list_gemms(scanned, in_forward=True)]
+    found = [replace(g, compiled=g.compiled and not config.eager) for g in list_scanned_gemms(scanned, in_forward=True)]
     known = [g for g in found if not g.compiled]
     if ranks == 1:
-        gemms = select_gemms(found, config.layers)
+        gemms = require_matching_gemms(found, config.layers)
         for patterns in filter(None, (config.dump, config.trigger_dump)):
-            select_gemms(found, patterns)
+            require_matching_gemms(found, patterns)
     else:  # a pipeline stage may contain no matching GEMM
-        gemms = match_gemms(known, config.layers)
+        gemms = match_gemms_by_name(known, config.layers)
     _warn_of_what_is_left_out(scanned, gemms, errors)
-    scales = Scales(known, config.measured_recipe, config.recipe)
+    scales = CastChooser(known, config.measured_recipe, config.recipe)
     setup = fingerprint(scanned, gemms, config, scales.description)
     setup["coverage"] = _coverage(scanned, gemms, config, errors)
     compiled, features = [g for g in found if g.compiled], dict[str, FoundModules]()
@@ -116,12 +116,12 @@ def _coverage(scanned: Sequence[ScannedModule], gemms: Sequence[Gemm], config: C
 
 
 def _warn_of_what_is_left_out(scanned: Sequence[ScannedModule], gemms: Sequence[Gemm], errors: ErrorGuard) -> None:
-    if unknown := find_unknown_gemms(scanned):
+    if unknown := find_unsupported_gemms(scanned):
         first = next(iter(unknown))
         errors.warn(f"{len(unknown)} unsupported modules are left out, first {first}, a {unknown[first]}")
-    untold = [g for g in gemms if not find_emulation(g.module) and not is_seen_in_forward(g)]
+    untold = [g for g in gemms if not find_emulation(g.module) and not is_observed_in_forward(g)]
     if foreign := {g.name: why for g in untold if (why := g.backend.foreign(g.module))}:
         first = next(iter(foreign))
         errors.warn(f"how {len(foreign)} layers cast their operands is unknown (first {first}: {foreign[first]})")
-    if stored := [g.name for g in gemms if "weight" in g.unseen]:
+    if stored := [g.name for g in gemms if "weight" in g.unobserved_roles]:
         errors.warn(f"W of {len(stored)} layers (first {stored[0]}) is stored in an unsupported format, and left out")

@@ -12,7 +12,7 @@ from typing import Any
 
 from ..capture.device_to_host import DeviceToHostCopy
 from ..capture.operand_stats import OperandStats
-from ..capture.operands import Operand
+from ..capture.operands import OperandAccumulator
 from ..core.error_guard import ErrorGuard
 from ..core.keys import ROLES, SHOWN_AS, Key
 from ..core.observation import CombinedObservations, Observation, SamplePlan
@@ -37,7 +37,7 @@ class CapturedStep:
 
     #: values that must be equal on all ranks before the statistics are added up
     plan: SamplePlan
-    operands: list[Operand]
+    operands: list[OperandAccumulator]
     #: observers of the step, by feature
     observers: Mapping[str, Any]
     #: operands that this rank should observe
@@ -171,7 +171,7 @@ class Pipeline:
 
     def _collect(self, sampled: CapturedStep) -> dict[str, Any]:
         """Return this rank's statistics by observation."""
-        sampled.device_to_host.wait()
+        sampled.device_to_host.finish_copy()
         return {one.name: one.collect(sampled.observers.get(one.name), sampled.operands) for one in self.observations}
 
     def _alone(self, sampled: CapturedStep) -> Tables:

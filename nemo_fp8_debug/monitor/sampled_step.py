@@ -8,17 +8,17 @@ from typing import Any
 
 import torch
 
-from ..capture.backends.base import UnknownCast, read_raw_weight
+from ..capture.backends.base import UnknownCastError, read_raw_weight
 from ..capture.device_to_host import DeviceToHostCopy, TensorHolder
-from ..capture.dispatcher import Dispatcher, TransformedForwardError
-from ..capture.gemms import match_gemms
-from ..capture.grad_scale import GradScale
-from ..capture.operands import Operand
-from ..capture.optimizer_weights import find_buffers
+from ..capture.dispatcher import EventDispatcher, TransformedForwardError
+from ..capture.gemms import match_gemms_by_name
+from ..capture.grad_scale import GradientMultiplier
+from ..capture.operands import OperandAccumulator
+from ..capture.optimizer_weights import find_gradient_buffers
 from ..capture.scan import ScannedModule, scan_modules
 from ..capture.tensors import is_dtensor
-from ..capture.tracing import find_compiled_by_now
-from ..capture.weight_gradients import WeightGradients
+from ..capture.tracing import find_compiled_modules
+from ..capture.weight_gradients import WeightGradientCapture
 from ..core.error_guard import ErrorGuard
 from ..core.keys import SHOWN_AS, Key
 from ..core.layer_names import compile_patterns
@@ -47,10 +47,10 @@ class SampledStep:
         self._schedule = schedule
         #: operands that this rank should observe
         self._expected: set[Key] = set()
-        self._operands: dict[Key, Operand] = {}
+        self._operands: dict[Key, OperandAccumulator] = {}
         self._observers: dict[str, StepObserver] = {}
-        self._dispatcher = Dispatcher()
-        self._multiplier: GradScale | None = None
+        self._dispatcher = EventDispatcher()
+        self._multiplier: GradientMultiplier | None = None
         self._lost: dict[str, list[Key]] = {}
         self._known = watched.model.known
         self._compiled = watched.model.compiled
@@ -77,11 +77,11 @@ class SampledStep:
         self._expected = {key for key in self._expected if key[0] in names}
         self._expected |= list_compiled_operands(self._compiled, self._config, self._watched.shard_group)
         known, patterns = self._known, self._dumped
-        dumped = {gemm.name for gemm in match_gemms(known, patterns)} if patterns else set()
-        chosen = {gemm.name for gemm in match_gemms(known, self._config.layers)}
+        dumped = {gemm.name for gemm in match_gemms_by_name(known, patterns)} if patterns else set()
+        chosen = {gemm.name for gemm in match_gemms_by_name(known, self._config.layers)}
         counts = partial(make_weight_filter, own, self._watched.rank)
         weighed = [gemm for gemm in known if gemm.name in chosen]
-        gradients = WeightGradients(weighed, scanned, len(own.ranks), counts, guard, self._dispatcher)
+        gradients = WeightGradientCapture(weighed, scanned, len(own.ranks), counts, guard, self._dispatcher)
         step = OpenStep(
             *(self.step, self._config, self._watched, known, chosen, dumped, scanned, compiled),
             *(self._dispatcher, self._lose, gradients),
@@ -96,7 +96,7 @@ class SampledStep:
         """Leave out layers that were compiled after the monitor was attached. Return the ids of all modules inside
         torch.compile.
         """
-        ids = find_compiled_by_now(scanned)
+        ids = find_compiled_modules(scanned)
         if self._config.eager:
             return ids
         known = self._watched.model.known
@@ -109,10 +109,10 @@ class SampledStep:
 
     def _subscribe(self, step: OpenStep) -> None:
         model, dispatcher = self._watched.model, self._dispatcher
-        model.masters.buffers = [buffer for _, buffer in find_buffers(step.scanned)]
+        model.masters.buffers = [buffer for _, buffer in find_gradient_buffers(step.scanned)]
         if self._config.eager:
             dispatcher.call_after_step(partial(torch.compiler.set_stance("force_eager").__exit__, None, None, None))
-        self._multiplier = GradScale(model.roots, step.compiled, partial(step.guard, _MULTIPLIER), dispatcher)
+        self._multiplier = GradientMultiplier(model.roots, step.compiled, partial(step.guard, _MULTIPLIER), dispatcher)
         self._multiplier.subscribe()
         self.is_looked_at = bool(step.sinks or step.operands)
         for observer in step.observers.values():
@@ -127,7 +127,7 @@ class SampledStep:
     def measured_multiplier(self) -> dict[str, Any]:
         """Return the measured factor of dY as a scalar of the step, if the factor is known."""
         with self._watched.errors.guard(_MULTIPLIER):
-            if self._multiplier is not None and (found := self._multiplier.value()) is not None:
+            if self._multiplier is not None and (found := self._multiplier.compute_multiplier()) is not None:
                 return {"grad_scale": found}
         return {}
 
@@ -148,7 +148,7 @@ class SampledStep:
     def _lose(self, layer: str, role: str, error: Exception, lost: bool) -> None:
         """Note a failed hook, because of which an operand or its cast is missing."""
         errors = self._watched.errors
-        if isinstance(error, UnknownCast):
+        if isinstance(error, UnknownCastError):
             _warn_of_unknown_cast(errors, layer, role, error)
         elif isinstance(error, TransformedForwardError):
             _warn_of_transformed(errors, layer)

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from many_ranks.processes import forked, free_port, prepare, statuses, temporary_folder
 
-from nemo_fp8_debug.capture.operand_stats import Cast, OperandStats
+from nemo_fp8_debug.capture.operand_stats import CastDescription, OperandStats
 from nemo_fp8_debug.core.keys import ROLES
 from nemo_fp8_debug.core.observation import SamplePlan
 from nemo_fp8_debug.distributed import Ranks, Reduction, ShardGroup
@@ -32,7 +32,7 @@ from nemo_fp8_debug.numerics.histogram import BINS
 from nemo_fp8_debug.observations.operands.tensors import TensorObservation
 
 VALUES, KINDS = 1 << 16, 24
-CAST = Cast("current-HYBRID", "E4M3", "current", "bfloat16")
+CAST = CastDescription("current-HYBRID", "E4M3", "current", "bfloat16")
 
 
 class Counted(dist.ProcessGroupGloo):

@@ -8,7 +8,7 @@ from torch import nn
 from transformers import GPTNeoXJapaneseConfig, GPTNeoXJapaneseForCausalLM
 
 from nemo_fp8_debug import ConfigError
-from nemo_fp8_debug.capture.gemms import drop_end_layers, find_gemms, select_gemms
+from nemo_fp8_debug.capture.gemms import drop_end_layers, find_gemms, require_matching_gemms
 from nemo_fp8_debug.core.layer_names import compile_patterns
 
 NAMES = [
@@ -98,12 +98,12 @@ def test_a_shared_module_is_one_gemm() -> None:
 def test_no_match_lists_what_there_is() -> None:
     gemms = find_gemms([nn.Sequential(nn.Linear(2, 2))])
     with pytest.raises(ConfigError, match=r"no GEMM layer matches \['linear_fc9'\]; the model has '0'"):
-        select_gemms(gemms, ["linear_fc9"])
+        require_matching_gemms(gemms, ["linear_fc9"])
 
 
 def test_model_without_gemm() -> None:
     with pytest.raises(ConfigError, match="no supported GEMM layer"):
-        select_gemms(find_gemms([nn.Conv2d(1, 1, 1)]), None)
+        require_matching_gemms(find_gemms([nn.Conv2d(1, 1, 1)]), None)
 
 
 def test_without_ends() -> None:

@@ -118,13 +118,13 @@ def test_blocks_run_along_what_is_summed_over(recipe: str) -> None:
 def kept_by(monkeypatch: pytest.MonkeyPatch) -> dict[tuple[str, str], list[torch.Tensor]]:
     """Every operand that is counted, in order, a tensor for each call."""
     taken: dict[tuple[str, str], list[torch.Tensor]] = {}
-    original = operands.Operand.add
+    original = operands.OperandAccumulator.add_tensor
 
-    def keep(self: operands.Operand, x: torch.Tensor, order: int, use: Any = None) -> None:
+    def keep(self: operands.OperandAccumulator, x: torch.Tensor, order: int, use: Any = None) -> None:
         taken.setdefault((self.gemm.name, self.role), []).append(x.detach().clone())
         original(self, x, order, use)
 
-    monkeypatch.setattr(operands.Operand, "add", keep)
+    monkeypatch.setattr(operands.OperandAccumulator, "add", keep)
     return taken
 
 

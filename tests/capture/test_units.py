@@ -15,9 +15,9 @@ from helpers import Samples
 from torch import nn
 
 from nemo_fp8_debug import Monitor
-from nemo_fp8_debug.capture.dispatcher import Dispatcher
-from nemo_fp8_debug.capture.grad_scale import GradScale
-from nemo_fp8_debug.capture.patching import watch_calls
+from nemo_fp8_debug.capture.dispatcher import EventDispatcher
+from nemo_fp8_debug.capture.grad_scale import GradientMultiplier
+from nemo_fp8_debug.capture.patching import watch_function_calls
 from nemo_fp8_debug.core.sample import Sample
 from nemo_fp8_debug.record.reader import find_run, read_table
 
@@ -67,8 +67,8 @@ def test_a_loss_that_the_model_returns(
     returned: Callable[[torch.Tensor], Any], taken: Callable[[Any], torch.Tensor], in_place: bool
 ) -> None:
     model = Model(returned)
-    dispatcher = Dispatcher()
-    multiplier = GradScale([model], (), nullcontext, dispatcher)
+    dispatcher = EventDispatcher()
+    multiplier = GradientMultiplier([model], (), nullcontext, dispatcher)
     multiplier.subscribe()
     for micro in range(2):
         loss = taken(model(batch(0, micro)))
@@ -79,24 +79,24 @@ def test_a_loss_that_the_model_returns(
             loss = loss / 4 * 256
         loss.sum().backward()
     dispatcher.close()
-    assert float(multiplier.value()) == 64
+    assert float(multiplier.compute_multiplier()) == 64
     assert not model._forward_hooks
 
 
 def test_what_is_not_known_is_not_made_up() -> None:
     model = Model()
-    multiplier = GradScale([model, model.layers], (), nullcontext, Dispatcher())
+    multiplier = GradientMultiplier([model, model.layers], (), nullcontext, EventDispatcher())
     multiplier.subscribe()
     model.layers(batch(0)).square().mean().backward()  # no scalar
     with torch.no_grad():
         model(batch(0))
     model(batch(0))  # never backpropagated
-    assert multiplier.value() is None
+    assert multiplier.compute_multiplier() is None
     for factor in (1, 2):
         (model(batch(0)) * factor).backward()
-    assert math.isnan(multiplier.value())
+    assert math.isnan(multiplier.compute_multiplier())
     (model(batch(0)) * torch.inf).backward()
-    assert math.isnan(multiplier.value())
+    assert math.isnan(multiplier.compute_multiplier())
 
 
 def train(output: Path | None, factor: float | None, **options: Any) -> tuple[list[float], list[torch.Tensor]]:
@@ -219,7 +219,7 @@ def test_several_may_stand_in_and_leave_in_any_order() -> None:
 
     for order in ((0, 1), (1, 0)):
         host, seen = Backend(), ([], [])
-        leave = [watch_calls(host, "work", call, seen[i].append) for i in range(2)]
+        leave = [watch_function_calls(host, "work", call, seen[i].append) for i in range(2)]
         assert host.work(1) == 2
         leave[order[0]]()
         assert host.work(2) == 3

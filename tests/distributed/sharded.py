@@ -284,7 +284,7 @@ def histograms_of(sample: Any) -> Iterator[dict[int, int]]:
 def whole_weights(net: nn.Module) -> dict[str, dict[int, int]]:
     """How often each magnitude occurs in the weights as they are multiplied, by the names that a monitor gives them."""
     with FullyShardedDataParallel.summon_full_params(net, writeback=False):
-        found = {one.name: one.module.weight.detach() for one in scan_modules([net]) if isinstance(one.module, nn.Linear)}
+        found = {one.global_name: one.module.weight.detach() for one in scan_modules([net]) if isinstance(one.module, nn.Linear)}
         return {name: magnitudes(w.full_tensor() if hasattr(w, "full_tensor") else w) for name, w in found.items()}
 
 

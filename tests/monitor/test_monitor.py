@@ -165,14 +165,14 @@ def test_a_step_that_raises_leaves_no_hook_and_raises_on() -> None:
 def test_a_fault_in_a_hook_costs_that_operand_and_one_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     from nemo_fp8_debug.capture import operands
 
-    original = operands.Operand.add
+    original = operands.OperandAccumulator.add_tensor
 
-    def faulty(self: operands.Operand, x: torch.Tensor, order: int, use: Any = None) -> None:
+    def faulty(self: operands.OperandAccumulator, x: torch.Tensor, order: int, use: Any = None) -> None:
         if self.gemm.name == "1":
             raise ZeroDivisionError("injected")
         original(self, x, order, use)
 
-    monkeypatch.setattr(operands.Operand, "add", faulty)
+    monkeypatch.setattr(operands.OperandAccumulator, "add", faulty)
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     samples = Samples()
     monitor = Monitor(model, recorders=[samples], interval=1)

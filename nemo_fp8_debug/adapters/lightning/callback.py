@@ -20,8 +20,8 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.loggers import Logger, TensorBoardLogger
 
-from ...capture.grad_scale import read_loss_scale, was_skipped
-from ...capture.patching import Watcher, watch_calls
+from ...capture.grad_scale import read_loss_scale, was_optimizer_step_skipped
+from ...capture.patching import Watcher, watch_function_calls
 from ...core.arguments import check_arguments
 from ...core.sample import Recorder
 from ...errors import warn
@@ -139,7 +139,7 @@ class FP8DebugCallback(pl.Callback):
         No Lightning event provides the losses before they are divided and scaled.
         """
         assert self._monitor
-        return watch_calls(trainer.strategy, "training_step", _training_step, self._monitor.watch_loss)
+        return watch_function_calls(trainer.strategy, "training_step", _training_step, self._monitor.watch_loss)
 
     def _stop_watching(self) -> None:
         if self._leave is not None:
@@ -154,7 +154,7 @@ class FP8DebugCallback(pl.Callback):
             logged = trainer.callback_metrics if self._monitor.sampling else {}
             scalars: dict[str, Any] = {name: logged[name] for name in _SCALARS if name in logged}
             if self._scale is not None:
-                scalars |= {"loss_scale": self._scale, "skipped": was_skipped(self._scale, _scaler(trainer))}
+                scalars |= {"loss_scale": self._scale, "skipped": was_optimizer_step_skipped(self._scale, _scaler(trainer))}
             self._monitor.end_step(loss=_loss(trainer, pl_module, outputs), **scalars)
             self._stop_watching()
 

@@ -10,10 +10,10 @@ import torch
 
 from ...capture.backends.base import make_unquantized_cast
 from ...capture.operand_stats import OperandStats
-from ...capture.operands import Operand, UncastOperand
+from ...capture.operands import OperandAccumulator, UncastAccumulator
 from ...capture.scan import ScannedModule, scan_modules
-from ...capture.tensors import is_counted_here, is_never_counted
-from ...capture.tracing import find_compiled_by_now
+from ...capture.tensors import is_counted_here, never_count_here
+from ...capture.tracing import find_compiled_modules
 from ...core.error_guard import ErrorGuard
 from ...core.keys import ACTIVATIONS, Key
 from ...core.layer_names import compile_patterns
@@ -149,9 +149,9 @@ class ActivationStep(StepObserver):
         chosen, compiled = compile_patterns(step.config.layers), _compiled(found)
         self._sites = [s for s in found if chosen(s.gemm.name) and id(s.gemm.module) not in compiled]
         counts, what_if = partial(is_counted_here, rank=step.watched.rank, first=None), step.config.what_if_recipes
-        self._operands: dict[Key, Operand] = {
-            (site.gemm.name, role): UncastOperand(
-                site.gemm, role, make_unquantized_cast(role), what_if, is_never_counted if site.is_copied else counts
+        self._operands: dict[Key, OperandAccumulator] = {
+            (site.gemm.name, role): UncastAccumulator(
+                site.gemm, role, make_unquantized_cast(role), what_if, never_count_here if site.is_copied else counts
             )
             for site in self._sites
             for role in site.roles
@@ -165,7 +165,7 @@ class ActivationStep(StepObserver):
 
 
 def _compiled(found: Sequence[Site]) -> Collection[int]:
-    return find_compiled_by_now(scan_modules(site.gemm.module for site in found))
+    return find_compiled_modules(scan_modules(site.gemm.module for site in found))
 
 
 class ActivationObservation(TensorObservation):

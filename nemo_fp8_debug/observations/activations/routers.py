@@ -18,7 +18,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ...capture.operator_mode import OperatorMode, is_dtensor_call
-from ...capture.scan import ScannedModule, list_inner_modules
+from ...capture.scan import ScannedModule, list_inner_module_ids
 from ...core.error_guard import leave_modes, restore_modes
 
 _ROUTER = re.compile(r"(Router|MoE\w*Gate|TopKGate)\Z")
@@ -48,7 +48,7 @@ def find_routers(scanned: Iterable[ScannedModule]) -> Iterator[tuple[ScannedModu
         module = one.module
         experts = _own_experts(module)
         if experts is not None and id(module) not in found:
-            found |= {id(module), *list_inner_modules(module)}
+            found |= {id(module), *list_inner_module_ids(module)}
             yield one, Router(module, module, experts)
         for name in _GATES if experts is None else ():
             gate = module._modules.get(name)

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from ...capture.device_to_host import Move
-from ...capture.operands import Operand
+from ...capture.operands import OperandAccumulator
 from ...capture.tensors import take_local_part
 from ...capture.weight_gradients import WatchedWeight, WeightGradient
 from ...core.keys import Key
@@ -114,7 +114,7 @@ class GradientStep(StepObserver):
 
     def __init__(self, step: OpenStep) -> None:
         self._sizes = GradientSizes()
-        weights = step.gradients.watch(self._see)
+        weights = step.gradients.add_watcher(self._see)
         self._weights: Mapping[str, WatchedWeight] = {one.names[0]: one for one in weights}
 
     def _see(self, found: Sequence[WeightGradient]) -> None:
@@ -122,7 +122,7 @@ class GradientStep(StepObserver):
         for names, x in found:
             if x is None:
                 self._sizes.forget(names[0])
-            elif self._weights[names[0]].is_counted(x):
+            elif self._weights[names[0]].counts_gradient(x):
                 counted.append((names[0], take_local_part(x).detach()))
         self._sizes.measure(counted)
 
@@ -133,7 +133,7 @@ class GradientStep(StepObserver):
     def collect_rank_gradients(self) -> GradientsOfRank:
         """Return what this rank counted."""
         sizes = self._sizes.read_sizes_by_name()
-        return GradientsOfRank({name for name, one in self._weights.items() if name in sizes or one.is_due}, sizes)
+        return GradientsOfRank({name for name, one in self._weights.items() if name in sizes or one.expects_gradient}, sizes)
 
 
 class GradientObservation(Observation):
@@ -148,7 +148,7 @@ class GradientObservation(Observation):
         """See `Observation`."""
         return GradientStep(step)
 
-    def collect(self, mine: GradientStep | None, operands: Sequence[Operand]) -> GradientsOfRank:
+    def collect(self, mine: GradientStep | None, operands: Sequence[OperandAccumulator]) -> GradientsOfRank:
         """See `Observation`."""
         return mine.collect_rank_gradients() if mine else GradientsOfRank()
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ...capture.operand_stats import OperandStats, add_up_stats
+from ...capture.operand_stats import OperandStats, merge_operand_stats
 from ...core.layer_names import is_aggregate, name_aggregate
 from ...core.table import concat_columns
 from ...kernels.cpu.histograms import Histograms
@@ -61,7 +61,7 @@ def measure_tensors(
     aggregates = ExpertAggregates.group_experts(
         [s.key for s in stats], [(s.cast.recipe, s.cast.format, s.cast.dtype) for s in stats]
     )
-    aggregated = [add_up_stats(key, [stats[i] for i in of]) for key, of in aggregates.members.items()]
+    aggregated = [merge_operand_stats(key, [stats[i] for i in of]) for key, of in aggregates.members.items()]
     totals = Histograms([s.histogram for s in stats])
     moments = _moments(stats, totals)
     if aggregated:
@@ -259,7 +259,7 @@ def _table(
 def _histograms(stats: Sequence[OperandStats], scale: torch.Tensor) -> Rows:
     """Return the histograms as a table. Bins of infinity and NaN are included, so that each histogram is complete."""
     parts = [
-        (stat.key, cast, found if stat.one_scale else known, histogram)
+        (stat.key, cast, found if stat.has_single_scale else known, histogram)
         for stat, found in zip(stats, scale.double().tolist(), strict=True)
         for cast, known, histogram in stat.parts
     ]

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from ...capture.operand_stats import Cast, OperandStats, collect_stats
-from ...capture.operands import Operand
+from ...capture.operand_stats import CastDescription, OperandStats, collect_operand_stats
+from ...capture.operands import OperandAccumulator
 from ...core.keys import Key
 from ...core.observation import Arrays, CombinedObservations, Lanes, Observation, SamplePlan
 from ...core.plain_arrays import Array
@@ -62,9 +62,9 @@ class TensorObservation(Observation):
         """Tensors of the last sample whose dtype differs between ranks."""
         return self._sums.mixed
 
-    def collect(self, mine: object, operands: Sequence[Operand]) -> Stats:
+    def collect(self, mine: object, operands: Sequence[OperandAccumulator]) -> Stats:
         """See `Observation`."""
-        return collect_stats([operand for operand in operands if operand.role in self.roles])
+        return collect_operand_stats([operand for operand in operands if operand.role in self.roles])
 
     def pack(self, plan: SamplePlan, found: Stats | None, expected: Collection[Key]) -> Arrays:
         """See `Observation`."""
@@ -133,8 +133,8 @@ class TensorSums:
         self.kinds = dict(kinds)
         self._keys, self._ranks = list(kinds), ranks
         self._index = {key: i for i, key in enumerate(self._keys)}
-        self._casts: dict[int, Cast] = {}
-        self._numbers: dict[Cast, int] = {}
+        self._casts: dict[int, CastDescription] = {}
+        self._numbers: dict[CastDescription, int] = {}
         #: tensors of the last sample that were left out, because their dtype differs between ranks
         self.mixed: list[Key] = []
 
@@ -272,7 +272,7 @@ class TensorSums:
             )
         return stats
 
-    def _number_of(self, cast: Cast) -> int:
+    def _number_of(self, cast: CastDescription) -> int:
         """Return a number of 31 bits that identifies a cast on all ranks."""
         if cast not in self._numbers:
             number = zlib.crc32(json.dumps(vars(cast)).encode()) >> 1
@@ -280,9 +280,9 @@ class TensorSums:
             self._numbers[cast], self._casts[number] = number, cast
         return self._numbers[cast]
 
-    def _cast_of(self, number: int) -> Cast:
+    def _cast_of(self, number: int) -> CastDescription:
         if number not in self._casts:
-            self._casts[number] = Cast(**self._ranks.read(f"cast/{number}"))
+            self._casts[number] = CastDescription(**self._ranks.read(f"cast/{number}"))
         return self._casts[number]
 
 

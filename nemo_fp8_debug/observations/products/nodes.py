@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...capture.dispatcher import Dispatcher, Guard
+from ...capture.dispatcher import EventDispatcher, Guard
 
 #: positions of X and W among a node's inputs, and whether W is transposed there, by name of the node
 _PLACES = {
@@ -75,7 +75,7 @@ def _place_of(node: Any, x: torch.Tensor | None) -> int | None:
 
 
 def watch_node(
-    dispatcher: Dispatcher,
+    dispatcher: EventDispatcher,
     guard: Guard,
     found: ProductNode,
     take: Callable[[str, torch.Tensor | None], None],
@@ -99,7 +99,7 @@ def watch_node(
                 grad = grads[place]
                 take(product, grad.t() if turned and product == "wgrad" and grad is not None else grad)
 
-    dispatcher.watch_node(found.node, guard, begin, after)
+    dispatcher.watch_autograd_node(found.node, guard, begin, after)
 
 
 def find_bias(module: nn.Module) -> torch.Tensor | None:

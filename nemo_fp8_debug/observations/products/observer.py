@@ -12,8 +12,8 @@ import numpy as np
 import torch
 
 from ...capture.device_to_host import Move
-from ...capture.operand_stats import Cast
-from ...capture.operands import Operand
+from ...capture.operand_stats import CastDescription
+from ...capture.operands import OperandAccumulator
 from ...core.keys import MIXED, Key
 from ...core.layer_names import name_aggregate
 from ...core.observation import Arrays, CombinedObservations, Lanes, Observation, SamplePlan
@@ -31,7 +31,7 @@ from .verification import FOUND, ProductsFound, WorstProducts, verification_colu
 OutputSums = Mapping[tuple[str, str], torch.Tensor]
 
 
-def output_columns(sums: OutputSums, kinds: Mapping[str, str], casts: Mapping[Key, Cast]) -> dict[str, list[Any]]:
+def output_columns(sums: OutputSums, kinds: Mapping[str, str], casts: Mapping[Key, CastDescription]) -> dict[str, list[Any]]:
     """Return a row for each product, followed by a row for each product of all experts of a layer together.
 
     Args:
@@ -157,7 +157,7 @@ class ProductObservation(Observation):
         """See `Observation`."""
         return ProductStep(step)
 
-    def collect(self, mine: ProductStep | None, operands: Sequence[Operand]) -> ProductsOfRank:
+    def collect(self, mine: ProductStep | None, operands: Sequence[OperandAccumulator]) -> ProductsOfRank:
         """See `Observation`."""
         if mine is None:
             return ProductsOfRank()

@@ -14,13 +14,13 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from ...capture.backends.base import Args, Kwargs, read_raw_weight
-from ...capture.backends.parallel import find_sequence_part, is_summed_over_ranks
-from ...capture.backends.transformer_engine.casts import find_backward_state, is_quantized
-from ...capture.dispatcher import Dispatcher
+from ...capture.backends.parallel import find_sequence_split, is_summed_over_ranks
+from ...capture.backends.transformer_engine.casts import find_backward_state, is_quantized_tensor
+from ...capture.dispatcher import EventDispatcher
 from ...capture.gemms import Gemm
-from ...capture.operator_mode import Collectives
+from ...capture.operator_mode import CollectiveMode
 from ...capture.patching import find_emulation
-from ...capture.tensors import is_dtensor, take_local_part, view_as_multiplied
+from ...capture.tensors import is_dtensor, take_local_part, cast_like_autocast
 from ...capture.weight_gradients import adds_to_main_grad
 from ...numerics.block_scaling import view_as_matrix
 from .checks import ProductChecks
@@ -36,7 +36,7 @@ class ResultObserver:
     """Observes the results of one GEMM in a forward call and its backward. Keeps no activation and no node alive."""
 
     def __init__(
-        self, gemm: Gemm, checks: ProductChecks, args: Args, kwargs: Kwargs, guard: Guard, dispatcher: Dispatcher
+        self, gemm: Gemm, checks: ProductChecks, args: Args, kwargs: Kwargs, guard: Guard, dispatcher: EventDispatcher
     ) -> None:
         """
         Args:
@@ -49,7 +49,7 @@ class ResultObserver:
         self._args = tuple(None if torch.is_tensor(a) and a.requires_grad else a for a in args)
         self._kwargs = kwargs
         for product, roles in _OPERANDS.items():
-            if set(roles) & set(gemm.unseen):
+            if set(roles) & set(gemm.unobserved_roles):
                 checks.mark_uncheckable(product, INSIDE)
         why = UNKNOWN_CAST if gemm.backend.foreign(gemm.module) else HOOKED if changes_operands(gemm.module) else 0
         for product in _OPERANDS if why else ():
@@ -81,14 +81,14 @@ class ResultObserver:
         self._see_gradients(y, _first_tensor(given), stored.parameter if stored else weight)
 
     def _see_output(self, y: torch.Tensor) -> None:
-        if is_quantized(y) or self._gemm.part.startswith("fc1"):
+        if is_quantized_tensor(y) or self._gemm.part.startswith("fc1"):
             self._checks.mark_uncheckable("fprop", INSIDE)
         elif is_summed_over_ranks(self._gemm.module, "fprop"):
             if not self._checks.is_returned("fprop"):
                 self._checks.mark_uncheckable("fprop", ADDED_UP)
         elif (mine := self._part_of_sequence("column", self._mine(y))) is not None:
             bias = find_bias(self._gemm.module)
-            self._checks.add_product_result("fprop", mine, None if bias is None else view_as_multiplied(bias))
+            self._checks.add_product_result("fprop", mine, None if bias is None else cast_like_autocast(bias))
 
     def _see_gradients(self, y: torch.Tensor, x: torch.Tensor | None, weight: torch.Tensor | None) -> None:
         found = find_product_node(y, x, weight)
@@ -133,7 +133,7 @@ class ResultObserver:
 
     def _part_of_sequence(self, kind: str, x: torch.Tensor | None) -> torch.Tensor | None:
         """Return this rank's rows of a result that has the rows of all ranks that split the sequence."""
-        part = find_sequence_part(self._gemm.module, kind)
+        part = find_sequence_split(self._gemm.module, kind)
         if part is None or x is None:
             return x
         rank, size = part
@@ -155,7 +155,7 @@ class ResultObserver:
                 self._checks.add_product_result(product, mine)
 
 
-class UnreducedResultMode(Collectives):
+class UnreducedResultMode(CollectiveMode):
     """Takes a result before it is summed over ranks."""
 
     def __init__(self, checks: ProductChecks, product: str, shape: tuple[int, int] = (0, 0)) -> None:
@@ -166,7 +166,7 @@ class UnreducedResultMode(Collectives):
         super().__init__()
         self._checks, self._product, self.shape = checks, product, shape
 
-    def before(self, func: Any, args: Any) -> None:
+    def on_collective_start(self, func: Any, args: Any) -> None:
         """Take the first tensor of the result's shape."""
         for x in tree_leaves(args) if "reduce" in func.overloadpacket.__name__ else ():
             is_matrix = isinstance(x, torch.Tensor) and x.dim() > 1 and x.is_floating_point() and x.element_size() > 1

@@ -15,13 +15,13 @@ from typing import Any
 
 import torch
 
-from ...capture.backends.base import Args, Kwargs, ScaleInUse
+from ...capture.backends.base import Args, Kwargs, CastInUse
 from ...capture.backends.parallel import is_summed_over_ranks
-from ...capture.dispatcher import Dispatcher
+from ...capture.dispatcher import EventDispatcher
 from ...capture.gemms import Gemm
-from ...capture.operands import Operand
+from ...capture.operands import OperandAccumulator
 from ...capture.patching import find_emulation
-from ...capture.tensors import take_local_part, view_as_multiplied
+from ...capture.tensors import take_local_part, cast_like_autocast
 from ...kernels import quantize_dequantize
 from ...numerics.block_scaling import BlockScalingRule, view_as_matrix
 from ...numerics.gemm_error import PRODUCTS, ProductTerms, RowSample, Side, compute_current_scale, sample_indices, copy_quantized_rows
@@ -31,7 +31,7 @@ from .results import ResultObserver, UnreducedResultMode
 from .verification import BY_CHANCE, STORED, UNKNOWN_CAST, UNKNOWN_COPY
 
 
-def _scale(m: torch.Tensor, cast: ScaleInUse) -> torch.Tensor | BlockScalingRule:
+def _scale(m: torch.Tensor, cast: CastInUse) -> torch.Tensor | BlockScalingRule:
     """Return the scale of a whole operand, on its device, or the rule of its blocks."""
     if isinstance(cast.scale, CurrentScaling):
         return compute_current_scale(m, cast.scale, cast.format)
@@ -70,12 +70,12 @@ class Products:
     def __init__(
         self,
         gemm: Gemm,
-        operands: Mapping[str, Operand],
+        operands: Mapping[str, OperandAccumulator],
         chosen: ProductOptions,
         step: int,
         guard: Callable[[str], AbstractContextManager[None]],
         queue: CheckQueue,
-        dispatcher: Dispatcher,
+        dispatcher: EventDispatcher,
     ) -> None:
         """
         Args:
@@ -98,7 +98,7 @@ class Products:
         self._checks = ProductChecks(chosen.rows, step, queue) if chosen.verify else None
         self._results: ResultObserver | None = None
 
-    def add(self, role: str, x: torch.Tensor, call: int, use: ScaleInUse | None) -> None:
+    def add_operand(self, role: str, x: torch.Tensor, call: int, use: CastInUse | None) -> None:
         """Copy the needed rows of an operand, and keep no reference to the operand. X determines which call counts.
 
         Args:
@@ -121,7 +121,7 @@ class Products:
         """True if the module sums its output over ranks, and we check the output."""
         return self._checks is not None and is_summed_over_ranks(self._gemm.module, "fprop")
 
-    def watch_sums(self) -> UnreducedResultMode | None:
+    def make_unreduced_result_mode(self) -> UnreducedResultMode | None:
         """Return a mode that sees the sums of the call that is about to run, or None if they are not checked."""
         if self._results is None or self._checks is None:
             return None
@@ -147,7 +147,7 @@ class Products:
             with self._guard("while looking at what a GEMM returned"):
                 results.see(given, weight, out)
 
-    def _take(self, role: str, m: torch.Tensor, use: ScaleInUse) -> None:
+    def _take(self, role: str, m: torch.Tensor, use: CastInUse) -> None:
         scales: dict[int, torch.Tensor | BlockScalingRule] = {}  # most operands have the same cast in both of their products
         for product, sides in PRODUCTS.items():
             cast = use.select_product_cast(product)
@@ -172,8 +172,8 @@ class Products:
         at: torch.Tensor,
         rows: RowSample | None,
         scale: torch.Tensor | BlockScalingRule | None,
-        use: ScaleInUse,
-        cast: ScaleInUse | None,
+        use: CastInUse,
+        cast: CastInUse | None,
     ) -> MultipliedRows:
         """Return the rows in the form in which the GEMM multiplies them."""
         if not self._checks:
@@ -185,7 +185,7 @@ class Products:
             codes = view_as_matrix(use.decoded.values)
             return MultipliedRows((codes.t() if side[1] else codes).index_select(0, at), len(of), quantized=True)
         if not _is_quantized(cast):
-            return MultipliedRows(view_as_multiplied(of.index_select(0, at) if rows is None else rows.values), len(of))
+            return MultipliedRows(cast_like_autocast(of.index_select(0, at) if rows is None else rows.values), len(of))
         assert rows is not None and scale is not None
         if not find_emulation(self._gemm.module):
             return MultipliedRows(rows.quantized, len(of), quantized=True)
@@ -240,7 +240,7 @@ def _exact(a: _Kept, b: _Kept, terms: ProductTerms | None) -> torch.Tensor | Non
 
 
 def _emulated(
-    side: Side, of: torch.Tensor, at: torch.Tensor, rows: RowSample, scale: torch.Tensor | BlockScalingRule, cast: ScaleInUse
+    side: Side, of: torch.Tensor, at: torch.Tensor, rows: RowSample, scale: torch.Tensor | BlockScalingRule, cast: CastInUse
 ) -> torch.Tensor:
     """Return rows as the emulation casts them: rounded to the operand's dtype, and with the same copy for both products."""
     if isinstance(scale, torch.Tensor):
@@ -250,11 +250,11 @@ def _emulated(
     return rows.quantized.to(of.dtype)
 
 
-def _is_quantized(cast: ScaleInUse) -> bool:
+def _is_quantized(cast: CastInUse) -> bool:
     return cast.source in ("engine", "expected")
 
 
-def _untold(side: Side, use: ScaleInUse, cast: ScaleInUse | None) -> int:
+def _untold(side: Side, use: CastInUse, cast: CastInUse | None) -> int:
     """Return why the GEMM's operand is unknown, an index into `REASONS`, or 0 if the operand is known."""
     if use.decoded is not None and side[1] and isinstance(use.scale, BlockScalingRule):
         return STORED

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 
 from ...capture.backends.base import StoredCodes, read_raw_weight
-from ...capture.backends.parallel import find_shared_part
-from ...capture.backends.transformer_engine.casts import is_quantized
-from ...capture.dispatcher import Dispatcher
+from ...capture.backends.parallel import find_replica_part_index
+from ...capture.backends.transformer_engine.casts import is_quantized_tensor
+from ...capture.dispatcher import EventDispatcher
 from ...capture.gemms import Gemm
-from ...capture.optimizer_weights import MasterWeights, is_split_by_zero, list_stepped_weights
+from ...capture.optimizer_weights import MasterWeights, is_optimizer_state_sharded, list_optimizer_weights
 from ...capture.tensors import is_dtensor, take_local_part
 from ...numerics.formats import is_nearest_code
 from .comparison import Checksums
@@ -70,18 +70,18 @@ class ReplicaChecks:
         self._alone = is_alone
         self._found: dict[tuple[str, str], tuple[int, torch.Tensor]] = {}
 
-    def subscribe(self, dispatcher: Dispatcher) -> None:
+    def subscribe(self, dispatcher: EventDispatcher) -> None:
         """Observe gradients when an optimizer steps."""
         guard = partial(self._guard, _COMPARING)
         dispatcher.watch_optimizer(guard, self._before_step)
         dispatcher.watch_optimizer(guard, self._masters.add_optimizer)
 
-    def see(self, name: str, role: str, x: torch.Tensor) -> None:
+    def add_tensor(self, name: str, role: str, x: torch.Tensor) -> None:
         """Compute the checksum of a tensor. Only the first call for each tensor in a step counts."""
         if (name, role) in self._found or name not in self._gemms:
             return
         with self._guard(_COMPARING):
-            part = None if is_dtensor(x) or self._alone else find_shared_part(self._gemms[name].module, role)
+            part = None if is_dtensor(x) or self._alone else find_replica_part_index(self._gemms[name].module, role)
             if part is not None and x.numel():
                 self._found[name, role] = part, checksum(x)
             if role == "weight":
@@ -92,8 +92,8 @@ class ReplicaChecks:
         if (name, "weight") in self._found or (name, "master") in self._found or name not in self._gemms:
             return
         with self._guard(_COMPARING):
-            codes, parameter = stored.decoded(), stored.parameter
-            self.see(name, "weight", codes.values)
+            codes, parameter = stored.decode_values(), stored.parameter
+            self.add_tensor(name, "weight", codes.values)
             master = self._masters.find_master(parameter)
             if master is not None and master[0].numel():
                 values, start = master
@@ -106,7 +106,7 @@ class ReplicaChecks:
         Store 0 if the parameter equals the rounded master weight, otherwise 1.
         """
         parameter: Any = read_raw_weight(gemm.module) if not gemm.part else None
-        if parameter is None or is_dtensor(parameter) or is_quantized(parameter):
+        if parameter is None or is_dtensor(parameter) or is_quantized_tensor(parameter):
             return
         if parameter.dtype not in (torch.bfloat16, torch.float16):
             return
@@ -118,9 +118,9 @@ class ReplicaChecks:
             self._found[gemm.name, "master"] = 0, differs.any().long()
 
     def _before_step(self, optimizer: Any) -> None:
-        for stepped in () if self._alone else list_stepped_weights(optimizer, self._gemms):
+        for stepped in () if self._alone else list_optimizer_weights(optimizer, self._gemms):
             if (grad := _whole_gradient(stepped.weight)) is not None:
-                self.see(stepped.name, "weight_gradient", grad)
+                self.add_tensor(stepped.name, "weight_gradient", grad)
 
     def move(self, to: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Replace each checksum by the result of `to`."""
@@ -136,7 +136,7 @@ class ReplicaChecks:
 
 def _whole_gradient(weight: Any) -> torch.Tensor | None:
     """Return an optimizer's gradient if each rank has the whole gradient. Ranks of a sharded optimizer have no copies."""
-    if is_split_by_zero(weight):
+    if is_optimizer_state_sharded(weight):
         return None
     main = getattr(weight, "main_grad", None)
     if main is not None:

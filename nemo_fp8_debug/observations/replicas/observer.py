@@ -7,8 +7,8 @@ from collections.abc import Collection, Mapping, Sequence
 import torch
 
 from ...capture.device_to_host import Move
-from ...capture.gemms import is_seen_in_forward
-from ...capture.operands import Operand
+from ...capture.gemms import is_observed_in_forward
+from ...capture.operands import OperandAccumulator
 from ...core.keys import Key
 from ...core.observation import Arrays, CombinedObservations, Lanes, Observation, SamplePlan
 from ...core.table import Columns
@@ -31,7 +31,7 @@ class ReplicaStep(StepObserver):
     """The observer of copies in one sampled step."""
 
     def __init__(self, step: OpenStep) -> None:
-        gemms = {sink.gemm.name: sink.gemm for sink in step.sinks.values() if not is_seen_in_forward(sink.gemm)}
+        gemms = {sink.gemm.name: sink.gemm for sink in step.sinks.values() if not is_observed_in_forward(sink.gemm)}
         self.checks = ReplicaChecks(list(gemms.values()), step.watched.model.masters, step.guard, step.watched.world == 1)
         step.copies = self.checks
 
@@ -56,7 +56,7 @@ class ReplicaObservation(Observation):
         """See `Observation`."""
         return ReplicaStep(step)
 
-    def collect(self, mine: ReplicaStep | None, operands: Sequence[Operand]) -> Checksums:
+    def collect(self, mine: ReplicaStep | None, operands: Sequence[OperandAccumulator]) -> Checksums:
         """See `Observation`."""
         return mine.checks.collect_checksums() if mine else {}
 

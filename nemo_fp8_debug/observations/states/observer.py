@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from ...capture.gemms import match_gemms
-from ...capture.optimizer_weights import find_weight
+from ...capture.gemms import match_gemms_by_name
+from ...capture.optimizer_weights import find_gemm_parameter
 from ...core.keys import Key
 from ...core.layer_names import is_aggregate
 from ...core.observation import CombinedObservations
@@ -31,7 +31,7 @@ class StateStep(StepObserver):
 
     def __init__(self, step: OpenStep) -> None:
         config, watched = step.config, step.watched
-        gemms = [gemm for gemm in match_gemms(step.known, config.layers) if find_weight(gemm) is not None]
+        gemms = [gemm for gemm in match_gemms_by_name(step.known, config.layers) if find_gemm_parameter(gemm) is not None]
         counts = partial(make_weight_filter, watched.shard_group, watched.rank)
         operands = state_operands(gemms, config.states, config.what_if_recipes, counts)
         step.operands |= operands
@@ -43,7 +43,7 @@ class StateStep(StepObserver):
         self._errors = watched.errors
         self._capture = StateCapture(step.operands, step.guard, config.output_rows, step.number, find_weight_gradient)
         if "weight_gradient" in config.states:
-            step.gradients.watch(self._capture.see_gradients)
+            step.gradients.add_watcher(self._capture.see_gradients)
         self._is_open = False
 
     def subscribe(self, step: OpenStep) -> None:

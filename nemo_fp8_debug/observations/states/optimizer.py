@@ -16,11 +16,11 @@ from typing import Any
 import torch
 
 from ...capture.backends.base import make_unquantized_cast
-from ...capture.dispatcher import Dispatcher
+from ...capture.dispatcher import EventDispatcher
 from ...capture.gemms import Gemm
 from ...capture.operand_stats import OperandStats
-from ...capture.operands import Operand, UncastOperand
-from ...capture.optimizer_weights import SteppedWeight, list_stepped_weights
+from ...capture.operands import OperandAccumulator, UncastAccumulator
+from ...capture.optimizer_weights import OptimizerWeight, list_optimizer_weights
 from ...capture.tensors import is_dtensor
 from ...capture.weight_gradients import WeightGradient
 from ...core.keys import STATES, Key
@@ -144,7 +144,7 @@ def state_operands(
     roles: Sequence[str],
     what_if: Sequence[Recipe],
     counts: Callable[[Gemm], Callable[[torch.Tensor], bool]],
-) -> dict[Key, Operand]:
+) -> dict[Key, OperandAccumulator]:
     """Return the operands that count the states of weights, by (layer, role).
 
     Args:
@@ -153,7 +153,7 @@ def state_operands(
         counts: returns for a GEMM a test whether this rank counts a tensor in its weight's layout.
     """
     return {
-        (gemm.name, role): UncastOperand(gemm, role, make_unquantized_cast(role), what_if, counts(gemm))
+        (gemm.name, role): UncastAccumulator(gemm, role, make_unquantized_cast(role), what_if, counts(gemm))
         for gemm in gemms
         for role in STATES
         if role in roles
@@ -165,7 +165,7 @@ class StateCapture:
 
     def __init__(
         self,
-        operands: MutableMapping[Key, Operand],
+        operands: MutableMapping[Key, OperandAccumulator],
         guard: Callable[[str], AbstractContextManager[None]],
         rows: int,
         step: int,
@@ -187,7 +187,7 @@ class StateCapture:
         self._earlier: dict[str, Any] = {}
         self._stepped = False
 
-    def subscribe(self, dispatcher: Dispatcher) -> None:
+    def subscribe(self, dispatcher: EventDispatcher) -> None:
         """Observe optimizers from now on."""
         dispatcher.watch_optimizer(partial(self._guard, _LOOKING), self._before, self._after)
 
@@ -203,10 +203,10 @@ class StateCapture:
                 self._operands[key] = _counted_anew(self._operands[key])
                 if x is not None:
                     with self._guard(_LOOKING):
-                        self._operands[key].add(x, 0)
+                        self._operands[key].add_tensor(x, 0)
 
     def _before(self, optimizer: Any) -> None:
-        for stepped in list_stepped_weights(optimizer, self._gemms):
+        for stepped in list_optimizer_weights(optimizer, self._gemms):
             self._stepped = True
             key = stepped.name, _GRADIENT
             if key in self._operands:
@@ -220,7 +220,7 @@ class StateCapture:
                 self._begin_sample(stepped, optimizer)
 
     def _after(self, optimizer: Any) -> None:
-        for stepped in list_stepped_weights(optimizer, self._gemms):
+        for stepped in list_optimizer_weights(optimizer, self._gemms):
             for role in _NAMES:
                 self._take_state(stepped, role, optimizer)
             now = stepped.select_weight_values(stepped.parameter).detach()
@@ -230,14 +230,14 @@ class StateCapture:
                 self._take(stepped.name, "update", now.float() - earlier.float())
                 self._end_sample(stepped, optimizer)
 
-    def _begin_sample(self, stepped: SteppedWeight, optimizer: Any) -> None:
+    def _begin_sample(self, stepped: OptimizerWeight, optimizer: Any) -> None:
         gradient = _gradient(optimizer, stepped.parameter)
         if self._rows and stepped.place is None and gradient is not None:
             with self._guard(_LOOKING), contextlib.suppress(*_NOT_WHOLE):
                 held = _held(stepped, optimizer)
                 self._samples[stepped.name] = UpdateSample(self._rows, self._step, *held, gradient)
 
-    def _end_sample(self, stepped: SteppedWeight, optimizer: Any) -> None:
+    def _end_sample(self, stepped: OptimizerWeight, optimizer: Any) -> None:
         sample, operand = self._samples.pop(stepped.name, None), self._operands[stepped.name, "update"]
         adam = adam_of(optimizer, stepped.parameter) if sample else None
         if sample and adam and operand.calls:  # otherwise another rank counts the step
@@ -245,7 +245,7 @@ class StateCapture:
                 held = _held(stepped, optimizer)
                 operand.add_call_sums(sample.sums(adam, *held, self._products(stepped.name)))
 
-    def _take_state(self, stepped: SteppedWeight, role: str, optimizer: Any) -> None:
+    def _take_state(self, stepped: OptimizerWeight, role: str, optimizer: Any) -> None:
         state = optimizer.state.get(stepped.parameter, {})
         name = next((name for name in _NAMES[role] if name in state), None)
         if name is not None and self._wants(stepped.name, role):
@@ -263,10 +263,10 @@ class StateCapture:
         if isinstance(x, torch.Tensor) and self._wants(name, role):
             with self._guard(_LOOKING):
                 self._seen.add((name, role))
-                self._operands[name, role].add(x, 0)
+                self._operands[name, role].add_tensor(x, 0)
 
 
-def _counted_anew(operand: Operand) -> Operand:
+def _counted_anew(operand: OperandAccumulator) -> OperandAccumulator:
     return type(operand)(operand.gemm, operand.role, operand.in_use, operand.what_if, operand.is_counted)
 
 
@@ -275,7 +275,7 @@ def _gradient(optimizer: Any, parameter: Any) -> Any:
     return getattr(parameter, "decoupled_grad" if getattr(optimizer, "use_decoupled_grad", False) else "grad", None)
 
 
-def _held(stepped: SteppedWeight, optimizer: Any) -> tuple[Any, Any, Any]:
+def _held(stepped: OptimizerWeight, optimizer: Any) -> tuple[Any, Any, Any]:
     """Return the weight that an optimizer adds to, and its decoded moments. Missing moments are None."""
     parameter, found = stepped.parameter, dict[str, Any]()
     state = optimizer.state.get(parameter, {})

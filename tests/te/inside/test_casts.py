@@ -22,8 +22,8 @@ from transformer_engine.pytorch.tensor.mxfp8_tensor import MXFP8Quantizer
 from transformer_engine.pytorch.tensor.nvfp4_tensor import NVFP4Quantizer
 
 from nemo_fp8_debug import FP8DebugWarning
-from nemo_fp8_debug.capture.backends.base import UnknownCast
-from nemo_fp8_debug.capture.backends.transformer_engine.quantizers import make_cast
+from nemo_fp8_debug.capture.backends.base import UnknownCastError
+from nemo_fp8_debug.capture.backends.transformer_engine.quantizers import make_quantizer_cast
 from nemo_fp8_debug.capture.operator_mode import apply_shared_amax
 from nemo_fp8_debug.record.reader import read_table
 
@@ -216,20 +216,20 @@ E4M3 = DType.kFloat8E4M3
 )
 def test_quantizers_are_read_or_refused(quantizer: Any, role: str, recipe: str) -> None:
     if "=" in recipe.partition("(")[0] or " " in recipe:
-        with pytest.raises(UnknownCast, match=recipe):
-            make_cast(quantizer, None, role)
+        with pytest.raises(UnknownCastError, match=recipe):
+            make_quantizer_cast(quantizer, None, role)
     else:
-        use = make_cast(quantizer, None, role)
+        use = make_quantizer_cast(quantizer, None, role)
         assert (use.recipe.name, use.source) == (recipe, "engine")
 
 
 def test_an_amax_that_ranks_share_is_unknown_unless_their_reduction_was_seen() -> None:
     group, other = SimpleNamespace(size=lambda: 2), SimpleNamespace(size=lambda: 3)
-    use = make_cast(current(with_amax_reduction=True, amax_reduction_group=group), None, "input")
+    use = make_quantizer_cast(current(with_amax_reduction=True, amax_reduction_group=group), None, "input")
     seen = apply_shared_amax(use, [(other, torch.tensor([1.0])), (group, torch.tensor([7.0])), (group, torch.tensor([2.0]))])
     assert (seen.source, float(seen.scale), seen.amax_group) == ("engine", 64.0, None)
     for reduced in ([], [(other, torch.tensor([1.0]))]):
-        with pytest.raises(UnknownCast, match="ranks share its amax"):
+        with pytest.raises(UnknownCastError, match="ranks share its amax"):
             apply_shared_amax(use, reduced)
 
 
