@@ -17,13 +17,13 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from ..capture.grad_scale import read_loss_scale, was_optimizer_step_skipped
 from ..capture.tracing import CopySafeHook
-from ..core.arguments import check_arguments
+from ..core.arguments import reject_unknown_arguments
 from ..errors import ConfigError
 from ..options.config import Config
 from .session import FrameworkRun
 
 
-@check_arguments(options_of=Config)
+@reject_unknown_arguments(options_of=Config)
 class FP8DebugTrainerCallback(TrainerCallback):
     """A callback that measures operands of linear layers every `interval` steps. Arguments are the fields of `Config`.
 

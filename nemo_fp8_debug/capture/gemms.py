@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from ..core.arguments import quote_names
-from ..core.layer_names import compile_patterns
+from ..core.layer_names import compile_layer_patterns
 from ..errors import ConfigError
 from .backends import BACKENDS, FrameworkBackend
 from .backends.base import is_plain_tensor, read_raw_weight
@@ -100,7 +100,7 @@ def find_unsupported_gemms(scanned: Iterable[ScannedModule]) -> dict[str, str]:
 
 def match_gemms_by_name(gemms: Iterable[Gemm], patterns: Sequence[str] | None) -> list[Gemm]:
     """Return the GEMMs whose names match a pattern. The list may be empty."""
-    matches = compile_patterns(patterns)
+    matches = compile_layer_patterns(patterns)
     return [g for g in gemms if matches(g.name)]
 
 

@@ -23,7 +23,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 from torch.utils._pytree import tree_leaves
 
-from ..core.error_guard import leave_modes, restore_modes
+from ..core.error_guard import leave_dispatch_modes, restore_dispatch_modes
 from .backends.in_forward import read_parameter
 from .dispatcher import GraphHook
 from .operator_mode import is_dtensor_call
@@ -105,11 +105,11 @@ class MatmulMode(TorchDispatchMode):
             return NotImplemented
         if not self._on or any(isinstance(x, FakeTensor) for x in args):
             return func(*args, **kwargs)
-        modes = leave_modes()
+        modes = leave_dispatch_modes()
         try:
             self._before(func, args)
         finally:
-            restore_modes(modes)
+            restore_dispatch_modes(modes)
         out = func(*args, **kwargs)
         with contextlib.suppress(Exception):  # after an error, the origin of the results is unknown
             self._flow.follow(func, args, kwargs, out)

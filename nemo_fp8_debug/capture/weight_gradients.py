@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from ..core.error_guard import leave_modes, restore_modes
+from ..core.error_guard import leave_dispatch_modes, restore_dispatch_modes
 from .backends.base import read_raw_weight
 from .backends.in_forward import find_parameter_name
 from .backends.parallel import count_ranks_summing_gradient, find_megatron_parallel_state, is_duplicate_master_weight
@@ -241,14 +241,14 @@ class WeightGradientCapture:
     def _hand_over(self, found: Sequence[WeightGradient]) -> None:
         if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
             return
-        modes = leave_modes()
+        modes = leave_dispatch_modes()
         try:
             with torch.no_grad():
                 usable = [one if _is_usable(one.x) else one._replace(x=None) for one in found]
                 for call in self._calls:
                     call(usable)
         finally:
-            restore_modes(modes)
+            restore_dispatch_modes(modes)
 
 
 def _place_of(gemm: Gemm) -> tuple[nn.Module, str] | None:

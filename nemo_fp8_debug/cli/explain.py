@@ -38,8 +38,8 @@ from ..analysis.story.story import draw_event_strip, story
 from ..analysis.story.summary import tell_conclusion as tell_comparison
 from ..analysis.story.summary import tell_tensors, to_json, write_markdown
 from ..core.keys import ROLES, SHOWN_AS, STATES, Key
-from ..core.table import load_modules
-from ..core.text import ABSENT, ARROW, ELLIPSIS, TENSOR, Column, format_count, format_number
+from ..core.table import load_feature_modules
+from ..core.text import ABSENT, ARROW, ELLIPSIS, TENSOR, TextColumn, format_count, format_number
 from ..errors import ConfigError
 from .console import (
     AsJson,
@@ -47,9 +47,9 @@ from .console import (
     By,
     Cluster,
     Top,
-    console,
+    make_console,
     print_json,
-    print_next,
+    print_next_step,
     print_notes,
     print_table,
     print_text,
@@ -131,7 +131,7 @@ def compare_command(
             _print_comparison(found, tensors, None if everything else top)
         also = repeat_option("--reference", [reference] if reference else None)
         harmed = [path for path, each in zip(run, comparisons, strict=True) if each.loss.harm in ("harmful", "likely")]
-        print_next(console(), command=["diagnose", str([*harmed, *run][0]), "--baseline", str(baseline), *also])
+        print_next_step(make_console(), command=["diagnose", str([*harmed, *run][0]), "--baseline", str(baseline), *also])
 
 
 def _read_runs(paths: list[Path], by: str) -> list[Run]:
@@ -146,13 +146,13 @@ def _print_comparison(found: Comparison, tensors: Sequence[Mapping[str, Any]], t
         tensors: rows of `found.tensors` in the order of harm.
         top: largest number of rows in each table, or None to print everything.
     """
-    out = console()
+    out = make_console()
     print_text(out, tell_comparison(found))
     _print_losses(out, found)
     _print_ranking(out, tensors[:top], found.run.unit)
     order = found.out_of_band if top is None else found.out_of_band.head(top)
     _print_order(out, order, found.run.unit)
-    for module in load_modules("two_runs"):
+    for module in load_feature_modules("two_runs"):
         rows = found.features[module.NAME]
         _print_feature(out, module, rows if top is None else rows.head(top))
     settings = found.differences().to_dicts()
@@ -179,8 +179,8 @@ def _print_comparison(found: Comparison, tensors: Sequence[Mapping[str, Any]], t
 def _print_losses(out: Console, found: Comparison) -> None:
     unit = found.run.unit
     columns = (
-        *(Column("run", "text"), Column("lowest loss"), Column(f"at {unit}", rank=2), Column("final loss")),
-        *(Column("above baseline since"), Column("rises since"), Column("record", "name", rank=1)),
+        *(TextColumn("run", "text"), TextColumn("lowest loss"), TextColumn(f"at {unit}", rank=2), TextColumn("final loss")),
+        *(TextColumn("above baseline since"), TextColumn("rises since"), TextColumn("record", "name", rank=1)),
     )
     rows = []
     for name, run in to_json(found)["runs"].items():
@@ -193,8 +193,8 @@ def _print_losses(out: Console, found: Comparison) -> None:
 
 def _print_ranking(out: Console, tensors: Sequence[Mapping[str, Any]], unit: str) -> None:
     columns = (
-        *(*TENSOR, Column(f"since {unit}"), Column("underflow %", rank=1), Column("amax", rank=2)),
-        *(Column("MSE ratio", rank=3), Column("drift (log2)", rank=4), Column("overflow %", rank=5)),
+        *(*TENSOR, TextColumn(f"since {unit}"), TextColumn("underflow %", rank=1), TextColumn("amax", rank=2)),
+        *(TextColumn("MSE ratio", rank=3), TextColumn("drift (log2)", rank=4), TextColumn("overflow %", rank=5)),
     )
     rows = []
     for row in tensors:
@@ -206,8 +206,8 @@ def _print_ranking(out: Console, tensors: Sequence[Mapping[str, Any]], unit: str
 
 def _print_order(out: Console, order: pl.DataFrame, unit: str) -> None:
     columns = (
-        *(Column(f"since {unit}"), *TENSOR, Column(f"baseline {ARROW} run", "text", least=40)),
-        *(Column("times threshold", rank=1), Column("next to the loss", "text", rank=2)),
+        *(TextColumn(f"since {unit}"), *TENSOR, TextColumn(f"baseline {ARROW} run", "text", least=40)),
+        *(TextColumn("times threshold", rank=1), TextColumn("next to the loss", "text", rank=2)),
     )
     rows = []
     for row in order.iter_rows(named=True):
@@ -221,8 +221,8 @@ def _print_groups(out: Console, found: Comparison) -> None:
     if found.out_of_band.is_empty():
         return
     columns = (
-        *(Column("by", "text"), Column("group", "text"), Column("tensors"), Column("out of band")),
-        *(Column(f"first from {found.run.unit}"), Column("median drift (log2)", rank=1)),
+        *(TextColumn("by", "text"), TextColumn("group", "text"), TextColumn("tensors"), TextColumn("out of band")),
+        *(TextColumn(f"first from {found.run.unit}"), TextColumn("median drift (log2)", rank=1)),
     )
     rows = []
     for row in found.groups().iter_rows(named=True):
@@ -237,7 +237,7 @@ def _print_feature(out: Console, module: ModuleType, rows: pl.DataFrame) -> None
     Args:
         module: the feature's module `two_runs`.
     """
-    columns = (*TENSOR, *(Column(heading, "text", rank=i) for i, heading in enumerate(module.HEADINGS)))
+    columns = (*TENSOR, *(TextColumn(heading, "text", rank=i) for i, heading in enumerate(module.HEADINGS)))
     cells = [(row["tensor"], row["layer"], *module.show_row(row)) for row in rows.iter_rows(named=True)]
     print_table(out, module.TITLE, columns, cells)
 
@@ -249,7 +249,7 @@ def _tried_states(found: Comparison) -> pl.DataFrame:
 
 
 def _print_other_formats(out: Console, tried: pl.DataFrame) -> None:
-    columns = (*TENSOR, Column("recipe", "text"), *map(Column, ("underflow %", "relative error")))
+    columns = (*TENSOR, TextColumn("recipe", "text"), *map(TextColumn, ("underflow %", "relative error")))
     rows = []
     for row in tried.iter_rows(named=True):
         metrics = [format_number(row[metric]) for metric in ("underflow_pct", "relative_error")]
@@ -258,7 +258,7 @@ def _print_other_formats(out: Console, tried: pl.DataFrame) -> None:
 
 
 def _print_differences(out: Console, settings: Sequence[Mapping[str, Any]]) -> None:
-    columns = (Column("setting", "name"), Column("baseline", "text"), Column("run", "text"))
+    columns = (TextColumn("setting", "name"), TextColumn("baseline", "text"), TextColumn("run", "text"))
     rows = [(row["setting"], *(row[name] or ABSENT for name in ("baseline", "run"))) for row in settings]
     styles = ["bold yellow" if row["telling"] else "" for row in settings]
     print_table(out, "Settings that differ", columns, rows, styles)
@@ -327,18 +327,18 @@ def _print_advice(found: Diagnosis, run: Path, baselines: Sequence[Path] | None)
     runs = [str(run), *repeat_option("--baseline", baselines)]
     if advice := " ".join(tell_next(found, found.advice)):
         has_plan = found.fix is not None and found.fix.changes
-        print_next(console(), advice, ["recommend", *runs, "--output", "fix"] if has_plan else [])
+        print_next_step(make_console(), advice, ["recommend", *runs, "--output", "fix"] if has_plan else [])
     else:
-        print_next(console(), command=["gate", *runs, "--max-gap", "0.5%"] if baselines else ["view", str(run)])
+        print_next_step(make_console(), command=["gate", *runs, "--max-gap", "0.5%"] if baselines else ["view", str(run)])
 
 
 def _print_diagnosis(found: Diagnosis) -> None:
-    out = console()
+    out = make_console()
     print_text(out, tell_conclusion(found))
     _print_events(out, story(found)["events"], found.run.unit)
     columns = (
-        *(Column(f"since {found.run.unit}"), *TENSOR, Column("evidence", "text", least=36)),
-        *(Column("strength", "text", rank=1), Column("rule", "text", rank=2), Column("cause", "text", rank=3)),
+        *(TextColumn(f"since {found.run.unit}"), *TENSOR, TextColumn("evidence", "text", least=36)),
+        *(TextColumn("strength", "text", rank=1), TextColumn("rule", "text", rank=2), TextColumn("cause", "text", rank=3)),
     )
     rows = [
         (
@@ -366,7 +366,7 @@ def _print_events(out: Console, events: Sequence[Mapping[str, Any]], unit: str) 
         tensor, layer = SHOWN_AS.get(event["role"], ""), event["layer"] or ""
         what = event["what"].removeprefix(f"{tensor} of {layer}: ").replace(f"{tensor} of {layer}", "the tensor")
         rows.append((str(event["step"]), tensor, layer, what))
-    print_table(out, "Events", (Column(unit), *TENSOR, Column("what happened", "text", least=36)), rows)
+    print_table(out, "Events", (TextColumn(unit), *TENSOR, TextColumn("what happened", "text", least=36)), rows)
     if (left := len(events) - _EVENTS) > 0:
         print_text(out, f"and {left} more; --json prints them")
 
@@ -421,7 +421,7 @@ def recommend_command(
     if as_json:
         print_json(found.to_json() | {"advice": advice})
         return
-    out = console()
+    out = make_console()
     print_text(out, " ".join([*([] if operand else [tell_conclusion(diagnosis)]), _tell_changes(found, output)]))
     _print_recommendation(out, found, snippets, output)
     # If there is a plan, leave out advice on other things, such as a missing baseline.
@@ -429,12 +429,12 @@ def recommend_command(
     told = " ".join(tell_next(diagnosis, advice)) if is_about_plan else ""
     runs = [str(run), *repeat_option("--baseline", baseline)]
     if output:
-        print_next(out, told, ["rescue", str(output / PLAN), "--", "COMMAND"])
+        print_next_step(out, told, ["rescue", str(output / PLAN), "--", "COMMAND"])
     elif found.plan.changes:
         again = [*runs, *repeat_option("--operand", operand), *_repeat_limits(budget), "--output", "fix"]
-        print_next(out, told, ["recommend", *again])
+        print_next_step(out, told, ["recommend", *again])
     else:
-        print_next(out, told, [] if told else ["diagnose", *runs])
+        print_next_step(out, told, [] if told else ["diagnose", *runs])
 
 
 def _repeat_limits(budget: Budget) -> list[str]:
@@ -467,7 +467,7 @@ def _print_recommendation(out: Console, found: Recommendation, snippets: list[Sn
     _print_fixes(out, found)
     files = [(str(snippet.name if folder is None else folder / snippet.name), snippet.about) for snippet in snippets]
     title = "Files that --output writes" if folder is None else "Files"
-    print_table(out, title, (Column("file", "name"), Column("for", "text")), files)
+    print_table(out, title, (TextColumn("file", "name"), TextColumn("for", "text")), files)
     print_notes(out, list(_tell_recommendation(found, snippets)))
 
 
@@ -494,9 +494,9 @@ def _print_fixes(out: Console, found: Recommendation) -> None:
         f"overflow {format_number(limits.overflow_pct, '%')}"
     )
     columns = (
-        *(*TENSOR, Column("change", "text", least=14), Column("why", "text", rank=1), Column("relative error", rank=2)),
-        *(Column("underflow %", rank=3), Column("overflow %", rank=5), Column("coverage cost", rank=4)),
-        Column("in use" if found.in_use else "measured under", "text", rank=6),
+        *(*TENSOR, TextColumn("change", "text", least=14), TextColumn("why", "text", rank=1), TextColumn("relative error", rank=2)),
+        *(TextColumn("underflow %", rank=3), TextColumn("overflow %", rank=5), TextColumn("coverage cost", rank=4)),
+        TextColumn("in use" if found.in_use else "measured under", "text", rank=6),
     )
     rows = []
     for finding in found.findings:

@@ -25,7 +25,7 @@ from ..analysis.loss.gate import (
 from ..analysis.runs.run import Run
 from ..core.text import format_count, format_number
 from ..errors import ConfigError, RecordError
-from .console import AsJson, By, console, print_json, print_next, print_notes, print_text, repeat_option, show_progress
+from .console import AsJson, By, make_console, print_json, print_next_step, print_notes, print_text, repeat_option, show_progress
 
 EXAMPLES = {
     "gate": (
@@ -74,15 +74,15 @@ def gate_command(
     if as_json:
         print_json(found)
     else:
-        out, (first, *others) = console(), tell_outcome(found, runs[0].unit)
+        out, (first, *others) = make_console(), tell_outcome(found, runs[0].unit)
         print_text(out, first)
         print_notes(out, others)
         if found.outcome == FAIL:
-            print_next(out, command=["diagnose", str(run[0]), *repeat_option("--baseline", baseline)])
+            print_next_step(out, command=["diagnose", str(run[0]), *repeat_option("--baseline", baseline)])
         elif found.outcome == PASS:
-            print_next(out, "accept the run. It is as good as its baseline, within the limit.")
+            print_next_step(out, "accept the run. It is as good as its baseline, within the limit.")
         else:
-            print_next(out, "train on, or repeat the run and its baseline with more seeds.")
+            print_next_step(out, "train on, or repeat the run and its baseline with more seeds.")
     raise typer.Exit(STATUS[found.outcome])
 
 
@@ -158,13 +158,13 @@ def learn_command(
         plain = {"runs": bands.runs, "families": list(bands.families), "kinds": len(kinds), "judged": len(judged)}
         print_json({"output": str(output), **plain})
         return
-    out, n = console(), format_count(bands.runs, "run")
+    out, n = make_console(), format_count(bands.runs, "run")
     families = ", ".join(bands.families) or "unknown models"
     kinds_told = format_count(len(kinds), "kind of operand", "kinds of operands")
     print_text(out, f"We learned bands for {len(judged)} of {kinds_told} from {n} of {families}, and wrote {output}.")
     if len(judged) < len(kinds):
         print_notes(out, [f"The other kinds come from fewer than {FEWEST} runs, so we ignore them. Add runs to use them."])
-    print_next(out, command=["diagnose", "RUN", "--bands", str(output)])
+    print_next_step(out, command=["diagnose", "RUN", "--bands", str(output)])
 
 
 def _read_runs(runs: list[Path], over: Callable[[], None]) -> Iterator[Run]:

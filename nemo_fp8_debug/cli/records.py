@@ -9,14 +9,14 @@ from typing import Annotated
 
 import typer
 
-from ..core.text import ARROW, Column, format_count, format_number
+from ..core.text import ARROW, TextColumn, format_count, format_number
 from ..errors import ConfigError
 from ..numerics.metric_names import label_metric
 from ..record.imports import import_logs
 from ..record.merging import Compacted, TableSize, compact, copy_record
 from ..record.schema import SCHEMAS
 from ..record.views import sql_views
-from .console import AsJson, Record, console, print_json, print_next, print_notes, print_table, print_text, show_progress
+from .console import AsJson, Record, make_console, print_json, print_next_step, print_notes, print_table, print_text, show_progress
 
 EXAMPLES = {
     "import": (
@@ -60,15 +60,15 @@ def import_command(
         told = {"tool": found.tool, "files": len(found.files), "output": output, **counts}
         print_json({**told, "metrics": found.mapped, "left_out": found.left_out})
         return
-    out = console()
+    out = make_console()
     what = f"{format_count(len(found.files), f'{found.tool} file')} into {output}"
     which = f"{format_count(len(found.tensors), 'tensor')} at {format_count(len(steps), 'step')} ({steps[0]} to {steps[-1]})"
     print_text(out, f"We imported {what}: {which}, {format_count(losses, 'loss', 'losses') if losses else 'no losses'}.")
     rows = [(label_metric(metric), f"{n:,}") for metric, n in sorted(found.mapped.items())]
-    print_table(out, "Values by metric", (Column("metric", "text"), Column("values")), rows)
+    print_table(out, "Values by metric", (TextColumn("metric", "text"), TextColumn("values")), rows)
     left = [(what, f"{n:,}") for what, n in sorted(found.left_out.items())]
-    print_table(out, "Left out", (Column("what", "text"), Column("values")), left)
-    print_next(out, command=["diagnose", output])
+    print_table(out, "Left out", (TextColumn("what", "text"), TextColumn("values")), left)
+    print_next_step(out, command=["diagnose", output])
 
 
 # --- view -----------------------------------------------------------------------------------------------------------------
@@ -99,9 +99,9 @@ def _export(folder: Path, runs: list[str]) -> None:
 
     with show_progress(f"writing {folder}"):
         files, size = export_page(folder, runs)
-    out = console()
+    out = make_console()
     print_text(out, f"We wrote {format_count(files, 'file')}, {format_number(size / 1e6)} MB, into {folder}.")
-    print_next(out, f"open {folder / 'index.html'} in a browser.")
+    print_next_step(out, f"open {folder / 'index.html'} in a browser.")
 
 
 def _serve(runs: list[str], host: str, port: int, open_: bool) -> None:
@@ -111,8 +111,8 @@ def _serve(runs: list[str], host: str, port: int, open_: bool) -> None:
     with contextlib.suppress(KeyboardInterrupt), bind_server(name_roots(runs), host, port) as serving:
         name = f"[{host}]" if ":" in host else host
         address = f"http://{name}:{serving.port}/"
-        print_text(console(), f"Serving {', '.join(runs)} at {address}")
-        print_next(console(), f"open {address} in a browser. Ctrl+C ends the server.")
+        print_text(make_console(), f"Serving {', '.join(runs)} at {address}")
+        print_next_step(make_console(), f"open {address} in a browser. Ctrl+C ends the server.")
         if open_:
             webbrowser.open(address)
         serving.serve_forever()
@@ -155,18 +155,18 @@ def compact_command(
 
 
 def _print_sizes(done: Compacted) -> None:
-    out, before, after = console(), _add_up(done.before), _add_up(done.after)
+    out, before, after = make_console(), _add_up(done.before), _add_up(done.after)
     files = f"{format_count(before.files, 'file')} into {after.files:,}"
     sizes = f"{format_number(before.bytes / 1e6)} {ARROW} {format_number(after.bytes / 1e6)} MB"
     print_text(out, f"We merged {files} in {done.run}: {sizes}.")
     headings = ("files", "rows", "MB")
-    columns = (Column("table", "text"), *(Column(f"{name} {when}") for name in headings for when in ("before", "after")))
+    columns = (TextColumn("table", "text"), *(TextColumn(f"{name} {when}") for name in headings for when in ("before", "after")))
     rows = [_show_sizes(table, size, done.after.get(table, TableSize(0, 0, 0))) for table, size in done.before.items()]
     print_table(out, "Tables", columns, [*rows, _show_sizes("all", before, after)])
     if done.left:
         parts = format_count(len(done.left), "part")
         print_notes(out, [f"{parts} cannot be read whole and were left unchanged; the first is {done.left[0]}."])
-    print_next(out, command=["view", str(done.run)])
+    print_next_step(out, command=["view", str(done.run)])
 
 
 def _add_up(sizes: dict[str, TableSize]) -> TableSize:
@@ -191,4 +191,4 @@ def sql_command(
     A view returns the same rows as read_record: each row once, from a step's latest attempt, with current names.
     """
     print(sql_views(run, engine), end="")
-    print_next(console(stderr=True), f"run this SQL in {engine}, then query the views.")
+    print_next_step(make_console(stderr=True), f"run this SQL in {engine}, then query the views.")

@@ -13,14 +13,14 @@ from typing import Annotated, Any
 import typer
 
 from ..core.keys import SHOWN_AS
-from ..core.text import Column, format_count, format_number
+from ..core.text import TextColumn, format_count, format_number
 from ..errors import ConfigError, RecordError, warn
-from ..options.control_file import NAME, Control
+from ..options.control_file import NAME, ControlSettings
 from ..plan.plan import PLAN, TAKEN, Plan
 from ..record.reader import find_run, read_status
 from ..record.schema import STATUS
 from ..record.storage import Storage
-from .console import AsJson, Record, console, print_json, print_next, print_table, print_text
+from .console import AsJson, Record, make_console, print_json, print_next_step, print_table, print_text
 
 EXAMPLES = {
     "control": (
@@ -70,19 +70,19 @@ def control_command(
     wanted = {name: tuple(v) if isinstance(v, list) else v for name, v in given.items() if v}
     if reset or wanted or steps is not None:
         # Parse the settings as the run will parse them, so that mistakes show here.
-        control = Control.parse("" if reset else str(Control(wanted, steps)))
+        control = ControlSettings.parse("" if reset else str(ControlSettings(wanted, steps)))
         last = _tell_last_status(storage)
         _write(storage, str(control))
         if as_json:
             print_json({"wrote": storage.path(NAME), "settings": str(control)})
         else:
-            print_text(console(), f"We wrote {storage.path(NAME)}. The run applies it from its next sampled step on{last}.")
-            print_next(console(), command=["control", run])
+            print_text(make_console(), f"We wrote {storage.path(NAME)}. The run applies it from its next sampled step on{last}.")
+            print_next_step(make_console(), command=["control", run])
     elif as_json:
         print_json(_read_status(storage))
     else:
         _print_status(storage)
-        print_next(console(), command=["control", run, "--help"])
+        print_next_step(make_console(), command=["control", run, "--help"])
 
 
 def _tell_last_status(storage: Storage) -> str:
@@ -142,10 +142,10 @@ def _print_status(storage: Storage) -> None:
         progress = _tell_progress(dump)
     except (TypeError, ValueError, OverflowError) as error:  # not numbers
         raise RecordError(f"{storage.path(STATUS)} cannot be read: {error}") from None
-    out = console()
+    out = make_console()
     print_text(out, f"The run in {storage} has {'ended' if ended else 'not ended'}, {at}.")
     rows = [(key, str(value).strip()) for key, value in {**ended, **shown, **progress}.items()]
-    print_table(out, "Status", (Column("what", "text"), Column("value", "text")), rows)
+    print_table(out, "Status", (TextColumn("what", "text"), TextColumn("value", "text")), rows)
 
 
 def _tell_progress(dump: dict[str, Any]) -> dict[str, str]:
@@ -176,9 +176,9 @@ def rescue_command(
     changes = Plan.load(plan).changes
     if not changes:
         raise ConfigError(f"{plan} has no changes, so the run would not differ")
-    out = console()
+    out = make_console()
     print_text(out, f"We run the command with {format_count(len(changes), 'change')} of {plan} applied.")
-    columns = (Column("layer", "name"), Column("tensors", "text"), Column("recipe", "text"))
+    columns = (TextColumn("layer", "name"), TextColumn("tensors", "text"), TextColumn("recipe", "text"))
     rows = []
     for change in changes:
         how = change.recipe + (", multiplied in BF16" if change.multiply_in_bf16 else "")
@@ -203,7 +203,7 @@ def rescue_command(
         )
     else:
         then = "add FP8PlanCallback to the run and start it again, unless all its processes run on other hosts."
-    print_next(out, then)
+    print_next_step(out, then)
     raise typer.Exit(status)
 
 

@@ -59,7 +59,7 @@ class Guarded(Protocol):
     def _drop_sample(self) -> None: ...
 
 
-def guard_entry(when: str) -> Callable[[F], F]:
+def guard_entry_point(when: str) -> Callable[[F], F]:
     """Return a decorator for a method that the run calls.
 
     An exception in the method drops the sample and gives a warning. KeyboardInterrupt and SystemExit also drop the sample,
@@ -115,17 +115,17 @@ class OperandGuard:
         self._on_fault, self._name, self._role, self._lost = on_fault, name, role, lost
 
     def __enter__(self) -> None:
-        self._modes = leave_modes()
+        self._modes = leave_dispatch_modes()
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> bool:
-        restore_modes(self._modes)
+        restore_dispatch_modes(self._modes)
         if not isinstance(error, Exception):
             return False
         self._on_fault(self._name, self._role, error, self._lost)
         return True
 
 
-def leave_modes() -> Sequence[Any]:
+def leave_dispatch_modes() -> Sequence[Any]:
     """Leave this thread's dispatch modes and return them for `restore_modes`. If a mode is tracing, leave no mode."""
     modes: Sequence[Any] = _python_dispatch._get_current_dispatch_mode_stack()
     if not modes or any(getattr(mode, "_mode_key", None) is not None for mode in modes):
@@ -133,7 +133,7 @@ def leave_modes() -> Sequence[Any]:
     return [_python_dispatch._pop_mode() for _ in modes]
 
 
-def restore_modes(modes: Sequence[Any]) -> None:
+def restore_dispatch_modes(modes: Sequence[Any]) -> None:
     """Enter the modes that `leave_modes` returned."""
     for mode in reversed(modes):
         _python_dispatch._push_mode(mode)

@@ -36,13 +36,13 @@ def release_freed_memory() -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
-class Buffers:
+class ArrayPool:
     """A pool of large arrays. Memory of unreferenced arrays is reused, because the system takes time to clear new memory."""
 
     def __init__(self) -> None:
         self._all: list[npt.NDArray[np.float64]] = []
 
-    def array(self, *shape: int) -> npt.NDArray[np.float64]:
+    def take_array(self, *shape: int) -> npt.NDArray[np.float64]:
         """Return an uninitialized float64 array of this shape.
 
         Example:

@@ -18,7 +18,7 @@ _AS_IF = _NOT_CAST | {UNKNOWN, None}
 QUANTIZED, HIGH_PRECISION, NOT_READ = "quantized", "high precision", "not read"
 
 
-def classify_sources(sources: Iterable[str | None], fingerprint: Mapping[str, Any] | None = None) -> str:
+def classify_run_quantization(sources: Iterable[str | None], fingerprint: Mapping[str, Any] | None = None) -> str:
     """Return whether the run quantizes anything, as far as a record's column `scale_source` shows.
 
     Args:
@@ -37,7 +37,7 @@ def classify_sources(sources: Iterable[str | None], fingerprint: Mapping[str, An
     return HIGH_PRECISION if found and not found & {UNKNOWN, None} and asked == "auto" else NOT_READ
 
 
-def select_quantized(sources: Iterable[str | None]) -> list[str | None]:
+def select_quantized_sources(sources: Iterable[str | None]) -> list[str | None]:
     """Return the sources of operands that are quantized, or for which this is unknown.
 
     Example:
@@ -47,7 +47,7 @@ def select_quantized(sources: Iterable[str | None]) -> list[str | None]:
     return [source for source in sources if source not in _NOT_CAST]
 
 
-def mark_unquantized(source: str | None, known: str) -> str:
+def make_unquantized_note(source: str | None, known: str) -> str:
     """Return a note for an operand that is not quantized although its run quantizes others. For other operands, return "".
 
     Args:

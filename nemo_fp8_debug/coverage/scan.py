@@ -30,10 +30,10 @@ from .modules import (
     FUNCTIONS,
     IF_MULTIPLIED,
     SCORES,
-    count_rank_parts,
-    count_token_experts,
+    count_matrix_parts_over_ranks,
+    count_experts_per_token,
     find_score_modules,
-    list_entries,
+    list_coverage_entries,
     needs_gradient,
     read_linear_shape,
 )
@@ -52,10 +52,10 @@ def ledger_of(
         gemms: the observed GEMMs, or None for all GEMMs that hooks can observe.
         roles: the observed operands.
     """
-    return build_ledger(scan_modules(roots), gemms, roles)
+    return build_coverage_ledger(scan_modules(roots), gemms, roles)
 
 
-def build_ledger(scanned: Sequence[ScannedModule], gemms: Sequence[Gemm] | None, roles: Collection[str]) -> CoverageLedger:
+def build_coverage_ledger(scanned: Sequence[ScannedModule], gemms: Sequence[Gemm] | None, roles: Collection[str]) -> CoverageLedger:
     """Return the ledger of a model that is already scanned."""
     every = list_scanned_gemms(scanned, in_forward=True)
     found = [g for g in every if not g.backend.in_forward]
@@ -67,7 +67,7 @@ def build_ledger(scanned: Sequence[ScannedModule], gemms: Sequence[Gemm] | None,
     entries = [_of_gemm(g, around[id(g.module)], parts[id(g.module)], g.name in observed, roles) for g in found]
     for one in scanned:
         if id(one.module) not in parts:
-            for entry in list_entries(one.global_name, one.module, around[id(one.module)]):
+            for entry in list_coverage_entries(one.global_name, one.module, around[id(one.module)]):
                 gemm = inside.get(entry.name)
                 entries.append(entry if gemm is None else _of_product(entry, gemm, entry.name in observed, roles))
         if id(one.module) in scores:
@@ -86,11 +86,11 @@ def _of_scores(name: str, module: nn.Module, roles: Collection[str]) -> Coverage
 
 def _of_gemm(gemm: Gemm, around: Sequence[nn.Module], parts: int, observed: bool, roles: Collection[str]) -> CoverageEntry:
     shape = read_linear_shape(gemm.module, gemm.part)
-    split = count_rank_parts(gemm.module, around)
+    split = count_matrix_parts_over_ranks(gemm.module, around)
     size = None if shape is None or split is None else math.prod(shape) / split
     kind = "head" if gemm.kind in _HEADS else "linear"
     if (siblings := _experts(gemm, around, parts)) is not None:
-        met = count_token_experts(around)
+        met = count_experts_per_token(around)
         size = None if met is None or size is None or not siblings else size * met / siblings
         kind = "experts"
     adapter = _is_idle_adapter(gemm, around)

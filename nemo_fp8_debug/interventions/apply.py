@@ -11,7 +11,7 @@ from ..capture.gemms import find_gemms
 from ..capture.scan import scan_modules
 from ..errors import ConfigError
 from ..plan.plan import NO_CHANGES, AnyPlan, read_plan_in_force
-from .emulate import check_named
+from .emulate import check_changes_name_gemms
 from .transformer_engine import EngineChanges
 
 
@@ -72,7 +72,7 @@ def apply_plan(model: nn.Module | Sequence[nn.Module], plan: AnyPlan | None = No
     """
     wanted = read_plan_in_force(plan) or NO_CHANGES
     gemms = [g for g in find_gemms([model] if isinstance(model, nn.Module) else model) if g.backend.takes_plans]
-    check_named(wanted, gemms, "that Transformer Engine runs")
+    check_changes_name_gemms(wanted, gemms, "that Transformer Engine runs")
     changes = EngineChanges(gemms, wanted)
     changes.attach()
     return changes

@@ -20,7 +20,7 @@ from ..capture.patching import EMULATED
 from ..capture.tracing import CopySafeHook
 from ..core.arguments import quote_names
 from ..core.keys import ROLES
-from ..distributed import Ranks
+from ..distributed import MonitoredRanks
 from ..errors import ConfigError
 from ..kernels import amax, quantize_dequantize
 from ..numerics.block_scaling import BlockScalingRule
@@ -175,11 +175,11 @@ class Emulation:
         """
         found = find_gemms([model] if isinstance(model, nn.Module) else model)
         gemms, plan = require_matching_gemms(found, layers), read_plan_in_force(plan) or NO_CHANGES
-        check_named(plan, gemms, "that this run quantizes")
+        check_changes_name_gemms(plan, gemms, "that this run quantizes")
         self._prepare(gemms, parse_recipe(recipe), plan)
 
     @classmethod
-    def of_gemms(cls, gemms: Iterable[Gemm], recipe: Recipe, plan: Plan = NO_CHANGES) -> Emulation:
+    def from_gemms(cls, gemms: Iterable[Gemm], recipe: Recipe, plan: Plan = NO_CHANGES) -> Emulation:
         """Return an emulation of FP8 for GEMMs that are already known. Internal.
 
         Args:
@@ -283,7 +283,7 @@ def _check_nvfp4(recipe: Recipe, scaling: NVFP4Scaling) -> None:
         )
 
 
-def check_named(plan: Plan, gemms: Sequence[Gemm], which: str) -> None:
+def check_changes_name_gemms(plan: Plan, gemms: Sequence[Gemm], which: str) -> None:
     """Check that each change names a GEMM on at least one rank.
 
     Args:
@@ -295,12 +295,12 @@ def check_named(plan: Plan, gemms: Sequence[Gemm], which: str) -> None:
     """
     if not plan.changes:
         return
-    ranks, mine = Ranks(), [bool(match_gemms_by_name(gemms, [change.layer])) for change in plan.changes]
+    ranks, mine = MonitoredRanks(), [bool(match_gemms_by_name(gemms, [change.layer])) for change in plan.changes]
     of_all = [mine]
     if ranks.world > 1:
-        ranks.publish(f"named/{ranks.rank}", mine)
-        ranks.start({})
-        of_all = ranks.read_all_ranks("named") if ranks.world > 1 else [mine]
+        ranks.publish_value(f"named/{ranks.rank}", mine)
+        ranks.await_all_monitors({})
+        of_all = ranks.read_values_of_all_ranks("named") if ranks.world > 1 else [mine]
         ranks.close()
     for change, *named in zip(plan.changes, *of_all, strict=True):
         if not any(named):

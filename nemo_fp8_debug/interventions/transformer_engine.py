@@ -51,7 +51,7 @@ _NOT_THERE = ("by_logarithm", "stochastic", "hadamard", "row_scaled", "four_over
 _OPERANDS = ("fp8_quant_fwd_inp", "fp8_quant_fwd_weight", "fp8_quant_bwd_grad")
 
 
-def te_recipe(recipe: Recipe) -> Any:
+def make_te_recipe(recipe: Recipe) -> Any:
     """Return a Transformer Engine recipe that agrees with `recipe` in all options that Transformer Engine's recipes have.
 
     Raises:
@@ -177,7 +177,7 @@ class _Switch:
         self._module = module
         recipe = change.parsed_recipe
         off = change.multiply_in_bf16 or isinstance(recipe.scaling, Unscaled)
-        self._recipe = None if off else te_recipe(recipe)
+        self._recipe = None if off else make_te_recipe(recipe)
         self._entered: Any = None
         self._handles: list[RemovableHandle] = []
 
@@ -265,4 +265,4 @@ def _emulation(gemms: Sequence[Gemm], changes: Sequence[Change]) -> Emulation:
     made_inside = [Change(g.name, "bf16", ("input",)) for g in normalize]
     by_name = [Change(g.name, change.recipe) for g, change in zip(gemms, changes, strict=True)]
     plain = [replace(gemm, backend=_PLAIN) for gemm in gemms]
-    return Emulation.of_gemms(plain, BF16_RECIPE, Plan((*by_name, *made_inside)))
+    return Emulation.from_gemms(plain, BF16_RECIPE, Plan((*by_name, *made_inside)))

@@ -111,7 +111,7 @@ _HOST_PREFIX = "fp4"
 _ENVIRONMENT = "NVTE_"
 
 
-def fingerprint(
+def make_fingerprint(
     scanned: Sequence[ScannedModule], gemms: Sequence[Gemm], config: Config, recipe: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Describe a run in plain values, by section."""

@@ -15,19 +15,19 @@ from ..capture.optimizer_weights import MasterWeights
 from ..capture.patching import find_emulation
 from ..capture.scales import CastChooser
 from ..capture.scan import ScannedModule, scan_modules
-from ..core.arguments import show_value
+from ..core.arguments import format_value
 from ..core.error_guard import ErrorGuard
 from ..core.keys import ATTENTION, Key
-from ..core.table import load_modules
-from ..coverage.scan import build_ledger
+from ..core.table import load_feature_modules
+from ..coverage.scan import build_coverage_ledger
 from ..distributed.shard_group import name_tensor_part
 from ..errors import ConfigError
 from ..options.config import Config
-from .fingerprint import fingerprint
+from .fingerprint import make_fingerprint
 
 
 @dataclass(frozen=True)
-class FoundModules:
+class FeatureModules:
     """Modules other than GEMMs that a feature observes."""
 
     #: the modules, in the feature's own data structure
@@ -51,7 +51,7 @@ class ModelScan:
     #: attention modules of Transformer Engine, which may run in FP8
     attentions: Sequence[Gemm]
     #: modules that features found, by feature
-    features: Mapping[str, FoundModules]
+    features: Mapping[str, FeatureModules]
     scales: CastChooser
     #: master weights of the weights that are stored as FP8 codes
     masters: MasterWeights
@@ -59,18 +59,18 @@ class ModelScan:
     fingerprint: Mapping[str, Any]
 
     @property
-    def kinds(self) -> dict[str, str]:
+    def kinds_by_name(self) -> dict[str, str]:
         """Return the kind of each GEMM, attention and tensor by name. Kinds of attention modules have a prefix."""
         gemms = {g.name: g.kind for g in self.known} | {g.name: f"{ATTENTION}{g.kind}" for g in self.attentions}
         tensors = (item for found in self.features.values() for item in found.kinds.items())
         return gemms | {name_tensor_part(key): kind for key, kind in tensors}
 
-    def released(self) -> ModelScan:
+    def drop_model_references(self) -> ModelScan:
         """Return a copy without references to the model."""
         return replace(self, roots=(), known=(), compiled=(), gemms=(), attentions=(), features={}, masters=MasterWeights())
 
 
-def scan_gemms(model: Any, config: Config, ranks: int, errors: ErrorGuard) -> ModelScan:
+def scan_model(model: Any, config: Config, ranks: int, errors: ErrorGuard) -> ModelScan:
     """Find the GEMMs of a model, and warn about GEMMs that are left out.
 
     Args:
@@ -82,7 +82,7 @@ def scan_gemms(model: Any, config: Config, ranks: int, errors: ErrorGuard) -> Mo
     """
     roots = [model] if isinstance(model, nn.Module) else list(model) if isinstance(model, Iterable) else []
     if not roots or not all(isinstance(root, nn.Module) for root in roots):
-        raise ConfigError(f"model is {show_value(model)}; Monitor takes a torch.nn.Module first, or the list of its chunks")
+        raise ConfigError(f"model is {format_value(model)}; Monitor takes a torch.nn.Module first, or the list of its chunks")
     if config.eager and not hasattr(torch.compiler, "set_stance"):
         raise ConfigError(f"eager needs torch 2.6 or later, and this is {torch.__version__}")
     scanned = scan_modules(roots)
@@ -95,11 +95,11 @@ def scan_gemms(model: Any, config: Config, ranks: int, errors: ErrorGuard) -> Mo
     else:  # a pipeline stage may contain no matching GEMM
         gemms = match_gemms_by_name(known, config.layers)
     _warn_of_what_is_left_out(scanned, gemms, errors)
-    scales = CastChooser(known, config.measured_recipe, config.recipe)
-    setup = fingerprint(scanned, gemms, config, scales.description)
+    scales = CastChooser(known, config.parsed_recipe, config.recipe)
+    setup = make_fingerprint(scanned, gemms, config, scales.description)
     setup["coverage"] = _coverage(scanned, gemms, config, errors)
-    compiled, features = [g for g in found if g.compiled], dict[str, FoundModules]()
-    for module in load_modules("observer"):
+    compiled, features = [g for g in found if g.compiled], dict[str, FeatureModules]()
+    for module in load_feature_modules("observer"):
         if hasattr(module, "find_modules"):
             features[module.NAME] = module.find_modules(scanned, config, errors)
     return ModelScan(roots, known, compiled, gemms, find_attentions(scanned), features, scales, MasterWeights(), setup)
@@ -107,7 +107,7 @@ def scan_gemms(model: Any, config: Config, ranks: int, errors: ErrorGuard) -> Mo
 
 def _coverage(scanned: Sequence[ScannedModule], gemms: Sequence[Gemm], config: Config, errors: ErrorGuard) -> dict[str, Any]:
     try:
-        return build_ledger(scanned, gemms, config.roles).summarize_coverage()
+        return build_coverage_ledger(scanned, gemms, config.roles).summarize_coverage()
     except Exception as error:  # a module with odd attributes must not prevent recording
         if errors.raises:
             raise

@@ -21,8 +21,8 @@ from ..capture.tensors import is_counted_here, never_count_here
 from ..capture.weight_gradients import WeightGradientCapture
 from ..core.error_guard import ErrorGuard, Fault
 from ..core.keys import ROLES, Key, list_roles
-from ..core.observation import Observation
-from ..distributed import Ranks, ShardGroup
+from ..core.observation import FeatureObservation
+from ..distributed import MonitoredRanks, ShardGroup
 from ..options.config import Config
 from ..record.dump import TensorDump
 from .model_scan import ModelScan
@@ -33,14 +33,14 @@ class RunSetup:
     """Values that are the same for all sampled steps of a run."""
 
     config: Config
-    ranks: Ranks
+    ranks: MonitoredRanks
     shard_group: ShardGroup
     scales: CastChooser
     #: largest number of parts that ranks may split a tensor into, by kind of tensor
     parts: Mapping[str, int]
 
     @property
-    def gemms(self) -> list[str]:
+    def gemm_names(self) -> list[str]:
         """Return the names of the GEMMs of all ranks in the shard group."""
         return [name for name, kind in self.shard_group.kinds.items() if list_roles(kind) == ROLES]
 
@@ -58,7 +58,7 @@ class RunContext:
     dump: TensorDump | None
     errors: ErrorGuard
     #: features that are observed
-    observations: Sequence[Observation]
+    observations: Sequence[FeatureObservation]
 
 
 class StepObserver:
@@ -67,7 +67,7 @@ class StepObserver:
     def subscribe(self, step: OpenStep) -> None:
         """Start observing. This is called once all observers exist, and only if the step is measured."""
 
-    def close(self) -> Collection[Key]:
+    def stop_observing(self) -> Collection[Key]:
         """Stop observing. This is called after the step, when all hooks are removed.
 
         Returns:
@@ -117,7 +117,7 @@ class OpenStep:
         return self.watched.errors.guard
 
 
-def list_counted_operands(
+def list_measured_operands(
     gemms: Sequence[Gemm], config: Config, dumped: Sequence[str], group: ShardGroup, rank: int
 ) -> set[Key]:
     """Return the operands of which this rank measures a part.
@@ -132,7 +132,7 @@ def list_counted_operands(
     return {key for key, of in copied.items() if (group.first[key[0]] == rank if of is None else not of)}
 
 
-def list_compiled_operands(compiled: Sequence[Gemm], config: Config, group: ShardGroup) -> set[Key]:
+def list_operands_lost_to_compile(compiled: Sequence[Gemm], config: Config, group: ShardGroup) -> set[Key]:
     """Return operands that are compiled on this rank but observed on another rank, so that this rank's part is missing."""
     return {
         (gemm.name, role)

@@ -12,7 +12,7 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 import torch
 
 from ..core.keys import Key
-from ..core.layer_names import aggregate_key
+from ..core.layer_names import find_aggregate_key
 from .metrics import QuantizationSums
 
 
@@ -35,7 +35,7 @@ class ExpertAggregates:
         """Return the aggregates whose experts are all of one kind. Sums over different formats have no meaning."""
         members: dict[Key, list[int]] = defaultdict(list)
         for i, (layer, role) in enumerate(keys):
-            if aggregate := aggregate_key(layer, role):
+            if aggregate := find_aggregate_key(layer, role):
                 members[aggregate].append(i)
         return cls({key: rows for key, rows in members.items() if len({kinds[i] for i in rows}) == 1}, len(keys))
 

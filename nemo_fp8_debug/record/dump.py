@@ -132,7 +132,7 @@ class TensorDump:
             there_is = self._fits(size)
             if not there_is:
                 began = time.monotonic()
-                with self._waits.waiting(DUMPS):
+                with self._waits.measure_wait(DUMPS):
                     there_is = self._room.wait_for(lambda: self._fits(size), self._left)
                 self._left = max(0.0, self._left - (time.monotonic() - began))
             self._in_flight += size if there_is else 0

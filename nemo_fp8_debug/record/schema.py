@@ -12,7 +12,7 @@ import polars as pl
 import pyarrow as pa
 
 from ..core.keys import STEP_SCALARS as STEP_SCALARS
-from ..core.table import Table, load_modules
+from ..core.table import Table, load_feature_modules
 
 #: file with the status of the run: its control settings, its dumps, and whether the run has ended
 STATUS = "status.json"
@@ -37,7 +37,7 @@ _ARROW = {
 _POLARS: dict[str, Any] = {name: pl.Series(pa.nulls(0, kind)).dtype for name, kind in _ARROW.items()}
 
 #: schemas of all tables by name, in the order of the record
-TABLES: dict[str, Table] = {table.name: table for module in load_modules("table") for table in module.TABLES}
+TABLES: dict[str, Table] = {table.name: table for module in load_feature_modules("table") for table in module.TABLES}
 #: polars type of each column, by table and column
 SCHEMAS: dict[str, dict[str, Any]] = {
     name: {column: _POLARS[kind] for column, kind in table.columns.items()} for name, table in TABLES.items()

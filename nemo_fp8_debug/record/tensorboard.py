@@ -25,9 +25,9 @@ from torch.utils.tensorboard import SummaryWriter
 from torch.utils.tensorboard import summary as summaries
 
 from ..core.keys import ROLES, SHOWN_AS
-from ..core.layer_names import limit_experts, name_aggregate
+from ..core.layer_names import limit_experts_per_layer, find_expert_aggregate
 from ..core.sample import Sample
-from ..core.table import load_modules
+from ..core.table import load_feature_modules
 from .scalars import Overview, ScalarRecorder, make_tag
 from .storage import Storage
 
@@ -194,8 +194,8 @@ class TensorBoardRecorder(ScalarRecorder):
         if (names := _as_markdown({"worst tensor": worst})) != self._worst_tensors:
             self._writer.add_text("fp8_debug/worst_tensors", names, sample.step)
             self._worst_tensors = names
-        if sample.remarks:
-            self._writer.add_text("fp8_debug/remarks", sample.remarks, sample.step)
+        if sample.describe_anomalies:
+            self._writer.add_text("fp8_debug/remarks", sample.describe_anomalies, sample.step)
         layout = _layout(tags.worst)
         if layout != self._layout:
             self._writer.add_custom_scalars(layout)
@@ -235,7 +235,7 @@ def summary_tag(name: str) -> str | None:
 @cache
 def _summary_labels() -> dict[str, str]:
     """Return the chart names of the summary's scalars, including the scalars of each feature."""
-    own = [getattr(module, "LABELS", {}) for module in load_modules("scalars")]
+    own = [getattr(module, "LABELS", {}) for module in load_feature_modules("scalars")]
     return _LABELS | {name: label for labels in own for name, label in labels.items()}
 
 
@@ -254,7 +254,7 @@ def _layout(worst: Mapping[tuple[str, str], Sequence[str]]) -> dict[str, Any]:
     for role in roles:
         charts: dict[str, Any] = {}
         for metric in _CHARTS:
-            for layer in limit_experts(worst.get((metric, role), []), name_aggregate, 1)[:_WORST_SHOWN]:
+            for layer in limit_experts_per_layer(worst.get((metric, role), []), find_expert_aggregate, 1)[:_WORST_SHOWN]:
                 tag = f"fp8_{make_tag(metric)}/{role}/{re.escape(layer)}$"
                 charts[f"{_LABELS[metric]}: {SHOWN_AS[role]} of {layer}"] = ["Multiline", [tag]]
         layout[f"FP8 {SHOWN_AS[role]} ({role})"] = charts

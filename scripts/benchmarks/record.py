@@ -56,7 +56,7 @@ def write(run: Path, tensors: int, steps: int, counted: int) -> None:
         started = time.perf_counter()
         record.record(sample)
         record.record_steps({100 * step + i: {"loss": random.normal(), "time": time.time()} for i in range(100)})
-        took[bool(sample.table("histograms"))].append(time.perf_counter() - started)
+        took[bool(sample.get_table("histograms"))].append(time.perf_counter() - started)
     print(f"{tensors} tensors x {steps} sampled steps")
     for with_histograms, times in took.items():
         if times:

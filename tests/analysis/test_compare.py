@@ -179,7 +179,7 @@ class TestWhatIf:
             rows = broken(step)
             better = sample(step, [{**row, "recipe": "current-hybrid", "relative_error": 0.01} for row in rows])
             record.record(
-                dataclasses.replace(sample(step, rows), tables={**sample(step, rows).tables, "what_if": better.columns})
+                dataclasses.replace(sample(step, rows), tables={**sample(step, rows).tables, "what_if": better.operand_columns})
             )
         record.record_steps({step: {"loss": loss} for step, loss in rising().items()})
         record.close()

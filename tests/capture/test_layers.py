@@ -9,7 +9,7 @@ from transformers import GPTNeoXJapaneseConfig, GPTNeoXJapaneseForCausalLM
 
 from nemo_fp8_debug import ConfigError
 from nemo_fp8_debug.capture.gemms import drop_end_layers, find_gemms, require_matching_gemms
-from nemo_fp8_debug.core.layer_names import compile_patterns
+from nemo_fp8_debug.core.layer_names import compile_layer_patterns
 
 NAMES = [
     "decoder.layers.3.mlp.linear_fc1",
@@ -42,13 +42,13 @@ class Wrapper(nn.Module):
     ],
 )
 def test_pattern(pattern: str, matched: list[int]) -> None:
-    test = compile_patterns([pattern])
+    test = compile_layer_patterns([pattern])
     assert [i for i, name in enumerate(NAMES) if test(name)] == matched
 
 
 def test_bad_regular_expression_is_named() -> None:
     with pytest.raises(ConfigError, match=r"re:layers\.\(.*not a regular expression"):
-        compile_patterns(["re:layers.("])
+        compile_layer_patterns(["re:layers.("])
 
 
 def test_wrappers_leave_no_trace_in_names() -> None:

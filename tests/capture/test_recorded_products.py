@@ -70,7 +70,7 @@ def test_a_fault_costs_products_and_no_operand(monkeypatch: pytest.MonkeyPatch) 
             linear(given["input"]).backward(given["grad_output"])
         monitor.flush()
     assert {role for _, role in samples.rows(0)} == set(ROLES)
-    assert samples.samples[0].table("outputs") == {}
+    assert samples.samples[0].get_table("outputs") == {}
 
 
 def test_experts_and_their_fold() -> None:

@@ -190,7 +190,7 @@ def test_a_grad_scaler_that_skips_a_step() -> None:
     assert skipped[0] and not skipped[3]
     for step in range(4):
         sample = seen.samples[step]
-        assert ("the optimizer skipped this step" in sample.remarks) == skipped[step]
+        assert ("the optimizer skipped this step" in sample.describe_anomalies) == skipped[step]
         assert sample.scalars["grad_scale"] == 2.0 ** (20 - step if step < sum(skipped) else 20 - sum(skipped))
     first = skipped.index(False)  # no step before has changed the weights
     expected = Samples()
@@ -201,7 +201,7 @@ def test_a_grad_scaler_that_skips_a_step() -> None:
     for layer in ("layers.0", "layers.2"):
         true = seen.rows(first)[layer, "grad_output"]["unscaled_amax"]
         assert true == pytest.approx(expected.rows(0)[layer, "grad_output"]["amax"], rel=2e-3)
-    what_if = seen.samples[first].table("what_if")
+    what_if = seen.samples[first].get_table("what_if")
     of_dy = [i for i, role in enumerate(what_if["role"]) if role == "grad_output"]
     scale = seen.samples[first].scalars["grad_scale"]
     assert of_dy and all(what_if["unscaled_mse"][i] == what_if["mse"][i] / scale**2 for i in of_dy)
@@ -269,12 +269,12 @@ def test_megatron_schedules() -> None:
     original, plain = schedules.forward_step, megatron_step(1)
     expected = {
         (layer, role): value if role == "grad_output" else None
-        for layer, role, value in zip(*(plain.columns[c] for c in ("layer", "role", "amax")), strict=True)
+        for layer, role, value in zip(*(plain.operand_columns[c] for c in ("layer", "role", "amax")), strict=True)
     }
     assert len(expected) > 20
     for micro_batches, loss_scale, summed in ((1, 1.0, False), (2, 1.0, False), (4, 256.0, False), (2, 8.0, True)):
         sample = megatron_step(micro_batches, loss_scale, summed)
         assert sample.scalars["grad_scale"] == loss_scale / micro_batches
-        rows = zip(*(sample.columns[c] for c in ("layer", "role", "unscaled_amax")), strict=True)
+        rows = zip(*(sample.operand_columns[c] for c in ("layer", "role", "unscaled_amax")), strict=True)
         assert {(layer, role): value for layer, role, value in rows} == expected
     assert schedules.forward_step is original

@@ -268,11 +268,11 @@ def train(mode: str, rank: int, world: int, watched: bool) -> dict[str, Any]:
 
 def metrics_of(samples: Samples) -> Iterator[tuple[int, str, str, dict[str, Any]]]:
     for step, sample in samples.samples.items():
-        recorded = sample.table("histograms")
+        recorded = sample.get_table("histograms")
         keys = zip(recorded["layer"], recorded["role"], strict=True)
         histograms = dict(zip(keys, histograms_of(sample), strict=True))
-        for i, key in enumerate(zip(sample.columns["layer"], sample.columns["role"], strict=True)):
-            row = {name: column[i] for name, column in sample.columns.items()}
+        for i, key in enumerate(zip(sample.operand_columns["layer"], sample.operand_columns["role"], strict=True)):
+            row = {name: column[i] for name, column in sample.operand_columns.items()}
             yield step, *key, row | {"histogram": histograms[key]}
 
 

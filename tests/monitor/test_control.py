@@ -16,9 +16,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nemo_fp8_debug import ConfigError
-from nemo_fp8_debug.monitor.schedule import Schedule
+from nemo_fp8_debug.monitor.schedule import SamplingSchedule
 from nemo_fp8_debug.options.config import MOST_WHAT_IF, Config
-from nemo_fp8_debug.options.control_file import Control
+from nemo_fp8_debug.options.control_file import ControlSettings
 from nemo_fp8_debug.record.dump import dumped_files
 from nemo_fp8_debug.record.reader import read_table
 from nemo_fp8_debug.record.storage import Storage
@@ -192,7 +192,7 @@ class TestRefused:
         parsed = list[threading.Thread]()
 
         def profile(frame: Any, event: str, argument: Any) -> None:
-            if event == "call" and frame.f_code is Control.parse.__func__.__code__:
+            if event == "call" and frame.f_code is ControlSettings.parse.__func__.__code__:
                 parsed.append(threading.current_thread())
 
         threading.setprofile(profile)
@@ -213,7 +213,7 @@ class TestRefused:
     @given(st.text(max_size=200))
     def test_any_text_is_obeyed_or_refused(self, text: str) -> None:
         with contextlib.suppress(ConfigError):
-            assert Control.parse(text) == Control.parse(str(Control.parse(text)))
+            assert ControlSettings.parse(text) == ControlSettings.parse(str(ControlSettings.parse(text)))
 
     @given(
         st.fixed_dictionaries(
@@ -229,22 +229,22 @@ class TestRefused:
         st.none() | st.integers(1, 100),
     )
     def test_what_is_written_is_what_is_read(self, changes: dict[str, Any], steps: int | None) -> None:
-        control = Control(changes, steps)
+        control = ControlSettings(changes, steps)
         assert (
-            Control.parse(str(control)) == control == Control.from_plain_values(json.loads(json.dumps(control.plain_values)))
+            ControlSettings.parse(str(control)) == control == ControlSettings.from_plain_values(json.loads(json.dumps(control.plain_values)))
         )
 
 
 class TestSchedule:
     @given(st.integers(1, 20), st.integers(0, 50), st.integers(1, 10), st.integers(0, 50))
     def test_windows_and_turns(self, interval: int, at: int, steps: int, trigger: int) -> None:
-        schedule = Schedule(Config(interval=interval, trigger_steps=2))
-        schedule.apply_control(Control({"dump": ("x",)}, steps), at)
-        schedule.trigger(trigger, "why")
+        schedule = SamplingSchedule(Config(interval=interval, trigger_steps=2))
+        schedule.apply_control(ControlSettings({"dump": ("x",)}, steps), at)
+        schedule.trigger_samples(trigger, "why")
         for step in range(80):
             in_window, triggered = at <= step < at + steps, trigger <= step < trigger + 2
             # A trigger forgets windows that are over.
-            assert schedule.samples(step) == (step % interval == 0 or triggered or (in_window and at + steps > trigger))
+            assert schedule.is_sampled(step) == (step % interval == 0 or triggered or (in_window and at + steps > trigger))
             if in_window and at + steps > trigger:
-                assert schedule.dumped(step) == ["x"]
+                assert schedule.list_dumped_layers(step) == ["x"]
             assert ("why" in (schedule.explain_sampling(step) or "")) == triggered

@@ -15,7 +15,7 @@ from torch import nn
 
 from nemo_fp8_debug import Monitor
 from nemo_fp8_debug.analysis.replay.replay import replay
-from nemo_fp8_debug.core.layer_names import is_aggregate, name_aggregate
+from nemo_fp8_debug.core.layer_names import is_expert_aggregate, find_expert_aggregate
 from nemo_fp8_debug.numerics.delayed_state import EmulatedScales
 from nemo_fp8_debug.numerics.recipe import parse_recipe
 from nemo_fp8_debug.numerics.tensor_scaling import CurrentScaling
@@ -60,7 +60,7 @@ def dumped(run: Storage) -> dict[tuple[int, str, str], list[tuple[str, torch.Ten
         about, tensors = read_dump(run, name)
         if about.role == "weight" and about.call:
             continue
-        of_fold = found.setdefault((step, name_aggregate(about.layer) or "", about.role), [])
+        of_fold = found.setdefault((step, find_expert_aggregate(about.layer) or "", about.role), [])
         of_fold.append((about.layer, tensors["value"].flatten(), float(tensors["scale"])))
     return found
 
@@ -94,7 +94,7 @@ def test_metrics_of_a_fold_are_those_of_all_its_tensors_end_to_end(tmp_path: Pat
     recorded = read_table(run, "metrics")
     rows = {(r["step"], r["layer"], r["role"]): r for r in recorded.iter_rows(named=True)}
     tensors = dumped(run)
-    assert tensors.keys() == {key for key in rows if is_aggregate(key[1])}
+    assert tensors.keys() == {key for key in rows if is_expert_aggregate(key[1])}
     assert len(tensors) == STEPS * FOLDS
     for (step, aggregate, role), calls in tensors.items():
         row = rows[step, aggregate, role]
@@ -174,14 +174,14 @@ def test_block_recipes_fold_too(tmp_path: Path, dtype: torch.dtype) -> None:
     for table in ("metrics", "what_if"):
         rows = read_table(run, table).filter(pl.col("experts").is_not_null() & (pl.col("n") > 0))
         assert len(aggregates(rows)) == STEPS * FOLDS
-        aggregate = pl.col("layer").map_elements(lambda name: name_aggregate(name) or name, pl.String)
+        aggregate = pl.col("layer").map_elements(lambda name: find_expert_aggregate(name) or name, pl.String)
         lost, error = pl.col("underflow_pct") * pl.col("n") / 100, pl.col("mse") * pl.col("n")
         sums = rows.select(
             "step",
             "role",
             "n",
             aggregate=aggregate,
-            one=~pl.col("layer").map_elements(is_aggregate, pl.Boolean),
+            one=~pl.col("layer").map_elements(is_expert_aggregate, pl.Boolean),
             lost=lost,
             e=error,
         )

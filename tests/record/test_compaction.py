@@ -230,8 +230,8 @@ class TestThinned:
     def test_samples_with_nan_keep_their_histograms(self, tmp_path: Path) -> None:
         record = start(tmp_path)
         for step in range(4):
-            columns = dict(measured(step).columns) | ({"nan": [1, 0, 0]} if step == 2 else {})
-            record.record(Sample(step, {"metrics": columns, "histograms": measured(step).table("histograms")}, {}))
+            columns = dict(measured(step).operand_columns) | ({"nan": [1, 0, 0]} if step == 2 else {})
+            record.record(Sample(step, {"metrics": columns, "histograms": measured(step).get_table("histograms")}, {}))
         compact(tmp_path, histograms_every=10, killed=True)
         assert read_table(tmp_path, "histograms")["step"].unique().to_list() == [0, 2, 3]
 

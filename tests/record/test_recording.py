@@ -23,7 +23,7 @@ from nemo_fp8_debug.core.error_guard import ErrorGuard
 from nemo_fp8_debug.core.sample import Sample
 from nemo_fp8_debug.core.waits import RECORDING, WaitTimes
 from nemo_fp8_debug.monitor import delivery, recorder_queue
-from nemo_fp8_debug.monitor.recorder_queue import Recording
+from nemo_fp8_debug.monitor.recorder_queue import RecorderQueue
 from nemo_fp8_debug.record.dump import dumped_files
 from nemo_fp8_debug.record.reader import read_table
 from nemo_fp8_debug.record.storage import Storage
@@ -67,7 +67,7 @@ def test_recorders_get_samples_and_steps_in_the_thread_they_ask_for(in_callers_t
 def training_waits() -> bool:
     """Whether the training thread waits for an earlier sample."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    while frame and frame.f_code is not Recording.deliver.__code__:
+    while frame and frame.f_code is not RecorderQueue.deliver.__code__:
         frame = frame.f_back
     return frame is not None
 
@@ -128,7 +128,7 @@ def test_the_first_sample_may_take_its_time(
 def test_waits_of_a_step_for_several_jobs_end_like_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recorder_queue, "STUCK", 0.5)
     waits, errors = WaitTimes(), ErrorGuard("raise")
-    recording = Recording([Samples()], {}, errors.guard, waits)
+    recording = RecorderQueue([Samples()], {}, errors.guard, waits)
     for _ in range(4):
         recording.submit_job(lambda: time.sleep(0.4))
     with pytest.warns(FP8DebugWarning, match="recording has been blocked"):

@@ -45,7 +45,7 @@ def test_nothing_is_lost_and_starts_stay_apart(proxy: Proxy) -> None:
     proxy.faults = Faults()
     time.sleep(max(0.0, 1.0 - (time.monotonic() - max(proxy.written.values()))))
     for step in range(2):
-        assert read_record(address, where={"step": step})["mse"].to_list() == measured(step).columns["mse"]
+        assert read_record(address, where={"step": step})["mse"].to_list() == measured(step).operand_columns["mse"]
 
 
 def test_a_reader_sees_what_was_written_since_it_looked(proxy: Proxy) -> None:
@@ -69,7 +69,7 @@ def test_parts_are_merged_behind_faults(proxy: Proxy, monkeypatch: pytest.Monkey
         record.record(measured(step))
     record.close()
     assert [name[:34] for name in record.storage.names("metrics")] == ["attempt-0-steps-00000000-00000003-"]
-    expected = [value for step in range(4) for value in measured(step).columns["mse"]]
+    expected = [value for step in range(4) for value in measured(step).operand_columns["mse"]]
     assert read_record(address)["mse"].to_list() == expected
 
 

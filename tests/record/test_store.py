@@ -29,13 +29,13 @@ class TestWritten:
         assert table["step"].unique().to_list() == [0, 10, 20]
         for step in (0, 10, 20):
             rows = table.filter(pl.col("step") == step).select(COLUMNS)
-            assert rows.to_dict(as_series=False) == measured(step).columns
+            assert rows.to_dict(as_series=False) == measured(step).operand_columns
 
     def test_histograms_are_read_back_whole(self, run: Path) -> None:
         table = read_table(run, "histograms")
         assert table.schema == pl.Schema(SCHEMAS["histograms"])
         columns = table.filter(step=20).drop("attempt", "step").to_dict(as_series=False)
-        recorded = measured(20).table("histograms")
+        recorded = measured(20).get_table("histograms")
         assert columns == {
             name: [getattr(v, "tolist", lambda v=v: v)() for v in values] for name, values in recorded.items()
         }

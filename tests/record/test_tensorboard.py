@@ -116,7 +116,7 @@ class TestEvents:
 class TestWhatIf:
     def test_each_recipe_has_its_worst_and_median(self, tmp_path: Path) -> None:
         rows = [{"layer": layer, "recipe": "current-e4m3", "relative_error": e} for layer, e in ((FC1, 0.01), (FC2, 0.05))]
-        tables = {**two_layers(3).tables, "what_if": sample(3, rows).columns}
+        tables = {**two_layers(3).tables, "what_if": sample(3, rows).operand_columns}
         what_if = dataclasses.replace(two_layers(3), tables=tables)
         events = written(tmp_path, what_if)
         assert points(events, "fp8_what_if/relative_error/input/current-e4m3/worst") == {3: pytest.approx(0.05)}

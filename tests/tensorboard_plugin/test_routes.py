@@ -152,7 +152,7 @@ def test_other_recipes_are_the_record(tmp_path: Path) -> None:
     record = start(tmp_path / "run")
     for step in (0, 10):
         used = sample(step, [{"mse": 1.0 + step}, {"layer": FC2, "mse": None}])
-        what_if = sample(step, [{"recipe": "mxfp8-e4m3", "mse": 0.5 + step}]).columns
+        what_if = sample(step, [{"recipe": "mxfp8-e4m3", "mse": 0.5 + step}]).operand_columns
         record.record(used.__class__(step, {**used.tables, "what_if": what_if}, {}))
     record.close()
     found = Tab(tmp_path).json("others", run="run", step=11)
@@ -169,7 +169,7 @@ def test_other_recipes_are_those_of_the_attempt_that_is_shown(tmp_path: Path) ->
     for mse, tries in ((1.0, True), (2.0, False)):
         record = start(tmp_path / "run")
         used, what_if = sample(0, [{"mse": mse}]), sample(0, [{"recipe": "mxfp8-e4m3", "mse": 0.5}])
-        record.record(used.__class__(0, {**used.tables, "what_if": what_if.columns if tries else {}}, {}))
+        record.record(used.__class__(0, {**used.tables, "what_if": what_if.operand_columns if tries else {}}, {}))
         record.close()
     rows = Tab(tmp_path).json("others", run="run", step=0)["rows"]
     assert (rows["recipe"], rows["mse"]) == (["delayed-hybrid"], [2.0])

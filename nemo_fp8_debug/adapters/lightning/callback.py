@@ -22,12 +22,12 @@ from lightning.pytorch.loggers import Logger, TensorBoardLogger
 
 from ...capture.grad_scale import read_loss_scale, was_optimizer_step_skipped
 from ...capture.patching import Watcher, watch_function_calls
-from ...core.arguments import check_arguments
+from ...core.arguments import reject_unknown_arguments
 from ...core.sample import Recorder
 from ...errors import warn
 from ...monitor.monitor import Monitor
 from ...options.config import Config
-from ...plan.plan import is_rescue
+from ...plan.plan import is_rescue_run
 from ...record.console_table import TableRecorder
 from ...record.tensorboard import TensorBoardRecorder
 from ...record.writer import RunRecord
@@ -67,7 +67,7 @@ _OF_VALIDATION = re.compile(r"(reduced_)?(val|valid|validation|eval|dev|test)[_/
 _SCALARS = ("lr", "grad_norm", "consumed_samples")
 
 
-@check_arguments(options_of=Config)
+@reject_unknown_arguments(options_of=Config)
 class FP8DebugCallback(pl.Callback):
     """A Lightning callback that measures the operands of linear layers every `interval` steps, without disturbing the run.
 
@@ -100,7 +100,7 @@ class FP8DebugCallback(pl.Callback):
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Apply the plan if `nemo-fp8-debug rescue` started the run."""
         callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
-        if is_rescue() and not any(isinstance(c, (FP8EmulationCallback, FP8PlanCallback)) for c in callbacks):
+        if is_rescue_run() and not any(isinstance(c, (FP8EmulationCallback, FP8PlanCallback)) for c in callbacks):
             callbacks.insert(callbacks.index(self) + 1, FP8PlanCallback())
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

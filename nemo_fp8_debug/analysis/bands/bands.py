@@ -19,7 +19,7 @@ import polars as pl
 import pyarrow.parquet as pq
 
 from ...core.keys import ROLES
-from ...core.layer_names import is_aggregate, name_aggregate
+from ...core.layer_names import is_expert_aggregate, find_expert_aggregate
 from ...errors import RecordError
 from ..comparison.drift import locate_tensors
 from ..comparison.layer_matching import read_weight_sizes
@@ -64,7 +64,7 @@ def purpose_of(layer: str) -> str | None:
     if last in ("dense", "c_proj", "proj"):
         in_attention = _ATTENTION.search(before) or (last == "proj" and not _MLP.search(before))
         found = "mlp in" if before.endswith("intermediate") else "attention out" if in_attention else "mlp out"
-    expert = is_aggregate(layer) or name_aggregate(layer) is not None
+    expert = is_expert_aggregate(layer) or find_expert_aggregate(layer) is not None
     return f"expert {found}" if found and expert else found
 
 

@@ -11,9 +11,9 @@ import numpy as np
 import polars as pl
 
 from ...core.keys import MIXED
-from ...core.layer_names import is_aggregate, name_aggregate
+from ...core.layer_names import is_expert_aggregate, find_expert_aggregate
 from ...core.scale_sources import ENGINE
-from ...core.table import load_modules
+from ...core.table import load_feature_modules
 from ...errors import ConfigError
 from ...record.schema import TABLES
 from ..loss.gap import find_rise_above
@@ -100,7 +100,7 @@ class Comparison:
     @cached_property
     def features(self) -> dict[str, pl.DataFrame]:
         """Return the results of `compare_runs` of all features in `observations` that have it, by feature."""
-        modules = load_modules("two_runs")
+        modules = load_feature_modules("two_runs")
         return {module.NAME: module.compare_runs(self.baseline, self.run) for module in modules}
 
     def what_if(self) -> pl.DataFrame:
@@ -274,9 +274,9 @@ def select_quantized(metrics: Metrics) -> Metrics:
 def split_off_experts(rows: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame]:
     """Return the rows without single experts whose aggregate also has rows, and the rows of these single experts."""
     names = rows["layer"].cast(pl.String).unique(maintain_order=True)
-    ones = pl.DataFrame({"layer": names, "aggregate": pl.Series(list(map(name_aggregate, names)), dtype=pl.String)})
+    ones = pl.DataFrame({"layer": names, "aggregate": pl.Series(list(map(find_expert_aggregate, names)), dtype=pl.String)})
     keys = rows.select(pl.col("layer", "role").cast(pl.String))
-    aggregates = keys.filter(pl.col("layer").is_in(list(filter(is_aggregate, names)))).unique()
+    aggregates = keys.filter(pl.col("layer").is_in(list(filter(is_expert_aggregate, names)))).unique()
     its = keys.join(ones, on="layer", how="left", maintain_order="left").select(layer="aggregate", role="role")
     apart = its.join(aggregates.with_columns(apart=True), on=["layer", "role"], how="left", maintain_order="left")["apart"]
     apart = apart.fill_null(False)

@@ -10,7 +10,7 @@ import numpy.typing as npt
 import polars as pl
 
 from ...core.keys import SHOWN_AS
-from ...core.layer_names import is_aggregate, name_aggregate
+from ...core.layer_names import is_expert_aggregate, find_expert_aggregate
 from ...errors import RecordError
 from ..runs.blocks import compute_by_tensor, map_tensor_chunks
 from ..runs.grid import Floats, Grid, SamplePairs, median
@@ -26,7 +26,7 @@ _NUMBER = re.compile(r"(?:^|\.)(\d{1,18})(?=\.|$)")
 def read_kind(layer: str) -> str:
     """Return a GEMM's kind: `decoder.layers.3.mlp.linear_fc2` -> `linear_fc2`. Experts get the prefix `experts.`."""
     last = next((part for part in reversed(layer.split(".")) if not part.isdigit() and part != "*"), layer)
-    return f"experts.{last}" if is_aggregate(layer) or name_aggregate(layer) else last
+    return f"experts.{last}" if is_expert_aggregate(layer) or find_expert_aggregate(layer) else last
 
 
 def read_depth(layer: str) -> int | None:

@@ -15,7 +15,7 @@ from importlib.resources import files
 import polars as pl
 
 from ...core.scale_sources import QUANTIZED, describe_quantization
-from ...core.table import load_modules
+from ...core.table import load_feature_modules
 from .. import thresholds
 from ..comparison.compare import Comparison
 from ..comparison.onset import IN_A_ROW
@@ -185,7 +185,7 @@ class Answer:
         found = self.culprit
         if found is None:
             return []
-        modules = [module for module in load_modules("rule") if hasattr(module, "describe_culprit")]
+        modules = [module for module in load_feature_modules("rule") if hasattr(module, "describe_culprit")]
         return [told for module in modules for told in module.describe_culprit(found, self.records)]
 
     @property

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ...core.keys import GRADIENTS, SHOWN_AS
-from ...core.text import format_number, format_power
+from ...core.text import format_number, format_power_of_two
 from ...numerics.metric_names import LABELS
 from ...record.schema import TABLES
 from ..comparison.onset import IN_A_ROW
@@ -61,7 +61,7 @@ def format_metric_value(metric: str, value: float | None) -> str:
     if value is None:
         return "-"
     if metric.endswith("_log2"):
-        return format_power(value)
+        return format_power_of_two(value)
     return format_number(value, "%" if metric.endswith("_pct") else "")
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import polars as pl
 
 from ...core.keys import ROLES, SHOWN_AS, Key
-from ...core.layer_names import compile_patterns, is_aggregate
+from ...core.layer_names import compile_layer_patterns, is_expert_aggregate
 from ...core.scale_sources import HIGH_PRECISION, NOT_READ, QUANTIZED, describe_quantization
 from ...core.text import format_number
 from ...errors import RecordError
@@ -60,7 +60,7 @@ def flops_of(metrics: Metrics) -> dict[str, float]:
         FLOPs by layer, for layers with samples of all three operands. There are entries for single experts, but not for
         aggregates.
     """
-    single = metrics.select_tensors(metrics.tensors.filter(~pl.col("layer").map_elements(is_aggregate, pl.Boolean)))
+    single = metrics.select_tensors(metrics.tensors.filter(~pl.col("layer").map_elements(is_expert_aggregate, pl.Boolean)))
     layers = single.tensors["layer"].unique(maintain_order=True)
     place = single.tensors["layer"].replace_strict(layers, range(len(layers)), return_dtype=pl.Int64).to_numpy()
     roles = single.tensors["role"].replace_strict(ROLES, [1 << i for i in range(len(ROLES))], default=0).to_numpy()
@@ -310,8 +310,8 @@ def find_over_budget(run: Run, budget: Budget) -> list[Key]:
     operand.
     """
     keys = sorted(_in_fp8(run))
-    aggregates = [key for key in keys if is_aggregate(key[0])]
-    in_a_fold = {key for key in keys for layer, role in aggregates if role == key[1] and compile_patterns([layer])(key[0])}
+    aggregates = [key for key in keys if is_expert_aggregate(key[0])]
+    in_a_fold = {key for key in keys for layer, role in aggregates if role == key[1] and compile_layer_patterns([layer])(key[0])}
     kept = [key for key in keys if key in aggregates or key not in in_a_fold]
     return [key for key, errors in RecipeErrors(run, kept).collect_errors_in_use().items() if not budget.met_by(errors)]
 
@@ -333,7 +333,7 @@ def _in_fp8(run: Run) -> set[Key]:
 
 
 def _known(layer: str, flops: Collection[str]) -> bool:
-    return layer in flops or (is_aggregate(layer) and any(map(compile_patterns([layer]), flops)))
+    return layer in flops or (is_expert_aggregate(layer) and any(map(compile_layer_patterns([layer]), flops)))
 
 
 def _is_cause(flag: ChangeReason) -> bool:
@@ -352,7 +352,7 @@ def _taken_out(plan: Plan, keys: Collection[Key]) -> set[Key]:
     """
     out: set[Key] = set()
     for change in plan.changes:
-        chosen = compile_patterns([change.layer])
+        chosen = compile_layer_patterns([change.layer])
         named = {(layer, role) for layer, role in keys if role in change.roles and (layer == change.layer or chosen(layer))}
         out = out | named if change.recipe == BF16_RECIPE.name else out - named
     return out

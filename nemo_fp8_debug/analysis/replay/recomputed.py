@@ -13,7 +13,7 @@ import polars as pl
 import torch
 
 from ...core.keys import Key
-from ...core.layer_names import aggregate_key
+from ...core.layer_names import find_aggregate_key
 from ...errors import warn
 from ...numerics import metrics
 from ...numerics.block_scaling import BlockScalingRule
@@ -51,7 +51,7 @@ class ReplayJob:
 
     def wants(self, key: Key) -> bool:
         """Return True if an operand is to be recomputed."""
-        return self.only is None or key in self.only or aggregate_key(*key) in self.only
+        return self.only is None or key in self.only or find_aggregate_key(*key) in self.only
 
 
 @dataclass(frozen=True)
@@ -166,7 +166,7 @@ class RecomputedMetrics:
         """Append each recorded aggregate of experts whose experts were all recomputed."""
         experts: dict[Key, list[Key]] = defaultdict(list)
         for layer, role in recorded:
-            if aggregate := aggregate_key(layer, role):
+            if aggregate := find_aggregate_key(layer, role):
                 experts[aggregate].append((layer, role))
         place = {key: i for i, key in enumerate(self.keys)}
         aggregates = [key for key, mine in experts.items() if key in recorded and all(expert in place for expert in mine)]

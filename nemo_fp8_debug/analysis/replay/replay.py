@@ -18,7 +18,7 @@ import polars as pl
 import torch
 
 from ...core.keys import Key
-from ...core.layer_names import aggregate_key, is_aggregate
+from ...core.layer_names import find_aggregate_key, is_expert_aggregate
 from ...errors import ConfigError, RecordError
 from ...numerics.block_scaling import BlockScalingRule
 from ...numerics.delayed_state import EmulatedScales
@@ -184,7 +184,7 @@ def _keep(metrics: Metrics, only: Collection[Key] | None) -> Metrics:
     if only is None:
         return metrics
     keys = metrics.tensors.select(OPERAND)
-    kept = pl.Series([key in only or aggregate_key(*key) in only for key in keys.rows()], dtype=pl.Boolean)
+    kept = pl.Series([key in only or find_aggregate_key(*key) in only for key in keys.rows()], dtype=pl.Boolean)
     return metrics.select_keys(keys.filter(kept))
 
 
@@ -195,7 +195,7 @@ def _scales(
     if not any(recipes):
         return [{} for _ in recipes]
     recorded = metrics.frame(["amax"])
-    recorded = recorded.filter(~pl.col("layer").map_elements(is_aggregate, pl.Boolean))
+    recorded = recorded.filter(~pl.col("layer").map_elements(is_expert_aggregate, pl.Boolean))
     operands = recorded.select(OPERAND).unique(maintain_order=True).rows()
     emulated = [EmulatedScales(recipe, operands) if recipe else None for recipe in recipes]
     found: list[dict[int, Any]] = [{} for _ in recipes]

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import numpy as np
 import polars as pl
 
-from ...core.memory import Buffers
+from ...core.memory import ArrayPool
 from ...record.parts import count_rows
 from ...record.reader import read_table
 from ...record.scan import Chunk, Scan, return_unchanged
@@ -354,7 +354,7 @@ class ColumnReader:
         """
         self._metrics, self._together = metrics, together
         self._values: dict[str, Floats] = {}
-        self._buffers = Buffers()
+        self._buffers = ArrayPool()
         self._lock = threading.Lock()
 
     def __getitem__(self, name: str) -> Floats:
@@ -371,7 +371,7 @@ class ColumnReader:
         # Values are stored by step, in the order in which they are read. Clear each step just before its values arrive, so
         # that memory is touched only once. Clear merged steps in advance.
         shape = len(metrics.steps), len(metrics.tensors)
-        values = {name: self._buffers.array(shape[0], shape[1] + _APART)[:, : shape[1]] for name in names}
+        values = {name: self._buffers.take_array(shape[0], shape[1] + _APART)[:, : shape[1]] for name in names}
         cleared = np.zeros(len(metrics.steps), dtype=bool)
 
         def clear(steps: Sequence[int] | Ints) -> None:

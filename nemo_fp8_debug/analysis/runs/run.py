@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import polars as pl
 
-from ...core.scale_sources import classify_sources
+from ...core.scale_sources import classify_run_quantization
 from ...errors import ConfigError, RecordError
 from ...record.reader import find_run, read_fingerprint, read_table
 from ..loss.curve import LossCurve
@@ -65,7 +65,7 @@ class Run:
     @cached_property
     def quantization(self) -> str:
         """Return a constant of `core.scale_sources` that says whether the run quantizes."""
-        return classify_sources(self.metrics.unique("scale_source"), self.fingerprint)
+        return classify_run_quantization(self.metrics.unique("scale_source"), self.fingerprint)
 
     @cached_property
     def steps(self) -> pl.DataFrame:

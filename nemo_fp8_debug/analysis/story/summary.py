@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from ...core.layer_names import aggregate_key
+from ...core.layer_names import find_aggregate_key
 from ...core.text import format_number
 from ...numerics.metric_names import LABELS
 from ..comparison.compare import Comparison
@@ -146,7 +146,7 @@ def _of_the_first_out(found: Comparison) -> list[str]:
 def _of_the_experts(found: Comparison, aggregate: Mapping[str, Any]) -> list[str]:
     """Describe the worst expert of an aggregate in a sentence, if an expert's drift or NaN is known."""
     for row in found.experts.iter_rows(named=True):
-        if aggregate_key(row["layer"], row["role"]) == (aggregate["layer"], aggregate["role"]):
+        if find_aggregate_key(row["layer"], row["role"]) == (aggregate["layer"], aggregate["role"]):
             tells = row["nonfinite_since"] is not None or row["drift_log2"] is not None
             text = described(row, found.run.unit)
             return [f"Of its experts, {text[0].lower()}{text[1:]}"] if tells else []

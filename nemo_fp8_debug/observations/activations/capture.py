@@ -21,7 +21,7 @@ from ...capture.operands import MEASURED, NO_GEMM, OperandAccumulator
 from ...capture.scan import ScannedModule, list_inner_module_ids
 from ...core.error_guard import Fault, OperandGuard
 from ...core.keys import ACTIVATIONS, Key
-from .attention_logits import AttentionWatcher, compute_module_logits, sum_attention_entropies, zero_masked_logits
+from .attention_logits import AttentionWatcher, compute_attention_logits, sum_attention_entropies, zero_masked_logits
 from .norms import find_norm_input, find_norm_output, list_norm_roles, sum_channel_squares
 from .routers import Router, RouterWatcher, find_routers, sum_expert_loads, sum_router_entropies
 
@@ -30,7 +30,7 @@ _OF_HEADS = re.compile(r"(^|\.)[qk]_?(layer)?_?norm\Z")
 
 
 @dataclass(frozen=True)
-class Site:
+class ObservedActivation:
     """A module whose activations are observed."""
 
     gemm: Gemm
@@ -38,16 +38,16 @@ class Site:
     router: Router | None = None
 
     @property
-    def is_copied(self) -> bool:
+    def is_duplicate(self) -> bool:
         """True if another rank counts the activations of this module."""
         if "attention_logits" in self.roles or _OF_HEADS.search(self.gemm.name):
             return False
         return bool(parallel.is_duplicate_operand(self.gemm.module, "input"))
 
 
-def find_activation_sites(
+def find_observed_activations(
     scanned: Sequence[ScannedModule], kinds: Collection[str], scores: Collection[int]
-) -> tuple[list[Site], list[str]]:
+) -> tuple[list[ObservedActivation], list[str]]:
     """Return the modules whose activations to observe, and the names of such modules inside torch.compile.
 
     Args:
@@ -56,7 +56,7 @@ def find_activation_sites(
     """
     roles = {role for kind in kinds for role in ACTIVATIONS[kind]}
     left_out = {id(one.module) for one in scanned if one.compiled}
-    sites: list[Site] = []
+    sites: list[ObservedActivation] = []
     compiled: list[str] = []
     for _, of_root in groupby(scanned, key=lambda one: id(one.root)):
         for one, found, router in _found(list(of_root), scores):
@@ -64,7 +64,7 @@ def find_activation_sites(
             if mine and id(one.module) in left_out:
                 compiled.append(one.global_name)
             elif mine:
-                sites.append(Site(Gemm(one.global_name, one.module, NO_GEMM), mine, router))
+                sites.append(ObservedActivation(Gemm(one.global_name, one.module, NO_GEMM), mine, router))
     return sites, compiled
 
 
@@ -93,7 +93,7 @@ class ActivationCapture:
     """Observes activations, in the forward calls in which operands are measured too."""
 
     def __init__(
-        self, sites: Sequence[Site], operands: Mapping[Key, OperandAccumulator], on_fault: Fault, dispatcher: EventDispatcher
+        self, sites: Sequence[ObservedActivation], operands: Mapping[Key, OperandAccumulator], on_fault: Fault, dispatcher: EventDispatcher
     ) -> None:
         """
         Args:
@@ -156,7 +156,7 @@ class ActivationCapture:
             self._add(name, "norm_output", y, next(self._dispatcher.order), sum_channel_squares(y))
 
     def _read_arguments(self, name: str, module: nn.Module, counted: ForwardPass, args: Args, kwargs: Kwargs) -> None:
-        self._add_attention(name, counted, compute_module_logits(module, args, kwargs))
+        self._add_attention(name, counted, compute_attention_logits(module, args, kwargs))
 
     def _watch_scores(self, name: str, counted: ForwardPass, args: Args, kwargs: Kwargs) -> None:
         counted.kept = AttentionWatcher(partial(self._add_attention, name, counted))

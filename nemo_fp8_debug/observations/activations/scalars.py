@@ -11,7 +11,7 @@ from .table import METRICS, TABLES
 
 def add_scalars(sample: Sample, tags: Tags) -> None:
     """Add the metrics of all tensors, and the spread of each metric that only activations have."""
-    columns, values = sample.table(TABLES[0].name), defaultdict[str, list[float]](list)
+    columns, values = sample.get_table(TABLES[0].name), defaultdict[str, list[float]](list)
     for metric in METRICS if columns else ():
         for role, value in zip(columns["role"], columns.get(metric, ()), strict=False):
             if value is not None:

@@ -16,7 +16,7 @@ from ...analysis.diagnosis.rules.nonfinite import WEIGHT_GRADIENT, FirstNonfinit
 from ...analysis.diagnosis.rules.operands import has_lost_most, suspects
 from ...analysis.diagnosis.rules.zeros import zero_tensors
 from ...analysis.runs.run import Run
-from ...core.layer_names import name_aggregate
+from ...core.layer_names import find_expert_aggregate
 from ...core.text import format_number
 
 _ROLE = "weight_gradient"
@@ -58,7 +58,7 @@ def find_zero_gradients(facts: Facts) -> Iterator[Finding]:
     explained = {each.layer for each in zero_tensors(facts)} | {
         each.layer for each in suspects(facts) if has_lost_most(each)
     }
-    found = [each for each in zero_gradients(facts) if each.layer not in explained and name_aggregate(each.layer) is None]
+    found = [each for each in zero_gradients(facts) if each.layer not in explained and find_expert_aggregate(each.layer) is None]
     if not found:
         return
     since = min(each.since for each in found)

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from ...capture.operand_stats import OperandStats, merge_operand_stats
-from ...core.layer_names import is_aggregate, name_aggregate
+from ...core.layer_names import is_expert_aggregate, find_expert_aggregate
 from ...core.table import concat_columns
 from ...kernels.cpu.histograms import Histograms
 from ...numerics.delayed_state import EmulatedScales
@@ -66,7 +66,7 @@ def measure_tensors(
     moments = _moments(stats, totals)
     if aggregated:
         moments = ValueMoments.concat([moments, _moments(aggregated, Histograms([s.histogram for s in aggregated]))])
-    experts = Counter(aggregate for name in {*names, *(s.key[0] for s in stats)} if (aggregate := name_aggregate(name)))
+    experts = Counter(aggregate for name in {*names, *(s.key[0] for s in stats)} if (aggregate := find_expert_aggregate(name)))
     operands = _Operands([*stats, *aggregated], aggregates, totals, moments, experts)
     scale, sums = _in_use(stats, operands)
     described: Rows = {
@@ -175,7 +175,7 @@ class _Operands:
         }
 
     def _experts(self, layer: str) -> int | None:
-        return self.experts[layer] if is_aggregate(layer) else 1 if name_aggregate(layer) else None
+        return self.experts[layer] if is_expert_aggregate(layer) else 1 if find_expert_aggregate(layer) else None
 
 
 def _in_use(stats: Sequence[OperandStats], operands: _Operands) -> tuple[torch.Tensor, QuantizationSums]:

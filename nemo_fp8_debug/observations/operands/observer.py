@@ -17,7 +17,7 @@ from ...capture.scales import SHADOW
 from ...capture.tensors import is_counted_here, never_count_here, take_local_part
 from ...core.error_guard import ErrorGuard
 from ...core.keys import ATTENTION, ATTENTION_BACKWARD, ATTENTION_FORWARD, ROLES, Key, list_roles
-from ...core.observation import Arrays, CombinedObservations, Lanes, SamplePlan
+from ...core.observation import Arrays, CombinedObservations, Lanes, AgreedSampleSettings
 from ...core.table import Columns
 from ...monitor.open_step import OpenStep, RunSetup, StepObserver, is_duplicate_operand, is_hook_visible
 from ...numerics.block_scaling import BlockScalingRule
@@ -71,7 +71,7 @@ class OperandStep(StepObserver):
             self._attention = AttentionCapture(self._attentions, self._attention_sinks, step.lose, step.dispatcher)
             self._attention.subscribe()
 
-    def close(self) -> Collection[Key]:
+    def stop_observing(self) -> Collection[Key]:
         """See `StepObserver`."""
         if self._attention is not None and (unseen := list(self._attention.unseen)):
             _warn_of_unseen_attention(self._errors, unseen)
@@ -138,14 +138,14 @@ class OperandObservation(TensorObservation):
         self._observe({stat.key: stat.amax for stat in found})
         return found
 
-    def sums(self, plan: SamplePlan, packed: Arrays, extremes: torch.Tensor) -> Lanes:
+    def collect_sums(self, plan: AgreedSampleSettings, packed: Arrays, extremes: torch.Tensor) -> Lanes:
         """See `Observation`."""
-        self._observe(self._sums.amax(extremes))
-        return super().sums(plan, packed, extremes)
+        self._observe(self._sums.read_amaxes(extremes))
+        return super().collect_sums(plan, packed, extremes)
 
-    def rows(self, sampled: CombinedObservations) -> dict[str, Columns]:
+    def make_table_rows(self, sampled: CombinedObservations) -> dict[str, Columns]:
         """See `Observation`."""
-        found = self.measure(sampled)
+        found = self.measure_tensors(sampled)
         keys = zip(found.metrics["layer"], found.metrics["role"], strict=True)
         sampled.norms.update(zip(keys, found.norms, strict=True))
         sampled.casts.update({stat.key: stat.cast for stat in sampled.whole[self.name]})
@@ -157,7 +157,7 @@ class OperandObservation(TensorObservation):
             "block_scales": found.block_scales,
         }
 
-    def finish(self, tables: Mapping[str, Columns], scalars: Mapping[str, float]) -> dict[str, Columns]:
+    def finish_tables(self, tables: Mapping[str, Columns], scalars: Mapping[str, float]) -> dict[str, Columns]:
         """See `Observation`."""
         # The table exists even if no rank observed any operand in a step.
         known = tables if "metrics" in tables else {"metrics": measure_tensors([]).metrics, **tables}

@@ -58,7 +58,7 @@ def _of_fp8(device: torch.device, terms: int, splits: bool) -> GemmAccumulation:
 
 
 @dataclass(frozen=True)
-class MultipliedRows:
+class MultipliedOperandRows:
     """Rows of an operand as the GEMM multiplied them."""
 
     #: [k, c], or None if unknown
@@ -85,11 +85,11 @@ class CheckQueue:
         """When `move` is called, also move the tensors of these checks."""
         self._checks.append(checks)
 
-    def add(self, checks: ProductChecks, product: str, block: CheckedBlock) -> None:
+    def add_block(self, checks: ProductChecks, product: str, block: CheckedBlock) -> None:
         """Add a block."""
         self._waiting.append((checks, product, block))
         if len(self._waiting) >= self.LONGEST:
-            self.run()
+            self.check_blocks()
 
     def move(self, to: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Replace each tensor by the result of `to`."""
@@ -97,7 +97,7 @@ class CheckQueue:
         for checks in self._checks:
             checks.move(to)
 
-    def run(self) -> None:
+    def check_blocks(self) -> None:
         """Check the waiting blocks, and pass each result to its owner."""
         waiting, self._waiting = self._waiting, []
         kinds: dict[tuple[object, ...], list[tuple[ProductChecks, str, CheckedBlock]]] = defaultdict(list)
@@ -162,14 +162,14 @@ class ProductChecks:
         self._note_gradient("multiplied", view_as_matrix(take_local_part(dy.detach())))
 
     def _note_gradient(self, which: str, m: torch.Tensor) -> None:
-        self._gradients.setdefault(which, (self.block(m), tuple(m.shape)))
+        self._gradients.setdefault(which, (self.copy_compared_block(m), tuple(m.shape)))
         if len(self._gradients) == 2 and self._changed is None:
             (seen, shape), (now, other) = self._gradients["seen"], self._gradients["multiplied"]
             if shape == other:
                 self._changed = ~((seen == now) | (seen.isnan() & now.isnan())).all()
 
     def add_product_operands(
-        self, product: str, a: MultipliedRows, b: MultipliedRows, splits: bool = False, exact: torch.Tensor | None = None
+        self, product: str, a: MultipliedOperandRows, b: MultipliedOperandRows, splits: bool = False, exact: torch.Tensor | None = None
     ) -> None:
         """Note the operands of a product, A and B of A B^T.
 
@@ -198,20 +198,20 @@ class ProductChecks:
             before: the values that the product was added to, as a block that `block` returned.
         """
         m = view_as_matrix(take_local_part(result.detach()))
-        if self.is_returned(product) or not m.numel():
+        if self.has_result(product) or not m.numel():
             return
         if bias is not None:
             bias = take_local_part(bias.detach())
             before = bias[sample_indices(len(bias), self._rows, bias.device, self._step, True)]
-        self._returned[product] = _Returned(self.block(m), (m.shape[0], m.shape[1]), before)
+        self._returned[product] = _Returned(self.copy_compared_block(m), (m.shape[0], m.shape[1]), before)
         self._compare(product)
 
-    def block(self, m: torch.Tensor) -> torch.Tensor:
+    def copy_compared_block(self, m: torch.Tensor) -> torch.Tensor:
         """Return a copy of the matrix's rows and columns to compare."""
         rows, columns = (sample_indices(n, self._rows, m.device, self._step, bool(i)) for i, n in enumerate(m.shape))
         return m.index_select(0, rows).index_select(1, columns)
 
-    def is_returned(self, product: str) -> bool:
+    def has_result(self, product: str) -> bool:
         """Return True if the result of a product was seen."""
         return product in self._returned or product in self._shapes
 
@@ -231,11 +231,11 @@ class ProductChecks:
             self.mark_uncheckable(product, GATHERED)
         else:
             self._shapes[product] = shape
-            self._queue.add(self, product, CheckedBlock(returned.block, exact, self._how[product], returned.added))
+            self._queue.add_block(self, product, CheckedBlock(returned.block, exact, self._how[product], returned.added))
 
     def collect_product_errors(self) -> dict[str, torch.Tensor]:
         """Return the results by product in host memory, float64 in the order of `verification.FOUND`."""
-        self._queue.run()
+        self._queue.check_blocks()
         if self._changed is not None and bool(self._changed):
             for product in ("dgrad", "wgrad"):
                 self.found_of.pop(product, None)

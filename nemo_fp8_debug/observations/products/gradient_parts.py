@@ -27,7 +27,7 @@ from .verification import (
     REASONS,
     REDUCTION,
     ROUNDINGS,
-    error_over_bound,
+    compute_error_over_bound,
 )
 from .verification import REDUCED_ROWS as ROWS
 
@@ -51,7 +51,7 @@ NUMBERS = len(_HEADER) + 3 * _VALUES
 _EXACT = GemmAccumulation(roundoff=0.0, besides=1.0, bias=1.0)
 
 
-def compute_sum_bound(
+def compute_summation_error_bound(
     sizes: torch.Tensor, roundings: int, dtypes: Collection[torch.dtype], ranks: int = 1, factor: float = 1.0
 ) -> torch.Tensor:
     """Return the largest error of a sum, in any order of summation. The result is infinite if there is no bound.
@@ -75,7 +75,7 @@ def compute_sum_bound(
 
 
 @dataclass(frozen=True)
-class GradientParts:
+class GradientOfRank:
     """A rank's part of the gradient of one weight."""
 
     #: number of the part of the weight. Other ranks may have the same part
@@ -97,7 +97,7 @@ class GradientParts:
     #: index into `REASONS`
     reason: int = 0
 
-    def numbers(self, rank: int) -> torch.Tensor:
+    def collect_sums(self, rank: int) -> torch.Tensor:
         """Return the numbers to be summed over ranks, float64 [`NUMBERS`]."""
         high, wide = self.summand.shape
         header = [1, self.expected, self.passes, self.known, self.held, rank * self.first, high, wide]
@@ -172,7 +172,7 @@ class _Added:
         outcome = "ranks_unknown"
         if checked is not None:
             named |= dict(zip(CHECKED, checked.tolist(), strict=True))
-            outcome = "ranks_beyond" if error_over_bound(named) > 1 else "ranks_within"
+            outcome = "ranks_beyond" if compute_error_over_bound(named) > 1 else "ranks_within"
         named |= {outcome: self.of["ranks"], "values_of_all": named["values"]}
         return torch.tensor(list(named.values()), dtype=torch.float64)
 
@@ -233,12 +233,12 @@ class GradientSums:
         """
         self._names, self._parts, self._rank = list(names), parts, rank
 
-    def rows(self, found: Mapping[str, GradientParts]) -> torch.Tensor:
+    def collect_sums(self, found: Mapping[str, GradientOfRank]) -> torch.Tensor:
         """Return the numbers to be summed over ranks, float64 [names, parts, numbers]."""
         rows = torch.zeros(len(self._names), self._parts, NUMBERS, dtype=torch.float64)
         for row, name in zip(rows, self._names, strict=True):
             if (mine := found.get(name)) is not None and mine.part < self._parts:
-                row[mine.part] = mine.numbers(self._rank)
+                row[mine.part] = mine.collect_sums(self._rank)
         return rows
 
     def unpack_all_ranks(self, added: torch.Tensor) -> dict[tuple[str, str], torch.Tensor]:

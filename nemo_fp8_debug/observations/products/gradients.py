@@ -26,7 +26,7 @@ from ...capture.scan import ScannedModule
 from ...capture.tensors import is_dtensor, take_local_part
 from ...capture.weight_gradients import ADDED_LATER, adds_to_main_grad
 from ...numerics.gemm_error import sample_indices
-from .gradient_parts import GradientParts, compute_sum_bound
+from .gradient_parts import GradientOfRank, compute_summation_error_bound
 from .verification import NOT_REDUCED, OTHER_REDUCTION, PARTS_MISSING
 from .verification import REDUCED_ROWS as ROWS
 
@@ -297,12 +297,12 @@ class ReducedGradients:
             one.reduced = None if one.reduced is None else to(one.reduced)
             one.held = None if one.held is None else to(one.held)
 
-    def collect_gradient_parts(self) -> Mapping[str, GradientParts]:
+    def collect_gradients_of_rank(self) -> Mapping[str, GradientOfRank]:
         """Return this rank's parts by layer."""
         return {name: parts for name, one in self._gradients.items() if (parts := _parts(one)) is not None}
 
 
-def _parts(one: _Gradient) -> GradientParts | None:
+def _parts(one: _Gradient) -> GradientOfRank | None:
     """Return this rank's part of the gradient, or None if this rank should have no part."""
     part, reducer = find_replica_part_index(one.gemm.module, "weight_gradient"), one.reducer or OTHER
     seen = one.passes > 0 or hasattr(one.weight, "main_grad")  # experts without tokens have a `main_grad` too
@@ -317,8 +317,8 @@ def _parts(one: _Gradient) -> GradientParts | None:
     given = [*one.summands, *([] if one.reduced is None else [one.reduced])]
     dtypes = {x.dtype for x in given} | {reducer.dtype or torch.float32}
     roundings = max(one.passes, 1) * reducer.ranks + _SCALINGS
-    bound = compute_sum_bound(size, roundings, dtypes, reducer.ranks, reducer.factor)
-    return GradientParts(
+    bound = compute_summation_error_bound(size, roundings, dtypes, reducer.ranks, reducer.factor)
+    return GradientOfRank(
         part=part,
         summand=summand,
         bound=bound,

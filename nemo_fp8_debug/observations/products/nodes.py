@@ -41,7 +41,7 @@ class ProductNode:
     weight: int | None
     turned: bool = False
 
-    def needs(self, place: int) -> bool:
+    def needs_input_gradient(self, place: int) -> bool:
         """Return True if the gradient of an input is required."""
         return self.node.next_functions[place][0] is not None
 
@@ -74,7 +74,7 @@ def _place_of(node: Any, x: torch.Tensor | None) -> int | None:
     return None
 
 
-def watch_node(
+def watch_product_gradients(
     dispatcher: EventDispatcher,
     guard: Guard,
     found: ProductNode,
@@ -102,7 +102,7 @@ def watch_node(
     dispatcher.watch_autograd_node(found.node, guard, begin, after)
 
 
-def find_bias(module: nn.Module) -> torch.Tensor | None:
+def find_added_bias(module: nn.Module) -> torch.Tensor | None:
     """Return the bias that a module adds to its output, or None."""
     if getattr(module, "skip_bias_add", False) or getattr(module, "return_bias", False):
         return None

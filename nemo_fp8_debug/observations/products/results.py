@@ -24,7 +24,7 @@ from ...capture.tensors import is_dtensor, take_local_part, cast_like_autocast
 from ...capture.weight_gradients import adds_to_main_grad
 from ...numerics.block_scaling import view_as_matrix
 from .checks import ProductChecks
-from .nodes import find_bias, find_product_node, watch_node
+from .nodes import find_added_bias, find_product_node, watch_product_gradients
 from .verification import ADDED_UP, HOOKED, INSIDE, NOT_SEEN, UNKNOWN_CAST
 
 _LOOKING = "while looking at what a GEMM returned"
@@ -65,7 +65,7 @@ class ResultObserver:
             return 0, 0
         return x.numel() // max(x.shape[-1], 1), weight.shape[0]
 
-    def see(self, given: tuple[Args, Kwargs], weight: torch.Tensor | None, out: Any) -> None:
+    def observe_output(self, given: tuple[Args, Kwargs], weight: torch.Tensor | None, out: Any) -> None:
         """Observe the output and the node in the autograd graph that made it.
 
         Args:
@@ -84,10 +84,10 @@ class ResultObserver:
         if is_quantized_tensor(y) or self._gemm.part.startswith("fc1"):
             self._checks.mark_uncheckable("fprop", INSIDE)
         elif is_summed_over_ranks(self._gemm.module, "fprop"):
-            if not self._checks.is_returned("fprop"):
+            if not self._checks.has_result("fprop"):
                 self._checks.mark_uncheckable("fprop", ADDED_UP)
         elif (mine := self._part_of_sequence("column", self._mine(y))) is not None:
-            bias = find_bias(self._gemm.module)
+            bias = find_added_bias(self._gemm.module)
             self._checks.add_product_result("fprop", mine, None if bias is None else cast_like_autocast(bias))
 
     def _see_gradients(self, y: torch.Tensor, x: torch.Tensor | None, weight: torch.Tensor | None) -> None:
@@ -101,12 +101,12 @@ class ResultObserver:
                 self._checks.mark_not_computed(product)
             elif place is None:
                 self._checks.mark_uncheckable(product, INSIDE)
-            elif not found.needs(place):
+            elif not found.needs_input_gradient(place):
                 self._checks.mark_not_computed(product)
         mode = None
         if is_summed_over_ranks(self._gemm.module, "dgrad") and weight is not None and weight.dim() == 2:
             mode = UnreducedResultMode(self._checks, "dgrad", (y.numel() // max(y.shape[-1], 1), weight.shape[1]))
-        fused = MainGrad(self._gemm, self._checks, find_backward_state(y)) if adds_to_main_grad(self._gemm.module) else None
+        fused = MainGradWatcher(self._gemm, self._checks, find_backward_state(y)) if adds_to_main_grad(self._gemm.module) else None
         around = [part for part in (mode, fused) if part is not None]
 
         def begin(grads: Any) -> None:
@@ -119,7 +119,7 @@ class ResultObserver:
                 for part in around:
                     part.end()
 
-        watch_node(self._dispatcher, partial(self._guard, _LOOKING), found, self._take, begin, end)
+        watch_product_gradients(self._dispatcher, partial(self._guard, _LOOKING), found, self._take, begin, end)
 
     def _see_multiplied_gradient(self, grads: Any) -> None:
         if find_emulation(self._gemm.module) is None and grads and isinstance(grads[0], torch.Tensor):
@@ -142,7 +142,7 @@ class ResultObserver:
 
     def _take(self, product: str, grad: torch.Tensor | None) -> None:
         with self._guard(_LOOKING):
-            if self._checks.is_returned(product):
+            if self._checks.has_result(product):
                 return
             mine = grad if grad is None or product == "wgrad" else self._part_of_sequence("row", self._mine(grad))
             if mine is None:
@@ -174,7 +174,7 @@ class UnreducedResultMode(CollectiveMode):
                 self._checks.add_product_result(self._product, x)
 
 
-class MainGrad:
+class MainGradWatcher:
     """The gradient of a weight that a GEMM adds to `main_grad` instead of passing it to autograd."""
 
     def __init__(self, gemm: Gemm, checks: ProductChecks, call: Any) -> None:
@@ -189,7 +189,7 @@ class MainGrad:
     def begin(self) -> None:
         """Copy the gradient before the GEMM runs."""
         grad = self._gradient()
-        self._before = None if grad is None or self._overwrites else self._checks.block(grad)
+        self._before = None if grad is None or self._overwrites else self._checks.copy_compared_block(grad)
 
     def end(self) -> None:
         """Pass on the gradient after the GEMM has run."""

@@ -161,10 +161,10 @@ def _share_errors(outputs: pl.DataFrame, verification: pl.DataFrame) -> dict[str
     rounding = (known.filter(known.is_finite()) ** 2).mean()
     if isinstance(rounding, float):
         parts["of accumulation and rounding"] = rounding
-    return compute_shares(parts)
+    return compute_percentages(parts)
 
 
-def compute_shares(parts: Mapping[str, float]) -> dict[str, float]:
+def compute_percentages(parts: Mapping[str, float]) -> dict[str, float]:
     """Return each part in percent of the total, largest first. Return no parts if the total is zero."""
     total = sum(parts.values())
     shares = {what: 100 * value / total for what, value in parts.items()} if total > 0 else {}

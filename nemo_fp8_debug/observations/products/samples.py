@@ -26,7 +26,7 @@ from ...kernels import quantize_dequantize
 from ...numerics.block_scaling import BlockScalingRule, view_as_matrix
 from ...numerics.gemm_error import PRODUCTS, ProductTerms, RowSample, Side, compute_current_scale, sample_indices, copy_quantized_rows
 from ...numerics.tensor_scaling import CurrentScaling
-from .checks import CheckQueue, MultipliedRows, ProductChecks
+from .checks import CheckQueue, MultipliedOperandRows, ProductChecks
 from .results import ResultObserver, UnreducedResultMode
 from .verification import BY_CHANCE, STORED, UNKNOWN_CAST, UNKNOWN_COPY
 
@@ -39,7 +39,7 @@ def _scale(m: torch.Tensor, cast: CastInUse) -> torch.Tensor | BlockScalingRule:
 
 
 @dataclass(frozen=True)
-class ProductOptions:
+class ProductMeasurementOptions:
     """The measurements of products to make in addition to observing operands."""
 
     #: number of rows and columns of each product to measure errors on
@@ -50,7 +50,7 @@ class ProductOptions:
     keeps_gradients: bool = False
 
     @property
-    def rows(self) -> int:
+    def copied_rows(self) -> int:
         """Number of rows and columns to copy. Both measurements use the same rows and columns."""
         return max(self.errors, self.verify)
 
@@ -61,17 +61,17 @@ class _Kept:
 
     #: the rows and their quantized values, or None if they are not needed or not known
     rows: RowSample | None
-    used: MultipliedRows
+    used: MultipliedOperandRows
 
 
-class Products:
+class GemmProducts:
     """The three products of one GEMM in the first counted call of a step."""
 
     def __init__(
         self,
         gemm: Gemm,
         operands: Mapping[str, OperandAccumulator],
-        chosen: ProductOptions,
+        chosen: ProductMeasurementOptions,
         step: int,
         guard: Callable[[str], AbstractContextManager[None]],
         queue: CheckQueue,
@@ -95,7 +95,7 @@ class Products:
         #: rows of this call's dW, computed exactly and from quantized operands, kept until the optimizer has stepped
         self.weight_gradient: tuple[torch.Tensor, torch.Tensor] | None = None
         self._counted = False
-        self._checks = ProductChecks(chosen.rows, step, queue) if chosen.verify else None
+        self._checks = ProductChecks(chosen.copied_rows, step, queue) if chosen.verify else None
         self._results: ResultObserver | None = None
 
     def add_operand(self, role: str, x: torch.Tensor, call: int, use: CastInUse | None) -> None:
@@ -145,7 +145,7 @@ class Products:
         results, self._results = self._results, None
         if results and call == self._call:
             with self._guard("while looking at what a GEMM returned"):
-                results.see(given, weight, out)
+                results.observe_output(given, weight, out)
 
     def _take(self, role: str, m: torch.Tensor, use: CastInUse) -> None:
         scales: dict[int, torch.Tensor | BlockScalingRule] = {}  # most operands have the same cast in both of their products
@@ -155,7 +155,7 @@ class Products:
                 if side[0] != role or product in self._done:
                     continue
                 of = m.t() if side[1] else m
-                at = sample_indices(len(of), self._chosen.rows, m.device, self._step, bool(second))
+                at = sample_indices(len(of), self._chosen.copied_rows, m.device, self._step, bool(second))
                 rows = None
                 if cast is not None and use.source != "stored" and (self._chosen.errors or _is_quantized(cast)):
                     if id(cast) not in scales:
@@ -174,22 +174,22 @@ class Products:
         scale: torch.Tensor | BlockScalingRule | None,
         use: CastInUse,
         cast: CastInUse | None,
-    ) -> MultipliedRows:
+    ) -> MultipliedOperandRows:
         """Return the rows in the form in which the GEMM multiplies them."""
         if not self._checks:
-            return MultipliedRows(None, len(of))
+            return MultipliedOperandRows(None, len(of))
         if reason := _untold(side, use, cast):
-            return MultipliedRows(None, len(of), reason)
+            return MultipliedOperandRows(None, len(of), reason)
         assert cast is not None
         if use.decoded is not None:
             codes = view_as_matrix(use.decoded.values)
-            return MultipliedRows((codes.t() if side[1] else codes).index_select(0, at), len(of), quantized=True)
+            return MultipliedOperandRows((codes.t() if side[1] else codes).index_select(0, at), len(of), quantized=True)
         if not _is_quantized(cast):
-            return MultipliedRows(cast_like_autocast(of.index_select(0, at) if rows is None else rows.values), len(of))
+            return MultipliedOperandRows(cast_like_autocast(of.index_select(0, at) if rows is None else rows.values), len(of))
         assert rows is not None and scale is not None
         if not find_emulation(self._gemm.module):
-            return MultipliedRows(rows.quantized, len(of), quantized=True)
-        return MultipliedRows(_emulated(side, of, at, rows, scale, cast), len(of))
+            return MultipliedOperandRows(rows.quantized, len(of), quantized=True)
+        return MultipliedOperandRows(_emulated(side, of, at, rows, scale, cast), len(of))
 
     def _multiply(self, product: str, first: Side, second: Side) -> None:
         """Compute a product once both operands have arrived. Operands whose summed dimensions differ give no product."""
@@ -210,7 +210,7 @@ class Products:
         """Replace each sum by the result of `to`."""
         self._sums = {product: to(sums) for product, sums in self._sums.items()}
 
-    def sums(self) -> dict[tuple[str, str], torch.Tensor]:
+    def collect_output_sums(self) -> dict[tuple[str, str], torch.Tensor]:
         """Return this rank's `OutputSums` in host memory.
 
         Return an empty mapping if this rank's X and dY are copies of tensors that another rank counts.
@@ -219,7 +219,7 @@ class Products:
             return {}
         return {(self.name, product): torch.cat([sums.cpu(), torch.ones(1)]) for product, sums in self._sums.items()}
 
-    def checks(self) -> dict[tuple[str, str], torch.Tensor]:
+    def collect_product_checks(self) -> dict[tuple[str, str], torch.Tensor]:
         """Return this rank's `ProductChecks.collect_product_errors`, even if its operands are counted on another rank."""
         return (
             {(self.name, product): found for product, found in self._checks.collect_product_errors().items()}

@@ -30,7 +30,7 @@ _MULTIPLIER, _OFFSET = -7046029254386353131, 1442695040888963407  # 2^64 / golde
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
 
 
-def checksum(x: torch.Tensor) -> torch.Tensor:
+def compute_checksum(x: torch.Tensor) -> torch.Tensor:
     """Return the checksum of a tensor's bits and positions, an int64 scalar on its device, without host synchronization.
 
     A change of a single value always changes the checksum: each value is multiplied by its own odd number, modulo 2^64.
@@ -49,7 +49,7 @@ def checksum(x: torch.Tensor) -> torch.Tensor:
     return total + len(bits)
 
 
-class ReplicaChecks:
+class ReplicaChecksums:
     """Checksums of one sampled step on this rank."""
 
     def __init__(
@@ -83,7 +83,7 @@ class ReplicaChecks:
         with self._guard(_COMPARING):
             part = None if is_dtensor(x) or self._alone else find_replica_part_index(self._gemms[name].module, role)
             if part is not None and x.numel():
-                self._found[name, role] = part, checksum(x)
+                self._found[name, role] = part, compute_checksum(x)
             if role == "weight":
                 self._see_master(self._gemms[name])
 

@@ -10,11 +10,11 @@ from ...capture.device_to_host import Move
 from ...capture.gemms import is_observed_in_forward
 from ...capture.operands import OperandAccumulator
 from ...core.keys import Key
-from ...core.observation import Arrays, CombinedObservations, Lanes, Observation, SamplePlan
+from ...core.observation import Arrays, CombinedObservations, Lanes, FeatureObservation, AgreedSampleSettings
 from ...core.table import Columns
 from ...monitor.open_step import OpenStep, RunSetup, StepObserver
-from .checksums import ReplicaChecks
-from .comparison import Checksums, ReplicaComparison, ReplicaResult, replica_columns
+from .checksums import ReplicaChecksums
+from .comparison import Checksums, ReplicaReduction, ReplicaResult, make_replica_columns
 from .table import TABLES
 
 _Compared = Mapping[tuple[str, str], ReplicaResult]
@@ -24,7 +24,7 @@ def make_observation(setup: RunSetup) -> ReplicaObservation | None:
     """Return the observation of copies, or None if it is not enabled."""
     if not setup.config.replicas:
         return None
-    return ReplicaObservation(ReplicaComparison(setup.gemms, setup.parts, setup.ranks.rank))
+    return ReplicaObservation(ReplicaReduction(setup.gemm_names, setup.parts, setup.ranks.rank))
 
 
 class ReplicaStep(StepObserver):
@@ -32,7 +32,7 @@ class ReplicaStep(StepObserver):
 
     def __init__(self, step: OpenStep) -> None:
         gemms = {sink.gemm.name: sink.gemm for sink in step.sinks.values() if not is_observed_in_forward(sink.gemm)}
-        self.checks = ReplicaChecks(list(gemms.values()), step.watched.model.masters, step.guard, step.watched.world == 1)
+        self.checks = ReplicaChecksums(list(gemms.values()), step.watched.model.masters, step.guard, step.watched.world == 1)
         step.copies = self.checks
 
     def subscribe(self, step: OpenStep) -> None:
@@ -44,45 +44,45 @@ class ReplicaStep(StepObserver):
         self.checks.move(to)
 
 
-class ReplicaObservation(Observation):
+class ReplicaObservation(FeatureObservation):
     """Checksums of copies, compared over ranks."""
 
     name = "replicas"
 
-    def __init__(self, comparison: ReplicaComparison) -> None:
+    def __init__(self, comparison: ReplicaReduction) -> None:
         self._copies = comparison
 
     def start_observer(self, step: OpenStep) -> ReplicaStep:
         """See `Observation`."""
         return ReplicaStep(step)
 
-    def collect(self, mine: ReplicaStep | None, operands: Sequence[OperandAccumulator]) -> Checksums:
+    def collect_results(self, mine: ReplicaStep | None, operands: Sequence[OperandAccumulator]) -> Checksums:
         """See `Observation`."""
         return mine.checks.collect_checksums() if mine else {}
 
-    def pack(self, plan: SamplePlan, found: Checksums | None, expected: Collection[Key]) -> Arrays:
+    def pack_results(self, plan: AgreedSampleSettings, found: Checksums | None, expected: Collection[Key]) -> Arrays:
         """See `Observation`."""
-        return {"slots": self._copies.slots(found or {})}
+        return {"slots": self._copies.list_slot_checksums(found or {})}
 
     def collect_maxima(self, packed: Arrays) -> torch.Tensor:
         """See `Observation`."""
         return self._copies.collect_maxima(packed["slots"])
 
-    def sums(self, plan: SamplePlan, packed: Arrays, extremes: torch.Tensor) -> Lanes:
+    def collect_sums(self, plan: AgreedSampleSettings, packed: Arrays, extremes: torch.Tensor) -> Lanes:
         """See `Observation`."""
-        return {5: self._copies.rows(packed["slots"], extremes).flatten()}
+        return {5: self._copies.collect_sums(packed["slots"], extremes).flatten()}
 
-    def combine_all_ranks(self, plan: SamplePlan, sums: Lanes, extremes: torch.Tensor) -> _Compared:
+    def combine_all_ranks(self, plan: AgreedSampleSettings, sums: Lanes, extremes: torch.Tensor) -> _Compared:
         """See `Observation`."""
         return self._copies.unpack_all_ranks(sums[5], extremes)
 
     def compute_single_rank_result(self, found: Checksums) -> _Compared:
         """Return the comparisons within this rank: weights with their masters."""
-        slots = self._copies.slots(found)
+        slots = self._copies.list_slot_checksums(found)
         extremes = self._copies.collect_maxima(slots)
-        copies = self._copies.unpack_all_ranks(self._copies.rows(slots, extremes).flatten(), extremes)
+        copies = self._copies.unpack_all_ranks(self._copies.collect_sums(slots, extremes).flatten(), extremes)
         return {key: compared for key, compared in copies.items() if compared.ranks}
 
-    def rows(self, sampled: CombinedObservations) -> dict[str, Columns]:
+    def make_table_rows(self, sampled: CombinedObservations) -> dict[str, Columns]:
         """See `Observation`."""
-        return {TABLES[0].name: replica_columns(sampled.whole[self.name], sampled.kinds)}
+        return {TABLES[0].name: make_replica_columns(sampled.whole[self.name], sampled.kinds)}

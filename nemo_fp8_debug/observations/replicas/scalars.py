@@ -16,5 +16,5 @@ def add_scalars(sample: Sample, tags: Tags) -> None:
 
 def add_summary(sample: Sample, summary: StepSummary) -> None:
     """Add the number of tensors whose copies differ."""
-    if apart := sample.table(TABLES[0].name).get("ranks_apart"):
+    if apart := sample.get_table(TABLES[0].name).get("ranks_apart"):
         summary.scalars["replicas_apart"] = sum(bool(count) for count in apart)

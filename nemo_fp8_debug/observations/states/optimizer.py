@@ -82,7 +82,7 @@ class UpdateSample:
         self._before = self._held(weight, first, second)
         self._gradient = self._picked(gradient)
 
-    def sums(
+    def compute_update_sums(
         self, adam: Adam, weight: Any, first: Any, second: Any, products: tuple[torch.Tensor, torch.Tensor] | None
     ) -> torch.Tensor:
         """Return the result of `update_sums`. Call this after the optimizer's step."""
@@ -100,7 +100,7 @@ class UpdateSample:
         return x.detach().index_select(0, rows).index_select(1, columns).double()
 
 
-def update_columns(stats: Sequence[OperandStats]) -> dict[str, dict[str, float | None]]:
+def make_update_columns(stats: Sequence[OperandStats]) -> dict[str, dict[str, float | None]]:
     """Return `UPDATE_METRICS` of the weights whose steps were compared with exact ones, by layer."""
     known = [(s.key[0], s.further) for s in stats if s.key[1] == "update" and s.further is not None and s.further[0] > 0]
     return {layer: of_update(sums) for layer, sums in known}
@@ -139,7 +139,7 @@ _GRADIENT = "weight_gradient"
 _NOT_WHOLE = (LookupError, TypeError)
 
 
-def state_operands(
+def make_state_operands(
     gemms: Sequence[Gemm],
     roles: Sequence[str],
     what_if: Sequence[Recipe],
@@ -196,7 +196,7 @@ class StateCapture:
         """True if no optimizer updated any of the weights."""
         return bool(self._gemms) and not self._stepped
 
-    def see_gradients(self, found: Sequence[WeightGradient]) -> None:
+    def count_gradients(self, found: Sequence[WeightGradient]) -> None:
         """Count gradients, replacing earlier gradients of the same weights."""
         for names, x in found:
             for key in [(name, _GRADIENT) for name in names if (name, _GRADIENT) in self._operands]:
@@ -243,7 +243,7 @@ class StateCapture:
         if sample and adam and operand.calls:  # otherwise another rank counts the step
             with self._guard(_LOOKING), contextlib.suppress(*_NOT_WHOLE):
                 held = _held(stepped, optimizer)
-                operand.add_call_sums(sample.sums(adam, *held, self._products(stepped.name)))
+                operand.add_call_sums(sample.compute_update_sums(adam, *held, self._products(stepped.name)))
 
     def _take_state(self, stepped: OptimizerWeight, role: str, optimizer: Any) -> None:
         state = optimizer.state.get(stepped.parameter, {})

@@ -17,7 +17,7 @@ from ...analysis.runs.metrics import IS_NONFINITE
 from ...analysis.runs.run import Run
 from ...core.keys import SHOWN_AS, STATES
 from ...core.text import format_number
-from ..products.rule import compute_shares
+from ..products.rule import compute_percentages
 from .table import TABLES
 
 #: names of the parts of a step's error
@@ -122,7 +122,7 @@ def describe_culprit(found: Finding, records: Records) -> Iterator[str]:
     parts = {what: float(value) for what, value in squares.items() if isinstance(value, float)}
     both = (rows["update_error"] ** 2).mean()
     assert isinstance(both, float)
-    shares = compute_shares(parts | {"joint": both - sum(parts.values())})
+    shares = compute_percentages(parts | {"joint": both - sum(parts.values())})
     if shares:
         told = ", ".join(f"{share:.0f}% {what}" for what, share in shares.items())
         without = "" if "of dW" in shares else " (the part of dW is not known)"

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ...core.sample import Recorder, Sample
-from ...core.threads import Worker
+from ...core.threads import WorkerThread
 from ...errors import warn
 from ..scalars import LayerMap, Overview, ScalarRecorder
 from .sinks import PREFIX, Sink
@@ -123,7 +123,7 @@ class LoggerThread:
 
     def __init__(self, sink: Sink) -> None:
         self.sink = sink
-        self._worker = Worker(f"nemo_fp8_debug {sink.name}")
+        self._worker = WorkerThread(f"nemo_fp8_debug {sink.name}")
         self._waiting: deque[Future[None]] = deque()
         self._began = 0.0
         self._usable = True

@@ -10,7 +10,7 @@ import numpy as np
 import polars as pl
 
 from ...analysis.loss.curve import LossCurve
-from ...core.scale_sources import classify_sources, describe_quantization
+from ...core.scale_sources import classify_run_quantization, describe_quantization
 from ...errors import capture_warnings
 from ...record.reader import read_fingerprint, read_table
 from ...record.storage import Storage
@@ -92,7 +92,7 @@ def find_quantization(parts: PartMatrices, run: Storage, index: RecordIndex, fin
     """Return `classify_sources` of the newest readable part, or None if no part is readable."""
     for part in index.newest_first:
         if sources := parts.read_unless_damaged(run, part, "scale_source", partial(parts.texts, run, part, "scale_source")):
-            return classify_sources({sources.known[code] for code in np.unique(sources.codes)} - {None}, fingerprint)
+            return classify_run_quantization({sources.known[code] for code in np.unique(sources.codes)} - {None}, fingerprint)
     return None
 
 

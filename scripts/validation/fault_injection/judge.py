@@ -34,7 +34,7 @@ from nemo_fp8_debug.analysis.diagnosis.diagnose import judge_facts
 from nemo_fp8_debug.analysis.diagnosis.diagnosis import Diagnosis
 from nemo_fp8_debug.analysis.diagnosis.facts import Facts, Records
 from nemo_fp8_debug.analysis.diagnosis.narrator import tell_advice, tell_headline, tell_verdict
-from nemo_fp8_debug.core.layer_names import aggregate_key
+from nemo_fp8_debug.core.layer_names import find_aggregate_key
 
 #: `near`: the same batches; `none`: none, with the bands of the package, of clean runs below part 200; `families`: none,
 #: with bands of the other families
@@ -74,7 +74,7 @@ class Judged:
     def located(self) -> bool:
         """Whether an operand is named that it sits in; of one of several experts all of them together, too."""
         known = {tuple(culprit) for culprit in self.truth["culprits"]}
-        return self.culprit is not None and self.culprit in known | {aggregate_key(*culprit) for culprit in known}
+        return self.culprit is not None and self.culprit in known | {find_aggregate_key(*culprit) for culprit in known}
 
     @property
     def names_operand(self) -> bool:

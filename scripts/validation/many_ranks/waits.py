@@ -63,11 +63,11 @@ class Scheduled(WaitTimes):
 
     @contextlib.contextmanager
     def waiting(self, what: str) -> Iterator[None]:
-        before, total = waited_for_core(), self.total
-        with super().waiting(what):
+        before, total = waited_for_core(), self.total_seconds
+        with super().measure_wait(what):
             yield
         found = self.by_step.setdefault(self._number, [0.0, 0.0])
-        found[0] += self.total - total
+        found[0] += self.total_seconds - total
         found[1] += waited_for_core() - before
 
 

@@ -105,7 +105,7 @@ def test_errors_of_outputs_are_those_of_torchaos_products(name: str) -> None:
     """The whole of each output, from the codes that torchao multiplied; none of a product in high precision."""
     given = operands(33, 100, 48, torch.bfloat16)
     samples, theirs = run(layer_of(name, given), given, output_rows=1000)
-    outputs = samples.samples[0].table("outputs")
+    outputs = samples.samples[0].get_table("outputs")
     found = dict(zip(outputs["product"], outputs["relative_error"], strict=True))
     x, w, dy = (given[role].double() for role in ("input", "weight", "grad_output"))
     exact = {"fprop": x @ w.t(), "dgrad": dy @ w, "wgrad": dy.t() @ x}

@@ -191,7 +191,7 @@ def test_mxfp8_in_its_emulation_is_measured_by_the_codes_that_torchao_multiplies
         values = theirs.qdata.double() * scale.view(theirs.qdata.shape)
         assert row["mse"] == pytest.approx(float((given[role].double() - values).square().mean()), rel=1e-12)
         assert row["underflow_pct"] == 100 * float(((given[role] != 0) & (values == 0)).double().mean())
-    assert set(samples.samples[0].table("outputs")["product"]) == {"fprop", "dgrad"} | (
+    assert set(samples.samples[0].get_table("outputs")["product"]) == {"fprop", "dgrad"} | (
         set() if wgrad_with_hp else {"wgrad"}
     )
 

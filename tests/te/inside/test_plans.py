@@ -16,7 +16,7 @@ from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScalin
 
 from nemo_fp8_debug import ConfigError, FP8DebugWarning
 from nemo_fp8_debug.capture.gemms import find_gemms
-from nemo_fp8_debug.interventions.transformer_engine import EngineChanges, te_recipe
+from nemo_fp8_debug.interventions.transformer_engine import EngineChanges, make_te_recipe
 from nemo_fp8_debug.numerics.recipe import parse_recipe
 from nemo_fp8_debug.plan.plan import Change, Plan
 from nemo_fp8_debug.record.reader import read_table
@@ -268,12 +268,12 @@ def test_megatron(options: dict[str, Any]) -> None:
     ],
 )
 def test_options_of_block_recipes_reach_transformer_engine(name: str, fields: dict[str, Any]) -> None:
-    made = te_recipe(parse_recipe(name))
+    made = make_te_recipe(parse_recipe(name))
     assert {field: getattr(made, field) for field in fields} == fields
 
 
 def test_block_dimensions_that_transformer_engine_does_not_multiply_are_refused() -> None:
     with pytest.raises(ConfigError, match="2D by 2D"):
-        te_recipe(parse_recipe("blockwise(dimensions=2)"))
+        make_te_recipe(parse_recipe("blockwise(dimensions=2)"))
     with pytest.raises(ConfigError, match="dimensions of blockwise are 3"):
         parse_recipe("blockwise(dimensions=3)")

@@ -9,7 +9,7 @@ import numpy as np
 import polars as pl
 
 from ....core.keys import ROLES, SHOWN_AS
-from ....core.table import load_modules
+from ....core.table import load_feature_modules
 from ...runs.metrics import IS_NONFINITE
 from ...runs.run import Run
 from ..facts import Facts, Records, define_fact, subtract_baseline_tensors
@@ -47,7 +47,7 @@ def nonfinite_values(records: Records) -> NonfiniteValues:
     """Return the first NaN or infinity of each kind of value, without those that also occur in the baseline."""
     run, baseline = records.run, records.baseline
     found = [*_of_operands(run, baseline), *_of_loss(run, baseline), *_of_norms(run, baseline)]
-    for module in load_modules("rule"):
+    for module in load_feature_modules("rule"):
         for rows in (module.find_nonfinite(run, baseline),) if hasattr(module, "find_nonfinite") else ():
             found += rows
     found = list({each.what: each for each in sorted(found, reverse=True)}.values())[::-1]

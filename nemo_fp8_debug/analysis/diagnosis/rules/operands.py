@@ -10,7 +10,7 @@ import numpy.typing as npt
 import polars as pl
 
 from ....core.keys import GRADIENTS, SHOWN_AS
-from ....core.layer_names import is_aggregate, name_aggregate
+from ....core.layer_names import is_expert_aggregate, find_expert_aggregate
 from ....core.scale_sources import QUANTIZED
 from ....core.text import format_number
 from ....numerics.limits import MADE_UP
@@ -524,11 +524,11 @@ def _outstanding_expert(
     Args:
         experts: single experts that are out of band.
     """
-    if not is_aggregate(layer) or experts.is_empty():
+    if not is_expert_aggregate(layer) or experts.is_empty():
         return None
     samples = run.metrics.steps
     soon = max(samples[samples > since][:2].tolist(), default=since)
-    of_layer = pl.col("layer").map_elements(name_aggregate, pl.String) == layer
+    of_layer = pl.col("layer").map_elements(find_expert_aggregate, pl.String) == layer
     rows = experts.filter(pl.col("role") == role, pl.col("onset") <= soon).filter(of_layer)
     each = rows.group_by("layer").agg(pl.col("onset").min(), pl.col("excess").max()).sort("excess", descending=True)
     alone = len(each) == 1 or (len(each) > 1 and each["excess"][0] > thresholds.TIMES_USUAL * each["excess"][1])

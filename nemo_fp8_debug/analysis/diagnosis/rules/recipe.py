@@ -9,7 +9,7 @@ import numpy as np
 import polars as pl
 
 from ....core.keys import SHOWN_AS, Key
-from ....core.scale_sources import select_quantized
+from ....core.scale_sources import select_quantized_sources
 from ... import thresholds
 from ...runs.grid import find_stretches
 from ...runs.metrics import Metrics
@@ -61,7 +61,7 @@ def find_recipe_changes(facts: Facts) -> Iterator[Finding]:
 def _list_quantized(metrics: Metrics) -> pl.DataFrame:
     """Return layer and role of operands that may be quantized in some sample. For other operands, we assume a recipe."""
     counts, none = metrics.counts("scale_source"), np.zeros(len(metrics.tensors), dtype=np.int64)
-    return metrics.tensors.filter(pl.Series(sum((counts[source] for source in select_quantized(counts)), none) > 0))
+    return metrics.tensors.filter(pl.Series(sum((counts[source] for source in select_quantized_sources(counts)), none) > 0))
 
 
 def _changed(metrics: Metrics) -> RecipeChange | None:

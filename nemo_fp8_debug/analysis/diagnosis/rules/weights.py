@@ -12,7 +12,7 @@ from typing import Generic, NamedTuple, TypeVar
 import numpy as np
 import polars as pl
 
-from ....core.layer_names import name_aggregate
+from ....core.layer_names import find_expert_aggregate
 from ....core.text import format_number
 from ... import thresholds
 from ...comparison.drift import read_depth
@@ -312,7 +312,7 @@ def _blocks(layers: Sequence[str]) -> dict[str, str]:
     of_depth: dict[int, list[str]] = defaultdict(list)
     for layer in layers:
         depth = read_depth(layer)
-        if depth is not None and not name_aggregate(layer):
+        if depth is not None and not find_expert_aggregate(layer):
             of_depth[depth].append(layer)
     return {layer: _shared_name(of) for of in of_depth.values() for layer in of}
 

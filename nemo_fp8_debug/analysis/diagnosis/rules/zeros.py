@@ -10,7 +10,7 @@ import numpy as np
 import polars as pl
 
 from ....core.keys import GRADIENTS, SHOWN_AS, Key
-from ....core.layer_names import name_aggregate
+from ....core.layer_names import find_expert_aggregate
 from ....numerics.limits import MADE_UP
 from ...runs.blocks import map_grid_slices, map_tensor_chunks
 from ...runs.grid import Grid, Ints
@@ -69,7 +69,7 @@ def find_zeros(facts: Facts) -> Iterator[Finding]:
     # A forward pass comes before its backward pass.
     for (since, role), zeros in sorted(groups.items(), key=lambda item: (item[0][0], item[0][1] in GRADIENTS)):
         rows = facts.tensors.filter(role=role)["layer"].to_list()
-        layers = [layer for layer in rows if name_aggregate(layer) is None]
+        layers = [layer for layer in rows if find_expert_aggregate(layer) is None]
         # The backward pass begins at the last layer, and a zero gradient spreads from there to the earlier layers.
         first = zeros[-1] if role in GRADIENTS else zeros[0]
         # A diverging loss gives at least one layer a nonzero gradient.
@@ -109,7 +109,7 @@ def is_zero(grid: Grid) -> Bools:
 
 def _find(metrics: Metrics) -> dict[Key, tuple[int, bool, bool]]:
     # A single expert may get no tokens, but all experts of a layer together always get tokens.
-    of_expert = pl.col("layer").map_elements(lambda layer: name_aggregate(layer) is not None, pl.Boolean)
+    of_expert = pl.col("layer").map_elements(lambda layer: find_expert_aggregate(layer) is not None, pl.Boolean)
     metrics = metrics.select_keeping_steps(metrics.tensors.filter(~of_expert))
     if metrics.is_empty() or metrics.tensors.is_empty():
         return {}

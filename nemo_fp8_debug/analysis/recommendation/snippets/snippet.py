@@ -7,7 +7,7 @@ import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from ....core.layer_names import name_aggregate
+from ....core.layer_names import find_expert_aggregate
 from ....numerics.recipe import Recipe
 from ..options import STAY, Option, resolve_recipe_cast
 from ..recommend import TensorFix
@@ -58,4 +58,4 @@ def find_module(layer: str) -> str:
 
     A grouped module runs all experts: `mlp.experts.linear_fc1.17` -> `mlp.experts.linear_fc1`.
     """
-    return (name_aggregate(layer) or layer).removesuffix(".*")
+    return (find_expert_aggregate(layer) or layer).removesuffix(".*")

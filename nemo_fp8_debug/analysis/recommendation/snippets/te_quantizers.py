@@ -18,7 +18,7 @@ from typing import Any
 import yaml
 
 from ....core.keys import ROLES, SHOWN_AS
-from ....core.layer_names import is_aggregate
+from ....core.layer_names import is_expert_aggregate
 from ....core.scale_sources import ENGINE
 from ....numerics.block_scaling import Float8BlockScaling, MXFP8Scaling
 from ....numerics.recipe import BF16_RECIPE, find_recipe
@@ -56,7 +56,7 @@ def read_casts(run: Run) -> dict[str, Casts | Unreadable]:
     rows = run.metrics.last(["recipe", "format", "scale_source"])
     found: dict[str, dict[str, Cast | None] | Unreadable] = {}
     for layer, role, name, fmt, source in rows.iter_rows():
-        if is_aggregate(layer) or role not in ROLES:
+        if is_expert_aggregate(layer) or role not in ROLES:
             continue
         module = find_module(layer)
         casts = found.setdefault(module, {})

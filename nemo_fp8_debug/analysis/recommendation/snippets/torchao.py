@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from ....core.keys import SHOWN_AS
-from ....core.layer_names import compile_patterns
+from ....core.layer_names import compile_layer_patterns
 from ....numerics.recipe import BF16_RECIPE
 from ..options import STAY, UNDO, Option
 from ..recommend import OPERANDS, READERS, Recommendation, TensorFix
@@ -83,7 +83,7 @@ def make_configuration(found: Recommendation) -> tuple[list[Snippet], list[str]]
     by_layer = {layer: i for i, (_, layers) in enumerate(entries) for layer in layers}
     findings: dict[str, list[TensorFix]] = {}
     for finding in found.to_change:
-        matches = compile_patterns([finding.layer])
+        matches = compile_layer_patterns([finding.layer])
         layers = [finding.layer] if finding.layer in by_layer else [layer for layer in by_layer if matches(layer)]
         if not layers:
             return [], [f"{NAME} is not written: the record has no configuration of a Float8Linear {finding.layer}."]
