@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.text import Text
 
 from ..analysis.comparison.compare import Comparison, compare
-from ..analysis.comparison.drift import describe_concentration
+from ..analysis.comparison.drift import describe_common_property
 from ..analysis.diagnosis.diagnose import diagnose, diagnose_comparison
 from ..analysis.diagnosis.diagnosis import Diagnosis
 from ..analysis.diagnosis.narrator import (
@@ -23,10 +23,10 @@ from ..analysis.diagnosis.narrator import (
     describe_step_distance,
     tell_advice,
     tell_conclusion,
-    tell_missed,
-    tell_next,
+    tell_possible_misses,
+    tell_next_step,
 )
-from ..analysis.diagnosis.ranking import order_by_harm
+from ..analysis.diagnosis.ranking import sort_rows_by_harm
 from ..analysis.loss.outcome import MAX_GAP
 from ..analysis.recommendation.options import Budget, WorstErrors
 from ..analysis.recommendation.recommend import Recommendation, TensorFix
@@ -36,7 +36,7 @@ from ..analysis.runs.cluster import on_cluster
 from ..analysis.runs.run import Run
 from ..analysis.story.story import draw_event_strip, story
 from ..analysis.story.summary import tell_conclusion as tell_comparison
-from ..analysis.story.summary import tell_tensors, to_json, write_markdown
+from ..analysis.story.summary import tell_drifted_tensors, serialize_comparison, write_markdown
 from ..core.keys import ROLES, SHOWN_AS, STATES, Key
 from ..core.table import load_feature_modules
 from ..core.text import ABSENT, ARROW, ELLIPSIS, TENSOR, TextColumn, format_count, format_number
@@ -116,7 +116,7 @@ def compare_command(
         for run_read in others:
             comparisons.append(compare(run_read, first, other, by, rename or ()))
             over()
-        ranked = [order_by_harm(found.tensors.to_dicts(), diagnose_comparison(found)) for found in comparisons]
+        ranked = [sort_rows_by_harm(found.tensors.to_dicts(), diagnose_comparison(found)) for found in comparisons]
     if html is not None:  # before we print, because a reader of the output may end this process
         from ..tensorboard_plugin.page.report import ReportSubject, write_report
 
@@ -124,7 +124,7 @@ def compare_command(
         with show_progress(f"writing {html}"):
             write_report(html, ReportSubject(first.path, paths, other.path if other else None, by, rename or ()))
     if as_json:
-        plain = [told | {"tensors": tensors} for told, tensors in zip(map(to_json, comparisons), ranked, strict=True)]
+        plain = [told | {"tensors": tensors} for told, tensors in zip(map(serialize_comparison, comparisons), ranked, strict=True)]
         print_json(plain[0] if len(plain) == 1 else {"comparisons": plain})
     else:
         for found, tensors in zip(comparisons, ranked, strict=True):
@@ -137,7 +137,7 @@ def compare_command(
 def _read_runs(paths: list[Path], by: str) -> list[Run]:
     """Read several runs in parallel. Leave out samples of skipped steps, as `diagnose` does."""
     with ThreadPoolExecutor() as pool:
-        return list(pool.map(lambda path: Run.read(path, by).without_skipped(), paths))
+        return list(pool.map(lambda path: Run.read(path, by).drop_skipped_steps(), paths))
 
 
 def _print_comparison(found: Comparison, tensors: Sequence[Mapping[str, Any]], top: int | None) -> None:
@@ -153,9 +153,9 @@ def _print_comparison(found: Comparison, tensors: Sequence[Mapping[str, Any]], t
     order = found.out_of_band if top is None else found.out_of_band.head(top)
     _print_order(out, order, found.run.unit)
     for module in load_feature_modules("two_runs"):
-        rows = found.features[module.NAME]
+        rows = found.feature_comparisons[module.NAME]
         _print_feature(out, module, rows if top is None else rows.head(top))
-    settings = found.differences().to_dicts()
+    settings = found.list_setting_differences().to_dicts()
     told = [row for row in settings if row["telling"]][:top] if top is not None else settings
     _print_differences(out, told)
     left = {"tensor": len(tensors) - len(tensors[:top]), "row of the order": len(found.out_of_band) - len(order)}
@@ -163,7 +163,7 @@ def _print_comparison(found: Comparison, tensors: Sequence[Mapping[str, Any]], t
     if top is None:
         _print_groups(out, found)
         _print_other_formats(out, _tried_states(found))
-    sentences = tell_tensors(found) if top is None else describe_concentration(found.tensors)
+    sentences = tell_drifted_tensors(found) if top is None else describe_common_property(found.tensors)
     if sentences:
         out.print()
         print_text(out, " ".join(sentences))
@@ -183,7 +183,7 @@ def _print_losses(out: Console, found: Comparison) -> None:
         *(TextColumn("above baseline since"), TextColumn("rises since"), TextColumn("record", "name", rank=1)),
     )
     rows = []
-    for name, run in to_json(found)["runs"].items():
+    for name, run in serialize_comparison(found)["runs"].items():
         at, lowest = run["lowest_loss"] or (None, None)
         losses = format_number(lowest, digits=4), _show_step(at), format_number(run["final_loss"], digits=4)
         since = [_show_step(run[key]) for key in ("above_baseline_since", "diverged_at")]
@@ -225,7 +225,7 @@ def _print_groups(out: Console, found: Comparison) -> None:
         *(TextColumn(f"first from {found.run.unit}"), TextColumn("median drift (log2)", rank=1)),
     )
     rows = []
-    for row in found.groups().iter_rows(named=True):
+    for row in found.count_out_of_band_groups().iter_rows(named=True):
         counts = f"{row['tensors']:,}", f"{row['out_of_band']:,}", _show_step(row["onset"])
         rows.append((row["by"], row["group"], *counts, format_number(row["drift_log2"])))
     print_table(out, "Groups of tensors", columns, rows)
@@ -244,7 +244,7 @@ def _print_feature(out: Console, module: ModuleType, rows: pl.DataFrame) -> None
 
 def _tried_states(found: Comparison) -> pl.DataFrame:
     """Return the errors of the optimizers' tensors under each format that was tried, worst first."""
-    rows = found.what_if().filter(pl.col("role").is_in(list(STATES)))
+    rows = found.list_what_if_metrics().filter(pl.col("role").is_in(list(STATES)))
     return rows.sort("relative_error", descending=True, nulls_last=True, maintain_order=True)
 
 
@@ -325,8 +325,8 @@ def _print_advice(found: Diagnosis, run: Path, baselines: Sequence[Path] | None)
     run.
     """
     runs = [str(run), *repeat_option("--baseline", baselines)]
-    if advice := " ".join(tell_next(found, found.advice)):
-        has_plan = found.fix is not None and found.fix.changes
+    if advice := " ".join(tell_next_step(found, found.advice)):
+        has_plan = found.fix is not None and found.fix.changes_cast
         print_next_step(make_console(), advice, ["recommend", *runs, "--output", "fix"] if has_plan else [])
     else:
         print_next_step(make_console(), command=["gate", *runs, "--max-gap", "0.5%"] if baselines else ["view", str(run)])
@@ -350,7 +350,7 @@ def _print_diagnosis(found: Diagnosis) -> None:
     print_table(out, "Findings that the verdict rests on", columns, rows[:_FINDINGS])
     if (left := len(rows) - _FINDINGS) > 0:
         print_text(out, f"and {left} more; --json prints them")
-    print_notes(out, [*tell_missed(found), *found.details, *found.notes])
+    print_notes(out, [*tell_possible_misses(found), *found.culprit_details, *found.notes])
 
 
 def _print_events(out: Console, events: Sequence[Mapping[str, Any]], unit: str) -> None:
@@ -415,7 +415,7 @@ def recommend_command(
         diagnosis = diagnose(run, baseline)
         over()
         found = diagnosis.recommend(budget, [_parse_operand(text) for text in operand or ()])
-    advice = [] if operand else tell_advice(diagnosis, diagnosis.find_fix(found))
+    advice = [] if operand else tell_advice(diagnosis, diagnosis.find_fix_of_blamed_tensor(found))
     output = output if found.plan.changes else None
     snippets = write_snippets(found, output) if output else make_snippets(found)
     if as_json:
@@ -425,8 +425,8 @@ def recommend_command(
     print_text(out, " ".join([*([] if operand else [tell_conclusion(diagnosis)]), _tell_changes(found, output)]))
     _print_recommendation(out, found, snippets, output)
     # If there is a plan, leave out advice on other things, such as a missing baseline.
-    is_about_plan = not found.plan.changes or diagnosis.find_fix(found) is not None
-    told = " ".join(tell_next(diagnosis, advice)) if is_about_plan else ""
+    is_about_plan = not found.plan.changes or diagnosis.find_fix_of_blamed_tensor(found) is not None
+    told = " ".join(tell_next_step(diagnosis, advice)) if is_about_plan else ""
     runs = [str(run), *repeat_option("--baseline", baseline)]
     if output:
         print_next_step(out, told, ["rescue", str(output / PLAN), "--", "COMMAND"])
@@ -454,7 +454,7 @@ def _parse_operand(text: str) -> Key:
 
 def _tell_changes(found: Recommendation, folder: Path | None) -> str:
     """Return a sentence: how many operands another cast helps, and whether the plan was written."""
-    n = sum(finding.changes for finding in found.findings)
+    n = sum(finding.changes_cast for finding in found.findings)
     if not found.findings and not found.notes:
         return "No recipe is to blame: there is nothing to change, and nothing was written."
     if not found.plan.changes:
@@ -474,7 +474,7 @@ def _print_recommendation(out: Console, found: Recommendation, snippets: list[Sn
 def _tell_recommendation(found: Recommendation, snippets: list[Snippet]) -> Iterator[str]:
     """Yield the notes to print below the tables."""
     if found.before is not None and found.after is not None:
-        of_what = "" if found.in_use else ", assuming that all measured GEMMs are quantized"
+        of_what = "" if found.is_run_quantized else ", assuming that all measured GEMMs are quantized"
         shares = f"{_show_share(found.before)} {ARROW} {_show_share(found.after)}"
         yield f"FP8 coverage, share of the GEMMs' FLOPs{of_what}: {shares}."
     if found.ends:
@@ -496,22 +496,22 @@ def _print_fixes(out: Console, found: Recommendation) -> None:
     columns = (
         *(*TENSOR, TextColumn("change", "text", least=14), TextColumn("why", "text", rank=1), TextColumn("relative error", rank=2)),
         *(TextColumn("underflow %", rank=3), TextColumn("overflow %", rank=5), TextColumn("coverage cost", rank=4)),
-        TextColumn("in use" if found.in_use else "measured under", "text", rank=6),
+        TextColumn("in use" if found.is_run_quantized else "measured under", "text", rank=6),
     )
     rows = []
     for finding in found.findings:
-        stay, chosen = finding.options[0], finding.chosen
+        stay, chosen = finding.options[0], finding.chosen_option
         metrics = [_show_change(finding, stay.errors, chosen.errors, name) for name in WorstErrors.__annotations__]
         cost = ABSENT if finding.cost is None else _show_share(finding.cost)
-        about = SHOWN_AS[finding.role], finding.layer, finding.change, finding.why
+        about = SHOWN_AS[finding.role], finding.layer, finding.change_description, finding.why
         rows.append((*about, *metrics, cost, stay.recipe))
     print_table(out, f"Cheapest changes within {bounds} (worst samples)", columns, rows)
 
 
 def _show_change(finding: TensorFix, now: WorstErrors | None, then: WorstErrors | None, name: str) -> str:
     shown = [format_number(getattr(errors, name) if errors else None) for errors in (now, then)]
-    about = "about " if finding.chosen.approximate and then is not None else ""
-    return f"{shown[0]} {ARROW} {about}{shown[1]}" if finding.changes else shown[0]
+    about = "about " if finding.chosen_option.approximate and then is not None else ""
+    return f"{shown[0]} {ARROW} {about}{shown[1]}" if finding.changes_cast else shown[0]
 
 
 def _show_share(share: float) -> str:

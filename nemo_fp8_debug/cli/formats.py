@@ -9,15 +9,15 @@ from typing import Annotated, Any
 import polars as pl
 import typer
 
-from ..analysis.checkpoint.audit import Audit, audit, lacks_scale
-from ..analysis.comparison.compare import split_off_experts
-from ..analysis.replay.replay import SOURCES, add_to_record, replay
+from ..analysis.checkpoint.audit import CheckpointAudit, audit, lacks_scale
+from ..analysis.comparison.compare import split_off_single_experts
+from ..analysis.replay.replay import SOURCES, write_replayed_rows, replay
 from ..core.keys import SHOWN_AS
 from ..core.layer_names import compile_layer_patterns
 from ..core.text import ABSENT, TENSOR, TextColumn, format_count, format_number
 from ..errors import ConfigError, RecordError
 from ..numerics.recipe import parse_recipe
-from ..record.reader import find_run
+from ..record.reader import find_record
 from .console import (
     AsWholeJson,
     Record,
@@ -71,7 +71,7 @@ def replay_command(
     if source not in SOURCES:
         raise ConfigError(f"--source {source!r}: expected {' or '.join(SOURCES)}")
     parsed = [parse_recipe(name) for name in recipe]
-    storage = find_run(run)
+    storage = find_record(run)
     recipes = ", ".join(wanted.name for wanted in parsed)
     print_text(make_console(stderr=True), f"replay adds rows under {recipes} to the table `replayed` of {storage}.")
     with show_progress(f"reading {run}", *(f"recomputing under {wanted.name}" for wanted in parsed)) as over:
@@ -81,7 +81,7 @@ def replay_command(
         for wanted in parsed:
             over()
             frames[wanted.name] = replay(storage, wanted, source, cluster)
-            add_to_record(storage, frames[wanted.name])
+            write_replayed_rows(storage, frames[wanted.name])
     added = sum(len(frame) for frame in frames.values()) - len(frames["in use"])
     if as_json:
         # One row for each tensor and recipe. The recipe `in use` means the scales of the run.
@@ -113,7 +113,7 @@ def _medians(frames: dict[str, pl.DataFrame]) -> dict[str, pl.DataFrame]:
 
 
 def _print_replayed(medians: dict[str, pl.DataFrame], top: int) -> None:
-    listed, experts = split_off_experts(medians["in use"])
+    listed, experts = split_off_single_experts(medians["in use"])
     what = format_count(len(listed), "tensor") + (", experts of a layer as one" if len(experts) else "")
     metrics = ("relative error", "underflow %", "overflow %")
     columns = [TextColumn(f"{metric} {name}", rank=rank) for rank, metric in enumerate(metrics) for name in medians]
@@ -170,7 +170,7 @@ def _parse_recipe(text: str) -> str | dict[str, Any]:
     return parsed
 
 
-def _print_audit(found: Audit, top: int) -> None:
+def _print_audit(found: CheckpointAudit, top: int) -> None:
     out, fp8 = make_console(), found.fp8_format.name
     read, *findings = found.verdict()
     for sentence in findings:

@@ -13,7 +13,7 @@ from ..core.text import ARROW, TextColumn, format_count, format_number
 from ..errors import ConfigError
 from ..numerics.metric_names import label_metric
 from ..record.imports import import_logs
-from ..record.merging import Compacted, TableSize, compact, copy_record
+from ..record.merging import CompactionResult, SizeOfTableParts, compact_record, copy_record
 from ..record.schema import SCHEMAS
 from ..record.views import sql_views
 from .console import AsJson, Record, make_console, print_json, print_next_step, print_notes, print_table, print_text, show_progress
@@ -147,21 +147,21 @@ def compact_command(
         if output:
             place = str(copy_record(run, output))
             over()
-        done = compact(place, every, killed, over)
+        done = compact_record(place, every, killed, over)
     if as_json:
         print_json({"run": str(done.run), "before": done.before, "after": done.after, "left_as_they_were": done.left})
     else:
         _print_sizes(done)
 
 
-def _print_sizes(done: Compacted) -> None:
+def _print_sizes(done: CompactionResult) -> None:
     out, before, after = make_console(), _add_up(done.before), _add_up(done.after)
     files = f"{format_count(before.files, 'file')} into {after.files:,}"
     sizes = f"{format_number(before.bytes / 1e6)} {ARROW} {format_number(after.bytes / 1e6)} MB"
     print_text(out, f"We merged {files} in {done.run}: {sizes}.")
     headings = ("files", "rows", "MB")
     columns = (TextColumn("table", "text"), *(TextColumn(f"{name} {when}") for name in headings for when in ("before", "after")))
-    rows = [_show_sizes(table, size, done.after.get(table, TableSize(0, 0, 0))) for table, size in done.before.items()]
+    rows = [_show_sizes(table, size, done.after.get(table, SizeOfTableParts(0, 0, 0))) for table, size in done.before.items()]
     print_table(out, "Tables", columns, [*rows, _show_sizes("all", before, after)])
     if done.left:
         parts = format_count(len(done.left), "part")
@@ -169,12 +169,12 @@ def _print_sizes(done: Compacted) -> None:
     print_next_step(out, command=["view", str(done.run)])
 
 
-def _add_up(sizes: dict[str, TableSize]) -> TableSize:
+def _add_up(sizes: dict[str, SizeOfTableParts]) -> SizeOfTableParts:
     found = list(sizes.values())
-    return TableSize(sum(s.files for s in found), sum(s.bytes for s in found), sum(s.rows for s in found))
+    return SizeOfTableParts(sum(s.files for s in found), sum(s.bytes for s in found), sum(s.rows for s in found))
 
 
-def _show_sizes(table: str, before: TableSize, after: TableSize) -> tuple[str, ...]:
+def _show_sizes(table: str, before: SizeOfTableParts, after: SizeOfTableParts) -> tuple[str, ...]:
     counts = (f"{count:,}" for count in (before.files, after.files, before.rows, after.rows))
     return table, *counts, *(format_number(size.bytes / 1e6) for size in (before, after))
 

@@ -17,9 +17,9 @@ from ..core.text import TextColumn, format_count, format_number
 from ..errors import ConfigError, RecordError, warn
 from ..options.control_file import NAME, ControlSettings
 from ..plan.plan import PLAN, TAKEN, Plan
-from ..record.reader import find_run, read_status
+from ..record.reader import find_record, read_status
 from ..record.schema import STATUS
-from ..record.storage import Storage
+from ..record.storage import FolderStorage
 from .console import AsJson, Record, make_console, print_json, print_next_step, print_table, print_text
 
 EXAMPLES = {
@@ -65,7 +65,7 @@ def control_command(
     Without options, you see the last change. A setting that you leave out returns to the value that the run started with.
     The run reads the settings before each sampled step.
     """
-    storage = find_run(run)
+    storage = find_record(run)
     given = {"interval": interval, "layers": layers, "roles": roles, "what_if": what_if, "dump": dump}
     wanted = {name: tuple(v) if isinstance(v, list) else v for name, v in given.items() if v}
     if reset or wanted or steps is not None:
@@ -85,7 +85,7 @@ def control_command(
         print_next_step(make_console(), command=["control", run, "--help"])
 
 
-def _tell_last_status(storage: Storage) -> str:
+def _tell_last_status(storage: FolderStorage) -> str:
     """Return a phrase that says when the run last wrote its status.
 
     Raises:
@@ -112,14 +112,14 @@ def _as_time(seconds: float) -> str:
         return "an unknown day"
 
 
-def _write(storage: Storage, text: str) -> None:
+def _write(storage: FolderStorage, text: str) -> None:
     try:
-        storage.write(NAME, text.encode())
+        storage.replace_file(NAME, text.encode())
     except Exception as error:  # each driver of a remote file system has its own errors
         raise RecordError(f"{storage.path(NAME)} cannot be written: {error}") from None
 
 
-def _read_status(storage: Storage) -> dict[str, Any]:
+def _read_status(storage: FolderStorage) -> dict[str, Any]:
     """Return the status of a run, with its control and dumps.
 
     Raises:
@@ -132,7 +132,7 @@ def _read_status(storage: Storage) -> dict[str, Any]:
         raise RecordError(f"{storage.path(STATUS)} cannot be read: {error}") from None
 
 
-def _print_status(storage: Storage) -> None:
+def _print_status(storage: FolderStorage) -> None:
     status = _read_status(storage)
     control, dump = status["control"], status["dump"]
     shown = {f"control: {k}": v for k, v in control.items() if k not in ("checksum", "written")}

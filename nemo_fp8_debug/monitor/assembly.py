@@ -18,14 +18,14 @@ from ..numerics.delayed_state import check_history_memory
 from ..options.config import Config
 from ..options.control_file import ControlSettings
 from ..options.trigger_rules import parse_trigger_rule
-from ..record.console_table import TableRecorder
-from ..record.dump import TensorDump
+from ..record.console_table import ConsoleTableRecorder
+from ..record.dump import TensorDumper
 from ..record.loggers.recorder import ComparisonPage, LoggerRecorder
 from ..record.loggers.sinks import choose_sinks
 from ..record.scalars import ScalarRecorder
-from ..record.storage import Storage
-from ..record.tensorboard import EventFile, TensorBoardRecorder
-from ..record.writer import RunRecord
+from ..record.storage import FolderStorage
+from ..record.tensorboard import EventFileWriter, TensorBoardRecorder
+from ..record.writer import RunRecordWriter
 from .delivery import SampleDelivery
 from .live_control import LiveControl
 from .model_scan import ModelScan
@@ -60,13 +60,13 @@ class RecordLocation:
     #: attempt number of the record
     attempt: int
     #: folder of dumps and the control file, or None
-    storage: Storage | None
+    storage: FolderStorage | None
 
     @classmethod
     def choose_location(cls, config: Config, recording: RecorderQueue) -> RecordLocation:
         """Return the folders that this rank would write to."""
-        records = [r for r in recording.recorders if isinstance(r, RunRecord)]
-        storage = None if config.output is None else Storage.of_run(config.output)
+        records = [r for r in recording.recorders if isinstance(r, RunRecordWriter)]
+        storage = None if config.output is None else FolderStorage.open_for_writing(config.output)
         storage = next((r.storage for r in records if r.storage == storage), storage)
         attempt = max((r.attempt for r in records), default=0)
         return cls(str(records[0].storage) if records else None, attempt, storage)
@@ -75,7 +75,7 @@ class RecordLocation:
         """Return the first rank's folders on all ranks, because the ranks' working directories may differ."""
         own = None if self.storage is None else str(self.storage)
         told = ranks.await_all_monitors({"attempt": self.attempt, "output": own})
-        other = None if told["output"] is None else Storage.of_run(told["output"])
+        other = None if told["output"] is None else FolderStorage.open_for_writing(told["output"])
         return RecordLocation(self.record, told["attempt"], self.storage if told["output"] == own else other)
 
 
@@ -103,7 +103,7 @@ def assemble_monitor(
     if storage is None and (config.dump or config.trigger_dump):
         raise ConfigError("dump and trigger_dump need an output folder")
     limits = config.dump_max_bytes, config.dump_min_free_bytes
-    dump = TensorDump(storage, ranks.rank, *limits, recording.submit_job, waits) if storage else None
+    dump = TensorDumper(storage, ranks.rank, *limits, recording.submit_job, waits) if storage else None
 
     check_history_memory(config.what_if_recipes, operands)
 
@@ -141,7 +141,7 @@ def make_chosen_recorders(own: Iterable[Recorder] | None, config: Config) -> Ite
     sinks = choose_sinks(config.logger_choices)
     yield from default_recorders(config) if own is None else own
     if sinks:
-        record = None if config.output is None else str(Storage(config.output))
+        record = None if config.output is None else str(FolderStorage(config.output))
         every_tensor = partial(ScalarRecorder, _not_written, config.max_tags) if config.log_every_tensor else None
         yield LoggerRecorder(sinks, ComparisonPage(config.report_baseline, record), every_tensor)
 
@@ -158,8 +158,8 @@ def default_recorders(config: Config) -> Iterator[Recorder]:
     """
     if config.output is None:
         raise ConfigError('Monitor needs the folder of the record: Monitor(model, "runs/a")')
-    record = RunRecord(config.output, config.histogram_interval)
+    record = RunRecordWriter(config.output, config.histogram_interval)
     yield record
-    yield TensorBoardRecorder(EventFile(record.storage), config.max_tags, log_losses=True)
+    yield TensorBoardRecorder(EventFileWriter(record.storage), config.max_tags, log_losses=True)
     if config.table_rows:
-        yield TableRecorder(config.table_rows)
+        yield ConsoleTableRecorder(config.table_rows)

@@ -15,7 +15,7 @@ from ..core.arguments import format_value, suggest_name
 from ..core.error_guard import ErrorGuard
 from ..core.sample import Sample
 from ..distributed import MonitoredRanks
-from ..record.dump import TensorDump
+from ..record.dump import TensorDumper
 from ..record.schema import STEP_SCALARS
 from .live_control import LiveControl
 from .pipeline import SamplePipeline, ReducedSample
@@ -37,7 +37,7 @@ class SampleDelivery:
         recording: RecorderQueue,
         pipeline: SamplePipeline,
         live_control: LiveControl,
-        dump: TensorDump | None,
+        dump: TensorDumper | None,
         errors: ErrorGuard,
         layers: Sequence[str] | None,
     ) -> None:

@@ -17,7 +17,7 @@ from ..distributed import MonitoredRanks
 from ..errors import warn
 from ..options.control_file import LONGEST, NAME, ControlSettings
 from ..record.schema import STATUS
-from ..record.storage import NotAFileError, Storage
+from ..record.storage import NotAFileError, FolderStorage
 from .schedule import SamplingSchedule, Triggers
 
 
@@ -29,7 +29,7 @@ class LiveControl:
         schedule: SamplingSchedule,
         triggers: Triggers,
         ranks: MonitoredRanks,
-        storage: Storage | None,
+        storage: FolderStorage | None,
         check: Callable[[ControlSettings], None],
         say: Callable[[str], None],
         waits: WaitTimes,
@@ -67,13 +67,13 @@ class LiveControl:
         """Read and parse the control file in the background before a sampled step."""
         if self._storage:
             try:
-                with self._storage.open_small(NAME) as opened:
+                with self._storage.open_file_in_one_request(NAME) as opened:
                     text = opened.read(LONGEST + 1).decode(errors="replace")
-                file = ControlFile(text, self._storage.modified(NAME))
+                file = ControlFile(text, self._storage.read_modification_time(NAME))
                 if self._read is None or file != self._read[0]:
                     self._read = file, self._understood(text)
             except FileNotFoundError:
-                if self._storage.is_anchored:
+                if self._storage.does_anchor_exist:
                     self._read = None
             except NotAFileError as error:
                 self._read = ControlFile(str(error), None), error
@@ -181,7 +181,7 @@ class LiveControl:
         if self._storage:
             self._status.step = self._status.step if step is None else step
             with contextlib.suppress(Exception):  # if the record cannot be written, it warns itself
-                self._storage.write(STATUS, self._status.format_status(dumped, self._waits.to_plain_values(), ended).encode())
+                self._storage.replace_file(STATUS, self._status.format_status(dumped, self._waits.to_plain_values(), ended).encode())
 
 
 @dataclass(frozen=True)
@@ -226,12 +226,12 @@ class Status:
         self._left_over: dict[str, Any] = self.control if "ignored" in self.control else {}
 
     @classmethod
-    def read(cls, storage: Storage | None) -> Status:
+    def read(cls, storage: FolderStorage | None) -> Status:
         """Read the status of a record. Return an empty status if the file cannot be used, because a run does not need it."""
         content: Any = {}
         with contextlib.suppress(Exception):
             if storage:
-                with storage.open_small(STATUS) as file:
+                with storage.open_file_in_one_request(STATUS) as file:
                     content = json.loads(file.read(LONGEST))
         return cls(content if isinstance(content, dict) else {})
 

@@ -24,7 +24,7 @@ from ..core.keys import ROLES, Key, list_roles
 from ..core.observation import FeatureObservation
 from ..distributed import MonitoredRanks, ShardGroup
 from ..options.config import Config
-from ..record.dump import TensorDump
+from ..record.dump import TensorDumper
 from .model_scan import ModelScan
 
 
@@ -55,7 +55,7 @@ class RunContext:
     world: int
     #: attempt number in this run's record
     attempt: int
-    dump: TensorDump | None
+    dump: TensorDumper | None
     errors: ErrorGuard
     #: features that are observed
     observations: Sequence[FeatureObservation]

@@ -117,7 +117,7 @@ class RecorderQueue:
             self._worker.close(PATIENCE)
         for recorder in self.recorders:
             if isinstance(recorder, LoggerRecorder):
-                recorder.finish(is_exception_underway())
+                recorder.finish_runs(is_exception_underway())
 
     def _enqueue(self, job: Callable[[], Record | None]) -> None:
         if self.stuck and len(self._pending) >= WAITING:

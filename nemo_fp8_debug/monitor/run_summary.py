@@ -14,7 +14,7 @@ from ..core.waits import WaitTimes
 from ..options.config import Config
 from ..record.console_table import print_safely
 from ..record.tensorboard import TensorBoardRecorder
-from ..record.writer import RunRecord
+from ..record.writer import RunRecordWriter
 
 
 class RunSummaryPrinter:
@@ -30,7 +30,7 @@ class RunSummaryPrinter:
             coverage: the fingerprint's section about coverage.
         """
         self._config, self._gemms, self._coverage = config, gemms, coverage
-        self._record = next((r for r in recorders if isinstance(r, RunRecord)), None) if config.table_rows else None
+        self._record = next((r for r in recorders if isinstance(r, RunRecordWriter)), None) if config.table_rows else None
         events = (r.folder for r in recorders if isinstance(r, TensorBoardRecorder) and r.folder)
         self._events = next(events, None)
         #: number of sampled steps that ended

@@ -38,7 +38,7 @@ def print_safely(text: str, file: TextIO | None = None) -> None:
     print(text.encode(encoding, PLAINLY).decode(encoding), file=file, flush=True)
 
 
-class TableRecorder(Recorder):
+class ConsoleTableRecorder(Recorder):
     """Prints the worst tensors: those with the most underflow and overflow first, then those with the largest relative
     error.
 
@@ -62,9 +62,9 @@ class TableRecorder(Recorder):
 
     def record(self, sample: Sample) -> None:
         """Print one sampled step."""
-        print_safely(self.table(sample), self._file)
+        print_safely(self.format_sample_table(sample), self._file)
 
-    def table(self, sample: Sample) -> str:
+    def format_sample_table(self, sample: Sample) -> str:
         """Return the table of one sampled step as text."""
         columns = sample.operand_columns
         known = classify_run_quantization(columns["scale_source"], self._fingerprint)

@@ -38,7 +38,7 @@ SPREAD: dict[str, Callable[[list[float]], float]] = {"smallest": min, "median": 
 _OF_UNCAST = ("amax", "underflow_pct", "relative_error")
 
 
-def make_tag(metric: str) -> str:
+def make_metric_tag(metric: str) -> str:
     """Return the name of a metric in tags."""
     return ON_LOG_AXES[metric][0] if metric in ON_LOG_AXES else metric
 
@@ -85,17 +85,17 @@ class ScalarRecorder(Recorder):
 
     def record(self, sample: Sample) -> None:
         """Write one sampled step."""
-        self._write(self.scalars(sample).values, sample.step)
+        self._write(self.collect_tags(sample).values, sample.step)
 
-    def scalars(self, sample: Sample) -> Tags:
+    def collect_tags(self, sample: Sample) -> ScalarTags:
         """Return the tags of a step."""
-        tags = Tags(self._budget, sample)
+        tags = ScalarTags(self._budget, sample)
         for module in load_feature_modules("scalars"):
             module.add_scalars(sample, tags)
         return tags
 
 
-class Tags:
+class ScalarTags:
     """The tags of one sampled step. Each feature adds its own tags."""
 
     def __init__(self, budget: TagBudget, sample: Sample) -> None:
@@ -110,7 +110,7 @@ class Tags:
         #: layers that have a tag, by (metric, role), worst first
         self.worst: dict[tuple[str, str], list[str]] = {}
 
-    def stream(self, metric: str, role: str, values: Mapping[str, float]) -> None:
+    def add_layer_metric(self, metric: str, role: str, values: Mapping[str, float]) -> None:
         """Add a metric of single layers, and the worst and the median of all layers.
 
         Args:
@@ -121,14 +121,14 @@ class Tags:
         ranked = sorted(values, key=lambda layer: sign * values[layer], reverse=True)
         chosen = self._budget.choose(metric, role, ranked, self._tensors)
         shown = [layer for layer in ranked if layer in chosen]
-        name, values = make_tag(metric), _on_axis(metric, values)
+        name, values = make_metric_tag(metric), _on_axis(metric, values)
         self.values |= {f"fp8_{name}/{role}/{layer}": values[layer] for layer in shown if layer in values}
         if single := [values[layer] for layer in ranked if layer in values and not is_expert_aggregate(layer)]:
             self.values[f"fp8/{name}/{role}/worst"] = single[0]
             self.values[f"fp8/{name}/{role}/median"] = statistics.median(single)
         self.worst[metric, role] = shown
 
-    def stream_products(self, columns: Columns, metric: str, name: str) -> None:
+    def add_product_metric(self, columns: Columns, metric: str, name: str) -> None:
         """Add a metric of the products of GEMMs.
 
         Args:
@@ -140,9 +140,9 @@ class Tags:
             if value is not None:
                 values[product][layer] = value
         for product, by_layer in values.items():
-            self.stream(name, product, by_layer)
+            self.add_layer_metric(name, product, by_layer)
 
-    def sum_up(self, values: Mapping[str, list[float]], kinds: Mapping[str, Callable[[list[float]], float]]) -> None:
+    def add_combined_tags(self, values: Mapping[str, list[float]], kinds: Mapping[str, Callable[[list[float]], float]]) -> None:
         """Add tags that combine the values of all layers.
 
         Args:
@@ -151,7 +151,7 @@ class Tags:
         """
         self.values |= {f"{tag}/{kind}": of(found) for tag, found in values.items() for kind, of in kinds.items()}
 
-    def sum_up_uncast(self, prefix: str, columns: Columns) -> None:
+    def add_uncast_tags(self, prefix: str, columns: Columns) -> None:
         """Add tags for tensors that the run does not quantize: the worst and the median value, as recorded and under each
         what-if recipe.
         """
@@ -163,7 +163,7 @@ class Tags:
             for metric, value in zip(_OF_UNCAST, found, strict=True):
                 if value is not None and math.isfinite(value):
                     values[f"{prefix}/{metric}/{role}{under}"].append(value)
-        self.sum_up(values, WORST)
+        self.add_combined_tags(values, WORST)
 
 
 def _on_axis(metric: str, values: Mapping[str, float]) -> Mapping[str, float]:
@@ -193,7 +193,7 @@ class StepSummary:
     texts: dict[str, str] = field(default_factory=dict)
 
 
-class Overview:
+class SampleSummarizer:
     """Summarizes samples one after the other. We keep the previous sample, because the early warning needs it."""
 
     def __init__(self) -> None:
@@ -201,7 +201,7 @@ class Overview:
         self._samples = 0
         self._before: Sample | None = None
 
-    def open(self, fingerprint: Mapping[str, Any]) -> None:
+    def read_observed_share(self, fingerprint: Mapping[str, Any]) -> None:
         """Read from the fingerprint which share of the model is observed."""
         coverage = fingerprint.get("coverage")
         share = coverage.get("share_not_observed") if isinstance(coverage, Mapping) else None
@@ -263,7 +263,7 @@ class LayerMap:
     rows: Sequence[Sequence[Any]]
 
     @classmethod
-    def map_layers(cls, sample: Sample) -> LayerMap:
+    def from_sample(cls, sample: Sample) -> LayerMap:
         """Make a row for each layer, in the order of the sample. Make one row for all experts of a layer."""
         columns, at = sample.operand_columns, dict[tuple[str, str], int]()
         for i, key in enumerate(zip(columns["layer"], columns["role"], strict=True)):

@@ -9,9 +9,9 @@ from tensorboard.plugins import base_plugin
 
 from ..analysis.formatting import make_jsonable
 from ..analysis.runs.run import UNITS
-from ..analysis.runs.settings import find_learning_rate_split, list_differences
+from ..analysis.runs.settings import find_learning_rate_split, list_setting_differences
 from ..errors import capture_warnings
-from ..record.reader import read_fingerprint, read_table
+from ..record.reader import read_fingerprint, read_table_rows
 from .cache import Cache
 from .jobs.job_queue import JobQueue
 from .records import metadata
@@ -242,8 +242,8 @@ class FP8Plugin(base_plugin.TBPlugin):  # type: ignore[misc]
             of_a = read_fingerprint(self._logdir.record(a))
             of_b = None if b is None else read_fingerprint(self._logdir.record(b))
             rates = None if b is None else find_learning_rate_split(*(self._learning_rates(name) for name in (b, a)))
-        rows = [] if of_b is None else list_differences(of_a, of_b).to_dicts()
+        rows = [] if of_b is None else list_setting_differences(of_a, of_b).to_dicts()
         return {"a": make_jsonable(of_a), "b": make_jsonable(of_b), "differences": rows, "learning_rates": rates}
 
     def _learning_rates(self, run: str) -> Any:
-        return read_table(self._logdir.record(run), "steps", ["step", "lr"])
+        return read_table_rows(self._logdir.record(run), "steps", ["step", "lr"])

@@ -16,10 +16,10 @@ from .._version import __version__
 from ..analysis.formatting import make_jsonable
 from ..core.scale_sources import HIGH_PRECISION
 from ..errors import RecordError, capture_warnings
-from ..record.parts import PartDamagedError, PartGoneError, order_newest_first, read_columns
+from ..record.parts import PartDamagedError, PartGoneError, order_newest_parts_first, read_part_columns
 from ..record.reader import read_fingerprint, read_status
-from ..record.schema import parse_attempt
-from ..record.storage import Storage
+from ..record.schema import parse_attempt_number
+from ..record.storage import FolderStorage
 from .cache import Cache, VerdictCache, find_cache_folder
 from .jobs.job_queue import JobQueue
 from .records.logdir import Logdir
@@ -85,32 +85,32 @@ def _describe(parts: PartMatrices, name: str, logdir: Logdir, in_haste: bool) ->
     return {"name": name, "state": state, **ends, **known, "why": None}
 
 
-def _updated(run: Storage, index: RecordIndex) -> float | None:
+def _updated(run: FolderStorage, index: RecordIndex) -> float | None:
     """Return the time at which the newest part was written."""
     # If the part is missing, it was merged just now.
-    return None if index.newest is None else _written(run, f"metrics/{index.newest.name}", time.time())
+    return None if index.newest_part is None else _written(run, f"metrics/{index.newest_part.name}", time.time())
 
 
-def _written(run: Storage, name: str, otherwise: float | None = None) -> float | None:
+def _written(run: FolderStorage, name: str, otherwise: float | None = None) -> float | None:
     """Return the time at which a file was written, or `otherwise` if it is missing."""
     try:
-        return run.modified(name)
+        return run.read_modification_time(name)
     except FileNotFoundError:
         return otherwise
 
 
-def _state(run: Storage, index: RecordIndex, updated: float | None) -> str:
-    if index.newest is not None and _has_ended(run, index.newest.attempt):
+def _state(run: FolderStorage, index: RecordIndex, updated: float | None) -> str:
+    if index.newest_part is not None and _has_ended(run, index.newest_part.attempt):
         return "ended"
-    if updated is None or index.newest is None:
+    if updated is None or index.newest_part is None:
         return "still"
-    begun = _written(run, f"attempt-{index.newest.attempt}.json")
-    samples = sum(part.attempt == index.newest.attempt for part in index.owner.values())
+    begun = _written(run, f"attempt-{index.newest_part.attempt}.json")
+    samples = sum(part.attempt == index.newest_part.attempt for part in index.owner.values())
     usual = max(0.0, updated - begun) / samples if begun is not None else 0.0
     return "growing" if time.time() - updated < max(_YOUNG, _USUAL * usual) else "still"
 
 
-def _has_ended(run: Storage, sampled: int) -> bool:
+def _has_ended(run: FolderStorage, sampled: int) -> bool:
     """Return True if the run reported its end after it was last resumed.
 
     Args:
@@ -122,7 +122,7 @@ def _has_ended(run: Storage, sampled: int) -> bool:
         return False
     if not isinstance(ended, float):  # the run goes on, or the file is damaged or from an earlier version
         return False
-    attempt = max(attempt for name in run.names() if (attempt := parse_attempt(name)) is not None)
+    attempt = max(attempt for name in run.list_names() if (attempt := parse_attempt_number(name)) is not None)
     begun = None if attempt == sampled else _written(run, f"attempt-{attempt}.json")
     return attempt == sampled or (begun is not None and begun <= ended)
 
@@ -159,7 +159,7 @@ def _place(name: str, places: dict[str, int]) -> float:
 _PARTS_READ = 4
 
 
-def _read_progress(parts: PartMatrices, run: Storage) -> dict[str, Any]:
+def _read_progress(parts: PartMatrices, run: FolderStorage) -> dict[str, Any]:
     """Read the progress and the recipe of a run.
 
     Returns:
@@ -179,10 +179,10 @@ def _read_progress(parts: PartMatrices, run: Storage) -> dict[str, Any]:
     }
 
 
-def _last_loss(run: Storage, index: RecordIndex) -> tuple[int | None, float | None]:
-    for part in order_newest_first(index.listed["steps"])[:_PARTS_READ]:
+def _last_loss(run: FolderStorage, index: RecordIndex) -> tuple[int | None, float | None]:
+    for part in order_newest_parts_first(index.listed["steps"])[:_PARTS_READ]:
         try:
-            rows = read_columns(run, "steps", part, ("attempt", "step", "loss"))[0]
+            rows = read_part_columns(run, "steps", part, ("attempt", "step", "loss"))[0]
         except (PartGoneError, PartDamagedError):
             continue
         losses = pl.DataFrame(pl.from_arrow(rows)).drop_nulls("loss").sort("step")

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from nemo_fp8_debug.analysis.diagnosis.diagnose import diagnose
 from nemo_fp8_debug.analysis.diagnosis.finding import Finding
 from nemo_fp8_debug.analysis.diagnosis.rules.weights import Standing, find_still_weights
-from nemo_fp8_debug.analysis.runs.metrics import Metrics
+from nemo_fp8_debug.analysis.runs.metrics import MetricsTable
 from nemo_fp8_debug.analysis.runs.run import Run
 from nemo_fp8_debug.analysis.story.story import story
 
@@ -59,7 +59,7 @@ def test_what_stands_still_in_the_baseline_too_is_not_told(part: str) -> None:
 def test_weights_that_are_stored_in_codes_may_stand_still() -> None:
     run = run_of("llama-202", name_of("llama-202", "gradient_layer"))
     source = pl.when(role="weight").then(pl.lit("stored")).otherwise("scale_source").alias("scale_source")
-    assert not still_weights(replace(run, metrics=Metrics.from_rows(run.metrics.frame().with_columns(source))), None)
+    assert not still_weights(replace(run, metrics=MetricsTable.from_rows(run.metrics.read_all_rows().with_columns(source))), None)
 
 
 def test_layers_of_healthy_runs_learn() -> None:

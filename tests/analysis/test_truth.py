@@ -108,7 +108,7 @@ def test_a_record_comes_back_as_it_was_measured(tmp_path: object) -> None:
     found = list(truths("tune", tmp_path))  # type: ignore[arg-type]
     assert [one["row"] for one in found] == [0, 1] and found[1]["name"] == case.name
     run, keys = read_run(found[1]), ["step", "layer", "role"]
-    measured, back = recorder.metrics.sort(keys), run.metrics.frame().sort(keys)
+    measured, back = recorder.metrics.sort(keys), run.metrics.read_all_rows().sort(keys)
     assert back.columns == measured.columns and back.schema == measured.schema and len(back) == len(measured) > 0
     for name, values in measured.drop("attempt").to_dict().items():
         if values.dtype != pl.Float64:

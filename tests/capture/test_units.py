@@ -19,7 +19,7 @@ from nemo_fp8_debug.capture.dispatcher import EventDispatcher
 from nemo_fp8_debug.capture.grad_scale import GradientMultiplier
 from nemo_fp8_debug.capture.patching import watch_function_calls
 from nemo_fp8_debug.core.sample import Sample
-from nemo_fp8_debug.record.reader import find_run, read_table
+from nemo_fp8_debug.record.reader import find_record, read_table_rows
 
 UNITS = ("amax", "amin", "mse")
 
@@ -127,12 +127,12 @@ def test_a_run_is_not_disturbed_and_has_its_metrics_in_units_of_its_loss(tmp_pat
     losses, weights = train(None, factor)
     watched, watched_weights = train(tmp_path, factor, what_if=["delayed"])
     assert watched == losses and all(torch.equal(a, b) for a, b in zip(weights, watched_weights, strict=True))
-    steps = read_table(find_run(tmp_path), "steps", ["step", "grad_scale"])
+    steps = read_table_rows(find_record(tmp_path), "steps", ["step", "grad_scale"])
     measured = float(torch.tensor(factor))  # of a loss in float32
     assert steps.rows() == [(0, measured), (1, None), (2, measured), (3, None)]
     plain = unscaled_rows(Model(), [batch(0, micro) for micro in range(2)], "current")
     for table in ("metrics", "what_if"):
-        rows = list(read_table(find_run(tmp_path), table, where={"step": 0}).iter_rows(named=True))
+        rows = list(read_table_rows(find_record(tmp_path), table, where={"step": 0}).iter_rows(named=True))
         assert len(rows) in (6, 0)  # float32 operands are not tried
         for row in rows:
             for metric in UNITS:
@@ -146,8 +146,8 @@ def test_a_run_is_not_disturbed_and_has_its_metrics_in_units_of_its_loss(tmp_pat
 
 def test_micro_batches_that_differ_leave_it_open(tmp_path: Path) -> None:
     train(tmp_path, None)
-    assert read_table(find_run(tmp_path), "steps")["grad_scale"].null_count() == 4
-    assert read_table(find_run(tmp_path), "metrics")["unscaled_amax"].null_count() == 12
+    assert read_table_rows(find_record(tmp_path), "steps")["grad_scale"].null_count() == 4
+    assert read_table_rows(find_record(tmp_path), "metrics")["unscaled_amax"].null_count() == 12
 
 
 def test_what_the_user_says_counts(tmp_path: Path) -> None:
@@ -164,7 +164,7 @@ def test_what_the_user_says_counts(tmp_path: Path) -> None:
         model(batch(0)).backward()
         report(grad_scale=0.0)
     monitor.close()
-    assert read_table(find_run(tmp_path), "steps")["grad_scale"].to_list() == [8.0, 0.5, None]
+    assert read_table_rows(find_record(tmp_path), "steps")["grad_scale"].to_list() == [8.0, 0.5, None]
 
 
 def test_a_grad_scaler_that_skips_a_step() -> None:

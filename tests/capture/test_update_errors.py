@@ -11,7 +11,7 @@ from torch import nn
 from torchao.optim import AdamW8bit
 
 from nemo_fp8_debug import Emulation, Monitor, read_record
-from nemo_fp8_debug.analysis.diagnosis.facts import Records
+from nemo_fp8_debug.analysis.diagnosis.facts import DiagnosedRecords
 from nemo_fp8_debug.analysis.diagnosis.finding import Finding
 from nemo_fp8_debug.analysis.runs.run import Run
 from nemo_fp8_debug.core.keys import STATES
@@ -161,8 +161,8 @@ def test_the_budget_of_a_step_sums_to_100_percent(tmp_path: Path) -> None:
     watched.steps(tmp_path, states=tuple(STATES))
     emulation.detach()
     run = Run.read(tmp_path)
-    about = Finding("operand", "outlier", "clear", "", layer=run.table("states")["layer"][0], role="input", since=0)
-    (found,) = describe_culprit(about, Records(run))
+    about = Finding("operand", "outlier", "clear", "", layer=run.read_table("states")["layer"][0], role="input", since=0)
+    (found,) = describe_culprit(about, DiagnosedRecords(run))
     told = found.removeprefix("the error of the step of W is ")
     shares = [int(part.split("%")[0]) for part in told.split(", ")]
     assert len(shares) == 5 and sum(shares) == pytest.approx(100, abs=2) and "joint" in told

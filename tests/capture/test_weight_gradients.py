@@ -330,5 +330,5 @@ def test_diagnose_names_the_gradient_that_lost_its_values_and_not_those_that_cli
         optimizer.zero_grad()
     monitor.close()
     found = diagnose(str(tmp_path))
-    assert (found.cause, found.culprit and found.culprit.operand) == ("nonfinite", "dW of 2")
+    assert (found.cause, found.culprit and found.culprit.tensor_name) == ("nonfinite", "dW of 2")
     assert found.culprit and found.culprit.since == 7

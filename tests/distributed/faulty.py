@@ -28,7 +28,7 @@ from nemo_fp8_debug.capture.operands import OperandAccumulator
 from nemo_fp8_debug.distributed import patience, rank_store
 from nemo_fp8_debug.monitor import recorder_queue
 from nemo_fp8_debug.monitor.sampled_step import SampledStep
-from nemo_fp8_debug.record.writer import RunRecord
+from nemo_fp8_debug.record.writer import RunRecordWriter
 
 STEPS, INTERVAL = 9, 2
 FAULTS = (
@@ -148,7 +148,7 @@ def is_blocked(run: Run, step: int) -> None:
         run.monitor._pipeline._worker.submit(threading.Event().wait)
 
 
-class Hanging(RunRecord):
+class Hanging(RunRecordWriter):
     """A record whose writes hang from the second sample on, for a while."""
 
     def record(self, sample: Any) -> None:

@@ -20,7 +20,7 @@ from nemo_fp8_debug import ConfigError, Monitor
 from nemo_fp8_debug.distributed import MonitoredRanks
 from nemo_fp8_debug.monitor.schedule import Triggers
 from nemo_fp8_debug.options.trigger_rules import LossSpikeRule, NonFiniteRule, ThresholdRule, parse_trigger_rule
-from nemo_fp8_debug.record.reader import read_table
+from nemo_fp8_debug.record.reader import read_table_rows
 
 RECOMPUTE = {"recompute_method": "uniform", "recompute_granularity": "full", "recompute_num_layers": 1}
 
@@ -218,7 +218,7 @@ class TestInARun:
             model(torch.randn(4, 8).bfloat16()).float().sum().backward()
             monitor.end_step(loss=9.0 if step == 33 else 2.0)
         monitor.close()
-        return read_table(folder, "metrics")["step"].unique().to_list()
+        return read_table_rows(folder, "metrics")["step"].unique().to_list()
 
     def test_the_next_steps_are_sampled_dumped_and_tagged(self, tmp_path: Path) -> None:
         sampled = self.run(tmp_path, triggers=["loss_spike"], trigger_steps=3, trigger_dump=["*"])
@@ -226,7 +226,7 @@ class TestInARun:
         assert sorted(p.name for p in (tmp_path / "tensors").iterdir()) == [
             f"attempt-0-step-000000{s}" for s in (34, 35, 36)
         ]
-        tagged = read_table(tmp_path, "steps", ["step", "trigger"]).drop_nulls()
+        tagged = read_table_rows(tmp_path, "steps", ["step", "trigger"]).drop_nulls()
         assert tagged.rows() == [(s, "loss spike at step 33: 9, median 2") for s in (34, 35, 36)]
 
     def test_without_triggers_only_its_turn_counts(self, tmp_path: Path) -> None:

@@ -17,16 +17,16 @@ from tensorboard.plugins.custom_scalar import layout_pb2
 from typer.testing import CliRunner
 
 from nemo_fp8_debug.analysis.comparison.compare import compare
-from nemo_fp8_debug.analysis.story.summary import summarize, to_json
+from nemo_fp8_debug.analysis.story.summary import summarize, serialize_comparison
 from nemo_fp8_debug.cli import app
 from nemo_fp8_debug.core.keys import SHOWN_AS
 from nemo_fp8_debug.core.layer_names import compile_layer_patterns, is_expert_aggregate, limit_experts_per_layer, find_expert_aggregate
 from nemo_fp8_debug.core.sample import Sample
 from nemo_fp8_debug.options.trigger_rules import parse_trigger_rule
-from nemo_fp8_debug.record.console_table import TableRecorder
+from nemo_fp8_debug.record.console_table import ConsoleTableRecorder
 from nemo_fp8_debug.record.scalars import EXPERTS_SHOWN, STREAMED, ScalarRecorder
-from nemo_fp8_debug.record.tensorboard import EventFile, TensorBoardRecorder
-from nemo_fp8_debug.record.writer import RunRecord
+from nemo_fp8_debug.record.tensorboard import EventFileWriter, TensorBoardRecorder
+from nemo_fp8_debug.record.writer import RunRecordWriter
 
 LAYERS, EXPERTS, ROLES = 4, 128, ("input", "weight", "grad_output")
 GEMMS = ("linear_fc1", "linear_fc2")
@@ -149,7 +149,7 @@ class TestTensorBoard:
         assert tags["fp8/mse_log10/input/worst"] == pytest.approx(math.log10(max(mse)))
 
     def test_charts_show_the_worst_expert_of_a_layer_only(self, tmp_path: Path) -> None:
-        recorder = TensorBoardRecorder(EventFile(str(tmp_path)), 5000)
+        recorder = TensorBoardRecorder(EventFileWriter(str(tmp_path)), 5000)
         recorder.record(moe(0, random.Random(0)))
         recorder.close()
         events = EventAccumulator(str(tmp_path), size_guidance={"tensors": 0})
@@ -168,7 +168,7 @@ EXPERT_TAG = "fp8_mse_log10/input/" + re.escape(name_of(0, "N", "linear_fc1")).r
 
 def test_the_table_shows_the_worst_expert_of_a_layer_only() -> None:
     out = StringIO()
-    TableRecorder(60, out).record(moe(0, random.Random(0)))
+    ConsoleTableRecorder(60, out).record(moe(0, random.Random(0)))
     lines = out.getvalue().splitlines()
     assert "60 of 60 tensors, worst first" in lines[0]
     roles = {shown: role for role, shown in SHOWN_AS.items() if role in ROLES}
@@ -205,7 +205,7 @@ class TestTriggers:
 
 def written(folder: Path, worst: int | None, nan: bool = False) -> Path:
     """A record in which one expert of layer 2 is off, and its aggregate a little."""
-    record = RunRecord(folder)
+    record = RunRecordWriter(folder)
     record.open(FINGERPRINT)
     for step in range(0, 40, 10):
         rows = []
@@ -232,7 +232,7 @@ class TestCompare:
             f"Of its experts, the tensor that drifted farthest is X of {name_of(2, 77, 'linear_fc1')}: MSE x 100, "
             "underflow 0.1% -> 40%"
         ) in summarize(found)
-        assert len(to_json(found)["experts"]) == LAYERS * EXPERTS
+        assert len(serialize_comparison(found)["experts"]) == LAYERS * EXPERTS
 
     def test_the_expert_that_first_held_nan_is_named(self, tmp_path: Path) -> None:
         found = compare(written(tmp_path / "bad", 9, nan=True), written(tmp_path / "good", None))

@@ -19,10 +19,10 @@ from samples import sample
 from tab import FC1, FC2, Tab, start, write_counted_run
 
 from nemo_fp8_debug.analysis.diagnosis.diagnose import diagnose
-from nemo_fp8_debug.analysis.diagnosis.ranking import harm_ranks
+from nemo_fp8_debug.analysis.diagnosis.ranking import rank_tensors_by_harm
 from nemo_fp8_debug.analysis.replay.replay import replay
 from nemo_fp8_debug.analysis.story.story import story
-from nemo_fp8_debug.analysis.story.summary import to_json
+from nemo_fp8_debug.analysis.story.summary import serialize_comparison
 from nemo_fp8_debug.errors import capture_warnings
 from nemo_fp8_debug.tensorboard_plugin.jobs import analyses, job_queue
 
@@ -107,9 +107,9 @@ def test_a_verdict_is_that_of_the_commands(tab: Tab, logdir: Path) -> None:
     found = diagnose(logdir / "bad", logdir / "baseline")
     assert answer["state"] == "done", answer
     assert answer["result"]["diagnosis"] == plain(found.to_json())
-    comparison, ranks = answer["result"]["comparison"], harm_ranks(found)
-    assert found.comparison and comparison | {"tensors": None} == plain(to_json(found.comparison)) | {"tensors": None}
-    rows = [row | {"harm_rank": ranks[row["layer"], row["role"]]} for row in to_json(found.comparison)["tensors"]]
+    comparison, ranks = answer["result"]["comparison"], rank_tensors_by_harm(found)
+    assert found.comparison and comparison | {"tensors": None} == plain(serialize_comparison(found.comparison)) | {"tensors": None}
+    rows = [row | {"harm_rank": ranks[row["layer"], row["role"]]} for row in serialize_comparison(found.comparison)["tensors"]]
     assert comparison["tensors"] == plain(sorted(rows, key=lambda row: row["harm_rank"]))
     assert answer["result"]["story"] == plain(story(found))
     assert answer["result"]["recommendation"]["plan"] == plain(found.recommend().to_json())["plan"]

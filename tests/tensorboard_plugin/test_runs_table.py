@@ -23,7 +23,7 @@ from verdict_records import HOSTILE
 
 from nemo_fp8_debug.analysis.diagnosis.diagnose import diagnose
 from nemo_fp8_debug.analysis.story.story import story
-from nemo_fp8_debug.record.reader import read_table
+from nemo_fp8_debug.record.reader import read_table_rows
 from nemo_fp8_debug.tensorboard_plugin import cache, runs_table
 from nemo_fp8_debug.tensorboard_plugin.runs_table import order_by_color
 
@@ -72,7 +72,7 @@ def test_rows_of_fifty_runs_tell_recipe_and_loss(tmp_path: Path) -> None:
     told = tab.json("rows")
     assert told["is_complete"] and list(told["rows"]) == [run["name"] for run in tab.json("runs")["runs"]]
     assert len(told["rows"]) == MANY + 1 and "schema version 99" in told["rows"].pop("damaged")["why"]
-    last = read_table(tmp_path / "run-00", "steps")[-1]
+    last = read_table_rows(tmp_path / "run-00", "steps")[-1]
     expected = {"recipe": "delayed-hybrid", "is_quantized": True, "headline": None}
     for name, row in told["rows"].items():
         loss = (

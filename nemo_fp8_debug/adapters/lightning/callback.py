@@ -28,9 +28,9 @@ from ...errors import warn
 from ...monitor.monitor import Monitor
 from ...options.config import Config
 from ...plan.plan import is_rescue_run
-from ...record.console_table import TableRecorder
+from ...record.console_table import ConsoleTableRecorder
 from ...record.tensorboard import TensorBoardRecorder
-from ...record.writer import RunRecord
+from ...record.writer import RunRecordWriter
 from ..session import start_monitor
 from .interventions import FP8EmulationCallback, FP8PlanCallback, find_root_modules, is_accumulating
 
@@ -192,12 +192,12 @@ def _find_lag(trainer: pl.Trainer, pl_module: pl.LightningModule) -> int:
 
 def _recorders(trainer: pl.Trainer, config: Config) -> Iterator[Recorder]:
     assert config.output is not None
-    yield RunRecord(config.output, config.histogram_interval)
+    yield RunRecordWriter(config.output, config.histogram_interval)
     for logger in trainer.loggers:
         if isinstance(logger, TensorBoardLogger):
             yield TensorBoardRecorder(logger.experiment, config.max_tags)
     if config.table_rows:
-        yield TableRecorder(config.table_rows)
+        yield ConsoleTableRecorder(config.table_rows)
 
 
 def _loss(trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any) -> Any:

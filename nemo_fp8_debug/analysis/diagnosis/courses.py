@@ -25,7 +25,7 @@ class LayerTimeline:
     #: index of the first sample that can be checked
     first: int
 
-    def since(self, out: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> int | None:
+    def find_lasting_exit(self, out: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> int | None:
         """Return the first index from which two consecutive samples are True in `out`, or None if there is no such index. If
         it is the last sample, this sample alone is enough.
         """

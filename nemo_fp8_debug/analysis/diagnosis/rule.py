@@ -37,7 +37,7 @@ class Rule:
         return self.find.__doc__ or ""
 
 
-def rule(
+def register_rule(
     name: str, causes: Sequence[str], needs: Sequence[Fact[object]], event: str = "", needs_no_baseline: bool = False
 ) -> Callable[[Find], Find]:
     """Return a decorator that registers a function as a rule.

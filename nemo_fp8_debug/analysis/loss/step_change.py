@@ -10,7 +10,7 @@ import numpy as np
 from scipy.special import ndtri, stdtr
 
 from .. import thresholds
-from .curve import LossCurve, PercentBase, measure_persistence, running_median, standard_error
+from .curve import LossCurve, PercentBase, compute_autocorrelation_factor, compute_running_median, estimate_standard_error
 from .gap import PART, AlignedLosses, Floats, Ints, align_losses
 
 #: number of losses to compare on either side of a step: all losses divided by `_PART`, but at least `_FEWEST`
@@ -38,7 +38,7 @@ class Rise(NamedTuple):
         return self.chance < 1 - thresholds.STEP_SURE
 
 
-def measure_rise(run: LossCurve, baseline: LossCurve | None, step: int) -> float | None:
+def measure_loss_rise_at_step(run: LossCurve, baseline: LossCurve | None, step: int) -> float | None:
     """Return the rise of the loss at a step in percent, or None if no rise is visible.
 
     Without a baseline, the result for a falling loss is smaller than the true rise. With a baseline of other batches, only
@@ -57,7 +57,7 @@ def measure_rise(run: LossCurve, baseline: LossCurve | None, step: int) -> float
     return found.percent if found is not None and found.is_sure else None
 
 
-def measure_rise_at_fault(
+def measure_loss_rise_at_fault(
     run: LossCurve, baseline: LossCurve | None, step: int, sampled: Ints, lasting: float = -np.inf
 ) -> float | None:
     """Return the rise of the loss in percent at a fault that was detected in a sample, or None if no rise is visible.
@@ -82,7 +82,7 @@ def measure_rise_at_fault(
     return max((rise.percent for rise in rises if rise.is_sure and rise.lasting > lasting), default=None)
 
 
-def measure_lasting_rise(run: LossCurve, baseline: LossCurve, step: int, sampled: Ints) -> float:
+def measure_gap_growth_at_fault(run: LossCurve, baseline: LossCurve, step: int, sampled: Ints) -> float:
     """Return the growth of the gap to a baseline of other batches, in percent, from before a fault that was detected in a
     sample to the end.
 
@@ -114,7 +114,7 @@ def _may_have_begun(step: int, sampled: Ints) -> int:
 
 def _rise_at(run: LossCurve, baseline: LossCurve | None, step: int) -> Rise | None:
     """Return the rise at a step, or None if too few losses surround the step; see `measure_rise`."""
-    steps, losses, scale = run.steps, run.losses, run.measure_base_before(step)
+    steps, losses, scale = run.steps, run.losses, run.measure_percent_base_before(step)
     whole: float | None = None if scale is None else scale.value
     if baseline is not None and baseline.has_enough_losses:
         aligned = align_losses(run, baseline)
@@ -141,14 +141,14 @@ def _rise(before: Floats, after: Floats, whole: float, lasting: float) -> Rise:
         whole: the value that counts as 100%.
     """
     apart = float(after.mean() - before.mean())
-    errors = [standard_error(each) for each in (before, after)]
+    errors = [estimate_standard_error(each) for each in (before, after)]
     error = float(np.hypot(errors[0][0], errors[1][0]))
     freedom = min(each[1] for each in errors)
     chance = float(stdtr(freedom, -apart / error)) if error else float(apart <= 0)
     return Rise(100 * apart / whole, chance, lasting)
 
 
-def find_jump(run: LossCurve, baseline: LossCurve, lasting: float = 0.0) -> tuple[int, float] | None:
+def find_largest_loss_jump(run: LossCurve, baseline: LossCurve, lasting: float = 0.0) -> tuple[int, float] | None:
     """Return the step of the largest jump of a loss, and the jump in percent, or None if no jump is visible.
 
     Both the loss and its ratio to a baseline of other batches must jump, but the baseline's loss must not. If only the ratio
@@ -209,7 +209,7 @@ def _of_its_own(aligned: AlignedLosses) -> tuple[Floats, float | None]:
     If all losses of the baseline are positive, return the ratio and None, because percentages are relative to the ratio
     before a step. Otherwise, return the difference, and the scale or the final level of the baseline's loss.
     """
-    expected, known = running_median(aligned.baseline, max(2, len(aligned.steps) // 12)), np.isfinite(aligned.baseline)
+    expected, known = compute_running_median(aligned.baseline, max(2, len(aligned.steps) // 12)), np.isfinite(aligned.baseline)
     if (aligned.baseline > 0).all():
         return aligned.run / expected, None
     last = aligned.baseline[known][-max(round(PART * len(aligned.steps)), 1) :]
@@ -222,11 +222,11 @@ def _jumps(series: Floats, behind: int) -> tuple[Floats, float]:
 
     Also return the standard deviation of this difference that noise alone causes. Spikes are clipped to the noise.
     """
-    smooth = running_median(series, behind)
+    smooth = compute_running_median(series, behind)
     scatter = float(np.median(np.abs(series - smooth))) / 0.6745
     apart = np.clip(series - smooth, -_SPIKE * scatter, _SPIKE * scatter)
     sums = np.cumsum(np.concatenate([[0.0], smooth + apart]))
     before = _BEFORE * behind
     at = np.arange(before, len(series) - behind + 1)
     jumps: Floats = (sums[at + behind] - sums[at]) / behind - (sums[at] - sums[at - before]) / before
-    return jumps, scatter * measure_persistence(apart) * (1 / behind + 1 / before) ** 0.5
+    return jumps, scatter * compute_autocorrelation_factor(apart) * (1 / behind + 1 / before) ** 0.5

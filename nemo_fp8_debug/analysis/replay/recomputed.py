@@ -25,8 +25,8 @@ from ...numerics.metrics import ValueMoments, QuantizationSums
 from ...numerics.recipe import Recipe, find_recipe
 from ...numerics.tensor_scaling import CurrentScaling
 from ...record.dump import dumped_files, read_dump
-from ...record.reader import read_table
-from ...record.storage import Storage
+from ...record.reader import read_table_rows
+from ...record.storage import FolderStorage
 
 #: columns that identify the operand of a row
 OPERAND = ["layer", "role"]
@@ -68,13 +68,13 @@ class ReplayedCalls:
     scale: float
 
 
-def recorded_histograms(run: Storage, job: ReplayJob, exact: bool) -> list[ReplayedCalls]:
+def read_step_histograms(run: FolderStorage, job: ReplayJob, exact: bool) -> list[ReplayedCalls]:
     """Return the recorded histograms of the job's step.
 
     Args:
         exact: whether to leave out histograms of values rounded to BF16.
     """
-    table = read_table(run, "histograms", where={"step": job.step} | ({"rounded": False} if exact else {}))
+    table = read_table_rows(run, "histograms", where={"step": job.step} | ({"rounded": False} if exact else {}))
     names = ("layer", "role", "dtype", "rounded", "bins", "counts", "recipe", "format", "scale")
     table = table.join(job.about.select(OPERAND), on=OPERAND, how="semi", maintain_order="left")
     parts = []
@@ -87,7 +87,7 @@ def recorded_histograms(run: Storage, job: ReplayJob, exact: bool) -> list[Repla
     return parts
 
 
-def dumped_tensors(run: Storage, job: ReplayJob) -> list[ReplayedCalls]:
+def read_dumped_tensors(run: FolderStorage, job: ReplayJob) -> list[ReplayedCalls]:
     """Return the tensors that the first rank dumped, as histograms if histograms are enough."""
     from ...kernels import count_histogram  # imported here, because the import compiles kernels
 
@@ -208,7 +208,7 @@ def _added_up(histograms: Sequence[Histogram | None]) -> Histogram | None:
     return Histogram.sum_histograms(known) if len(known) == len(histograms) else None
 
 
-def group_by_key(parts: Iterable[ReplayedCalls]) -> list[list[ReplayedCalls]]:
+def group_calls_by_operand(parts: Iterable[ReplayedCalls]) -> list[list[ReplayedCalls]]:
     """Group parts by operand."""
     groups: dict[Key, list[ReplayedCalls]] = defaultdict(list)
     for part in parts:
@@ -218,7 +218,7 @@ def group_by_key(parts: Iterable[ReplayedCalls]) -> list[list[ReplayedCalls]]:
 
 def recompute_from_histograms(parts: Sequence[ReplayedCalls], job: ReplayJob) -> RecomputedMetrics:
     """Recompute all operands at once from their histograms."""
-    groups = group_by_key(parts)
+    groups = group_calls_by_operand(parts)
     if job.recipe is not None:  # one scale for all calls
         groups = [[replace(g[0], values=sum((p.values for p in g[1:]), g[0].values))] for g in groups]
     ordered, n = [part for group in groups for part in group], len(groups)

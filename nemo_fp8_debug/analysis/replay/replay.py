@@ -27,21 +27,21 @@ from ...numerics.metric_columns import unscale_gradient_columns
 from ...numerics.recipe import BF16_RECIPE, Recipe, parse_recipe, refuse_block_scaling
 from ...numerics.tensor_scaling import CurrentScaling
 from ...record.dump import dumped_files
-from ...record.reader import find_run, read_table
+from ...record.reader import find_record, read_table_rows
 from ...record.schema import SCHEMAS
-from ...record.storage import Storage
-from ...record.writer import add_rows
-from ..runs.metrics import Metrics
+from ...record.storage import FolderStorage
+from ...record.writer import add_rows_to_table
+from ..runs.metrics import MetricsTable
 from .recomputed import (
     OPERAND,
     RecomputedMetrics,
     ReplayedCalls,
     ReplayJob,
-    dumped_tensors,
-    group_by_key,
+    read_dumped_tensors,
+    group_calls_by_operand,
     recompute_from_histograms,
     recompute_from_tensors,
-    recorded_histograms,
+    read_step_histograms,
 )
 
 _J = TypeVar("_J")
@@ -155,15 +155,15 @@ def replay_recipes(
 
     The other arguments are those of `replay`.
     """
-    run = find_run(address)
+    run = find_record(address)
     for recipe in recipes if source == "histograms" else ():
         if recipe:
             refuse_block_scaling(recipe, "replay from histograms, which do not contain blocks (dumps do),")
-    metrics = _keep(Metrics.read(run), only)
-    recorded = (metrics if steps is None else metrics.select_steps(np.array(sorted(steps)))).frame()
+    metrics = _keep(MetricsTable.read(run), only)
+    recorded = (metrics if steps is None else metrics.select_steps(np.array(sorted(steps)))).read_all_rows()
     scales = _scales(metrics, recipes)
     known = pl.col("grad_scale").is_finite() & (pl.col("grad_scale") != 0)
-    multipliers = dict(read_table(run, "steps", ["step", "grad_scale"]).filter(known).iter_rows())
+    multipliers = dict(read_table_rows(run, "steps", ["step", "grad_scale"]).filter(known).iter_rows())
     of_steps = [(int(step[0]), about) for step, about in recorded.group_by("step", maintain_order=True)]
     if source == "dumps":
         there = {(attempt, step) for attempt, step, rank, _ in dumped_files(run) if rank == 0}
@@ -179,22 +179,22 @@ def replay_recipes(
     return [pl.concat([pl.DataFrame(schema=SCHEMAS["replayed"]), *of_recipe]) for of_recipe in frames]
 
 
-def _keep(metrics: Metrics, only: Collection[Key] | None) -> Metrics:
+def _keep(metrics: MetricsTable, only: Collection[Key] | None) -> MetricsTable:
     """Return the metrics of some operands. If an operand is an aggregate, include its experts."""
     if only is None:
         return metrics
     keys = metrics.tensors.select(OPERAND)
     kept = pl.Series([key in only or find_aggregate_key(*key) in only for key in keys.rows()], dtype=pl.Boolean)
-    return metrics.select_keys(keys.filter(kept))
+    return metrics.select_tensors_by_key(keys.filter(kept))
 
 
 def _scales(
-    metrics: Metrics, recipes: Sequence[Recipe | None]
+    metrics: MetricsTable, recipes: Sequence[Recipe | None]
 ) -> list[dict[int, dict[Key, torch.Tensor | CurrentScaling | BlockScalingRule]]]:
     """Return the scales that each recipe would have used for each operand, by sampled step."""
     if not any(recipes):
         return [{} for _ in recipes]
-    recorded = metrics.frame(["amax"])
+    recorded = metrics.read_all_rows(["amax"])
     recorded = recorded.filter(~pl.col("layer").map_elements(is_expert_aggregate, pl.Boolean))
     operands = recorded.select(OPERAND).unique(maintain_order=True).rows()
     emulated = [EmulatedScales(recipe, operands) if recipe else None for recipe in recipes]
@@ -211,10 +211,10 @@ def _scales(
 
 def _replay_step(jobs: Sequence[ReplayJob]) -> list[pl.DataFrame]:
     """Recompute one step under several recipes."""
-    run, counted = Storage(jobs[0].run), cache(partial(recorded_histograms, Storage(jobs[0].run), jobs[0]))
+    run, counted = FolderStorage(jobs[0].run), cache(partial(read_step_histograms, FolderStorage(jobs[0].run), jobs[0]))
     return [
         # For BF16, leave out values that were already rounded to BF16, because they would show no error.
-        _replay_calls(counted(job.recipe == BF16_RECIPE) if job.source == "histograms" else dumped_tensors(run, job), job)
+        _replay_calls(counted(job.recipe == BF16_RECIPE) if job.source == "histograms" else read_dumped_tensors(run, job), job)
         for job in jobs
     ]
 
@@ -223,7 +223,7 @@ def _replay_calls(parts: Sequence[ReplayedCalls], job: ReplayJob) -> pl.DataFram
     counted = [part for part in parts if isinstance(part.values, Histogram)]
     found = [recompute_from_histograms(counted, job)] if counted else []
     found += [
-        recompute_from_tensors(group, job) for group in group_by_key(p for p in parts if isinstance(p.values, torch.Tensor))
+        recompute_from_tensors(group, job) for group in group_calls_by_operand(p for p in parts if isinstance(p.values, torch.Tensor))
     ]
     if not found:
         return pl.DataFrame(schema=SCHEMAS["replayed"])
@@ -245,14 +245,14 @@ def _as_rows(job: ReplayJob, columns: dict[str, list[Any]]) -> pl.DataFrame:
     return measured.join(known, on=OPERAND, how="left", maintain_order="left").select(list(schema))
 
 
-def add_to_record(address: str | os.PathLike[str], replayed: pl.DataFrame) -> None:
+def write_replayed_rows(address: str | os.PathLike[str], replayed: pl.DataFrame) -> None:
     """Add replayed rows to the table `replayed` of the record.
 
     Raises:
         RecordError: there is no record, or it is not writable.
     """
-    run = find_run(address)
+    run = find_record(address)
     try:
-        add_rows(run, "replayed", replayed)
+        add_rows_to_table(run, "replayed", replayed)
     except Exception as error:  # drivers of remote file systems raise errors of their own
         raise RecordError(f"the record at {run} cannot be written: {error}") from None

@@ -53,7 +53,7 @@ def compare_runs(baseline: Run, run: Run) -> pl.DataFrame:
 
 def _values(run: Run) -> pl.DataFrame:
     """Return rows of step, layer, role, metric and value."""
-    rows = run.table(NAME).filter(pl.col("scale_source") != "what-if").with_columns(size=ROOT_MEAN_SQUARE)
+    rows = run.read_table(NAME).filter(pl.col("scale_source") != "what-if").with_columns(size=ROOT_MEAN_SQUARE)
     return rows.unpivot(_METRICS, index=["step", *_KEY], variable_name="metric").drop_nulls("value")
 
 

@@ -23,7 +23,7 @@ from ...monitor.open_step import OpenStep, RunSetup, StepObserver, is_duplicate_
 from ...numerics.block_scaling import BlockScalingRule
 from ...numerics.metric_columns import unscale_gradient_columns
 from ...numerics.tensor_scaling import CurrentScaling
-from ...record.dump import DumpEntry, TensorDump
+from ...record.dump import DumpedTensorInfo, TensorDumper
 from .measure import measure_tensors
 from .table import METRICS_TABLE
 from .tensors import Stats, TensorObservation
@@ -170,7 +170,7 @@ class OperandObservation(TensorObservation):
 class DumpedOperand:
     """Replaces an operand in a step that dumps it."""
 
-    def __init__(self, operand: OperandAccumulator, dump: TensorDump, attempt: int, step: int, rank: int) -> None:
+    def __init__(self, operand: OperandAccumulator, dump: TensorDumper, attempt: int, step: int, rank: int) -> None:
         self.gemm: Gemm = operand.gemm
         self._operand, self._dump = operand, dump
         self._where = attempt, step, rank
@@ -185,4 +185,4 @@ class DumpedOperand:
             key, about = (*self._operand.key, call), (use.recipe.name, use.format, use.source)
             if isinstance(scale, BlockScalingRule):  # a dump has one scale, so we dump codes of current scaling
                 scale, about = CurrentScaling(), (SHADOW.name, SHADOW.get_format(self._operand.role), "current")
-            self._dump.add(DumpEntry(*self._where, *key, *about), take_local_part(x.detach()), scale)
+            self._dump.dump_tensor(DumpedTensorInfo(*self._where, *key, *about), take_local_part(x.detach()), scale)

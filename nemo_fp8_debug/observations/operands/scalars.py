@@ -9,13 +9,13 @@ from ...core.keys import ROLES
 from ...core.layer_names import is_expert_aggregate
 from ...core.sample import Sample
 from ...numerics.metric_names import UNITS, WORSE
-from ...record.scalars import STREAMED, WORST, Tags
+from ...record.scalars import STREAMED, WORST, ScalarTags
 
 #: metrics that are logged for recipes that were not in use
 _UNDER_OTHERS = ("underflow_pct", "overflow_pct", "relative_error")
 
 
-def add_scalars(sample: Sample, tags: Tags) -> None:
+def add_scalars(sample: Sample, tags: ScalarTags) -> None:
     """Add the tags of operands."""
     columns = sample.operand_columns
     for role in ROLES:
@@ -24,12 +24,12 @@ def add_scalars(sample: Sample, tags: Tags) -> None:
             values = {columns["layer"][i]: columns[metric][i] for i in rows}
             values = {layer: v for layer, v in values.items() if v is not None and math.isfinite(v)}
             if values:
-                tags.stream(metric, role, values)
+                tags.add_layer_metric(metric, role, values)
     _add_unscaled(sample, tags)
     _add_what_if(sample, tags)
 
 
-def _add_unscaled(sample: Sample, tags: Tags) -> None:
+def _add_unscaled(sample: Sample, tags: ScalarTags) -> None:
     """Add the worst and the median metrics of dY in units of the loss, and the multiplier of dY."""
     if not (multiplier := sample.scalars.get("grad_scale")):
         return
@@ -37,11 +37,11 @@ def _add_unscaled(sample: Sample, tags: Tags) -> None:
         found = [value for value in sample.operand_columns[f"unscaled_{metric}"] if value is not None and math.isfinite(value)]
         worst = max if WORSE[metric] > 0 else min
         if found:
-            tags.sum_up({f"fp8/unscaled_{metric}/grad_output": found}, {**WORST, "worst": worst})
+            tags.add_combined_tags({f"fp8/unscaled_{metric}/grad_output": found}, {**WORST, "worst": worst})
     tags.values["fp8/grad_scale"] = multiplier
 
 
-def _add_what_if(sample: Sample, tags: Tags) -> None:
+def _add_what_if(sample: Sample, tags: ScalarTags) -> None:
     """Add the worst and the median metrics of each role under each recipe that was not in use."""
     columns, values = sample.get_table("what_if"), defaultdict[str, list[float]](list)
     for metric in _UNDER_OTHERS if columns else ():
@@ -49,4 +49,4 @@ def _add_what_if(sample: Sample, tags: Tags) -> None:
         for layer, recipe, role, value in rows:
             if value is not None and math.isfinite(value) and not is_expert_aggregate(layer):
                 values[f"fp8_what_if/{metric}/{role}/{recipe}"].append(value)
-    tags.sum_up(values, WORST)
+    tags.add_combined_tags(values, WORST)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from ...core.sample import Sample
-from ...record.scalars import StepSummary, Tags
+from ...record.scalars import StepSummary, ScalarTags
 from .table import TABLES
 
 #: names of the scalars in the summary
 LABELS = {"replicas_apart": "replicas apart"}
 
 
-def add_scalars(sample: Sample, tags: Tags) -> None:
+def add_scalars(sample: Sample, tags: ScalarTags) -> None:
     """Add nothing, because the summary contains the number of differing copies."""
 
 

@@ -53,7 +53,7 @@ def compare_runs(baseline: Run, run: Run) -> pl.DataFrame:
 
 def _sizes(run: Run) -> pl.DataFrame:
     """Return rows of step, layer, role, share_pct, rms (null if zero or unknown) and lost (NaN and infinite values)."""
-    rows = run.table(NAME).filter(pl.col("scale_source") != "what-if")
+    rows = run.read_table(NAME).filter(pl.col("scale_source") != "what-if")
     return rows.select("step", *_KEY, "share_pct", rms=ROOT_MEAN_SQUARE, lost=pl.col("nan") + pl.col("inf"))
 
 

@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING, Any
 import polars as pl
 
 from ...analysis.comparison.compare import Comparison
-from ...analysis.comparison.layer_matching import match_by_name
+from ...analysis.comparison.layer_matching import rename_layers_to_baseline
 from ...analysis.diagnosis.diagnose import compare_for_diagnosis, diagnose, diagnose_comparison
 from ...analysis.diagnosis.diagnosis import Diagnosis
-from ...analysis.diagnosis.ranking import order_by_harm
+from ...analysis.diagnosis.ranking import sort_rows_by_harm
 from ...analysis.loss.outcome import LossOutcome
 from ...analysis.runs.run import Run
 from ...analysis.story.story import make_loss_headline, story
-from ...analysis.story.summary import to_json, write_markdown
+from ...analysis.story.summary import serialize_comparison, write_markdown
 from ...errors import ConfigError, RecordError, capture_warnings
-from ...record.parts import count_rows
+from ...record.parts import count_table_rows
 from ..records.run_summary import WHAT_IF_METRICS, tabulate_rows
 
 if TYPE_CHECKING:  # torch takes seconds to import
@@ -56,7 +56,7 @@ def judge_run(
         tell({"stage": "loss", "story": {"headline": told}})
         mine, good, other = _read(run, baseline, reference, by)
         if good and renames:
-            mine, _ = match_by_name(good, mine, renames)
+            mine, _ = rename_layers_to_baseline(good, mine, renames)
         found = _diagnosed(mine, good, other, by, told, tell)
         so_far = replace(found, replays=False)  # torch and SciPy take seconds to import
         tell({"stage": "diagnosis", "story": story(so_far), "diagnosis": _with_notes(so_far, heard)})
@@ -117,8 +117,8 @@ def _diagnosed(
 
 def _compared(found: Diagnosis, comparison: Comparison) -> dict[str, Any]:
     """Return a comparison as plain values, with its tensors in the order of harm."""
-    told = to_json(comparison)
-    return told | {"tensors": order_by_harm(told["tensors"], found)}
+    told = serialize_comparison(comparison)
+    return told | {"tensors": sort_rows_by_harm(told["tensors"], found)}
 
 
 def _with_notes(found: Diagnosis, heard: Sequence[str], more: Sequence[str] = ()) -> dict[str, Any]:
@@ -163,7 +163,7 @@ def try_recipe(run: str, step: int, recipe: str) -> dict[str, Any]:
     """
     from ...analysis.replay.replay import replay
 
-    if (rows_there := count_rows(run, "metrics")) > _MOST_REPLAYED:
+    if (rows_there := count_table_rows(run, "metrics")) > _MOST_REPLAYED:
         raise RecordError(f"{run} has {rows_there:,} rows of metrics, too many to replay here; run `nemo-fp8-debug replay`")
     with capture_warnings():
         rows = replay(run, recipe, steps=[step])

@@ -15,27 +15,27 @@ import pyarrow as pa
 from ...analysis.comparison.layer_matching import (
     Names,
     Sizes,
-    has_other_depth,
-    match_from_output,
-    match_layers,
+    has_other_layer_count,
+    match_layers_from_output,
+    map_layers_to_baseline,
     read_weight_sizes,
-    select_despite_depth,
+    filter_onsets_for_other_depth,
 )
 from ...analysis.comparison.onset import EVIDENCE, find_unfiltered_onsets
 from ...analysis.comparison.tensor_band import MetricBand, TensorBand, compute_tensor_band
 from ...analysis.formatting import make_jsonable
 from ...analysis.loss.curve import LossCurve
 from ...analysis.loss.outcome import LossOutcome
-from ...analysis.runs.grid import Grid
-from ...analysis.runs.metrics import Metrics
+from ...analysis.runs.grid import MetricGrid
+from ...analysis.runs.metrics import MetricsTable
 from ...analysis.runs.run import Run
 from ...core.keys import MIXED
 from ...core.scale_sources import ENGINE
 from ...core.threads import map_in_threads
 from ...errors import ConfigError, capture_warnings
-from ...record.reader import read_table
+from ...record.reader import read_table_rows
 from ...record.schema import SCHEMAS, Part
-from ...record.storage import Storage
+from ...record.storage import FolderStorage
 from ..cache import Cache
 from ..web import list_with_nulls
 from .heatmap import list_newest_tensors
@@ -59,7 +59,7 @@ class LayerNames:
         self._parts, self._renames = parts, renames
         self._pairs: Cache[dict[str, Any]] = Cache(_PAIRS)
 
-    def match(self, run: Storage, baseline: Storage) -> dict[str, Any]:
+    def match(self, run: FolderStorage, baseline: FolderStorage) -> dict[str, Any]:
         """Return `names` (the baseline's name of each layer that has another name there) and `how` (how the names were
         matched).
         """
@@ -69,18 +69,18 @@ class LayerNames:
         versions = [self._parts.index(record).version for record in (run, baseline)]
         return self._pairs.get((str(run), str(baseline), *versions), partial(self._match, run, baseline))
 
-    def _match(self, run: Storage, baseline: Storage) -> dict[str, Any]:
+    def _match(self, run: FolderStorage, baseline: FolderStorage) -> dict[str, Any]:
         first, second = (list(self._of_all(record)) for record in (baseline, run))
         try:
-            found = match_layers(first, second, self._renames, lambda: (_sizes(baseline), _sizes(run)))
+            found = map_layers_to_baseline(first, second, self._renames, lambda: (_sizes(baseline), _sizes(run)))
         except ConfigError:  # the rules are for the layers of another run
             found = {}, ""
         return dict(zip(("names", "how"), found, strict=True))
 
-    def _of_newest(self, record: Storage) -> Layers:
+    def _of_newest(self, record: FolderStorage) -> Layers:
         return self._parts.read_with_retry(record, partial(list_newest_tensors, self._parts, record)).layers
 
-    def _of_all(self, record: Storage) -> Layers:
+    def _of_all(self, record: FolderStorage) -> Layers:
         def read(index: RecordIndex) -> Layers:
             layouts = (self._parts.find_layout(record, part) for part in index.steps_by_part)
             different = dict.fromkeys(layout.tensors for layout in layouts if layout)
@@ -89,9 +89,9 @@ class LayerNames:
         return self._parts.read_with_retry(record, read)
 
 
-def _sizes(record: Storage) -> Sizes:
+def _sizes(record: FolderStorage) -> Sizes:
     with capture_warnings():  # the notes of the run report damage
-        return read_weight_sizes(Metrics.read(record, held=0))
+        return read_weight_sizes(MetricsTable.read(record, held=0))
 
 
 #: largest number of points in a metric's band
@@ -117,7 +117,7 @@ class TensorBands:
         self._quantized: Cache[Array | None] = Cache(_RUNS)
         self._runs: Cache[Run] = Cache(_RUNS)
 
-    def judge_tensor(self, run: Storage, baseline: Storage, layer: str, role: str) -> dict[str, Any]:
+    def judge_tensor(self, run: FolderStorage, baseline: FolderStorage, layer: str, role: str) -> dict[str, Any]:
         """Return the step at which a tensor left a baseline's band, and the bands of its metrics.
 
         Args:
@@ -140,24 +140,24 @@ class TensorBands:
         key = str(run), str(baseline), *versions, layer, role
         return self._bands.get(key, lambda: self._judged(run, baseline, (layer, role)))
 
-    def find_divergence(self, run: Storage, baseline: Storage | None) -> dict[str, Any]:
+    def find_divergence(self, run: FolderStorage, baseline: FolderStorage | None) -> dict[str, Any]:
         """Return the step from which a run's loss stays above the baseline's loss or above its own minimum, or null."""
         other = None if baseline is None else self._run(baseline).loss
-        return {"since": LossOutcome.judge_loss(self._run(run).loss, other).since}
+        return {"since": LossOutcome.judge_loss(self._run(run).loss, other).rise_step}
 
-    def _run(self, record: Storage) -> Run:
+    def _run(self, record: FolderStorage) -> Run:
         """Return the run of a record without reading its metrics."""
 
         def read() -> Run:
             with capture_warnings():
-                metrics = Metrics.from_rows(pl.DataFrame(schema=SCHEMAS["metrics"]))
+                metrics = MetricsTable.from_rows(pl.DataFrame(schema=SCHEMAS["metrics"]))
                 return Run(
-                    str(record), {}, metrics, LossCurve.from_steps_table(read_table(record, "steps", ["step", "loss"]))
+                    str(record), {}, metrics, LossCurve.from_steps_table(read_table_rows(record, "steps", ["step", "loss"]))
                 )
 
         return self._runs.get((str(record), self._parts.index(record).version), read)
 
-    def _judged(self, run: Storage, baseline: Storage, key: tuple[str, str]) -> dict[str, Any]:
+    def _judged(self, run: FolderStorage, baseline: FolderStorage, key: tuple[str, str]) -> dict[str, Any]:
         names: Names = self._names.match(run, baseline)["names"]
         layer, role = names.get(key[0], key[0]), key[1]
         reference = self._grid(baseline, (layer, role))
@@ -167,29 +167,29 @@ class TensorBands:
         tensors = [self._tensors(baseline), {(names.get(name, name), role) for name, role in self._tensors(run)}]
         found = compute_tensor_band(reference, grid, len(tensors[0] & tensors[1]))
         layers = [{name for name, _ in each} for each in tensors]
-        if not has_other_depth(*layers):
+        if not has_other_layer_count(*layers):
             return _told(found, found.onsets)
-        others = match_from_output(*layers)
+        others = match_layers_from_output(*layers)
 
         def beside(_: pl.DataFrame) -> pl.DataFrame:
             onsets = find_unfiltered_onsets(self._grid(baseline, (others[layer], role)), grid)
             return onsets.with_columns(layer=pl.lit(layer))
 
-        return _told(found, select_despite_depth(found.onsets, others, beside))
+        return _told(found, filter_onsets_for_other_depth(found.onsets, others, beside))
 
-    def _grid(self, run: Storage, key: tuple[str, str], only_quantized: bool = False) -> Grid:
+    def _grid(self, run: FolderStorage, key: tuple[str, str], only_quantized: bool = False) -> MetricGrid:
         """Return the grid of a tensor over the samples that `compare` uses."""
 
-        def read(index: RecordIndex) -> Grid:
+        def read(index: RecordIndex) -> MetricGrid:
             rows, steps = self._rows(run, index, key), index.steps
             if only_quantized and (judged := self._steps_quantized(run, index)) is not None:
                 rows, steps = rows.filter(pl.col("scale_source").is_in([ENGINE, MIXED])), judged
             steps = steps[~np.isin(steps, self._run(run).loss_scale_skips.to_numpy())]
-            return Metrics.from_rows(rows.filter(pl.col("step").is_in(steps))).grid.extend_steps(steps)
+            return MetricsTable.from_rows(rows.filter(pl.col("step").is_in(steps))).grid.extend_steps(steps)
 
         return self._parts.read_with_retry(run, read)
 
-    def _rows(self, run: Storage, index: RecordIndex, key: tuple[str, str]) -> pl.DataFrame:
+    def _rows(self, run: FolderStorage, index: RecordIndex, key: tuple[str, str]) -> pl.DataFrame:
         """Return the rows of a tensor. Do not keep rows of other tensors in memory."""
 
         def of_part(part: Part) -> pa.Table | None:
@@ -205,16 +205,16 @@ class TensorBands:
         rows = pl.concat([table.with_columns(pl.col("scale_source").cast(pl.String)) for table in tables])
         return rows.sort("step").with_columns(layer=pl.lit(key[0]), role=pl.lit(key[1]))
 
-    def _read_rows(self, run: Storage, part: Part, rows: list[int], is_wide: bool) -> pa.Table:
+    def _read_rows(self, run: FolderStorage, part: Part, rows: list[int], is_wide: bool) -> pa.Table:
         if is_wide:
             return self._parts.some_rows(run, part, _READ, rows)
         return self._tables.get((str(run), part.path), lambda: self._parts.columns(run, part, *_READ)).take(rows)
 
-    def _steps_quantized(self, run: Storage, index: RecordIndex) -> Array | None:
+    def _steps_quantized(self, run: FolderStorage, index: RecordIndex) -> Array | None:
         """Return the sampled steps at which the engine quantizes operands, or None if it never does."""
         return self._quantized.get((str(run), index.version), lambda: self._find_quantized(run, index))
 
-    def _find_quantized(self, run: Storage, index: RecordIndex) -> Array | None:
+    def _find_quantized(self, run: FolderStorage, index: RecordIndex) -> Array | None:
         steps: list[int] = []
         is_engine = False
         for part, held in index.steps_by_part.items():
@@ -233,12 +233,12 @@ class TensorBands:
             steps += np.asarray(held)[found.any(axis=1)].tolist()
         return np.array(sorted(steps), np.int64) if is_engine else None
 
-    def _only_source(self, run: Storage, part: Part) -> str | None:
+    def _only_source(self, run: FolderStorage, part: Part) -> str | None:
         """Return the scale source of a part's rows, if the part's footer shows that all rows have the same source."""
         known = self._parts.outline(run, part).texts.get("scale_source", ())
         return known[0] if len(known) == 1 else None
 
-    def _tensors(self, run: Storage) -> set[tuple[str, str]]:
+    def _tensors(self, run: FolderStorage) -> set[tuple[str, str]]:
         def read(index: RecordIndex) -> set[tuple[str, str]]:
             found = (self._parts.find_layout(run, part) for part in index.steps_by_part)
             return {key for tensors in {layout.tensors for layout in found if layout} for key in tensors}

@@ -13,14 +13,14 @@ import numpy as np
 from ...analysis.comparison.onset import (
     EVIDENCE,
     OnsetCriterion,
-    compute_baseline_threshold,
-    compute_size_threshold,
-    running_median,
+    compute_least_rise_from_baseline,
+    compute_least_rise_for_size,
+    compute_running_median,
 )
 from ...analysis.formatting import make_jsonable
 from ...core.threads import map_in_threads
 from ...record.schema import Part
-from ...record.storage import Storage
+from ...record.storage import FolderStorage
 from ..cache import Cache
 from .heatmap import describe_tensors, find_warm_up_end, pack_table
 from .metadata import list_tensors
@@ -123,7 +123,7 @@ class Extents:
         self._parts = parts
         self._known: Cache[Extent] = Cache(_EXTENTS, lambda extent: extent.nbytes)
 
-    def describe(self, run: Storage, metric: str) -> dict[str, Any]:
+    def describe(self, run: FolderStorage, metric: str) -> dict[str, Any]:
         """Describe the values of a metric over all readable sampled steps.
 
         Returns:
@@ -153,7 +153,7 @@ class Extents:
 
         return self._parts.read_with_retry(run, read)
 
-    def _of_parts(self, run: Storage, index: RecordIndex, metric: str, wanted: Callable[[int], bool]) -> list[Extent]:
+    def _of_parts(self, run: FolderStorage, index: RecordIndex, metric: str, wanted: Callable[[int], bool]) -> list[Extent]:
         """Return the range and counts of each part over its wanted steps."""
         found = []
         for part, steps in index.steps_by_part.items():
@@ -162,7 +162,7 @@ class Extents:
                 found.append(self._parts.read_unless_damaged(run, part, metric, read))
         return [extent for extent in found if extent is not None]
 
-    def _of_part(self, run: Storage, part: Part, name: str, steps: Sequence[int]) -> Extent:
+    def _of_part(self, run: FolderStorage, part: Part, name: str, steps: Sequence[int]) -> Extent:
         parts = self._parts
 
         def make() -> Extent:
@@ -184,7 +184,7 @@ _LEAST = {"sqnr_db": 10 * np.log10(1.5), "cosine": 0.01, "dynamic_range_log2": 3
 _CELLS, _BLOCK = 1 << 27, 128
 
 
-def pack_rise_thresholds(parts: PartMatrices, run: Storage, metric: str) -> bytes:
+def pack_rise_thresholds(parts: PartMatrices, run: FolderStorage, metric: str) -> bytes:
     """Return how much a metric must rise or fall to count, for each tensor of this run.
 
     Returns:
@@ -205,7 +205,7 @@ def pack_rise_thresholds(parts: PartMatrices, run: Storage, metric: str) -> byte
             blocks = [slice(begin, begin + _BLOCK) for begin in range(0, values.shape[1], _BLOCK)]
             least[:, some] = np.concatenate(list(map_in_threads(partial(_least, values, rise, fall), blocks)), axis=1)
         if rise.least_values:
-            least[0] = np.maximum(least[0], compute_size_threshold(rise, _sizes(parts, run, index, tensors)))
+            least[0] = np.maximum(least[0], compute_least_rise_for_size(rise, _sizes(parts, run, index, tensors)))
         if not fall:
             least[1] = least[0]
         header = {"log2": rise.log2, "floor": rise.floor if rise.log2 else 0.0, "least": rise.least}
@@ -218,8 +218,8 @@ def _least(values: Array, rise: OnsetCriterion, fall: OnsetCriterion | None, som
     """Return the least rise and the least fall that count for some tensors, [2, tensors]."""
     block = np.ascontiguousarray(values[:, some].T)
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
-        medians = running_median(block)
-        return np.stack([compute_baseline_threshold(evidence, block, medians) for evidence in (rise, fall or rise)])
+        medians = compute_running_median(block)
+        return np.stack([compute_least_rise_from_baseline(evidence, block, medians) for evidence in (rise, fall or rise)])
 
 
 def _evidence_of(metric: str) -> tuple[OnsetCriterion, OnsetCriterion | None]:
@@ -234,7 +234,7 @@ def _evidence_of(metric: str) -> tuple[OnsetCriterion, OnsetCriterion | None]:
 
 def _values(
     parts: PartMatrices,
-    run: Storage,
+    run: FolderStorage,
     index: RecordIndex,
     layouts: Mapping[Part, Layout],
     metric: str,
@@ -259,10 +259,10 @@ def _values(
     return values
 
 
-def _sizes(parts: PartMatrices, run: Storage, index: RecordIndex, tensors: Tensors) -> Array:
+def _sizes(parts: PartMatrices, run: FolderStorage, index: RecordIndex, tensors: Tensors) -> Array:
     """Return the number of values of each tensor in the newest part, [T], infinite if unknown."""
     sizes = dict.fromkeys(tensors, np.inf)
-    for part in index.newest_first[:1]:
+    for part in index.newest_parts_first[:1]:
         if layout := parts.find_layout(run, part):
             with np.errstate(invalid="ignore"):
                 most = np.fmax.reduce(parts.find_metric(run, part, layout, "n"), axis=0)

@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from ...analysis.comparison.drift import read_depth, read_kind
+from ...analysis.comparison.drift import parse_layer_index, parse_gemm_kind
 from ...core.threads import map_in_threads
 from ...record.schema import Part
-from ...record.storage import Storage
+from ...record.storage import FolderStorage
 from ..web import BadParameter
 from . import metadata
 from .metadata import list_tensors
@@ -30,18 +30,18 @@ def describe_tensors(tensors: Tensors) -> dict[str, list[Any]]:
     """Return layer, role, kind and depth of tensors."""
     layers = [layer for layer, _ in tensors]
     roles = [role for _, role in tensors]
-    return {"layer": layers, "role": roles, "kind": list(map(read_kind, layers)), "depth": list(map(read_depth, layers))}
+    return {"layer": layers, "role": roles, "kind": list(map(parse_gemm_kind, layers)), "depth": list(map(parse_layer_index, layers))}
 
 
-def list_newest_tensors(parts: PartMatrices, run: Storage, index: RecordIndex) -> Tensors:
+def list_newest_tensors(parts: PartMatrices, run: FolderStorage, index: RecordIndex) -> Tensors:
     """Return the tensors of the newest readable part."""
-    for part in index.newest_first:
+    for part in index.newest_parts_first:
         if layout := parts.find_layout(run, part):
             return layout.tensors
     return Tensors()
 
 
-def pack_frames(parts: PartMatrices, run: Storage, metric: str, first: int, last: int) -> bytes:
+def pack_frames(parts: PartMatrices, run: FolderStorage, metric: str, first: int, last: int) -> bytes:
     """Return a metric of all tensors at the sampled steps in [first, last].
 
     The answer is a header (steps, layer, role, kind, depth), and float32 [steps, tensors].
@@ -87,7 +87,7 @@ def pack_table(header: dict[str, Any], values: Any) -> bytes:
 ENOUGH_VALUES, ENOUGH_COLUMNS, MOST_VALUES = 1_200_000, 200, 4_000_000
 
 
-def pack_heatmap(parts: PartMatrices, run: Storage, metric: str, first: int | None, last: int | None, columns: int) -> bytes:
+def pack_heatmap(parts: PartMatrices, run: FolderStorage, metric: str, first: int | None, last: int | None, columns: int) -> bytes:
     """Return a metric of all tensors over the sampled steps in [first, last].
 
     Group the steps into intervals of `width` steps, beginning at `from`. For each interval that has samples, return a column

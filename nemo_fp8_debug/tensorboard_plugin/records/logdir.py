@@ -13,8 +13,8 @@ from typing import Any
 
 from ...core.threads import run_in_background
 from ...errors import ConfigError
-from ...record.schema import parse_attempt
-from ...record.storage import TABLES, Storage, find_link_out, is_link_out, join_path
+from ...record.schema import parse_attempt_number
+from ...record.storage import TABLES, FolderStorage, find_link_out_of_folder, is_link_out_of_folder, join_path
 from ..web import NotFoundError, quote_text
 
 #: name of the folder in which a callback puts its record; names of runs leave out this folder
@@ -53,7 +53,7 @@ def _specified(part: str) -> Root:
 class FoundRecords:
     """The result of a search of all roots."""
 
-    records: dict[str, Storage] = field(default_factory=dict)
+    records: dict[str, FolderStorage] = field(default_factory=dict)
     #: reasons why folders are not read, by folder name
     refused: dict[str, str] = field(default_factory=dict)
 
@@ -61,7 +61,7 @@ class FoundRecords:
 class Logdir:
     """The records below some roots, searched in the background on demand."""
 
-    def __init__(self, roots: Sequence[Root], warm: Callable[[Storage], None]) -> None:
+    def __init__(self, roots: Sequence[Root], warm: Callable[[FolderStorage], None]) -> None:
         """
         Args:
             warm: function that is called in the background with each record that was found.
@@ -92,7 +92,7 @@ class Logdir:
         self.start_search()
         self._done.wait()
 
-    def record(self, name: str) -> Storage:
+    def record(self, name: str) -> FolderStorage:
         """Return the record of a run.
 
         Raises:
@@ -136,10 +136,10 @@ class Logdir:
                 self._is_looking = False
 
 
-def _records(root: Root, refused: dict[str, str]) -> Iterator[tuple[str, Storage]]:
+def _records(root: Root, refused: dict[str, str]) -> Iterator[tuple[str, FolderStorage]]:
     """Yield names and folders of the records of a root. Add folders that are not read to `refused`."""
     try:
-        storage = Storage(os.path.realpath(root.address) if "://" not in root.address else root.address)
+        storage = FolderStorage(os.path.realpath(root.address) if "://" not in root.address else root.address)
     except ConfigError as error:
         refused[root.name or root.address] = f"{error}; install the driver or name another folder."
         return
@@ -149,27 +149,27 @@ def _records(root: Root, refused: dict[str, str]) -> Iterator[tuple[str, Storage
         if name in taken:  # a record inside another record's folder
             name = _name(root, folder)
         taken.add(name)
-        yield name, storage.below(folder) if folder else storage
+        yield name, storage.open_subfolder(folder) if folder else storage
 
 
 def _name(root: Root, folder: str) -> str:
     return join_path(root.name, folder) or "."
 
 
-def _walk(storage: Storage, root: Root, refused: dict[str, str]) -> Iterator[str]:
+def _walk(storage: FolderStorage, root: Root, refused: dict[str, str]) -> Iterator[str]:
     """Yield folders with a record, breadth first."""
     waiting = [""]
     for folder in waiting:
         try:
-            entries = list(storage.entries(folder))
+            entries = list(storage.list_entries(folder))
         except Exception as error:  # drivers of remote file systems raise their own errors
             if not isinstance(error, FileNotFoundError):  # deleted meanwhile
                 refused[_readable(_name(root, folder))] = f"The folder cannot be read ({_said(error)}); fix its permissions."
             continue
         links = [name for name, kind in entries if kind == "link"]
-        out = {name for name in links if is_link_out(storage, join_path(folder, name))}
-        is_record = any(kind != "folder" and parse_attempt(name) is not None for name, kind in entries)
-        if is_record and (bad := find_link_out(storage, folder)):
+        out = {name for name in links if is_link_out_of_folder(storage, join_path(folder, name))}
+        is_record = any(kind != "folder" and parse_attempt_number(name) is not None for name, kind in entries)
+        if is_record and (bad := find_link_out_of_folder(storage, folder)):
             refused[_readable(_name(root, folder))] = f"{bad} of the record is a link out of the logdir; {_SEVERAL}."
         elif is_record:
             yield folder
@@ -189,7 +189,7 @@ def _walk(storage: Storage, root: Root, refused: dict[str, str]) -> Iterator[str
                 refused[_readable(_name(root, below))] = "Its name is not UTF-8, so no address can contain it; rename it."
 
 
-def _was_swapped(storage: Storage) -> bool:
+def _was_swapped(storage: FolderStorage) -> bool:
     """Return True if a folder of a record's path was replaced by a link after the search."""
     path = storage.path("") or "/"
     return storage.is_local and os.path.realpath(path) != path
@@ -230,7 +230,7 @@ def name_runs(addresses: Sequence[str]) -> list[str]:
 
 
 def _parts(address: str) -> list[str]:
-    parts = [part for part in Storage(address).path("").split("/") if part]
+    parts = [part for part in FolderStorage(address).path("").split("/") if part]
     return (parts[:-1] if len(parts) > 1 and parts[-1] == _USUAL else parts) or ["."]
 
 
@@ -241,5 +241,5 @@ def _end(part: list[str], parts: list[list[str]]) -> list[str]:
 
 
 def _is_record(address: str) -> bool:
-    root = Storage(address)
-    return any(parse_attempt(name) is not None for place in (root, root.below(_USUAL)) for name in place.names())
+    root = FolderStorage(address)
+    return any(parse_attempt_number(name) is not None for place in (root, root.open_subfolder(_USUAL)) for name in place.list_names())

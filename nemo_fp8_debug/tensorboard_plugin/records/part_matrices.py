@@ -19,12 +19,12 @@ import polars as pl
 import pyarrow as pa
 
 from ...errors import capture_warnings
-from ...record.outline import Outline
+from ...record.outline import PartOutline
 from ...record.parquet import GROUP
-from ...record.parts import PartDamagedError, PartGoneError, list_parts, read_columns, read_outline, read_rows
-from ...record.scan import TableIndex, read_new_names
-from ...record.schema import SCHEMAS, Part, parse_attempt
-from ...record.storage import Storage
+from ...record.parts import PartDamagedError, PartGoneError, list_parts_of_table, read_part_columns, read_part_outline, read_part_rows
+from ...record.scan import TableStepIndex, read_operands_by_digest
+from ...record.schema import SCHEMAS, Part, parse_attempt_number
+from ...record.storage import FolderStorage
 from ..cache import Cache
 from ..web import UnreadableRecordError
 
@@ -138,7 +138,7 @@ def mark_what_if_rows(rows: pa.Table) -> Array:
     return codes == known.index(WHAT_IF) if WHAT_IF in known else np.zeros(len(codes), bool)
 
 
-def lay_out_rows(outline: Outline, names: Mapping[str, Tensors], tried: Array | None) -> Layout:
+def lay_out_rows(outline: PartOutline, names: Mapping[str, Tensors], tried: Array | None) -> Layout:
     """Return the layout of a part with rows in any order.
 
     Args:
@@ -173,7 +173,7 @@ _ATTEMPTS = 3
 
 
 @dataclass(frozen=True)
-class RecordIndex(TableIndex):
+class RecordIndex(TableStepIndex):
     """The sampled steps of a record, and the part of each step."""
 
     version: str = ""
@@ -204,11 +204,11 @@ class PartMatrices:
         self._layouts: Cache[Layout] = Cache(_LAYOUTS, lambda held: 0 if held.rows is None else held.rows.nbytes)
         self._metrics: Cache[Array] = Cache(_HELD, lambda held: held.nbytes)
         self._harmed: dict[tuple[str, str, str], str] = {}
-        self._outlines: Cache[Outline] = Cache(_PARTS)
+        self._outlines: Cache[PartOutline] = Cache(_PARTS)
         self._tensors: Cache[Tensors] = Cache(_TENSORS, len)
         self._texts: Cache[CodedTexts] = Cache(_HELD // 8, lambda held: held.codes.nbytes)
 
-    def index(self, run: Storage) -> RecordIndex:
+    def index(self, run: FolderStorage) -> RecordIndex:
         """Return the current sampled steps of a record.
 
         Raises:
@@ -222,14 +222,14 @@ class PartMatrices:
         held.looked = time.monotonic()
         return known
 
-    def _looked(self, run: Storage, known: RecordIndex | None) -> RecordIndex:
+    def _looked(self, run: FolderStorage, known: RecordIndex | None) -> RecordIndex:
         try:
             with capture_warnings() as heard:
                 listed, version = _listed(run)
                 # A temporary outage can look like damage, so read damaged parts again.
                 if known is not None and known.version == version and not known.damaged:
                     return known
-                found = TableIndex.read(run, self.table, partial(self._outline, run), listed[self.table])
+                found = TableStepIndex.read_from_outlines(run, self.table, partial(self._outline, run), listed[self.table])
         except Exception as error:  # drivers of remote file systems raise errors of their own
             raise UnreadableRecordError(
                 f"{run} cannot be listed ({type(error).__name__}: {error}); look at the folder."
@@ -237,12 +237,12 @@ class PartMatrices:
         damaged = {path: _why(path, reason) for path, reason in found.damaged.items()}
         return RecordIndex(found.steps, found.owner, damaged, version, listed, heard)
 
-    def warm(self, run: Storage) -> None:
+    def warm(self, run: FolderStorage) -> None:
         """Read the steps of a record in advance."""
         with contextlib.suppress(UnreadableRecordError):
             self.index(run)
 
-    def read_known_index(self, run: Storage) -> RecordIndex:
+    def read_known_index(self, run: FolderStorage) -> RecordIndex:
         """Return the known index of a record, or make an index from the names of parts, with only their first and
         last steps.
         """
@@ -254,15 +254,15 @@ class PartMatrices:
         owner = {step: part for part in listed[self.table] for step in (part.first, part.last)}
         return RecordIndex(np.array(sorted(owner), np.int64), owner, {}, listed=listed)
 
-    def _outline(self, run: Storage, part: Part) -> Outline:
-        return self._outlines.get((str(run), part.path), lambda: read_outline(run, self.table, part))
+    def _outline(self, run: FolderStorage, part: Part) -> PartOutline:
+        return self._outlines.get((str(run), part.path), lambda: read_part_outline(run, self.table, part))
 
-    def outline(self, run: Storage, part: Part) -> Outline:
+    def outline(self, run: FolderStorage, part: Part) -> PartOutline:
         """Return the outline of a part's rows, from its footer."""
         with report_damage(part):
             return self._outline(run, part)
 
-    def layout(self, run: Storage, part: Part) -> Layout:
+    def layout(self, run: FolderStorage, part: Part) -> Layout:
         """Return the layout of a part's rows."""
 
         def make() -> Layout:
@@ -281,16 +281,16 @@ class PartMatrices:
 
         return self._layouts.get((str(run), part.path), make)
 
-    def _names(self, run: Storage, part: Part, outline: Outline) -> dict[str, Tensors]:
+    def _names(self, run: FolderStorage, part: Part, outline: PartOutline) -> dict[str, Tensors]:
         """Return for each digest the layer and role of the rows of its steps."""
         with report_damage(part):
-            tables = read_new_names(run, self.table, part, outline)
+            tables = read_operands_by_digest(run, self.table, part, outline)
         return {
             digest: Tensors(zip(names["layer"].to_pylist(), names["role"].to_pylist(), strict=True))
             for digest, names in tables.items()
         }
 
-    def metric(self, run: Storage, part: Part, name: str) -> Array:
+    def metric(self, run: FolderStorage, part: Part, name: str) -> Array:
         """Return a metric in the layout of the part, float64 [S, T], NaN for missing values."""
 
         def make() -> Array:
@@ -299,17 +299,17 @@ class PartMatrices:
 
         return self._metrics.get((str(run), part.path, name), make)
 
-    def columns(self, run: Storage, part: Part, *names: str) -> pa.Table:
+    def columns(self, run: FolderStorage, part: Part, *names: str) -> pa.Table:
         """Return columns of all rows of a part, without caching."""
         with report_damage(part):
-            return read_columns(run, self.table, part, {"attempt", *names})[0]
+            return read_part_columns(run, self.table, part, {"attempt", *names})[0]
 
-    def some_rows(self, run: Storage, part: Part, names: Sequence[str], places: Sequence[int]) -> pa.Table:
+    def some_rows(self, run: FolderStorage, part: Part, names: Sequence[str], places: Sequence[int]) -> pa.Table:
         """Return columns of a few rows of a part, without caching."""
         with report_damage(part):
-            return read_rows(run, self.table, part, names, places)
+            return read_part_rows(run, self.table, part, names, places)
 
-    def read_unless_damaged(self, run: Storage, part: Part, what: str, read: Callable[[], T]) -> T | None:
+    def read_unless_damaged(self, run: FolderStorage, part: Part, what: str, read: Callable[[], T]) -> T | None:
         """Return the result of `read` for a part, or None if the part is damaged. `list_damaged` then returns the reason.
 
         Args:
@@ -324,20 +324,20 @@ class PartMatrices:
         self._harmed.pop(key, None)
         return found
 
-    def find_layout(self, run: Storage, part: Part) -> Layout | None:
+    def find_layout(self, run: FolderStorage, part: Part) -> Layout | None:
         """Return the layout of a part's rows, or None if the part is damaged."""
         return self.read_unless_damaged(run, part, "layout", lambda: self.layout(run, part))
 
-    def find_metric(self, run: Storage, part: Part, layout: Layout, name: str) -> Array:
+    def find_metric(self, run: FolderStorage, part: Part, layout: Layout, name: str) -> Array:
         """Return a metric as float64 [S, T], all NaN if the column is damaged."""
         found = self.read_unless_damaged(run, part, name, lambda: self.metric(run, part, name))
         return np.full((len(layout.steps), len(layout.tensors)), np.nan) if found is None else found
 
-    def list_damaged(self, run: Storage) -> dict[str, str]:
+    def list_damaged(self, run: FolderStorage) -> dict[str, str]:
         """Return the reasons why data of some parts is unreadable, by part."""
         return {part: why for (of, part, _), why in list(self._harmed.items()) if of == str(run)}
 
-    def texts(self, run: Storage, part: Part, name: str) -> CodedTexts:
+    def texts(self, run: FolderStorage, part: Part, name: str) -> CodedTexts:
         """Return a text column in the layout of the part."""
 
         def make() -> CodedTexts:
@@ -346,7 +346,7 @@ class PartMatrices:
 
         return self._texts.get((str(run), part.path, name), make)
 
-    def read_with_retry(self, run: Storage, read: Callable[[RecordIndex], T]) -> T:
+    def read_with_retry(self, run: FolderStorage, read: Callable[[RecordIndex], T]) -> T:
         """Return the result of `read` for a record. If parts were merged meanwhile, read again.
 
         Raises:
@@ -377,8 +377,8 @@ def _why(path: str, reason: str) -> str:
     return f"{path} cannot be read: {reason}."
 
 
-def _listed(run: Storage) -> tuple[dict[str, list[Part]], str]:
-    listed = {table: list_parts(run, table) for table in SCHEMAS}
-    attempts = [name for name in run.names() if parse_attempt(name) is not None]
+def _listed(run: FolderStorage) -> tuple[dict[str, list[Part]], str]:
+    listed = {table: list_parts_of_table(run, table) for table in SCHEMAS}
+    attempts = [name for name in run.list_names() if parse_attempt_number(name) is not None]
     names = [*attempts, *(part.path for parts in listed.values() for part in parts)]
     return listed, hashlib.blake2b("\n".join(names).encode(), digest_size=12).hexdigest()

@@ -12,8 +12,8 @@ import polars as pl
 from ...analysis.loss.curve import LossCurve
 from ...core.scale_sources import classify_run_quantization, describe_quantization
 from ...errors import capture_warnings
-from ...record.reader import read_fingerprint, read_table
-from ...record.storage import Storage
+from ...record.reader import read_fingerprint, read_table_rows
+from ...record.storage import FolderStorage
 from ..web import list_with_nulls
 from . import metadata
 from .heatmap import describe_tensors, list_newest_tensors
@@ -26,7 +26,7 @@ from .thinning import thin_series
 WHAT_IF_METRICS = ("relative_error", "underflow_pct", "overflow_pct", "mse")
 
 
-def describe_run(parts: PartMatrices, run: Storage) -> dict[str, Any]:
+def describe_run(parts: PartMatrices, run: FolderStorage) -> dict[str, Any]:
     """Return the sampled steps of a record, the tensors of its newest part, and notes about the record."""
 
     def read(index: RecordIndex) -> dict[str, Any]:
@@ -41,7 +41,7 @@ def describe_run(parts: PartMatrices, run: Storage) -> dict[str, Any]:
     return parts.read_with_retry(run, read)
 
 
-def read_other_recipes(parts: PartMatrices, run: Storage, step: int) -> dict[str, Any]:
+def read_other_recipes(parts: PartMatrices, run: FolderStorage, step: int) -> dict[str, Any]:
     """Return the metrics of all tensors at the nearest sampled step, under the recipes in use and under other recipes."""
 
     def read(index: RecordIndex) -> dict[str, Any]:
@@ -49,8 +49,8 @@ def read_other_recipes(parts: PartMatrices, run: Storage, step: int) -> dict[str
         names = ["layer", "role", "recipe", *WHAT_IF_METRICS]
         where = {"step": at, "attempt": index.owner[at].attempt}  # else each table would use its own latest attempt
         with capture_warnings():  # the notes of the run report damage
-            tables = {table: read_table(run, table, names, where) for table in ("metrics", "what_if")}
-            tables["replayed"] = read_table(run, "replayed", [*names, "rounded"], where)
+            tables = {table: read_table_rows(run, table, names, where) for table in ("metrics", "what_if")}
+            tables["replayed"] = read_table_rows(run, "replayed", [*names, "rounded"], where)
         rows = pl.concat(
             [rows.with_columns(in_use=pl.lit(table == "metrics")) for table, rows in tables.items()], how="diagonal"
         ).with_columns(pl.col("rounded").fill_null(False))
@@ -68,7 +68,7 @@ def tabulate_rows(rows: pl.DataFrame) -> dict[str, Any]:
     }
 
 
-def list_notes(parts: PartMatrices, run: Storage, index: RecordIndex) -> list[str]:
+def list_notes(parts: PartMatrices, run: FolderStorage, index: RecordIndex) -> list[str]:
     """Return sentences about damage and other problems of a record."""
     with capture_warnings() as heard:
         fingerprint = read_fingerprint(run)
@@ -88,9 +88,9 @@ def list_notes(parts: PartMatrices, run: Storage, index: RecordIndex) -> list[st
     return told
 
 
-def find_quantization(parts: PartMatrices, run: Storage, index: RecordIndex, fingerprint: Mapping[str, Any]) -> str | None:
+def find_quantization(parts: PartMatrices, run: FolderStorage, index: RecordIndex, fingerprint: Mapping[str, Any]) -> str | None:
     """Return `classify_sources` of the newest readable part, or None if no part is readable."""
-    for part in index.newest_first:
+    for part in index.newest_parts_first:
         if sources := parts.read_unless_damaged(run, part, "scale_source", partial(parts.texts, run, part, "scale_source")):
             return classify_run_quantization({sources.known[code] for code in np.unique(sources.codes)} - {None}, fingerprint)
     return None
@@ -105,14 +105,14 @@ _SIGMAS = 5.0
 _BEFORE = 3
 
 
-def read_step_series(run: Storage) -> dict[str, Any]:
+def read_step_series(run: FolderStorage) -> dict[str, Any]:
     """Return loss, gradient norm and learning rate by step, thinned out, with triggers, skipped steps and spikes.
 
     A value is null if it was not recorded, or if it is NaN or infinite. `not_finite` has the steps of NaN and infinity, by
     name.
     """
     with capture_warnings():
-        table = read_table(run, "steps", ["step", *SERIES, "skipped", "trigger"]).unique("step", keep="last").sort("step")
+        table = read_table_rows(run, "steps", ["step", *SERIES, "skipped", "trigger"]).unique("step", keep="last").sort("step")
     values = {name: table[name].cast(pl.Float64).fill_null(np.nan).to_numpy() for name in SERIES}
     recorded = {name: table[name].is_not_null().to_numpy() for name in SERIES}
     kept = thin_series(list(values.values()), _POINTS, list(recorded.values()))
@@ -144,6 +144,6 @@ def _spikes(table: pl.DataFrame) -> list[int]:
         # While a loss falls fast, as at the start, all values are above the running median. So compare with earlier values
         # too.
         above = np.nan_to_num(curve.losses - np.fmax(curve.smooth, before), nan=0.0, posinf=np.inf)
-    high = np.flatnonzero(above > _SIGMAS * curve.scatter)
+    high = np.flatnonzero(above > _SIGMAS * curve.scatter_around_median)
     highest = high[np.argsort(-above[high], kind="stable")[:_MARKS]]
     return sorted(curve.steps[highest].tolist())

@@ -13,11 +13,11 @@ import pyarrow as pa
 from ...analysis.formatting import make_jsonable
 from ...core.threads import map_in_threads
 from ...errors import capture_warnings
-from ...record.dump_names import dumped_files, make_tensor_name
-from ...record.outline import Outline
-from ...record.parts import KEYS, is_candidate_part, read_columns, read_whole_rows
+from ...record.dump_names import dumped_files, make_tensor_file_name
+from ...record.outline import PartOutline
+from ...record.parts import KEYS, may_contain_step, read_part_columns, read_whole_rows
 from ...record.schema import Part
-from ...record.storage import Storage
+from ...record.storage import FolderStorage
 from ..web import NotFoundError, list_with_nulls, quote_text
 from . import metadata
 from .part_matrices import Layout, PartMatrices, RecordIndex, compute_values, list_columns, report_damage
@@ -28,7 +28,7 @@ TEXTS = ("recipe", "format", "scale_source")
 Key = tuple[str, str, int]
 
 
-def read_timeline(parts: PartMatrices, run: Storage, layer: str, role: str, metrics: list[str]) -> dict[str, Any]:
+def read_timeline(parts: PartMatrices, run: FolderStorage, layer: str, role: str, metrics: list[str]) -> dict[str, Any]:
     """Return the metrics of a tensor at all steps at which it was sampled.
 
     Raises:
@@ -55,7 +55,7 @@ def read_timeline(parts: PartMatrices, run: Storage, layer: str, role: str, metr
 
 def _of_part(
     parts: PartMatrices,
-    run: Storage,
+    run: FolderStorage,
     index: RecordIndex,
     key: tuple[str, str],
     metrics: list[str],
@@ -82,7 +82,7 @@ class TextsSoFar:
     def __init__(self) -> None:
         self._known: dict[Key, str | None] = {}
 
-    def look_up_texts(self, outline: Outline, places: Sequence[int]) -> dict[str, list[str | Key]]:
+    def look_up_texts(self, outline: PartOutline, places: Sequence[int]) -> dict[str, list[str | Key]]:
         """Return the strings of some rows, or keys of these strings, by column. Leave out columns that must be read."""
         told: dict[str, list[str | Key]] = {}
         for name in TEXTS:
@@ -93,7 +93,7 @@ class TextsSoFar:
         return told
 
     def keep_texts(
-        self, outline: Outline, places: Sequence[int], rows: pa.Table, names: Sequence[str]
+        self, outline: PartOutline, places: Sequence[int], rows: pa.Table, names: Sequence[str]
     ) -> dict[str, list[Any]]:
         """Store strings that were read, and return them by column. For a damaged column, return keys, because another part
         may have the same strings.
@@ -110,14 +110,14 @@ class TextsSoFar:
         """Return the strings of some keys, or None for unreadable strings."""
         return [self._known.get(text) if isinstance(text, tuple) else text for text in texts]
 
-    def _keys(self, outline: Outline, name: str, places: Sequence[int]) -> list[Key]:
+    def _keys(self, outline: PartOutline, name: str, places: Sequence[int]) -> list[Key]:
         """Return the key of each row, or no keys if the footer has no digests."""
         patterns = outline.patterns.get(name)
         return [(name, patterns[stretch], row) for stretch, row in map(outline.locate_row, places)] if patterns else []
 
 
 def _of_rows(
-    parts: PartMatrices, run: Storage, part: Part, places: Sequence[int], metrics: list[str], so_far: TextsSoFar
+    parts: PartMatrices, run: FolderStorage, part: Part, places: Sequence[int], metrics: list[str], so_far: TextsSoFar
 ) -> dict[str, list[Any]]:
     """Return metrics and strings. Read only the tensor's rows."""
     names = dict.fromkeys(column for name in metrics for column in list_columns(parts.table, name))
@@ -129,7 +129,7 @@ def _of_rows(
     return values | texts | so_far.keep_texts(outline, places, rows, missing)
 
 
-def _some_rows(parts: PartMatrices, run: Storage, part: Part, names: Sequence[str], places: Sequence[int]) -> pa.Table:
+def _some_rows(parts: PartMatrices, run: FolderStorage, part: Part, names: Sequence[str], places: Sequence[int]) -> pa.Table:
     """Return columns of a few rows, with null for damaged columns."""
     read = partial(parts.some_rows, run, part)
     if (whole := parts.read_unless_damaged(run, part, "rows", lambda: read(names, places))) is not None:
@@ -141,7 +141,7 @@ def _some_rows(parts: PartMatrices, run: Storage, part: Part, names: Sequence[st
 
 def _of_matrices(
     parts: PartMatrices,
-    run: Storage,
+    run: FolderStorage,
     part: Part,
     layout: Layout,
     steps: Sequence[int],
@@ -163,12 +163,12 @@ _OF_HISTOGRAM = ("recipe", "format", "dtype", "rounded", "scale", "bins", "count
 _METRICS_AT_ONCE, _HISTOGRAMS_AT_ONCE = 1 << 13, 32
 
 
-def refuse_tensor(run: Storage, layer: str, role: str) -> NotFoundError:
+def refuse_tensor(run: FolderStorage, layer: str, role: str) -> NotFoundError:
     """Return the error for a request for a tensor that is not in the record."""
     return NotFoundError(f"The record at {run} has no metrics of {role} of {quote_text(layer)}; choose a tensor of its map.")
 
 
-def find_nearest_step(run: Storage, index: RecordIndex, step: int) -> int:
+def find_nearest_step(run: FolderStorage, index: RecordIndex, step: int) -> int:
     """Return the nearest sampled step.
 
     Raises:
@@ -176,10 +176,10 @@ def find_nearest_step(run: Storage, index: RecordIndex, step: int) -> int:
     """
     if not len(index.steps):
         raise NotFoundError(f"The record at {run} has no sampled step yet; wait for the first one.")
-    return index.nearest(step)
+    return index.find_nearest_step(step)
 
 
-def read_histograms(parts: PartMatrices, run: Storage, layer: str, role: str, step: int) -> dict[str, Any]:
+def read_histograms(parts: PartMatrices, run: FolderStorage, layer: str, role: str, step: int) -> dict[str, Any]:
     """Return a tensor's histograms at the nearest sampled step (one row for each scale), and the recorded metrics.
 
     Raises:
@@ -204,20 +204,20 @@ def read_histograms(parts: PartMatrices, run: Storage, layer: str, role: str, st
 
 
 def _histograms(
-    run: Storage, table: str, index: RecordIndex, attempt: int, step: int, layer: str, role: str
+    run: FolderStorage, table: str, index: RecordIndex, attempt: int, step: int, layer: str, role: str
 ) -> list[dict[str, Any]]:
     for part in index.listed[table]:
-        if part.attempt != attempt or not is_candidate_part(table, part, step):
+        if part.attempt != attempt or not may_contain_step(table, part, step):
             continue
         with report_damage(part):
-            names = pl.DataFrame(pl.from_arrow(read_columns(run, table, part, KEYS)[0])).with_row_index("row")
+            names = pl.DataFrame(pl.from_arrow(read_part_columns(run, table, part, KEYS)[0])).with_row_index("row")
             named = [pl.col(name).cast(pl.String) == text for name, text in (("layer", layer), ("role", role))]
             if rows := names.filter(pl.col("step") == step, *named)["row"].to_list():
                 return read_whole_rows(run, table, part, rows, _HISTOGRAMS_AT_ONCE)
     return []
 
 
-def _why_no_histogram(run: Storage, layer: str, role: str, step: int, index: RecordIndex) -> str:
+def _why_no_histogram(run: FolderStorage, layer: str, role: str, step: int, index: RecordIndex) -> str:
     if not index.listed["histograms"]:
         return f"The record at {run} has no histograms; record the run with histograms to see distributions."
     if "*" in layer.split("."):
@@ -230,7 +230,7 @@ _MOST = 50
 Files = list[tuple[int, int, int, str]]
 
 
-def find_dumps(run: Storage) -> Files:
+def find_dumps(run: FolderStorage) -> Files:
     """Return all files of dumped tensors: attempt, step, rank and name of each, ascending."""
     with capture_warnings():
         return sorted(dumped_files(run))
@@ -245,7 +245,7 @@ def list_dumps(files: Files, layer: str, role: str) -> dict[str, Any]:
     Returns:
         `count`, and `files` with the `step`, `rank` and `name` (below the record's folder) of each file, ascending.
     """
-    mine = [file for file in files if f".{make_tensor_name(layer, role)}." in file[3].rpartition("/")[2]]
+    mine = [file for file in files if f".{make_tensor_file_name(layer, role)}." in file[3].rpartition("/")[2]]
     return {
         "count": len(mine),
         "files": [{"step": step, "rank": rank, "name": name} for _, step, rank, name in mine[-_MOST:]],

@@ -13,7 +13,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from nemo_fp8_debug import Config, ConfigError, RecordError
-from nemo_fp8_debug.analysis.bands.bands import SHIPPED, Bands
+from nemo_fp8_debug.analysis.bands.bands import SHIPPED, HealthyBands
 from nemo_fp8_debug.analysis.checkpoint.audit import audit
 from nemo_fp8_debug.cli.steer import _print_status, _read_status
 from nemo_fp8_debug.core.layer_names import compile_layer_patterns
@@ -23,7 +23,7 @@ from nemo_fp8_debug.options.loggers import parse_loggers
 from nemo_fp8_debug.options.trigger_rules import parse_trigger_rule
 from nemo_fp8_debug.plan.plan import Plan
 from nemo_fp8_debug.record.imports import import_logs
-from nemo_fp8_debug.record.storage import Storage
+from nemo_fp8_debug.record.storage import FolderStorage
 
 from . import record_targets, tab_targets
 from .limits import expect
@@ -85,14 +85,14 @@ def _log(name: str, content: bytes, folder: Path) -> None:
 def _bands(content: bytes, folder: Path) -> None:
     (folder / "bands.parquet").write_bytes(content)
     with expect(RecordError):
-        Bands.read(folder / "bands.parquet")
+        HealthyBands.read(folder / "bands.parquet")
 
 
 def _status_file(content: bytes, folder: Path) -> None:
     (folder / "status.json").write_bytes(content)
     with expect(RecordError):
-        _read_status(Storage(folder))
-        _print_status(Storage(folder))
+        _read_status(FolderStorage(folder))
+        _print_status(FolderStorage(folder))
 
 
 def _status_values(content: object, folder: Path) -> None:

@@ -18,9 +18,9 @@ from nemo_fp8_debug.numerics.formats import FORMATS, FloatFormat
 from nemo_fp8_debug.numerics.histogram import Histogram, HistogramBatch
 from nemo_fp8_debug.numerics.metric_columns import make_metric_columns
 from nemo_fp8_debug.numerics.recipe import parse_recipe
-from nemo_fp8_debug.record.dump import DumpEntry, dumped_files, read_dump
-from nemo_fp8_debug.record.reader import read_table
-from nemo_fp8_debug.record.storage import Storage
+from nemo_fp8_debug.record.dump import DumpedTensorInfo, dumped_files, read_dump
+from nemo_fp8_debug.record.reader import read_table_rows
+from nemo_fp8_debug.record.storage import FolderStorage
 
 
 @dataclass
@@ -55,8 +55,8 @@ class Operands:
 
 def compare_with_cpu(run: Path) -> Operands:
     """Every operand that a run of one call a step and one rank has dumped, against its rows in the record."""
-    operands, storage = Operands(), Storage(run)
-    tables = [read_table(run, name) for name in ("metrics", "histograms")]
+    operands, storage = Operands(), FolderStorage(run)
+    tables = [read_table_rows(run, name) for name in ("metrics", "histograms")]
     for _, _, _, name in dumped_files(storage):
         about, tensors = read_dump(storage, name)
         row, recorded = (_row_of(about, table) for table in tables)
@@ -73,7 +73,7 @@ def compare_with_cpu(run: Path) -> Operands:
     return operands
 
 
-def _row_of(about: DumpEntry, table: pl.DataFrame) -> dict[str, Any]:
+def _row_of(about: DumpedTensorInfo, table: pl.DataFrame) -> dict[str, Any]:
     same = (pl.col("step") == about.step) & (pl.col("layer") == about.layer) & (pl.col("role") == about.role)
     return table.row(by_predicate=same, named=True)
 

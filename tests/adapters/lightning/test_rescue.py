@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 from nemo_fp8_debug import ConfigError, FP8DebugCallback, FP8EmulationCallback, FP8PlanCallback, apply_plan
 from nemo_fp8_debug.cli import app
 from nemo_fp8_debug.plan.plan import PLAN, TAKEN, Change, Plan
-from nemo_fp8_debug.record.reader import find_run, read_table
+from nemo_fp8_debug.record.reader import find_record, read_table_rows
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:The 'train_dataloader' does not have many workers"),
@@ -38,7 +38,7 @@ def saved(folder: Path, plan: Plan, name: str = "plan.json") -> str:
 def casts(folder: Path, *interventions: Any) -> dict[tuple[str, str], str]:
     """What cast each operand in the last step of a short run."""
     fit(folder, [FP8DebugCallback(interval=1, table_rows=0, on_error="raise"), *interventions])
-    rows = read_table(find_run(folder), "metrics").filter(step=5)
+    rows = read_table_rows(find_record(folder), "metrics").filter(step=5)
     columns = rows.select("layer", "role", "scale_source", "recipe").rows()
     return {(layer, role): recipe if source == "engine" else source for layer, role, source, recipe in columns}
 

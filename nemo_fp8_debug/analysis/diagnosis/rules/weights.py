@@ -15,13 +15,13 @@ import polars as pl
 from ....core.layer_names import find_expert_aggregate
 from ....core.text import format_number
 from ... import thresholds
-from ...comparison.drift import read_depth
-from ...runs.grid import Floats, Ints, find_stretches
-from ...runs.metrics import Metrics
+from ...comparison.drift import parse_layer_index
+from ...runs.grid import Floats, Ints, split_into_constant_stretches
+from ...runs.metrics import MetricsTable
 from ...runs.run import Run
-from ..facts import Facts, Records, define_fact
+from ..facts import Facts, DiagnosedRecords, define_fact
 from ..finding import Finding
-from ..rule import rule
+from ..rule import register_rule
 
 Result = TypeVar("Result")
 
@@ -37,7 +37,7 @@ class Level(NamedTuple):
 ROOT_MEAN_SQUARE = Level(["mse", "relative_error"], 0.5 * pl.col("mse").log() - pl.col("relative_error").log())
 
 
-def moves_of_levels(operands: Metrics, level: Level, together: Callable[[Floats], Result]) -> tuple[Ints, list[Result]]:
+def moves_of_levels(operands: MetricsTable, level: Level, together: Callable[[Floats], Result]) -> tuple[Ints, list[Result]]:
     """Return the steps with a known level, and the result of `together` for the changes from each of these steps to the
     next.
 
@@ -54,7 +54,7 @@ def moves_of_levels(operands: Metrics, level: Level, together: Callable[[Floats]
         ([0, 5, 10], [0.69, 0.0])
     """
     before, steps, moves = None, list[int](), list[Result]()
-    for stretch in operands.over_steps(partial(_of_stretch, level, together)):
+    for stretch in operands.map_step_ranges(partial(_of_stretch, level, together)):
         if stretch.steps and before is not None:
             moves.append(together(stretch.first - before))
         steps += stretch.steps
@@ -73,14 +73,14 @@ class _Stretch(Generic[Result]):
     last: Floats
 
 
-def _of_stretch(level: Level, together: Callable[[Floats], Result], operands: Metrics) -> _Stretch[Result]:
+def _of_stretch(level: Level, together: Callable[[Floats], Result], operands: MetricsTable) -> _Stretch[Result]:
     unknown = np.full(len(operands.tensors), np.nan)
     first, before, steps, moves = unknown, unknown, list[int](), list[Result]()
-    for rows in operands.scan(level.columns):
+    for rows in operands.read_rows_in_batches(level.columns):
         known = rows.filter(*(pl.col(name) > 0 for name in level.columns)).sort("step", maintain_order=True)
         of_rows = known.select("tensor", level=level.log.cast(pl.Float64))
         tensor, levels = of_rows["tensor"].to_numpy(), of_rows["level"].to_numpy()
-        for step, here in find_stretches(known["step"].to_numpy()):
+        for step, here in split_into_constant_stretches(known["step"].to_numpy()):
             now = unknown.copy()
             now[tensor[here]] = levels[here]
             moves += [together(now - before)] if steps else []
@@ -106,7 +106,7 @@ class Decays(NamedTuple):
 
 
 @define_fact
-def weight_decays(records: Records) -> Decays:
+def weight_decays(records: DiagnosedRecords) -> Decays:
     """Return the weight decay between consecutive samples: the decrease of the log of the root mean square, divided by the
     sum of the learning rates.
     """
@@ -114,7 +114,7 @@ def weight_decays(records: Records) -> Decays:
     return Decays(steps, decays, np.zeros(0) if records.baseline is None else _decays(records.baseline)[1])
 
 
-@rule("weight decay", ("weight_decay",), (weight_decays,), event="weights")
+@register_rule("weight decay", ("weight_decay",), (weight_decays,), event="weights")
 def find_decay(facts: Facts) -> Iterator[Finding]:
     """Name the weights of most layers if they shrink faster than usual weight decays explain.
 
@@ -137,7 +137,7 @@ def find_decay(facts: Facts) -> Iterator[Finding]:
 
 
 def _decays(run: Run) -> tuple[Ints, Floats]:
-    steps, found = moves_of_levels(run.metrics.with_role("weight"), ROOT_MEAN_SQUARE, _fall_of_most)
+    steps, found = moves_of_levels(run.metrics.select_roles("weight"), ROOT_MEAN_SQUARE, _fall_of_most)
     falls = np.array(found)
     if len(steps) < 2:
         return steps[:0], np.zeros(0)
@@ -187,21 +187,21 @@ class StillWeights(NamedTuple):
 
 
 @define_fact
-def still_weights(records: Records) -> StillWeights:
+def still_weights(records: DiagnosedRecords) -> StillWeights:
     """Return layers and weights that do not change in the run but change in its baseline."""
     run, baseline = records.run, records.baseline
     usual = {} if baseline is None else _find_stopped(baseline)
     stopped = tuple(layer for name, layer in _find_stopped(run).items() if name not in usual)
     if baseline is None:
         return StillWeights(stopped, (), 0)
-    mine = run.metrics.with_role("weight")
+    mine = run.metrics.select_roles("weight")
     both = mine.tensors.join(baseline.metrics.tensors, on=["layer", "role"], how="semi", maintain_order="left")
-    constant = _find_constant(mine.select_keys(both))
-    moving = _find_constant(baseline.metrics.select_keys(both.filter(pl.col("layer").is_in(constant)))) if constant else []
+    constant = _find_constant(mine.select_tensors_by_key(both))
+    moving = _find_constant(baseline.metrics.select_tensors_by_key(both.filter(pl.col("layer").is_in(constant)))) if constant else []
     return StillWeights(stopped, tuple(layer for layer in constant if layer not in moving), len(both))
 
 
-@rule("frozen weights", ("frozen_weights",), (still_weights,), event="weights")
+@register_rule("frozen weights", ("frozen_weights",), (still_weights,), event="weights")
 def find_still_weights(facts: Facts) -> Iterator[Finding]:
     """Name a layer in which weights have stopped changing, and weights that never change.
 
@@ -233,7 +233,7 @@ def find_still_weights(facts: Facts) -> Iterator[Finding]:
         )
 
 
-def _find_constant(weights: Metrics) -> list[str]:
+def _find_constant(weights: MetricsTable) -> list[str]:
     """Return the weights that have at least four samples, and the same range, outliers and kurtosis in all samples."""
     weights = _without_codes(weights)
     if len(weights.steps) < thresholds.LASTING or weights.tensors.is_empty():
@@ -241,7 +241,7 @@ def _find_constant(weights: Metrics) -> list[str]:
     # Few weights are constant at the end of a run. Only for these weights, earlier samples are read too.
     at_the_end = _count_values(weights.select_samples(np.arange(len(weights.steps))[-thresholds.LASTING :]))
     moved = weights.tensors[at_the_end.filter(pl.col("values") > 1)["tensor"]]
-    weights = weights.select_keeping_steps(
+    weights = weights.select_tensors_at_all_steps(
         weights.tensors.join(moved, on=["layer", "role"], how="anti", maintain_order="left")
     )
     if weights.tensors.is_empty():
@@ -250,7 +250,7 @@ def _find_constant(weights: Metrics) -> list[str]:
     return weights.tensors["layer"].gather(same["tensor"].sort()).to_list()
 
 
-def _count_values(weights: Metrics) -> pl.DataFrame:
+def _count_values(weights: MetricsTable) -> pl.DataFrame:
     """For each tensor, return the number of different combinations of range, outliers and kurtosis, and the number of
     samples.
     """
@@ -266,9 +266,9 @@ def _find_stopped(run: Run) -> dict[str, StillLayer]:
 
     A single expert may get no tokens, so single experts do not count.
     """
-    weights = _without_codes(run.metrics.with_role("weight"))
+    weights = _without_codes(run.metrics.select_roles("weight"))
     blocks = _blocks(weights.tensors["layer"].to_list())
-    weights = weights.select_keeping_steps(weights.tensors.filter(pl.col("layer").is_in(list(blocks))))
+    weights = weights.select_tensors_at_all_steps(weights.tensors.filter(pl.col("layer").is_in(list(blocks))))
     if len(weights.steps) <= thresholds.LASTING or not blocks:
         return {}
     # Weights rarely stop changing, so usually only the last samples are read.
@@ -278,7 +278,7 @@ def _find_stopped(run: Run) -> dict[str, StillLayer]:
     if not candidates or len(candidates) > len(set(blocks.values())) / 2:
         return {}
     layers = [layer for of in candidates.values() for layer in of]
-    before = weights.select_keeping_steps(still.filter(pl.col("layer").is_in(layers)))
+    before = weights.select_tensors_at_all_steps(still.filter(pl.col("layer").is_in(layers)))
     standing = _measure_standing(before)
     moved = {
         layer: int(since)
@@ -292,9 +292,9 @@ def _find_stopped(run: Run) -> dict[str, StillLayer]:
     }
 
 
-def _without_codes(weights: Metrics) -> Metrics:
+def _without_codes(weights: MetricsTable) -> MetricsTable:
     """Return the weights that are not stored as quantized codes, because most optimizer steps do not change such codes."""
-    sources = weights.unique("scale_source")
+    sources = weights.list_distinct_values("scale_source")
     kept = [source for source in sources if source is not None and source != "stored"]
     return weights.filter_rows("scale_source", kept) if "stored" in sources else weights
 
@@ -311,7 +311,7 @@ def _blocks(layers: Sequence[str]) -> dict[str, str]:
     """Return for each GEMM the layer that contains it: the common prefix of all names with the same layer number."""
     of_depth: dict[int, list[str]] = defaultdict(list)
     for layer in layers:
-        depth = read_depth(layer)
+        depth = parse_layer_index(layer)
         if depth is not None and not find_expert_aggregate(layer):
             of_depth[depth].append(layer)
     return {layer: _shared_name(of) for of in of_depth.values() for layer in of}
@@ -365,19 +365,19 @@ class Standing:
         )
 
 
-def _measure_standing(weights: Metrics) -> Standing:
+def _measure_standing(weights: MetricsTable) -> Standing:
     found = Standing.make_unsampled(len(weights.tensors))
-    for stretch in weights.over_steps(partial(_measure_stretch)):
+    for stretch in weights.map_step_ranges(partial(_measure_stretch)):
         found += stretch
     return found
 
 
-def _measure_stretch(weights: Metrics) -> Standing:
+def _measure_stretch(weights: MetricsTable) -> Standing:
     found = Standing.make_unsampled(len(weights.tensors))
-    for rows in weights.scan([_RANGE]):
+    for rows in weights.read_rows_in_batches([_RANGE]):
         ordered = rows.sort("step", maintain_order=True)
         tensor, value = ordered["tensor"].to_numpy(), ordered[_RANGE].cast(pl.Float64).to_numpy()
-        for step, here in find_stretches(ordered["step"].to_numpy()):
+        for step, here in split_into_constant_stretches(ordered["step"].to_numpy()):
             of_range = np.full(len(weights.tensors), np.nan)
             of_range[tensor[here]] = value[here]
             found.add(step, of_range)

@@ -13,12 +13,12 @@ from ....core.keys import GRADIENTS, SHOWN_AS, Key
 from ....core.layer_names import find_expert_aggregate
 from ....numerics.limits import MADE_UP
 from ...runs.blocks import map_grid_slices, map_tensor_chunks
-from ...runs.grid import Grid, Ints
-from ...runs.metrics import Metrics
+from ...runs.grid import MetricGrid, Ints
+from ...runs.metrics import MetricsTable
 from ...runs.source import Bools
-from ..facts import Facts, Records, define_fact
+from ..facts import Facts, DiagnosedRecords, define_fact
 from ..finding import Finding, advise_on_producer
-from ..rule import rule
+from ..rule import register_rule
 
 #: largest number of layers that a sentence lists
 _LISTED = 6
@@ -40,7 +40,7 @@ class ZeroTensor:
 
 
 @define_fact
-def zero_tensors(records: Records) -> list[ZeroTensor]:
+def zero_tensors(records: DiagnosedRecords) -> list[ZeroTensor]:
     """Return tensors that are zero in the run but not in the baseline, in the order of the record.
 
     Gradients count even if they are zero from the start. X and W count only if they had nonzero values, in the run or in the
@@ -57,7 +57,7 @@ def zero_tensors(records: Records) -> list[ZeroTensor]:
     ]
 
 
-@rule("zeros", ("dead",), (zero_tensors,), needs_no_baseline=True)
+@register_rule("zeros", ("dead",), (zero_tensors,), needs_no_baseline=True)
 def find_zeros(facts: Facts) -> Iterator[Finding]:
     """Name tensors that become zero at the same time. Each role and sample gives one finding.
 
@@ -101,16 +101,16 @@ def _describe(facts: Facts, role: str, since: int, layers: Sequence[str], of: Se
     return f"{when} {tensor} is zero in {len(layers)} of {len(of)} GEMMs: {which}"
 
 
-def is_zero(grid: Grid) -> Bools:
+def find_all_zero_samples(grid: MetricGrid) -> Bools:
     """For each tensor and sample, return True if the tensor was sampled and all its values are zero, [T, S]."""
-    zero: Bools = (grid.metric("amax") == 0) & ~(grid.metric("nonfinite") > 0)
+    zero: Bools = (grid.read_metric("amax") == 0) & ~(grid.read_metric("nonfinite") > 0)
     return zero
 
 
-def _find(metrics: Metrics) -> dict[Key, tuple[int, bool, bool]]:
+def _find(metrics: MetricsTable) -> dict[Key, tuple[int, bool, bool]]:
     # A single expert may get no tokens, but all experts of a layer together always get tokens.
     of_expert = pl.col("layer").map_elements(lambda layer: find_expert_aggregate(layer) is not None, pl.Boolean)
-    metrics = metrics.select_keeping_steps(metrics.tensors.filter(~of_expert))
+    metrics = metrics.select_tensors_at_all_steps(metrics.tensors.filter(~of_expert))
     if metrics.is_empty() or metrics.tensors.is_empty():
         return {}
     of_blocks = map_tensor_chunks(partial(map_grid_slices, _zero_samples), metrics, together=[("amax", "n", "nonfinite")])
@@ -118,10 +118,10 @@ def _find(metrics: Metrics) -> dict[Key, tuple[int, bool, bool]]:
     return {key: zeros for key, zeros in each.items() if zeros is not None}
 
 
-def _zero_samples(grid: Grid) -> list[tuple[Key, tuple[Ints, Bools]]]:
+def _zero_samples(grid: MetricGrid) -> list[tuple[Key, tuple[Ints, Bools]]]:
     """For each tensor that is zero in some sample, return its sampled steps, and whether it is zero at each."""
-    zero = is_zero(grid) & ~(grid.metric("n") == 0)
-    known = ~np.isnan(grid.metric("amax")) | (grid.metric("nonfinite") > 0)
+    zero = find_all_zero_samples(grid) & ~(grid.read_metric("n") == 0)
+    known = ~np.isnan(grid.read_metric("amax")) | (grid.read_metric("nonfinite") > 0)
     keys = list(grid.tensors.iter_rows())
     return [(keys[i], (grid.steps[known[i]], zero[i][known[i]])) for i in np.flatnonzero(zero.any(axis=1)).tolist()]
 

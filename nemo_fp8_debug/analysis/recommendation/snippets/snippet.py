@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from ....core.layer_names import find_expert_aggregate
 from ....numerics.recipe import Recipe
-from ..options import STAY, Option, resolve_recipe_cast
+from ..options import STAY, CastOption, resolve_recipe_cast
 from ..recommend import TensorFix
 
 
@@ -42,7 +42,7 @@ def _meets(finding: TensorFix, recipe: Recipe) -> bool:
     return any(resolve_recipe_cast(option.parsed_recipe, finding.role) == wanted for option in others)
 
 
-def combine_options(menus: Iterable[Sequence[Option]]) -> Iterator[tuple[Option, ...]]:
+def combine_options(menus: Iterable[Sequence[CastOption]]) -> Iterator[tuple[CastOption, ...]]:
     """Yield all ways to choose one option from each menu, the cheapest first.
 
     Args:
@@ -53,7 +53,7 @@ def combine_options(menus: Iterable[Sequence[Option]]) -> Iterator[tuple[Option,
         yield tuple(option for _, option in way)
 
 
-def find_module(layer: str) -> str:
+def name_module_of_gemm(layer: str) -> str:
     """Return the module that runs a GEMM, with `*` for the number of an expert that is a separate module.
 
     A grouped module runs all experts: `mlp.experts.linear_fc1.17` -> `mlp.experts.linear_fc1`.

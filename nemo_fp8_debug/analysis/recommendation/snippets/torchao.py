@@ -13,7 +13,7 @@ from typing import Any
 from ....core.keys import SHOWN_AS
 from ....core.layer_names import compile_layer_patterns
 from ....numerics.recipe import BF16_RECIPE
-from ..options import STAY, UNDO, Option
+from ..options import STAY, UNDO, CastOption
 from ..recommend import OPERANDS, READERS, Recommendation, TensorFix
 from .snippet import Snippet, combine_options, comment_lines
 
@@ -74,15 +74,15 @@ def _name(path):
 '''
 
 
-def make_configuration(found: Recommendation) -> tuple[list[Snippet], list[str]]:
+def make_torchao_snippet(found: Recommendation) -> tuple[list[Snippet], list[str]]:
     """Return the file, or the reason why it is not written. If nothing changes, return neither."""
-    if not found.to_change:
+    if not found.fixes_to_apply:
         return [], []
     recorded = found.run.fingerprint.get("torchao", {}).get("configurations")
     entries = [(entry["config"], list(entry["layers"])) for entry in recorded] if isinstance(recorded, list) else []
     by_layer = {layer: i for i, (_, layers) in enumerate(entries) for layer in layers}
     findings: dict[str, list[TensorFix]] = {}
-    for finding in found.to_change:
+    for finding in found.fixes_to_apply:
         matches = compile_layer_patterns([finding.layer])
         layers = [finding.layer] if finding.layer in by_layer else [layer for layer in by_layer if matches(layer)]
         if not layers:
@@ -112,17 +112,17 @@ def _changed(
     raise AssertionError("BF16 can always be multiplied")
 
 
-def _menu(finding: TensorFix) -> list[Option]:
+def _menu(finding: TensorFix) -> list[CastOption]:
     return [option for option in finding.options if option.meets and _can_be_said(option, finding.options[0])]
 
 
-def _can_be_said(option: Option, stay: Option) -> bool:
+def _can_be_said(option: CastOption, stay: CastOption) -> bool:
     if option.kind == UNDO and option.recipe != BF16_RECIPE.name:
         return option.parsed_recipe.scaling == stay.parsed_recipe.scaling
     return option.kind in (UNDO, "format", "bf16")
 
 
-def _applied(config: Mapping[str, Any], options: Mapping[str, Option]) -> dict[str, Any]:
+def _applied(config: Mapping[str, Any], options: Mapping[str, CastOption]) -> dict[str, Any]:
     made = copy.deepcopy(dict(config))
     for role, option in options.items():
         for product in READERS[role]:
@@ -144,10 +144,10 @@ def _can_be_multiplied(config: Mapping[str, Any]) -> bool:
     return not any(all((role, product) in wide for role in pair) for product, pair in OPERANDS.items())
 
 
-def _coarser(findings: Sequence[TensorFix], options: Sequence[Option]) -> Iterator[str]:
+def _coarser(findings: Sequence[TensorFix], options: Sequence[CastOption]) -> Iterator[str]:
     for finding, option in zip(findings, options, strict=True):
-        if option.recipe != finding.chosen.recipe and finding.chosen.kind != STAY:
-            yield f"{finding.name}: torchao has no {finding.chosen.recipe} here; it has {option.recipe} instead."
+        if option.recipe != finding.chosen_option.recipe and finding.chosen_option.kind != STAY:
+            yield f"{finding.tensor_name}: torchao has no {finding.chosen_option.recipe} here; it has {option.recipe} instead."
 
 
 def _without_gather(layer: str, config: dict[str, Any], coarser: list[str]) -> tuple[dict[str, Any] | None, list[str]]:
