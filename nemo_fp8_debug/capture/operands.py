@@ -162,7 +162,7 @@ class OperandAccumulator:
         counts = [(order, direct[i].nan + direct[i].inf if n is None else n) for i, (order, n) in enumerate(self._nonfinite)]
         return min((order for order, count in counts if count > 0), default=None)
 
-    def move(self, to: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    def move_tensors(self, to: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Replace each collected tensor by the result of `to`."""
         for counted in self._kept():
             counted.counts = to(counted.counts)

@@ -105,9 +105,9 @@ def compare_command(
     if baseline is None:
         raise ConfigError("--baseline is missing; name a good run: compare RUN --baseline BASELINE")
     if html is not None:
-        from ..tensorboard_plugin.page.report import check_report
+        from ..tensorboard_plugin.page.report import check_report_path
 
-        check_report(html)
+        check_report_path(html)
     with on_cluster(cluster), show_progress("reading the records", *(f"comparing {path}" for path in run)) as over:
         first, *others = _read_runs([baseline, *run, *([reference] if reference else [])], by)
         over()
@@ -118,11 +118,11 @@ def compare_command(
             over()
         ranked = [sort_rows_by_harm(found.tensors.to_dicts(), diagnose_comparison(found)) for found in comparisons]
     if html is not None:  # before we print, because a reader of the output may end this process
-        from ..tensorboard_plugin.page.report import ReportSubject, write_report
+        from ..tensorboard_plugin.page.report import ReportRecords, write_report
 
         paths = [run.path for run in others]
         with show_progress(f"writing {html}"):
-            write_report(html, ReportSubject(first.path, paths, other.path if other else None, by, rename or ()))
+            write_report(html, ReportRecords(first.path, paths, other.path if other else None, by, rename or ()))
     if as_json:
         plain = [told | {"tensors": tensors} for told, tensors in zip(map(serialize_comparison, comparisons), ranked, strict=True)]
         print_json(plain[0] if len(plain) == 1 else {"comparisons": plain})

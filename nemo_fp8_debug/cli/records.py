@@ -105,10 +105,10 @@ def _export(folder: Path, runs: list[str]) -> None:
 
 
 def _serve(runs: list[str], host: str, port: int, open_: bool) -> None:
-    from ..tensorboard_plugin.page.server import bind_server
+    from ..tensorboard_plugin.page.server import make_bound_server
     from ..tensorboard_plugin.records.logdir import name_roots
 
-    with contextlib.suppress(KeyboardInterrupt), bind_server(name_roots(runs), host, port) as serving:
+    with contextlib.suppress(KeyboardInterrupt), make_bound_server(name_roots(runs), host, port) as serving:
         name = f"[{host}]" if ":" in host else host
         address = f"http://{name}:{serving.port}/"
         print_text(make_console(), f"Serving {', '.join(runs)} at {address}")

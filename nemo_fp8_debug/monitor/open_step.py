@@ -75,7 +75,7 @@ class StepObserver:
         """
         return ()
 
-    def move(self, to: Move) -> None:
+    def move_tensors(self, to: Move) -> None:
         """Replace each collected tensor with the result of `to`."""
 
 

@@ -110,9 +110,9 @@ def brought_home(seen: OperandAccumulator) -> int:
         copied.append(away.numel())
         return away.clone()
 
-    seen.move(note)
+    seen.move_tensors(note)
     home = dict(zip(on_the_way, copied_to_host(list(on_the_way.values()), copy), strict=True))
-    seen.move(lambda x: home[id(x)])
+    seen.move_tensors(lambda x: home[id(x)])
     assert len(copied) == 1
     return copied[0]
 

@@ -20,7 +20,7 @@ from nemo_fp8_debug.record.parts import list_parts_of_table
 from nemo_fp8_debug.record.reader import read_table_rows
 from nemo_fp8_debug.record.storage import FolderStorage
 from nemo_fp8_debug.record.views import sql_views
-from nemo_fp8_debug.tensorboard_plugin.records.part_matrices import PartMatrices
+from nemo_fp8_debug.tensorboard_plugin.records.part_matrices import CachedPartReader
 
 COLUMNS = ["attempt", "step", "layer", "role", "mse"]
 
@@ -49,14 +49,14 @@ def rows_that_count(run: Path, damaged: Path | None) -> pl.DataFrame:
 
 
 def rows_in_the_tab(run: Path) -> pl.DataFrame:
-    tab, storage = PartMatrices(), FolderStorage(run)
-    index, found = tab.index(storage), []
+    tab, storage = CachedPartReader(), FolderStorage(run)
+    index, found = tab.read_index(storage), []
     for step in index.steps.tolist():
         part = index.owner[step]
-        layout, values = tab.layout(storage, part), tab.metric(storage, part, "mse")
+        layout, values = tab.read_layout(storage, part), tab.read_metric(storage, part, "mse")
         at = layout.steps.tolist().index(step)
         for (layer, role), value in zip(layout.tensors, values[at].tolist(), strict=True):
-            if layout.row(step, (layer, role)) is not None:
+            if layout.find_row(step, (layer, role)) is not None:
                 found.append((part.attempt, step, layer, role, value))
     kinds = (pl.Int32, pl.Int64, pl.String, pl.String, pl.Float64)
     return pl.DataFrame(found, schema=dict(zip(COLUMNS, kinds, strict=True)), orient="row").sort(COLUMNS)

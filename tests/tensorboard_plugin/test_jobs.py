@@ -78,7 +78,7 @@ def test_what_a_child_knows_so_far_is_answered_while_it_works(logdir: Path) -> N
     what = {"kind": "verdict", "run": str(logdir / "bad"), "baseline": str(logdir / "baseline"), "reference": None}
 
     def is_done() -> bool:
-        answer = mine.ask(what | {"by": "step"}, "1")
+        answer = mine.get_or_start_job(what | {"by": "step"}, "1")
         seen.append(answer)
         return bool(answer["state"] != "working")
 
@@ -88,7 +88,7 @@ def test_what_a_child_knows_so_far_is_answered_while_it_works(logdir: Path) -> N
     assert seen[-1]["state"] == "done" and "diagnosis" in known  # torch takes longer to import than it takes to ask
     order = ["loss", "comparison", "diagnosis"]
     assert known == sorted(known, key=order.index)
-    mine.stop()
+    mine.stop_all_jobs()
 
 
 def waited(tab: Tab, route: str, **parameters: Any) -> Any:
@@ -152,8 +152,8 @@ def test_what_cannot_be_answered_is_explained(logdir: Path, monkeypatch: pytest.
 def asked(logdir: Path) -> Iterator[tuple[job_queue.JobQueue, Callable[[], dict[str, Any]]]]:
     mine = job_queue.JobQueue()
     what = {"kind": "what_if", "run": str(logdir / "counted"), "step": 0, "recipe": "current"}
-    yield mine, lambda: mine.ask(what, "1")
-    mine.stop()
+    yield mine, lambda: mine.get_or_start_job(what, "1")
+    mine.stop_all_jobs()
 
 
 def the_child(mine: job_queue.JobQueue) -> subprocess.Popen[bytes]:

@@ -60,7 +60,7 @@ class GradientSizes:
         """Forget a gradient that is not complete."""
         self._found.pop(name, None)
 
-    def move(self, to: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    def move_tensors(self, to: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Replace each tensor by the result of `to`."""
         for batch in {id(batch): batch for batch, _, _ in self._found.values()}.values():
             batch.norms, batch.nonzero, batch.nonfinite = to(batch.norms), to(batch.nonzero), to(batch.nonfinite)
@@ -126,9 +126,9 @@ class GradientStep(StepObserver):
                 counted.append((names[0], take_local_part(x).detach()))
         self._sizes.measure_gradients(counted)
 
-    def move(self, to: Move) -> None:
+    def move_tensors(self, to: Move) -> None:
         """See `StepObserver`."""
-        self._sizes.move(to)
+        self._sizes.move_tensors(to)
 
     def collect_rank_gradients(self) -> GradientsOfRank:
         """Return what this rank counted."""

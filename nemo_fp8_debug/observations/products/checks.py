@@ -91,11 +91,11 @@ class CheckQueue:
         if len(self._waiting) >= self.LONGEST:
             self.check_blocks()
 
-    def move(self, to: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    def move_tensors(self, to: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Replace each tensor by the result of `to`."""
         self._waiting = [(checks, product, block.moved(to)) for checks, product, block in self._waiting]
         for checks in self._checks:
-            checks.move(to)
+            checks.move_tensors(to)
 
     def check_blocks(self) -> None:
         """Check the waiting blocks, and pass each result to its owner."""
@@ -144,7 +144,7 @@ class ProductChecks:
         self._gradients: dict[str, tuple[torch.Tensor, tuple[int, ...]]] = {}
         self._changed: torch.Tensor | None = None
 
-    def move(self, to: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    def move_tensors(self, to: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Replace each result by the result of `to`."""
         self._changed = None if self._changed is None else to(self._changed)
         self.found_of = {product: to(found) for product, found in self.found_of.items()}

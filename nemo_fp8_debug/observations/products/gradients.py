@@ -290,7 +290,7 @@ class ReducedGradients:
             if held is not None and one.keeps(main):
                 one.keep_part(main.detach().reshape(-1)[held], held.start)
 
-    def move(self, to: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    def move_tensors(self, to: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Replace each tensor by the result of `to`."""
         for one in self._gradients.values():
             one.summands = [to(x) for x in one.summands]

@@ -133,11 +133,11 @@ class ProductStep(StepObserver):
         if self.gradients is not None:
             self.gradients.subscribe()
 
-    def move(self, to: Move) -> None:
+    def move_tensors(self, to: Move) -> None:
         """See `StepObserver`."""
         for one in (*self.products.values(), self._queue, self.gradients):
             if one is not None:
-                one.move(to)
+                one.move_tensors(to)
 
 
 class ProductObservation(FeatureObservation):

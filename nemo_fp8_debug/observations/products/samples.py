@@ -206,7 +206,7 @@ class GemmProducts:
                 splits = self._gemm.backend.splits_accumulator(self._gemm.module, product)
                 self._checks.add_product_operands(product, a.used, b.used, splits, _exact(a, b, terms))
 
-    def move(self, to: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    def move_tensors(self, to: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Replace each sum by the result of `to`."""
         self._sums = {product: to(sums) for product, sums in self._sums.items()}
 

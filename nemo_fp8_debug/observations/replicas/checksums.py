@@ -122,7 +122,7 @@ class ReplicaChecksums:
             if (grad := _whole_gradient(stepped.weight)) is not None:
                 self.add_tensor(stepped.name, "weight_gradient", grad)
 
-    def move(self, to: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    def move_tensors(self, to: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Replace each checksum by the result of `to`."""
         self._found = {key: (part, to(found)) for key, (part, found) in self._found.items()}
 

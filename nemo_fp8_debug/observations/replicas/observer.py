@@ -39,9 +39,9 @@ class ReplicaStep(StepObserver):
         """See `StepObserver`."""
         self.checks.subscribe(step.dispatcher)
 
-    def move(self, to: Move) -> None:
+    def move_tensors(self, to: Move) -> None:
         """See `StepObserver`."""
-        self.checks.move(to)
+        self.checks.move_tensors(to)
 
 
 class ReplicaObservation(FeatureObservation):

@@ -19,7 +19,7 @@ from ...analysis.story.story import make_loss_headline, story
 from ...analysis.story.summary import serialize_comparison, write_markdown
 from ...errors import ConfigError, RecordError, capture_warnings
 from ...record.parts import count_table_rows
-from ..records.run_summary import WHAT_IF_METRICS, tabulate_rows
+from ..records.run_summary import WHAT_IF_METRICS, convert_rows_to_columns
 
 if TYPE_CHECKING:  # torch takes seconds to import
     from ...analysis.recommendation.recommend import Recommendation
@@ -33,7 +33,7 @@ def tell_nobody(partial: Mapping[str, Any]) -> None:
     """Ignore partial results, for callers that need only the whole answer."""
 
 
-def judge_run(
+def compare_and_diagnose_run(
     run: str,
     baseline: str | None,
     reference: str | None,
@@ -74,7 +74,7 @@ def judge_run(
     }
 
 
-def judge_headline(run: str, baseline: str | None, reference: str | None, by: str) -> dict[str, Any]:
+def diagnose_headline_only(run: str, baseline: str | None, reference: str | None, by: str) -> dict[str, Any]:
     """Diagnose a run and return only the headline. It contains no recommended changes, because these would import torch.
 
     Raises:
@@ -152,7 +152,7 @@ def _list_snippets(found: Recommendation) -> list[dict[str, Any]]:
 _MOST_REPLAYED = 8_000_000
 
 
-def try_recipe(run: str, step: int, recipe: str) -> dict[str, Any]:
+def compute_metrics_under_recipe(run: str, step: int, recipe: str) -> dict[str, Any]:
     """Compute the metrics of all tensors at a sampled step under another recipe, from histograms.
 
     `rounded` marks approximate metrics of float32 tensors.
@@ -170,4 +170,4 @@ def try_recipe(run: str, step: int, recipe: str) -> dict[str, Any]:
     if rows.is_empty():
         raise RecordError(f"the record has no histograms of step {step} to replay; record the run with histograms")
     shown = rows.select("layer", "role", "recipe", *WHAT_IF_METRICS, "rounded").with_columns(in_use=pl.lit(False))
-    return {"step": step, "rows": tabulate_rows(shown)}
+    return {"step": step, "rows": convert_rows_to_columns(shown)}

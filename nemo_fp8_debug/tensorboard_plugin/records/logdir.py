@@ -28,25 +28,25 @@ _SEVERAL = "name the place itself: `nemo-fp8-debug view PLACE`, or TensorBoard's
 
 
 @dataclass(frozen=True)
-class Root:
+class LogdirRoot:
     """A folder that TensorBoard shows. The names of its runs begin with `name`."""
 
     name: str
     address: str
 
 
-def parse_flags(flags: Any) -> list[Root]:
+def parse_logdir_flags(flags: Any) -> list[LogdirRoot]:
     """Return the roots in --logdir and --logdir_spec, parsed like in TensorBoard."""
     logdir, spec = getattr(flags, "logdir", None), getattr(flags, "logdir_spec", None)
     if logdir:
-        return [Root("", os.path.expanduser(logdir))]
+        return [LogdirRoot("", os.path.expanduser(logdir))]
     return [_specified(part) for part in (spec or "").split(",") if part]
 
 
-def _specified(part: str) -> Root:
+def _specified(part: str) -> LogdirRoot:
     named = ":" in part and not _URL.match(part) and not part.startswith("/") and not os.path.splitdrive(part)[0]
     name, path = part.split(":", 1) if named else ("", part)
-    return Root(name, path if _URL.match(path) else os.path.expanduser(path))
+    return LogdirRoot(name, path if _URL.match(path) else os.path.expanduser(path))
 
 
 @dataclass
@@ -58,10 +58,10 @@ class FoundRecords:
     refused: dict[str, str] = field(default_factory=dict)
 
 
-class Logdir:
+class LogdirRecords:
     """The records below some roots, searched in the background on demand."""
 
-    def __init__(self, roots: Sequence[Root], warm: Callable[[FolderStorage], None]) -> None:
+    def __init__(self, roots: Sequence[LogdirRoot], warm: Callable[[FolderStorage], None]) -> None:
         """
         Args:
             warm: function that is called in the background with each record that was found.
@@ -75,7 +75,7 @@ class Logdir:
         self._next = 0.0
         self._begun = time.monotonic()
 
-    def find_records(self) -> FoundRecords:
+    def list_known_records(self) -> FoundRecords:
         """Return the known records. Search again after some seconds, and wait a little for the first search."""
         self.start_search()
         self._done.wait(max(0.0, self._begun + _FIRST - time.monotonic()))
@@ -87,18 +87,18 @@ class Logdir:
         self._some.wait(wait)
         return bool(self._found.records)
 
-    def await_all(self) -> None:
+    def await_first_search(self) -> None:
         """Wait until all roots have been searched once."""
         self.start_search()
         self._done.wait()
 
-    def record(self, name: str) -> FolderStorage:
+    def get_record(self, name: str) -> FolderStorage:
         """Return the record of a run.
 
         Raises:
             NotFoundError: there is no run of that name, or a link has replaced it.
         """
-        records = self.find_records().records
+        records = self.list_known_records().records
         if name not in records:
             some = ", ".join(quote_text(known) for known in list(records)[:3]) or "none yet"
             raise NotFoundError(f"There is no run {quote_text(name)} below the logdir. Runs found so far: {some}.")
@@ -136,7 +136,7 @@ class Logdir:
                 self._is_looking = False
 
 
-def _records(root: Root, refused: dict[str, str]) -> Iterator[tuple[str, FolderStorage]]:
+def _records(root: LogdirRoot, refused: dict[str, str]) -> Iterator[tuple[str, FolderStorage]]:
     """Yield names and folders of the records of a root. Add folders that are not read to `refused`."""
     try:
         storage = FolderStorage(os.path.realpath(root.address) if "://" not in root.address else root.address)
@@ -152,11 +152,11 @@ def _records(root: Root, refused: dict[str, str]) -> Iterator[tuple[str, FolderS
         yield name, storage.open_subfolder(folder) if folder else storage
 
 
-def _name(root: Root, folder: str) -> str:
+def _name(root: LogdirRoot, folder: str) -> str:
     return join_path(root.name, folder) or "."
 
 
-def _walk(storage: FolderStorage, root: Root, refused: dict[str, str]) -> Iterator[str]:
+def _walk(storage: FolderStorage, root: LogdirRoot, refused: dict[str, str]) -> Iterator[str]:
     """Yield folders with a record, breadth first."""
     waiting = [""]
     for folder in waiting:
@@ -203,13 +203,13 @@ def _said(error: Exception) -> str:
     return str(getattr(error, "strerror", None) or str(error).partition("\n")[0] or type(error).__name__)
 
 
-def name_roots(addresses: Sequence[str]) -> list[Root]:
+def name_roots(addresses: Sequence[str]) -> list[LogdirRoot]:
     """Return roots for addresses. If the only address is a folder with several runs, their names do not include the
     folder.
     """
     if len(addresses) == 1 and not _is_record(addresses[0]):
-        return [Root("", addresses[0])]
-    return [Root(name, address) for name, address in zip(name_runs(addresses), addresses, strict=True)]
+        return [LogdirRoot("", addresses[0])]
+    return [LogdirRoot(name, address) for name, address in zip(name_runs(addresses), addresses, strict=True)]
 
 
 def name_runs(addresses: Sequence[str]) -> list[str]:

@@ -14,11 +14,11 @@ from ...core.scale_sources import classify_run_quantization, describe_quantizati
 from ...errors import capture_warnings
 from ...record.reader import read_fingerprint, read_table_rows
 from ...record.storage import FolderStorage
-from ..web import list_with_nulls
+from ..web import replace_nonfinite_by_null
 from . import metadata
-from .heatmap import describe_tensors, list_newest_tensors
-from .metadata import order_tensors
-from .part_matrices import PartMatrices, RecordIndex
+from .heatmap import make_tensor_columns, list_newest_tensors
+from .metadata import sort_tensors_by_execution
+from .part_matrices import CachedPartReader, SampledStepIndex
 from .tensor_history import find_nearest_step
 from .thinning import thin_series
 
@@ -26,25 +26,25 @@ from .thinning import thin_series
 WHAT_IF_METRICS = ("relative_error", "underflow_pct", "overflow_pct", "mse")
 
 
-def describe_run(parts: PartMatrices, run: FolderStorage) -> dict[str, Any]:
+def describe_run(parts: CachedPartReader, run: FolderStorage) -> dict[str, Any]:
     """Return the sampled steps of a record, the tensors of its newest part, and notes about the record."""
 
-    def read(index: RecordIndex) -> dict[str, Any]:
+    def read(index: SampledStepIndex) -> dict[str, Any]:
         return {
             "version": index.version,
             "steps": index.steps.tolist(),
             "tables": [table for table in metadata.TABLES if index.listed[table]],
-            "tensors": describe_tensors(order_tensors(list_newest_tensors(parts, run, index))),
+            "tensors": make_tensor_columns(sort_tensors_by_execution(list_newest_tensors(parts, run, index))),
             "notes": list_notes(parts, run, index),
         }
 
     return parts.read_with_retry(run, read)
 
 
-def read_other_recipes(parts: PartMatrices, run: FolderStorage, step: int) -> dict[str, Any]:
+def read_other_recipes(parts: CachedPartReader, run: FolderStorage, step: int) -> dict[str, Any]:
     """Return the metrics of all tensors at the nearest sampled step, under the recipes in use and under other recipes."""
 
-    def read(index: RecordIndex) -> dict[str, Any]:
+    def read(index: SampledStepIndex) -> dict[str, Any]:
         at = find_nearest_step(run, index, step)
         names = ["layer", "role", "recipe", *WHAT_IF_METRICS]
         where = {"step": at, "attempt": index.owner[at].attempt}  # else each table would use its own latest attempt
@@ -55,25 +55,25 @@ def read_other_recipes(parts: PartMatrices, run: FolderStorage, step: int) -> di
             [rows.with_columns(in_use=pl.lit(table == "metrics")) for table, rows in tables.items()], how="diagonal"
         ).with_columns(pl.col("rounded").fill_null(False))
         rows = rows.unique(["layer", "role", "recipe"], keep="first", maintain_order=True)
-        return {"step": at, "rows": tabulate_rows(rows)}
+        return {"step": at, "rows": convert_rows_to_columns(rows)}
 
     return parts.read_with_retry(run, read)
 
 
-def tabulate_rows(rows: pl.DataFrame) -> dict[str, Any]:
+def convert_rows_to_columns(rows: pl.DataFrame) -> dict[str, Any]:
     """Return rows as lists by column."""
     return {
-        name: list_with_nulls(rows[name].to_numpy()) if name in WHAT_IF_METRICS else rows[name].to_list()
+        name: replace_nonfinite_by_null(rows[name].to_numpy()) if name in WHAT_IF_METRICS else rows[name].to_list()
         for name in rows.columns
     }
 
 
-def list_notes(parts: PartMatrices, run: FolderStorage, index: RecordIndex) -> list[str]:
+def list_notes(parts: CachedPartReader, run: FolderStorage, index: SampledStepIndex) -> list[str]:
     """Return sentences about damage and other problems of a record."""
     with capture_warnings() as heard:
         fingerprint = read_fingerprint(run)
     told = [f"{message}." for message in (*heard, *index.heard)]
-    if damaged := parts.list_damaged(run) | index.damaged:
+    if damaged := parts.list_damaged_parts(run) | index.damaged:
         (name, why), *others = damaged.items()
         more = f" {len(others)} other parts are left out too." if others else ""
         told.append(f"The metrics of {name} are left out: {why}{more}")
@@ -88,10 +88,10 @@ def list_notes(parts: PartMatrices, run: FolderStorage, index: RecordIndex) -> l
     return told
 
 
-def find_quantization(parts: PartMatrices, run: FolderStorage, index: RecordIndex, fingerprint: Mapping[str, Any]) -> str | None:
+def find_quantization(parts: CachedPartReader, run: FolderStorage, index: SampledStepIndex, fingerprint: Mapping[str, Any]) -> str | None:
     """Return `classify_sources` of the newest readable part, or None if no part is readable."""
     for part in index.newest_parts_first:
-        if sources := parts.read_unless_damaged(run, part, "scale_source", partial(parts.texts, run, part, "scale_source")):
+        if sources := parts.read_unless_damaged(run, part, "scale_source", partial(parts.read_text_column, run, part, "scale_source")):
             return classify_run_quantization({sources.known[code] for code in np.unique(sources.codes)} - {None}, fingerprint)
     return None
 
@@ -121,7 +121,7 @@ def read_step_series(run: FolderStorage) -> dict[str, Any]:
     skipped = table.filter(pl.col("skipped").fill_null(0) != 0)["step"]
     return {
         "step": steps.tolist(),
-        **{name: list_with_nulls(column[kept]) for name, column in values.items()},
+        **{name: replace_nonfinite_by_null(column[kept]) for name, column in values.items()},
         "not_finite": {
             name: steps[recorded[name][kept] & ~np.isfinite(column[kept])].tolist() for name, column in values.items()
         },
