@@ -27,7 +27,9 @@ def run(**host: Any) -> Run:
     row = {"step": 0, "layer": "decoder.layers.0.mlp.linear_fc1", "role": "input", "recipe": "delayed-hybrid"}
     metrics = pl.DataFrame([row | {"scale_source": "engine"}], SCHEMAS["metrics"])
     losses = LossCurve.from_steps_table(pl.DataFrame(schema=SCHEMAS["steps"]))
-    return Run("", {"backend_options": host}, MetricsTable.from_rows(metrics), losses, pl.DataFrame(schema=SCHEMAS["metrics"]))
+    return Run(
+        "", {"backend_options": host}, MetricsTable.from_rows(metrics), losses, pl.DataFrame(schema=SCHEMAS["metrics"])
+    )
 
 
 def recommendation(run: Run, ways: Mapping[tuple[str, str], Ways], ends: BF16EndBlocks | None = None) -> Recommendation:

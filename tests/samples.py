@@ -71,7 +71,9 @@ def measured_sample(step: int, tensors: Mapping[tuple[str, str], torch.Tensor]) 
     operands = []
     for (layer, role), x in tensors.items():
         gemm = Gemm(layer, nn.Linear(1, 1), torch_linear.BACKEND)
-        operand = OperandAccumulator(gemm, role, CastInUse(CurrentScaling(), E4M3, parse_recipe("current-hybrid"), "current"))
+        operand = OperandAccumulator(
+            gemm, role, CastInUse(CurrentScaling(), E4M3, parse_recipe("current-hybrid"), "current")
+        )
         operand.add_tensor(x, 0)
         operands.append(operand)
     measured = measure_tensors(collect_operand_stats(operands))

@@ -26,7 +26,7 @@ from ..core.error_guard import Fault, OperandGuard
 from ..numerics.block_scaling import BlockScalingRule
 from ..numerics.metrics import compute_amax
 from ..numerics.tensor_scaling import CurrentScaling
-from .backends.base import Args, FrameworkBackend, Kwargs, CastInUse, UnknownCastError, make_unknown_cast
+from .backends.base import Args, CastInUse, FrameworkBackend, Kwargs, UnknownCastError, make_unknown_cast
 from .backends.transformer_engine.environment import explain_unsupported_release
 from .backends.transformer_engine.quantizers import make_quantizer_cast
 from .dispatcher import EventDispatcher, ForwardPass
@@ -51,7 +51,9 @@ _PER_TENSOR = ("Float8Quantizer", "Float8CurrentScalingQuantizer", "IdentityQuan
 #: quantizers whose blocks run along the dimension that a product sums over. For V and dV, this is the token dimension
 _IN_BLOCKS = ("MXFP8Quantizer",)
 _ALONG_TOKENS = ("value", "grad_value")
-_BACKEND = FrameworkBackend("Transformer Engine attention", lambda module: False, lambda *_: None, lambda *_: None, lambda out: out)
+_BACKEND = FrameworkBackend(
+    "Transformer Engine attention", lambda module: False, lambda *_: None, lambda *_: None, lambda out: out
+)
 
 
 def find_attentions(scanned: Iterable[ScannedModule]) -> list[Gemm]:

@@ -4,7 +4,7 @@ Observers subscribe to events, and install no hooks themselves:
 
 watch_calls      a module is entered and has returned, in both cases before all other hooks
 watch_ready      a module's forward is about to run: other hooks have gathered or replaced its operands
-watch_returned   a module has returned, after all other hooks
+watch_output   a module has returned, after all other hooks
 watch_gradient   the gradient of an output or of a parameter arrives
 watch_node       a node of the autograd graph is about to run, and has run
 watch_optimizer  any optimizer is about to step, and has stepped
@@ -100,7 +100,7 @@ class _Call:
         self.modes: Sequence[tuple[_Observer, TorchMode]] = ()
 
     def begin_modes(self) -> None:
-        """Begin the modes that observers have passed to `Pass.watch`.
+        """Begin the modes that observers have passed to `ForwardPass.enter_mode`.
 
         Call this outside of guards, because guards leave all modes and enter them again.
         """
@@ -307,7 +307,9 @@ class EventDispatcher:
                     observer.entered(seen, args, kwargs)
         call.begin_modes()
 
-    def _see(self, watched: _Module, module: nn.Module, call: _Call, observer: _Observer, kwargs: Kwargs) -> ForwardPass | None:
+    def _see(
+        self, watched: _Module, module: nn.Module, call: _Call, observer: _Observer, kwargs: Kwargs
+    ) -> ForwardPass | None:
         if observer.applies is not None and not observer.applies(kwargs):
             return None
         if call.kind is None:

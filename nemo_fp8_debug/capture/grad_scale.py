@@ -37,7 +37,7 @@ class GradientMultiplier:
         """
         Args:
             roots: the model, or its chunks.
-            compiled: the result of `find_compiled_by_now`.
+            compiled: the result of `find_compiled_modules`.
             guarded: returns a context that keeps an exception out of the training loop.
             dispatcher: dispatcher of the step.
         """
@@ -52,7 +52,9 @@ class GradientMultiplier:
             self._dispatcher.watch_output(root, self._guarded, self._see_output)
         schedules: Any = sys.modules.get("megatron.core.pipeline_parallel.schedules")
         if schedules is not None:
-            self._dispatcher.call_after_step(watch_function_calls(schedules, "forward_step", _forward_step, self._see_result))
+            self._dispatcher.call_after_step(
+                watch_function_calls(schedules, "forward_step", _forward_step, self._see_result)
+            )
 
     def add_loss(self, loss: Any, tokens: torch.Tensor | float = 1) -> None:
         """Watch a loss that will be backpropagated. Such losses have precedence over losses in the output of root modules.

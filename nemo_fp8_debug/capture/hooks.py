@@ -24,8 +24,17 @@ import torch
 from torch import nn
 
 from ..core.error_guard import Fault, OperandGuard
-from .backends.base import Args, FrameworkBackend, Kwargs, CastInUse, StoredCodes, UnknownCastError, may_be_gathered_later, make_unknown_cast
-from .dispatcher import EventDispatcher, Guard, TorchMode, ForwardPass
+from .backends.base import (
+    Args,
+    CastInUse,
+    FrameworkBackend,
+    Kwargs,
+    StoredCodes,
+    UnknownCastError,
+    make_unknown_cast,
+    may_be_gathered_later,
+)
+from .dispatcher import EventDispatcher, ForwardPass, Guard, TorchMode
 from .gemms import Gemm
 from .operator_mode import AmaxReductionMode, Reduced, apply_shared_amax, defer_until_backward, defer_until_node
 from .optimizer_weights import MasterWeights, choose_measured_weight

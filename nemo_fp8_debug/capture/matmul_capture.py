@@ -18,13 +18,13 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from ..core.error_guard import Fault, OperandGuard
-from .backends.base import Args, Kwargs, CastInUse, UnknownCastError, make_unknown_cast, read_raw_weight
-from .backends.in_forward import is_weight_computed, find_parameter_name, list_parameter_names, read_parameter
+from .backends.base import Args, CastInUse, Kwargs, UnknownCastError, make_unknown_cast, read_raw_weight
+from .backends.in_forward import find_parameter_name, is_weight_computed, list_parameter_names, read_parameter
 from .dispatcher import EventDispatcher, ForwardPass
 from .gemms import Gemm
 from .hooks import OperandSink, ProductSink
 from .matmuls import Matmul, MatmulMode
-from .tensors import is_dtensor, cast_like_autocast
+from .tensors import cast_like_autocast, is_dtensor
 
 _COMPUTED = "its module computes it with operators that may quantize"
 

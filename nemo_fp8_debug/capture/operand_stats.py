@@ -10,7 +10,7 @@ import torch
 from ..core.keys import MIXED, Key
 from ..kernels.cpu.histograms import Histograms
 from ..numerics.histogram import Histogram
-from ..numerics.metrics import ValueMoments, QuantizationSums, merge_moments, sum_over_calls
+from ..numerics.metrics import QuantizationSums, ValueMoments, merge_moments, sum_over_calls
 from ..numerics.recipe import RecipeReference
 from ..numerics.tensor_scaling import CurrentScaling, compute_cast_scales
 from .backends.base import CastInUse
@@ -23,7 +23,7 @@ class CastDescription(RecipeReference):
 
     recipe: str
     format: str
-    #: see `ScaleInUse.source`; MIXED if the operands in a sum have different sources
+    #: see `CastInUse.source`; MIXED if the operands in a sum have different sources
     source: str
     #: dtype of the observed tensor
     dtype: str

@@ -12,10 +12,10 @@ import torch
 from ..kernels import MeasurementRequest, ValueStats, add_to_histogram, count_histogram, count_nonfinite, measure_values
 from ..numerics.block_scaling import BlockScalingRule
 from ..numerics.histogram import DTYPES, Histogram
-from ..numerics.metrics import ValueMoments, MomentsFound, QuantizationSums, SumsFound, merge_moments
+from ..numerics.metrics import MomentsFound, QuantizationSums, SumsFound, ValueMoments, merge_moments
 from ..numerics.recipe import Recipe
 from ..numerics.tensor_scaling import CurrentScaling
-from .backends.base import FrameworkBackend, CastInUse
+from .backends.base import CastInUse, FrameworkBackend
 from .gemms import Gemm
 from .tensors import take_local_part
 
@@ -98,7 +98,14 @@ class OperandAccumulator:
         self._count_nonfinite()
         counted = self._count(x, use)
         joins_rest = self.rest is not None
-        if self.what_if or copy or joins_rest or use.decoded or x.dtype not in DTYPES or isinstance(use.scale, BlockScalingRule):
+        if (
+            self.what_if
+            or copy
+            or joins_rest
+            or use.decoded
+            or x.dtype not in DTYPES
+            or isinstance(use.scale, BlockScalingRule)
+        ):
             tried, copied = (self.what_if, self.tries_current), None if copy is None else copy.cast_rule
             asked = MeasurementRequest(
                 self.role, use.cast_rule, use.decoded, *tried, copied, self.counts_block_scales, joins_rest

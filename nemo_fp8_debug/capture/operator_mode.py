@@ -111,7 +111,7 @@ def apply_shared_amax(use: CastInUse, reduced: Reduced) -> CastInUse:
             amax.
 
     Raises:
-        UnknownCast: no reduction was seen.
+        UnknownCastError: no reduction was seen.
     """
     if use.amax_group is None:
         return use

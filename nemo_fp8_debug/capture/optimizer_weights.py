@@ -80,9 +80,7 @@ def find_gradient_buffers(scanned: Iterable[ScannedModule]) -> list[tuple[nn.Mod
     return [(module, buffer) for module, found in held if isinstance(found, list) for buffer in found]
 
 
-def choose_measured_weight(
-    stored: StoredCodes, masters: MasterWeights | None
-) -> tuple[torch.Tensor, CastInUse, CastInUse]:
+def choose_measured_weight(stored: StoredCodes, masters: MasterWeights | None) -> tuple[torch.Tensor, CastInUse, CastInUse]:
     """Return the tensor to measure for a weight stored as codes: its master weight if found, otherwise the codes' values.
 
     Returns:

@@ -20,7 +20,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 from rich.text import Text
 
 from ..analysis.formatting import make_jsonable
-from ..core.text import ELLIPSIS, PLAINLY, TextColumn, find_terminal_width, format_table, read_width_variable
+from ..core.text import ELLIPSIS, PLAINLY, TableColumn, find_terminal_width, format_table, read_width_variable
 from ..errors import ConfigError, FP8DebugWarning, RecordError
 
 #: arguments and options that several commands share
@@ -83,7 +83,7 @@ def _is_file(out: Console) -> bool:
 
 
 def print_table(
-    out: Console, title: str, columns: Sequence[TextColumn], rows: Sequence[Sequence[str]], styles: Sequence[str] = ()
+    out: Console, title: str, columns: Sequence[TableColumn], rows: Sequence[Sequence[str]], styles: Sequence[str] = ()
 ) -> None:
     """Print a blank line and a table. Print nothing if the table has no rows.
 

@@ -23,8 +23,8 @@ from ..analysis.diagnosis.narrator import (
     describe_step_distance,
     tell_advice,
     tell_conclusion,
-    tell_possible_misses,
     tell_next_step,
+    tell_possible_misses,
 )
 from ..analysis.diagnosis.ranking import sort_rows_by_harm
 from ..analysis.loss.outcome import MAX_GAP
@@ -35,11 +35,11 @@ from ..analysis.recommendation.snippets.snippet import Snippet
 from ..analysis.runs.cluster import on_cluster
 from ..analysis.runs.run import Run
 from ..analysis.story.story import draw_event_strip, story
+from ..analysis.story.summary import serialize_comparison, tell_drifted_tensors, write_markdown
 from ..analysis.story.summary import tell_conclusion as tell_comparison
-from ..analysis.story.summary import tell_drifted_tensors, serialize_comparison, write_markdown
 from ..core.keys import ROLES, SHOWN_AS, STATES, Key
 from ..core.table import load_feature_modules
-from ..core.text import ABSENT, ARROW, ELLIPSIS, TENSOR, TextColumn, format_count, format_number
+from ..core.text import ABSENT, ARROW, ELLIPSIS, TENSOR, TableColumn, format_count, format_number
 from ..errors import ConfigError
 from .console import (
     AsJson,
@@ -124,7 +124,9 @@ def compare_command(
         with show_progress(f"writing {html}"):
             write_report(html, ReportRecords(first.path, paths, other.path if other else None, by, rename or ()))
     if as_json:
-        plain = [told | {"tensors": tensors} for told, tensors in zip(map(serialize_comparison, comparisons), ranked, strict=True)]
+        plain = [
+            told | {"tensors": tensors} for told, tensors in zip(map(serialize_comparison, comparisons), ranked, strict=True)
+        ]
         print_json(plain[0] if len(plain) == 1 else {"comparisons": plain})
     else:
         for found, tensors in zip(comparisons, ranked, strict=True):
@@ -155,7 +157,7 @@ def _print_comparison(found: Comparison, tensors: Sequence[Mapping[str, Any]], t
     for module in load_feature_modules("two_runs"):
         rows = found.feature_comparisons[module.NAME]
         _print_feature(out, module, rows if top is None else rows.head(top))
-    settings = found.list_setting_differences().to_dicts()
+    settings = found.differences().to_dicts()
     told = [row for row in settings if row["telling"]][:top] if top is not None else settings
     _print_differences(out, told)
     left = {"tensor": len(tensors) - len(tensors[:top]), "row of the order": len(found.out_of_band) - len(order)}
@@ -179,8 +181,13 @@ def _print_comparison(found: Comparison, tensors: Sequence[Mapping[str, Any]], t
 def _print_losses(out: Console, found: Comparison) -> None:
     unit = found.run.unit
     columns = (
-        *(TextColumn("run", "text"), TextColumn("lowest loss"), TextColumn(f"at {unit}", rank=2), TextColumn("final loss")),
-        *(TextColumn("above baseline since"), TextColumn("rises since"), TextColumn("record", "name", rank=1)),
+        *(
+            TableColumn("run", "text"),
+            TableColumn("lowest loss"),
+            TableColumn(f"at {unit}", rank=2),
+            TableColumn("final loss"),
+        ),
+        *(TableColumn("above baseline since"), TableColumn("rises since"), TableColumn("record", "name", rank=1)),
     )
     rows = []
     for name, run in serialize_comparison(found)["runs"].items():
@@ -193,8 +200,8 @@ def _print_losses(out: Console, found: Comparison) -> None:
 
 def _print_ranking(out: Console, tensors: Sequence[Mapping[str, Any]], unit: str) -> None:
     columns = (
-        *(*TENSOR, TextColumn(f"since {unit}"), TextColumn("underflow %", rank=1), TextColumn("amax", rank=2)),
-        *(TextColumn("MSE ratio", rank=3), TextColumn("drift (log2)", rank=4), TextColumn("overflow %", rank=5)),
+        *(*TENSOR, TableColumn(f"since {unit}"), TableColumn("underflow %", rank=1), TableColumn("amax", rank=2)),
+        *(TableColumn("MSE ratio", rank=3), TableColumn("drift (log2)", rank=4), TableColumn("overflow %", rank=5)),
     )
     rows = []
     for row in tensors:
@@ -206,8 +213,8 @@ def _print_ranking(out: Console, tensors: Sequence[Mapping[str, Any]], unit: str
 
 def _print_order(out: Console, order: pl.DataFrame, unit: str) -> None:
     columns = (
-        *(TextColumn(f"since {unit}"), *TENSOR, TextColumn(f"baseline {ARROW} run", "text", least=40)),
-        *(TextColumn("times threshold", rank=1), TextColumn("next to the loss", "text", rank=2)),
+        *(TableColumn(f"since {unit}"), *TENSOR, TableColumn(f"baseline {ARROW} run", "text", least=40)),
+        *(TableColumn("times threshold", rank=1), TableColumn("next to the loss", "text", rank=2)),
     )
     rows = []
     for row in order.iter_rows(named=True):
@@ -221,8 +228,8 @@ def _print_groups(out: Console, found: Comparison) -> None:
     if found.out_of_band.is_empty():
         return
     columns = (
-        *(TextColumn("by", "text"), TextColumn("group", "text"), TextColumn("tensors"), TextColumn("out of band")),
-        *(TextColumn(f"first from {found.run.unit}"), TextColumn("median drift (log2)", rank=1)),
+        *(TableColumn("by", "text"), TableColumn("group", "text"), TableColumn("tensors"), TableColumn("out of band")),
+        *(TableColumn(f"first from {found.run.unit}"), TableColumn("median drift (log2)", rank=1)),
     )
     rows = []
     for row in found.count_out_of_band_groups().iter_rows(named=True):
@@ -237,8 +244,8 @@ def _print_feature(out: Console, module: ModuleType, rows: pl.DataFrame) -> None
     Args:
         module: the feature's module `two_runs`.
     """
-    columns = (*TENSOR, *(TextColumn(heading, "text", rank=i) for i, heading in enumerate(module.HEADINGS)))
-    cells = [(row["tensor"], row["layer"], *module.show_row(row)) for row in rows.iter_rows(named=True)]
+    columns = (*TENSOR, *(TableColumn(heading, "text", rank=i) for i, heading in enumerate(module.HEADINGS)))
+    cells = [(row["tensor"], row["layer"], *module.format_comparison_cells(row)) for row in rows.iter_rows(named=True)]
     print_table(out, module.TITLE, columns, cells)
 
 
@@ -249,7 +256,7 @@ def _tried_states(found: Comparison) -> pl.DataFrame:
 
 
 def _print_other_formats(out: Console, tried: pl.DataFrame) -> None:
-    columns = (*TENSOR, TextColumn("recipe", "text"), *map(TextColumn, ("underflow %", "relative error")))
+    columns = (*TENSOR, TableColumn("recipe", "text"), *map(TableColumn, ("underflow %", "relative error")))
     rows = []
     for row in tried.iter_rows(named=True):
         metrics = [format_number(row[metric]) for metric in ("underflow_pct", "relative_error")]
@@ -258,7 +265,7 @@ def _print_other_formats(out: Console, tried: pl.DataFrame) -> None:
 
 
 def _print_differences(out: Console, settings: Sequence[Mapping[str, Any]]) -> None:
-    columns = (TextColumn("setting", "name"), TextColumn("baseline", "text"), TextColumn("run", "text"))
+    columns = (TableColumn("setting", "name"), TableColumn("baseline", "text"), TableColumn("run", "text"))
     rows = [(row["setting"], *(row[name] or ABSENT for name in ("baseline", "run"))) for row in settings]
     styles = ["bold yellow" if row["telling"] else "" for row in settings]
     print_table(out, "Settings that differ", columns, rows, styles)
@@ -337,8 +344,12 @@ def _print_diagnosis(found: Diagnosis) -> None:
     print_text(out, tell_conclusion(found))
     _print_events(out, story(found)["events"], found.run.unit)
     columns = (
-        *(TextColumn(f"since {found.run.unit}"), *TENSOR, TextColumn("evidence", "text", least=36)),
-        *(TextColumn("strength", "text", rank=1), TextColumn("rule", "text", rank=2), TextColumn("cause", "text", rank=3)),
+        *(TableColumn(f"since {found.run.unit}"), *TENSOR, TableColumn("evidence", "text", least=36)),
+        *(
+            TableColumn("strength", "text", rank=1),
+            TableColumn("rule", "text", rank=2),
+            TableColumn("cause", "text", rank=3),
+        ),
     )
     rows = [
         (
@@ -366,7 +377,7 @@ def _print_events(out: Console, events: Sequence[Mapping[str, Any]], unit: str) 
         tensor, layer = SHOWN_AS.get(event["role"], ""), event["layer"] or ""
         what = event["what"].removeprefix(f"{tensor} of {layer}: ").replace(f"{tensor} of {layer}", "the tensor")
         rows.append((str(event["step"]), tensor, layer, what))
-    print_table(out, "Events", (TextColumn(unit), *TENSOR, TextColumn("what happened", "text", least=36)), rows)
+    print_table(out, "Events", (TableColumn(unit), *TENSOR, TableColumn("what happened", "text", least=36)), rows)
     if (left := len(events) - _EVENTS) > 0:
         print_text(out, f"and {left} more; --json prints them")
 
@@ -467,7 +478,7 @@ def _print_recommendation(out: Console, found: Recommendation, snippets: list[Sn
     _print_fixes(out, found)
     files = [(str(snippet.name if folder is None else folder / snippet.name), snippet.about) for snippet in snippets]
     title = "Files that --output writes" if folder is None else "Files"
-    print_table(out, title, (TextColumn("file", "name"), TextColumn("for", "text")), files)
+    print_table(out, title, (TableColumn("file", "name"), TableColumn("for", "text")), files)
     print_notes(out, list(_tell_recommendation(found, snippets)))
 
 
@@ -494,9 +505,14 @@ def _print_fixes(out: Console, found: Recommendation) -> None:
         f"overflow {format_number(limits.overflow_pct, '%')}"
     )
     columns = (
-        *(*TENSOR, TextColumn("change", "text", least=14), TextColumn("why", "text", rank=1), TextColumn("relative error", rank=2)),
-        *(TextColumn("underflow %", rank=3), TextColumn("overflow %", rank=5), TextColumn("coverage cost", rank=4)),
-        TextColumn("in use" if found.is_run_quantized else "measured under", "text", rank=6),
+        *(
+            *TENSOR,
+            TableColumn("change", "text", least=14),
+            TableColumn("why", "text", rank=1),
+            TableColumn("relative error", rank=2),
+        ),
+        *(TableColumn("underflow %", rank=3), TableColumn("overflow %", rank=5), TableColumn("coverage cost", rank=4)),
+        TableColumn("in use" if found.is_run_quantized else "measured under", "text", rank=6),
     )
     rows = []
     for finding in found.findings:

@@ -11,10 +11,10 @@ import typer
 
 from ..analysis.checkpoint.audit import CheckpointAudit, audit, lacks_scale
 from ..analysis.comparison.compare import split_off_single_experts
-from ..analysis.replay.replay import SOURCES, write_replayed_rows, replay
+from ..analysis.replay.replay import SOURCES, replay, write_replayed_rows
 from ..core.keys import SHOWN_AS
 from ..core.layer_names import compile_layer_patterns
-from ..core.text import ABSENT, TENSOR, TextColumn, format_count, format_number
+from ..core.text import ABSENT, TENSOR, TableColumn, format_count, format_number
 from ..errors import ConfigError, RecordError
 from ..numerics.recipe import parse_recipe
 from ..record.reader import find_record
@@ -116,7 +116,7 @@ def _print_replayed(medians: dict[str, pl.DataFrame], top: int) -> None:
     listed, experts = split_off_single_experts(medians["in use"])
     what = format_count(len(listed), "tensor") + (", experts of a layer as one" if len(experts) else "")
     metrics = ("relative error", "underflow %", "overflow %")
-    columns = [TextColumn(f"{metric} {name}", rank=rank) for rank, metric in enumerate(metrics) for name in medians]
+    columns = [TableColumn(f"{metric} {name}", rank=rank) for rank, metric in enumerate(metrics) for name in medians]
     worst = listed.sort("relative_error", descending=True, nulls_last=True).head(top)
     by_key = {name: {(r["layer"], r["role"]): r for r in rows.to_dicts()} for name, rows in medians.items()}
     rows = []
@@ -176,10 +176,10 @@ def _print_audit(found: CheckpointAudit, top: int) -> None:
     for sentence in findings:
         print_text(out, sentence)
     columns = (
-        *(TextColumn("weight", "name"), TextColumn("dtype", "text", rank=6), TextColumn("amax", rank=2)),
-        *(TextColumn("outliers (log2)", rank=5), TextColumn(f"{fp8} error %"), TextColumn("underflow %", rank=4)),
-        *(TextColumn("BF16 error %", rank=3), TextColumn("stored scale", "text"), TextColumn("its ratio (log2)")),
-        *(TextColumn("its error %", rank=1), TextColumn("its overflow %", rank=4)),
+        *(TableColumn("weight", "name"), TableColumn("dtype", "text", rank=6), TableColumn("amax", rank=2)),
+        *(TableColumn("outliers (log2)", rank=5), TableColumn(f"{fp8} error %"), TableColumn("underflow %", rank=4)),
+        *(TableColumn("BF16 error %", rank=3), TableColumn("stored scale", "text"), TableColumn("its ratio (log2)")),
+        *(TableColumn("its error %", rank=1), TableColumn("its overflow %", rank=4)),
     )
     rows = []
     for row in found.rows[:top]:

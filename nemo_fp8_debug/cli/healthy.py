@@ -25,7 +25,17 @@ from ..analysis.loss.gate import (
 from ..analysis.runs.run import Run
 from ..core.text import format_count, format_number
 from ..errors import ConfigError, RecordError
-from .console import AsJson, By, make_console, print_json, print_next_step, print_notes, print_text, repeat_option, show_progress
+from .console import (
+    AsJson,
+    By,
+    make_console,
+    print_json,
+    print_next_step,
+    print_notes,
+    print_text,
+    repeat_option,
+    show_progress,
+)
 
 EXAMPLES = {
     "gate": (
@@ -135,7 +145,8 @@ def _tell_missing(found: LossGate, unit: str) -> str:
         return "More seeds of the run and of the baseline would decide."
     if found.estimated_steps_to_decide is None:
         return "The gap is as large as the limit: no number of steps would decide."
-    return f"About {format_number(float(found.estimated_steps_to_decide))} more {unit}s would decide, if the gap stays the same."
+    more = format_number(float(found.estimated_steps_to_decide))
+    return f"About {more} more {unit}s would decide, if the gap stays the same."
 
 
 # --- learn ----------------------------------------------------------------------------------------------------------------

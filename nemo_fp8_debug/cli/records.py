@@ -9,14 +9,24 @@ from typing import Annotated
 
 import typer
 
-from ..core.text import ARROW, TextColumn, format_count, format_number
+from ..core.text import ARROW, TableColumn, format_count, format_number
 from ..errors import ConfigError
 from ..numerics.metric_names import label_metric
 from ..record.imports import import_logs
 from ..record.merging import CompactionResult, SizeOfTableParts, compact_record, copy_record
 from ..record.schema import SCHEMAS
 from ..record.views import sql_views
-from .console import AsJson, Record, make_console, print_json, print_next_step, print_notes, print_table, print_text, show_progress
+from .console import (
+    AsJson,
+    Record,
+    make_console,
+    print_json,
+    print_next_step,
+    print_notes,
+    print_table,
+    print_text,
+    show_progress,
+)
 
 EXAMPLES = {
     "import": (
@@ -65,9 +75,9 @@ def import_command(
     which = f"{format_count(len(found.tensors), 'tensor')} at {format_count(len(steps), 'step')} ({steps[0]} to {steps[-1]})"
     print_text(out, f"We imported {what}: {which}, {format_count(losses, 'loss', 'losses') if losses else 'no losses'}.")
     rows = [(label_metric(metric), f"{n:,}") for metric, n in sorted(found.mapped.items())]
-    print_table(out, "Values by metric", (TextColumn("metric", "text"), TextColumn("values")), rows)
+    print_table(out, "Values by metric", (TableColumn("metric", "text"), TableColumn("values")), rows)
     left = [(what, f"{n:,}") for what, n in sorted(found.left_out.items())]
-    print_table(out, "Left out", (TextColumn("what", "text"), TextColumn("values")), left)
+    print_table(out, "Left out", (TableColumn("what", "text"), TableColumn("values")), left)
     print_next_step(out, command=["diagnose", output])
 
 
@@ -160,8 +170,13 @@ def _print_sizes(done: CompactionResult) -> None:
     sizes = f"{format_number(before.bytes / 1e6)} {ARROW} {format_number(after.bytes / 1e6)} MB"
     print_text(out, f"We merged {files} in {done.run}: {sizes}.")
     headings = ("files", "rows", "MB")
-    columns = (TextColumn("table", "text"), *(TextColumn(f"{name} {when}") for name in headings for when in ("before", "after")))
-    rows = [_show_sizes(table, size, done.after.get(table, SizeOfTableParts(0, 0, 0))) for table, size in done.before.items()]
+    columns = (
+        TableColumn("table", "text"),
+        *(TableColumn(f"{name} {when}") for name in headings for when in ("before", "after")),
+    )
+    rows = [
+        _show_sizes(table, size, done.after.get(table, SizeOfTableParts(0, 0, 0))) for table, size in done.before.items()
+    ]
     print_table(out, "Tables", columns, [*rows, _show_sizes("all", before, after)])
     if done.left:
         parts = format_count(len(done.left), "part")

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from ..core.keys import SHOWN_AS
-from ..core.text import TextColumn, format_count, format_number
+from ..core.text import TableColumn, format_count, format_number
 from ..errors import ConfigError, RecordError, warn
 from ..options.control_file import NAME, ControlSettings
 from ..plan.plan import PLAN, TAKEN, Plan
@@ -76,7 +76,9 @@ def control_command(
         if as_json:
             print_json({"wrote": storage.path(NAME), "settings": str(control)})
         else:
-            print_text(make_console(), f"We wrote {storage.path(NAME)}. The run applies it from its next sampled step on{last}.")
+            print_text(
+                make_console(), f"We wrote {storage.path(NAME)}. The run applies it from its next sampled step on{last}."
+            )
             print_next_step(make_console(), command=["control", run])
     elif as_json:
         print_json(_read_status(storage))
@@ -145,7 +147,7 @@ def _print_status(storage: FolderStorage) -> None:
     out = make_console()
     print_text(out, f"The run in {storage} has {'ended' if ended else 'not ended'}, {at}.")
     rows = [(key, str(value).strip()) for key, value in {**ended, **shown, **progress}.items()]
-    print_table(out, "Status", (TextColumn("what", "text"), TextColumn("value", "text")), rows)
+    print_table(out, "Status", (TableColumn("what", "text"), TableColumn("value", "text")), rows)
 
 
 def _tell_progress(dump: dict[str, Any]) -> dict[str, str]:
@@ -178,7 +180,7 @@ def rescue_command(
         raise ConfigError(f"{plan} has no changes, so the run would not differ")
     out = make_console()
     print_text(out, f"We run the command with {format_count(len(changes), 'change')} of {plan} applied.")
-    columns = (TextColumn("layer", "name"), TextColumn("tensors", "text"), TextColumn("recipe", "text"))
+    columns = (TableColumn("layer", "name"), TableColumn("tensors", "text"), TableColumn("recipe", "text"))
     rows = []
     for change in changes:
         how = change.recipe + (", multiplied in BF16" if change.multiply_in_bf16 else "")

@@ -52,7 +52,7 @@ class ErrorGuard:
 
 
 class Guarded(Protocol):
-    """A class whose methods `guard_entry` can decorate."""
+    """A class whose methods `guard_entry_point` can decorate."""
 
     _errors: ErrorGuard
 
@@ -126,7 +126,7 @@ class OperandGuard:
 
 
 def leave_dispatch_modes() -> Sequence[Any]:
-    """Leave this thread's dispatch modes and return them for `restore_modes`. If a mode is tracing, leave no mode."""
+    """Leave this thread's dispatch modes and return them for `restore_dispatch_modes`. If a mode is tracing, leave none."""
     modes: Sequence[Any] = _python_dispatch._get_current_dispatch_mode_stack()
     if not modes or any(getattr(mode, "_mode_key", None) is not None for mode in modes):
         return _NONE
@@ -134,6 +134,6 @@ def leave_dispatch_modes() -> Sequence[Any]:
 
 
 def restore_dispatch_modes(modes: Sequence[Any]) -> None:
-    """Enter the modes that `leave_modes` returned."""
+    """Enter the modes that `leave_dispatch_modes` returned."""
     for mode in reversed(modes):
         _python_dispatch._push_mode(mode)

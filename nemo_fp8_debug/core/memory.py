@@ -46,11 +46,11 @@ class ArrayPool:
         """Return an uninitialized float64 array of this shape.
 
         Example:
-            >>> buffers = Buffers()
-            >>> first, second = buffers.array(2, 3), buffers.array(2, 3)
+            >>> buffers = ArrayPool()
+            >>> first, second = buffers.take_array(2, 3), buffers.take_array(2, 3)
             >>> where = first.ctypes.data
             >>> del first
-            >>> buffers.array(3, 2).ctypes.data == where, second.shape
+            >>> buffers.take_array(3, 2).ctypes.data == where, second.shape
             (True, (2, 3))
         """
         size = math.prod(shape)

@@ -55,7 +55,7 @@ class FeatureObservation:
         """Return this rank's results of a sampled step, after the data reached host memory.
 
         Args:
-            mine: the observer that `observe` returned, or None if it failed.
+            mine: the observer that `start_observer` returned, or None if it failed.
             operands: tensors that any feature counted.
         """
         raise NotImplementedError
@@ -64,7 +64,7 @@ class FeatureObservation:
         """Return this rank's results as plain arrays, even if there are no results.
 
         Args:
-            found: what `collect` returned, or None if nothing could be collected.
+            found: what `collect_results` returned, or None if nothing could be collected.
             expected: operands that this rank should have seen.
         """
         raise NotImplementedError
@@ -100,7 +100,8 @@ class FeatureObservation:
 
 @dataclass(frozen=True)
 class CombinedObservations:
-    """The input of `Observation.rows`: the observations of one step on all ranks that have parts of the same tensors."""
+    """The input of `FeatureObservation.make_table_rows`: the results of one step on all ranks that have parts of the same
+    tensors."""
 
     step: int
     #: results of all ranks, by feature

@@ -25,7 +25,7 @@ def load_feature_modules(part: str) -> tuple[ModuleType, ...]:
     """Return the modules with this name, one for each feature that has such a module. Import them if necessary.
 
     Example:
-        >>> [module.TABLES[0].name for module in load_modules("table")][:2]
+        >>> [module.TABLES[0].name for module in load_feature_modules("table")][:2]
         ['metrics', 'outputs']
     """
     return tuple(_load_modules(part))
@@ -95,7 +95,7 @@ def declare_columns(kind: str, *names: str) -> dict[str, str]:
     """Return columns that all have one type.
 
     Example:
-        >>> cast_columns("float64", "mean", "largest")
+        >>> declare_columns("float64", "mean", "largest")
         {'mean': 'float64', 'largest': 'float64'}
     """
     return dict.fromkeys(names, kind)

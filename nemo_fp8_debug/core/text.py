@@ -64,7 +64,7 @@ def format_power_of_two(exponent: float) -> str:
     """Return 2 to an exponent as a factor.
 
     Example:
-        >>> format_power(3), format_power(-29.6), format_power(2000)
+        >>> format_power_of_two(3), format_power_of_two(-29.6), format_power_of_two(2000)
         ('x8', 'x2^−29.6', 'x2^2,000')
     """
     if math.isfinite(exponent) and not math.log2(_SMALLEST) <= exponent < math.log2(_LARGEST):
@@ -86,7 +86,7 @@ def format_count(count: int, noun: str, plural: str | None = None) -> str:
 
 
 @dataclass(frozen=True)
-class TextColumn:
+class TableColumn:
     """A column of a table.
 
     Attributes:
@@ -103,7 +103,7 @@ class TextColumn:
 
 
 #: the two columns that name the tensor of a row
-TENSOR = (TextColumn("tensor", "text"), TextColumn("layer", "name"))
+TENSOR = (TableColumn("tensor", "text"), TableColumn("layer", "name"))
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ class TextTable:
     beginning: str = ""
 
 
-def format_table(columns: Sequence[TextColumn], rows: Sequence[Sequence[str]], width: int | None = None) -> TextTable:
+def format_table(columns: Sequence[TableColumn], rows: Sequence[Sequence[str]], width: int | None = None) -> TextTable:
     """Return the lines of a table. Columns without a value in any row are left out.
 
     Args:
@@ -125,8 +125,8 @@ def format_table(columns: Sequence[TextColumn], rows: Sequence[Sequence[str]], w
             names in their middle, and wrap texts.
 
     Example:
-        >>> columns = Column("layer", "name"), Column("amax"), Column("overflow %")
-        >>> found = lay_out(columns, [["layers.0.fc1", "3.83", "-"], ["layers.1.fc1", "1,264", "-"]])
+        >>> columns = TableColumn("layer", "name"), TableColumn("amax"), TableColumn("overflow %")
+        >>> found = format_table(columns, [["layers.0.fc1", "3.83", "-"], ["layers.1.fc1", "1,264", "-"]])
         >>> print("\\n".join([*found.heading, *(line for row in found.rows for line in row)]))
         layer          amax
         ────────────  ─────
@@ -152,18 +152,18 @@ def format_table(columns: Sequence[TextColumn], rows: Sequence[Sequence[str]], w
     return TextTable([*_join(above, widths), rule], body, beginning)
 
 
-_Cells = Mapping[TextColumn, Sequence[str]]
+_Cells = Mapping[TableColumn, Sequence[str]]
 
 
 def _add_up(widths: Sequence[int]) -> int:
     return sum(widths) + len(_GAP) * (len(widths) - 1)
 
 
-def _find_longest(column: TextColumn, cells: Sequence[str]) -> int:
+def _find_longest(column: TableColumn, cells: Sequence[str]) -> int:
     return max(map(len, [column.heading, *cells]))
 
 
-def _find_least(column: TextColumn, cells: Sequence[str], is_narrow: bool = False) -> int:
+def _find_least(column: TableColumn, cells: Sequence[str], is_narrow: bool = False) -> int:
     """Return the smallest width of a column.
 
     Args:
@@ -177,7 +177,7 @@ def _find_least(column: TextColumn, cells: Sequence[str], is_narrow: bool = Fals
     return max(longest if column.kind == "number" else min(longest, most), heading)
 
 
-def _share_width(kept: _Cells, width: int) -> dict[TextColumn, int]:
+def _share_width(kept: _Cells, width: int) -> dict[TableColumn, int]:
     """Return the width of each column. Names, texts and headings share what is left after all smallest widths."""
     is_narrow = _add_up([_find_least(*item) for item in kept.items()]) > width
     widths = {column: _find_least(column, cells, is_narrow) for column, cells in kept.items()}
@@ -190,7 +190,7 @@ def _share_width(kept: _Cells, width: int) -> dict[TextColumn, int]:
     return widths
 
 
-def _join(lines_of: _Cells, widths: Mapping[TextColumn, int]) -> list[str]:
+def _join(lines_of: _Cells, widths: Mapping[TableColumn, int]) -> list[str]:
     """Return the lines of a row from the lines of its cells."""
     lines = []
     for i in range(max(map(len, lines_of.values()))):
@@ -232,7 +232,7 @@ def shorten_name(name: str, width: int) -> str:
     return f"{name[: max(0, width - 1 - end)]}{ELLIPSIS}{name[-end:]}"
 
 
-def _fit(column: TextColumn, cells: Sequence[str], width: int) -> list[list[str]]:
+def _fit(column: TableColumn, cells: Sequence[str], width: int) -> list[list[str]]:
     """Return the lines of each cell. Shorten names, or wrap them if shortened names would look the same."""
     if column.kind == "name":
         short = [shorten_name(cell, width) for cell in cells]

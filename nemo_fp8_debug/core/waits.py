@@ -25,7 +25,7 @@ class WaitTimes:
     Example:
         >>> waits = WaitTimes()
         >>> waits.start_step(100)
-        >>> with waits.waiting(RECORDING):
+        >>> with waits.measure_wait(RECORDING):
         ...     pass
         >>> list(waits.seconds)
         ['recording']
@@ -71,7 +71,12 @@ class WaitTimes:
     def to_plain_values(self) -> dict[str, Any]:
         """Return the figures for `status.json`."""
         by = {what: round(seconds, 3) for what, seconds in dict(self.seconds).items()}
-        return {"seconds": round(self.total_seconds, 3), "for": by, "longest": round(self.most, 3), "longest_at_step": self.most_at}
+        return {
+            "seconds": round(self.total_seconds, 3),
+            "for": by,
+            "longest": round(self.most, 3),
+            "longest_at_step": self.most_at,
+        }
 
     def describe_waits(self, samples: int) -> str:
         """Return the clause for the last line of a run, or "" if training waited little.
@@ -83,4 +88,5 @@ class WaitTimes:
             return ""
         by = dict(self.seconds)
         mainly = max(by, key=lambda what: by[what])
-        return f"training waited {self.total_seconds:.1f} s, {self.most:.1f} s of it at step {self.most_at}, mainly for {mainly}"
+        most = f"{self.most:.1f} s of it at step {self.most_at}"
+        return f"training waited {self.total_seconds:.1f} s, {most}, mainly for {mainly}"

@@ -145,7 +145,7 @@ def _of_whole_experts(name: str, module: nn.Module, shape: tuple[int, ...], arou
     return CoverageEntry(name, "experts", status, _WHOLE, 1, shape, size, trained=needs_gradient(module), first=name)
 
 
-def find_score_modules(scanned: Iterable[ScannedModule]) -> set[int]:
+def find_attention_score_modules(scanned: Iterable[ScannedModule]) -> set[int]:
     """Return the ids of modules that compute attention scores: the innermost modules with "attention" in their class name.
 
     Transformer Engine's `DotProductAttention` counts as innermost, because its submodules are alternative ways to compute

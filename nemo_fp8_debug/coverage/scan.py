@@ -30,9 +30,9 @@ from .modules import (
     FUNCTIONS,
     IF_MULTIPLIED,
     SCORES,
-    count_matrix_parts_over_ranks,
     count_experts_per_token,
-    find_score_modules,
+    count_matrix_parts_over_ranks,
+    find_attention_score_modules,
     list_coverage_entries,
     needs_gradient,
     read_linear_shape,
@@ -55,14 +55,16 @@ def ledger_of(
     return build_coverage_ledger(scan_modules(roots), gemms, roles)
 
 
-def build_coverage_ledger(scanned: Sequence[ScannedModule], gemms: Sequence[Gemm] | None, roles: Collection[str]) -> CoverageLedger:
+def build_coverage_ledger(
+    scanned: Sequence[ScannedModule], gemms: Sequence[Gemm] | None, roles: Collection[str]
+) -> CoverageLedger:
     """Return the ledger of a model that is already scanned."""
     every = list_scanned_gemms(scanned, in_forward=True)
     found = [g for g in every if not g.backend.in_forward]
     inside = {g.name: g for g in every if g.backend.in_forward}
     observed = {g.name for g in (every if gemms is None else gemms) if not g.compiled}
     around = {id(one.module): one.enclosing_modules for one in scanned}
-    scores = find_score_modules(scanned)
+    scores = find_attention_score_modules(scanned)
     parts = Counter(id(g.module) for g in found)
     entries = [_of_gemm(g, around[id(g.module)], parts[id(g.module)], g.name in observed, roles) for g in found]
     for one in scanned:

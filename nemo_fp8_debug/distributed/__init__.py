@@ -4,4 +4,4 @@ from .rank_store import MonitoredRanks
 from .reduction import ShardGroupReduction
 from .shard_group import ShardGroup
 
-__all__ = ["MonitoredRanks", "ShardGroupReduction", "ShardGroup"]
+__all__ = ["MonitoredRanks", "ShardGroup", "ShardGroupReduction"]

@@ -48,7 +48,9 @@ class WarningElection:
         first = {network.loopback_of: rank for rank, network in reversed(list(enumerate(networks)))}
         return sorted({*range(min(LOWEST, len(networks))), *sorted(first.values())[:LOWEST]})
 
-    def exchange_addresses(self, token: str, peers: Mapping[int, tuple[NetworkAddresses, int]], store_host: str | None) -> None:
+    def exchange_addresses(
+        self, token: str, peers: Mapping[int, tuple[NetworkAddresses, int]], store_host: str | None
+    ) -> None:
         """Store the addresses of other ranks.
 
         Args:
@@ -78,7 +80,9 @@ class WarningElection:
         for _ in range(TIMES):
             self._send("out of sync", self._addresses, step=step, why=why)
             with self._changed:
-                if self._changed.wait_for(lambda: self._said or bool(self._alive), patience.compute_background_wait() / TIMES):
+                if self._changed.wait_for(
+                    lambda: self._said or bool(self._alive), patience.compute_background_wait() / TIMES
+                ):
                     return False
         return True
 

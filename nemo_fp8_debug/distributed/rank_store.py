@@ -108,7 +108,9 @@ class MonitoredRanks:
         if fault is not None:
             return {}
         # Decide once for all ranks, so that a late rank does not wait for ranks that continue alone.
-        all_there = self._ask(lambda store: self._waits_for(store, "together", START), START + patience.compute_store_grace_seconds())
+        all_there = self._ask(
+            lambda store: self._waits_for(store, "together", START), START + patience.compute_store_grace_seconds()
+        )
         if not all_there and self.publish_if_absent("together", False):
             warn(f"not all ranks have started a monitor within {START:.0f} s, so only the first rank is monitored")
         if not self.await_value("together"):
@@ -330,7 +332,9 @@ class ScalarReducer:
         self._everyone: GlooGroup | None = None
         self._apart = False
 
-    def sum_over_ranks(self, values: Sequence[torch.Tensor], world: int, connect: Callable[[float], GlooGroup]) -> torch.Tensor:
+    def sum_over_ranks(
+        self, values: Sequence[torch.Tensor], world: int, connect: Callable[[float], GlooGroup]
+    ) -> torch.Tensor:
         """Return sums over all ranks, float64, on the run's device. All ranks call this at the same steps.
 
         On a GPU, the result may not be computed yet.

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from ..core.keys import Key
-from ..core.observation import Arrays, FeatureObservation, AgreedSampleSettings
+from ..core.observation import AgreedSampleSettings, Arrays, FeatureObservation
 from ..core.plain_arrays import decode_arrays, encode_arrays
 from .rank_store import MonitoredRanks
 from .shard_group import ShardGroup

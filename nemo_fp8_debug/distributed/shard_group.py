@@ -63,7 +63,7 @@ class ShardGroup:
 
     @classmethod
     def find_shard_group(cls, ranks: MonitoredRanks, kinds: Mapping[str, str]) -> ShardGroup:
-        """Return the shard group of this rank. All ranks call this after `publish`.
+        """Return the shard group of this rank. All ranks call this after `publish_gemm_names`.
 
         Raises:
             RuntimeError: the ranks cannot be connected.

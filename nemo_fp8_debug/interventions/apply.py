@@ -42,7 +42,9 @@ def name_modules(model: nn.Module | Sequence[nn.Module]) -> int:
         if not hasattr(module, "get_quantizer_roles"):
             continue
         if type(getattr(module, "fp8_meta", {}).get("scaling_fwd")).__name__ == "CustomRecipeState":
-            raise ConfigError(f"{one.global_name} has run under a custom recipe already; call name_modules before the first step")
+            raise ConfigError(
+                f"{one.global_name} has run under a custom recipe already; call name_modules before the first step"
+            )
         module.name = one.global_name
         named += 1
     return named

@@ -47,14 +47,16 @@ SHORT = 64
 class CudaKernel(Protocol):
     """A CUDA kernel of this package."""
 
-    def try_out(self, device: torch.device) -> None:
+    def run_kernel_once(self, device: torch.device) -> None:
         """Run the kernel once on a device. Raise an error if Numba cannot use the device."""
 
 
 class BlockKernel(Protocol):
     """A kernel that measures an operand in blocks."""
 
-    def block_sums(self, x: torch.Tensor, rule: BlockScalingRule, role: str, fmt: FloatFormat, counted: Any) -> SumsFound:
+    def block_quantization_sums(
+        self, x: torch.Tensor, rule: BlockScalingRule, role: str, fmt: FloatFormat, counted: Any
+    ) -> SumsFound:
         """Return the result of `quantization_sums_in_blocks`. The order of additions may differ.
 
         Args:
@@ -88,17 +90,17 @@ def add_to_histogram(histogram: Histogram, x: torch.Tensor) -> None:
         values = values if contiguous else _in_order_of_memory(values).contiguous()
         _count_on_device(values, histogram)
     elif contiguous and (n := values.numel()) < cpu_histogram.SMALL and (address := values.data_ptr()):
-        cpu_histogram.count_patterns_of_small_array(address, n, histogram.counts.data_ptr())
+        cpu_histogram.count_bit_patterns_if_small(address, n, histogram.counts.data_ptr())
     else:
         rows = _in_rows(_in_order_of_memory(values))
-        cpu_histogram.count_patterns(view_bits(rows), histogram.counts.numpy(), torch.get_num_threads())
+        cpu_histogram.count_bit_patterns(view_bits(rows), histogram.counts.numpy(), torch.get_num_threads())
 
 
 def _count_on_device(values: torch.Tensor, histogram: Histogram) -> None:
     if kernel := _kernel_on(values.device, "histogram"):
-        kernel.count_patterns(values, histogram.counts, histogram.infinity_bin)
+        kernel.count_bit_patterns(values, histogram.counts, histogram.infinity_bin)
     else:
-        torch_fallback.count_patterns(values.reshape(-1).view(torch.int16), histogram.counts)
+        torch_fallback.count_bit_patterns(values.reshape(-1).view(torch.int16), histogram.counts)
 
 
 def count_nonfinite(histogram: Histogram) -> torch.Tensor | int:
@@ -119,7 +121,7 @@ def _kernel_on(device: torch.device, module: str) -> Any:
         return None
     try:
         kernel: CudaKernel = _cuda_kernel(module)
-        kernel.try_out(device)
+        kernel.run_kernel_once(device)
     except Exception as error:
         why = f"{type(error).__name__}: {error}".splitlines()[0]
         extra = f"cuda{torch.version.cuda.partition('.')[0]}"
@@ -137,10 +139,10 @@ def _cuda_kernel(name: str) -> Any:
     return {"histogram": histogram, "blocks": blocks, "float32": float32}[name]
 
 
-def compute_float32_moments(x: torch.Tensor) -> MomentsFound:
+def measure_float32_moments(x: torch.Tensor) -> MomentsFound:
     """Return the moments of a float32 tensor as one row on its device, without host synchronization. The median is NaN."""
     kernel = _kernel_on(x.device, "float32")
-    found: MomentsFound = (kernel.moments if kernel else compute_float32_moments)(x)
+    found: MomentsFound = (kernel.measure_float32_moments if kernel else compute_float32_moments)(x)
     return found
 
 
@@ -164,7 +166,7 @@ def quantization_sums(
         kernel: BlockKernel = _block_kernel(x, scale, role)
         if counted is None and kernel is not torch_fallback:
             counted = count_histogram(x)
-        return kernel.block_sums(x, scale, role, fmt, counted)
+        return kernel.block_quantization_sums(x, scale, role, fmt, counted)
     if isinstance(scale, Unscaled):
         scale = torch.ones((), device=x.device)
     of_device = _kernel_on(x.device, "float32")
@@ -191,7 +193,9 @@ class CastRule(NamedTuple):
             return self.scale
         if self.sees_infinity:
             return self.scale.compute_scale(compute_amax(x), self.format.max)
-        return self.scale.compute_scale(found.summed_row.amax[0].float() if found else compute_finite_amax(x), self.format.max)
+        return self.scale.compute_scale(
+            found.summed_row.amax[0].float() if found else compute_finite_amax(x), self.format.max
+        )
 
 
 class MeasurementRequest(NamedTuple):
@@ -240,7 +244,7 @@ def measure_values(x: torch.Tensor, counted: Histogram, asked: MeasurementReques
     found, cast, is_float32 = ValueStats(), asked.cast, x.dtype not in DTYPES
     rule = cast.scale if asked.decoded is None and isinstance(cast.scale, BlockScalingRule) else None
     if is_float32:
-        found.moments = compute_float32_moments(x)
+        found.moments = measure_float32_moments(x)
     measured = asked.decoded is None and (is_float32 or rule is not None)
     scale = cast.scale_of(x, found.moments) if measured or asked.joins_rest else None
     if asked.decoded is not None:

@@ -21,7 +21,7 @@ from ..options.trigger_rules import parse_trigger_rule
 from ..record.console_table import ConsoleTableRecorder
 from ..record.dump import TensorDumper
 from ..record.loggers.recorder import ComparisonPage, LoggerRecorder
-from ..record.loggers.sinks import choose_sinks
+from ..record.loggers.sinks import make_logger_sinks
 from ..record.scalars import ScalarRecorder
 from ..record.storage import FolderStorage
 from ..record.tensorboard import EventFileWriter, TensorBoardRecorder
@@ -138,7 +138,7 @@ def make_chosen_recorders(own: Iterable[Recorder] | None, config: Config) -> Ite
     Raises:
         ConfigError: as for `default_recorders`, or a logger's package is missing.
     """
-    sinks = choose_sinks(config.logger_choices)
+    sinks = make_logger_sinks(config.logger_choices)
     yield from default_recorders(config) if own is None else own
     if sinks:
         record = None if config.output is None else str(FolderStorage(config.output))

@@ -18,7 +18,7 @@ from ..distributed import MonitoredRanks
 from ..record.dump import TensorDumper
 from ..record.schema import STEP_SCALARS
 from .live_control import LiveControl
-from .pipeline import SamplePipeline, ReducedSample
+from .pipeline import ReducedSample, SamplePipeline
 from .recorder_queue import RecorderQueue
 from .sampled_step import SampledStep
 
@@ -122,7 +122,9 @@ class SampleDelivery:
             self._recording.deliver(wait=True)
 
 
-def select_recordable_scalars(scalars: Mapping[str, Any], warn: Callable[[str], None], in_record: bool = True) -> dict[str, Any]:
+def select_recordable_scalars(
+    scalars: Mapping[str, Any], warn: Callable[[str], None], in_record: bool = True
+) -> dict[str, Any]:
     """Return the scalars of a step that can be recorded: numbers, and tensors of one element. Do not read the tensors yet.
 
     Args:

@@ -17,7 +17,7 @@ from ..distributed import MonitoredRanks
 from ..errors import warn
 from ..options.control_file import LONGEST, NAME, ControlSettings
 from ..record.schema import STATUS
-from ..record.storage import NotAFileError, FolderStorage
+from ..record.storage import FolderStorage, NotAFileError
 from .schedule import SamplingSchedule, Triggers
 
 
@@ -181,7 +181,9 @@ class LiveControl:
         if self._storage:
             self._status.step = self._status.step if step is None else step
             with contextlib.suppress(Exception):  # if the record cannot be written, it warns itself
-                self._storage.replace_file(STATUS, self._status.format_status(dumped, self._waits.to_plain_values(), ended).encode())
+                self._storage.replace_file(
+                    STATUS, self._status.format_status(dumped, self._waits.to_plain_values(), ended).encode()
+                )
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,14 @@ import torch
 from torch import nn
 
 from ..capture.attention import find_attentions
-from ..capture.gemms import Gemm, find_unsupported_gemms, is_observed_in_forward, list_scanned_gemms, match_gemms_by_name, require_matching_gemms
+from ..capture.gemms import (
+    Gemm,
+    find_unsupported_gemms,
+    is_observed_in_forward,
+    list_scanned_gemms,
+    match_gemms_by_name,
+    require_matching_gemms,
+)
 from ..capture.optimizer_weights import MasterWeights
 from ..capture.patching import find_emulation
 from ..capture.scales import CastChooser
@@ -82,7 +89,9 @@ def scan_model(model: Any, config: Config, ranks: int, errors: ErrorGuard) -> Mo
     """
     roots = [model] if isinstance(model, nn.Module) else list(model) if isinstance(model, Iterable) else []
     if not roots or not all(isinstance(root, nn.Module) for root in roots):
-        raise ConfigError(f"model is {format_value(model)}; Monitor takes a torch.nn.Module first, or the list of its chunks")
+        raise ConfigError(
+            f"model is {format_value(model)}; Monitor takes a torch.nn.Module first, or the list of its chunks"
+        )
     if config.eager and not hasattr(torch.compiler, "set_stance"):
         raise ConfigError(f"eager needs torch 2.6 or later, and this is {torch.__version__}")
     scanned = scan_modules(roots)
@@ -100,8 +109,8 @@ def scan_model(model: Any, config: Config, ranks: int, errors: ErrorGuard) -> Mo
     setup["coverage"] = _coverage(scanned, gemms, config, errors)
     compiled, features = [g for g in found if g.compiled], dict[str, FeatureModules]()
     for module in load_feature_modules("observer"):
-        if hasattr(module, "find_modules"):
-            features[module.NAME] = module.find_modules(scanned, config, errors)
+        if hasattr(module, "find_observed_modules"):
+            features[module.NAME] = module.find_observed_modules(scanned, config, errors)
     return ModelScan(roots, known, compiled, gemms, find_attentions(scanned), features, scales, MasterWeights(), setup)
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from ..capture.gemms import Gemm
-from ..core.arguments import reject_unknown_arguments, check_whole_number, format_value
+from ..core.arguments import check_whole_number, format_value, reject_unknown_arguments
 from ..core.error_guard import ErrorGuard, guard_entry_point, run_all_guarded
 from ..core.sample import Recorder
 from ..core.waits import WaitTimes
@@ -60,8 +60,8 @@ class StepOrder:
         """Warn before the run if none of its steps (`first` to `last`, both included) will be sampled."""
         if not config.triggers and first <= last and not config.samples_any(first, last):
             self._warn(
-                f"no step of this run will be sampled: it takes steps {first} to {last}, and {config.describe_schedule()} is "
-                "sampled; choose a smaller interval",
+                f"no step of this run will be sampled: it takes steps {first} to {last}, and {config.describe_schedule()} "
+                "is sampled; choose a smaller interval",
                 "nothing sampled",
             )
 
@@ -190,7 +190,9 @@ class Monitor:
             raise
         ShardGroup.publish_gemm_names(self._ranks, self._model.kinds_by_name)
         self._idle = self._ranks.world == 1 and not self._recording.recorders
-        self._summary = RunSummaryPrinter(self.config, self._recording.recorders, len(self.gemms), self.fingerprint.get("coverage"))
+        self._summary = RunSummaryPrinter(
+            self.config, self._recording.recorders, len(self.gemms), self.fingerprint.get("coverage")
+        )
         shared = self._summary, place, self._errors, self._waits
         parts = assemble_monitor(self.config, self._model, self._ranks, self._recording, *shared)
         self._shard_group, self._schedule, self._live_control = parts.shard_group, parts.schedule, parts.live_control
@@ -315,7 +317,9 @@ class Monitor:
             "while removing hooks": sampled.remove_hooks,
             "while abandoning a sample": sampled.release_data,
             "while receiving the result of a sample": lambda: self._end_sample(sampled.step),
-            "while reducing a sample with other ranks": lambda: self._pipeline.join_abandoned_sample(sampled.make_captured_step(dict)),
+            "while reducing a sample with other ranks": lambda: self._pipeline.join_abandoned_sample(
+                sampled.make_captured_step(dict)
+            ),
         }
         run_all_guarded(self._errors.guard, steps)
 

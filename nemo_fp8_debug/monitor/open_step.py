@@ -12,7 +12,7 @@ from ..capture.backends.parallel import is_duplicate_master_weight
 from ..capture.device_to_host import Move
 from ..capture.dispatcher import EventDispatcher
 from ..capture.gemms import Gemm, match_gemms_by_name
-from ..capture.hooks import ReplicaSink, OperandSink, ProductSink
+from ..capture.hooks import OperandSink, ProductSink, ReplicaSink
 from ..capture.operands import OperandAccumulator
 from ..capture.optimizer_weights import find_gemm_parameter, is_optimizer_state_sharded
 from ..capture.scales import CastChooser
@@ -168,4 +168,6 @@ def make_weight_filter(shard_group: ShardGroup, rank: int, gemm: Gemm) -> Callab
     if copied:
         return never_count_here
     # An engine may split optimizer states after the monitor was created.
-    return lambda x: not is_copy if is_optimizer_state_sharded(find_gemm_parameter(gemm)) else is_counted_here(x, rank, first)
+    return lambda x: (
+        not is_copy if is_optimizer_state_sharded(find_gemm_parameter(gemm)) else is_counted_here(x, rank, first)
+    )

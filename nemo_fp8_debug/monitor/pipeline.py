@@ -15,11 +15,11 @@ from ..capture.operand_stats import OperandStats
 from ..capture.operands import OperandAccumulator
 from ..core.error_guard import ErrorGuard
 from ..core.keys import ROLES, SHOWN_AS, Key
-from ..core.observation import CombinedObservations, FeatureObservation, AgreedSampleSettings
+from ..core.observation import AgreedSampleSettings, CombinedObservations, FeatureObservation
 from ..core.table import Columns, concat_columns, load_feature_modules
 from ..core.threads import WorkerThread
 from ..core.waits import SAMPLE_OF_RANKS
-from ..distributed import MonitoredRanks, ShardGroupReduction, ShardGroup
+from ..distributed import MonitoredRanks, ShardGroup, ShardGroupReduction
 from ..errors import warn
 from ..numerics.delayed_state import EmulatedScales
 from ..numerics.recipe import Recipe
@@ -172,7 +172,9 @@ class SamplePipeline:
     def _collect(self, sampled: CapturedStep) -> dict[str, Any]:
         """Return this rank's statistics by observation."""
         sampled.device_to_host.finish_copy()
-        return {one.name: one.collect_results(sampled.observers.get(one.name), sampled.operands) for one in self.observations}
+        return {
+            one.name: one.collect_results(sampled.observers.get(one.name), sampled.operands) for one in self.observations
+        }
 
     def _alone(self, sampled: CapturedStep) -> Tables:
         found = self._reduction.compute_single_rank_results(self._collect(sampled))

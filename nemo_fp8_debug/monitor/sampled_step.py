@@ -25,7 +25,14 @@ from ..core.layer_names import compile_layer_patterns
 from ..core.observation import AgreedSampleSettings
 from ..kernels.memory import forget_empty_histograms
 from ..options.config import Config
-from .open_step import OpenStep, RunContext, StepObserver, list_operands_lost_to_compile, list_measured_operands, make_weight_filter
+from .open_step import (
+    OpenStep,
+    RunContext,
+    StepObserver,
+    list_measured_operands,
+    list_operands_lost_to_compile,
+    make_weight_filter,
+)
 from .pipeline import CapturedStep, Steps
 from .schedule import SamplingSchedule
 
@@ -35,7 +42,7 @@ _NAMED = 4
 
 
 class SampledStep:
-    """A sampled step. Its operands are captured from `open` to `detach`."""
+    """A sampled step. Its operands are captured from `start_capture` to `remove_hooks`."""
 
     def __init__(self, step: int, watched: RunContext, schedule: SamplingSchedule) -> None:
         """
@@ -180,7 +187,9 @@ class SampledStep:
         holders: list[TensorHolder] = [*operands, *observers.values()]
         home = DeviceToHostCopy(holders, {device for operand in operands if (device := operand.device)})
         of_sample: Callable[[str], bool] = lambda name: sampled(name) or dumped(name)  # noqa: E731
-        plan = AgreedSampleSettings(self.step, [recipe.name for recipe in what_if], self._config.copies, self._config.block_scales)
+        plan = AgreedSampleSettings(
+            self.step, [recipe.name for recipe in what_if], self._config.copies, self._config.block_scales
+        )
         return CapturedStep(plan, operands, observers, expected, what_if, of_sample, steps, home)
 
 

@@ -103,7 +103,11 @@ class Triggers:
         for i, rule in enumerate(self._rules):
             if isinstance(rule, LossSpikeRule) or (isinstance(rule, EarlyWarningRule) and self._samples <= MADE_UP):
                 continue
-            found = rule.describe_warning(sample, before) if isinstance(rule, EarlyWarningRule) else rule.describe_violation(sample)
+            found = (
+                rule.describe_warning(sample, before)
+                if isinstance(rule, EarlyWarningRule)
+                else rule.describe_violation(sample)
+            )
             if found and not self._holds[i]:
                 self._found.append((i, f"{found} at step {sample.step}"))
             self._holds[i] = found is not None
@@ -124,7 +128,9 @@ class Triggers:
         flags = [torch.tensor(float(i in words), device=value.device) for i in range(len(self._rules))]
         bad = ~finite if loss is not None else torch.zeros_like(finite)
         bad_norm = torch.zeros_like(finite) if grad_norm is None else ~_scalar(grad_norm).to(value.device).isfinite()
-        self._pending.append((step, self._ranks.sum_over_ranks([torch.where(finite, value, 0.0), known, bad, bad_norm, *flags])))
+        self._pending.append(
+            (step, self._ranks.sum_over_ranks([torch.where(finite, value, 0.0), known, bad, bad_norm, *flags]))
+        )
 
     def find_pending_reason(self) -> str | None:
         """Return why the next step must be sampled, or None. The result is the same on all ranks.

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-#: names of the sums that `update_sums` returns, in order
+#: names of the sums that `compute_update_sums` returns, in order
 UPDATE_SUMS = (
     "n",
     "error2",
@@ -34,7 +34,7 @@ class Adam:
     Example:
         >>> adam = Adam(rate=0.1, betas=(0.9, 0.99), eps=0.0, decay=0.0, decoupled=True, step=1)
         >>> zero, gradient = torch.zeros(2, dtype=torch.float64), torch.tensor([2.0, -4.0], dtype=torch.float64)
-        >>> adam.change(*adam.moments(zero, zero, gradient, zero), zero)
+        >>> adam.compute_weight_change(*adam.update_moments(zero, zero, gradient, zero), zero)
         tensor([-0.1000,  0.1000], dtype=torch.float64)
     """
 
@@ -96,9 +96,14 @@ def compute_update_sums(
     if products is not None and products[0].shape == gradient.shape:
         exact, known = _exact_gradient(gradient, *products)
     first, second = adam.update_moments(before.first, before.second, gradient, before.weight)
-    right = adam.compute_weight_change(*adam.update_moments(before.first, before.second, exact, before.weight), before.weight)
+    right = adam.compute_weight_change(
+        *adam.update_moments(before.first, before.second, exact, before.weight), before.weight
+    )
     of_gradient = adam.compute_weight_change(first, second, before.weight)
-    of_first, of_second = adam.compute_weight_change(after.first, second, before.weight), adam.compute_weight_change(first, after.second, before.weight)
+    of_first, of_second = (
+        adam.compute_weight_change(after.first, second, before.weight),
+        adam.compute_weight_change(first, after.second, before.weight),
+    )
     stored = adam.compute_weight_change(after.first, after.second, before.weight)
     added = after.weight - before.weight
     # Some optimizers compute the step from the moments before rounding, others from the rounded moments.

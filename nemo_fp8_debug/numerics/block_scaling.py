@@ -4,7 +4,8 @@ We view an operand as a matrix [tokens, features] (W: [out, in]) and cut it into
 edges blocks are smaller, which is equivalent to Transformer Engine's padding with zeros. Rules describe row-wise copies,
 whose blocks run along the last dimension: X and W of the forward GEMM, dY of the GEMM for dX. The other GEMMs take
 column-wise copies, which Transformer Engine quantizes from the same values in blocks of the transposed shape.
-`BlockRule.columnwise` makes these copies under the same rule. For W in square blocks, both copies are the same.
+`BlockScalingRule.transpose_for_columnwise` makes these copies under the same rule. For W in square blocks, both copies are
+the same.
 
 As in Transformer Engine, the amax of a block ignores NaN, but not infinity. So an infinite value makes the scale of its
 block useless.
@@ -99,7 +100,9 @@ class BlockScalingRule(ABC):
             dtype: dtype of the tensor before the cast.
         """
 
-    def compute_matrix_scales(self, x: torch.Tensor, block: Block, whole: torch.Tensor | None, fmt: FloatFormat) -> BlockScales:
+    def compute_matrix_scales(
+        self, x: torch.Tensor, block: Block, whole: torch.Tensor | None, fmt: FloatFormat
+    ) -> BlockScales:
         """Return the scales of the blocks of a matrix.
 
         Args:
@@ -315,7 +318,9 @@ def quantization_sums_in_blocks(
     if rule.two_level:
         whole = torch.stack([compute_block_amax(c, block).amax() for c in chunks]).amax()
     chance = rule.rounds_stochastically
-    parts = [block_quantization_sums(c, rule.compute_matrix_scales(c, block, whole, fmt), block, fmt, chance) for c in chunks]
+    parts = [
+        block_quantization_sums(c, rule.compute_matrix_scales(c, block, whole, fmt), block, fmt, chance) for c in chunks
+    ]
     return QuantizationSums.concat(parts).sum_rows()
 
 

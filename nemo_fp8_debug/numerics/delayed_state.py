@@ -55,7 +55,9 @@ class DelayedState:
     def update(self) -> None:
         """End a step: update the scales with the amaxes of this step, and start the next step."""
         if isinstance(self._scaling, DelayedScaling):
-            self.history, self.scale = self._scaling.update_history_and_scale(self.history, self.scale, self.amax, self.limit)
+            self.history, self.scale = self._scaling.update_history_and_scale(
+                self.history, self.scale, self.amax, self.limit
+            )
             self.amax = torch.zeros_like(self.amax)
 
     def state_dict(self) -> dict[str, Any]:

@@ -146,7 +146,7 @@ def is_nearest_code(stored: DecodedCodes, x: torch.Tensor, dtype: torch.dtype) -
         >>> from nemo_fp8_debug.numerics.formats import E4M3
         >>> x = torch.linspace(-1, 1, 9)
         >>> codes = DecodedCodes(x.to(torch.float8_e4m3fn).float(), x > 448, E4M3, lambda: torch.tensor(1.0))
-        >>> bool(is_representable(codes, x, torch.bfloat16)), bool(is_representable(codes, 1.1 * x, torch.bfloat16))
+        >>> bool(is_nearest_code(codes, x, torch.bfloat16)), bool(is_nearest_code(codes, 1.1 * x, torch.bfloat16))
         (True, False)
     """
     if stored.format is None or stored.scale_inv is None:

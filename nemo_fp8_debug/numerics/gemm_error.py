@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .block_scaling import BlockScalingRule, BlockScales
+from .block_scaling import BlockScales, BlockScalingRule
 from .formats import FloatFormat, saturating_cast
 from .metrics import compute_amax
 from .tensor_scaling import CurrentScaling
@@ -33,7 +33,7 @@ PRODUCTS: dict[str, tuple[Side, Side]] = {
     "dgrad": (("grad_output", False), ("weight", True)),
     "wgrad": (("grad_output", True), ("input", True)),
 }
-#: sums of a product, in the order of `Terms.sums`
+#: sums of a product, in the order of `ProductTerms.error_sums`
 SUMS = ("n", "error2", "first_error2", "second_error2", "output2")
 
 _GOLDEN = (5**0.5 - 1) / 2
@@ -85,7 +85,9 @@ def _phase(step: int, columns: bool) -> float:
     return phase
 
 
-def copy_quantized_rows(m: torch.Tensor, at: torch.Tensor, scale: torch.Tensor | BlockScalingRule, role: str, fmt: FloatFormat) -> RowSample:
+def copy_quantized_rows(
+    m: torch.Tensor, at: torch.Tensor, scale: torch.Tensor | BlockScalingRule, role: str, fmt: FloatFormat
+) -> RowSample:
     """Return copies of some rows of a matrix, quantized as part of the whole matrix, without host synchronization.
 
     Args:

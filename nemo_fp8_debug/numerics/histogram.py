@@ -106,7 +106,7 @@ class HistogramBatch:
 
     #: how many bins each histogram occupies, [B]
     lengths: list[int]
-    #: for each bin, its index in the result of `list_magnitudes`, int64 [T]
+    #: for each bin, its index in the result of `list_pattern_magnitudes`, int64 [T]
     index: torch.Tensor
     #: int64 [T]
     counts: torch.Tensor

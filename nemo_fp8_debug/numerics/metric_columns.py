@@ -11,7 +11,7 @@ from ..core.keys import GRADIENTS
 from .block_scaling import CODES, EMPTY, BlockScalingRule
 from .formats import FloatFormat
 from .metric_names import BLOCK_SCALES, METRICS, UNITS
-from .metrics import ValueMoments, QuantizationSums, compute_metrics
+from .metrics import QuantizationSums, ValueMoments, compute_metrics
 from .tensor_scaling import CurrentScaling
 
 _CURRENT = CurrentScaling()
@@ -43,7 +43,9 @@ def make_metric_columns(
     }
 
 
-def unscale_gradient_columns(columns: Mapping[str, Sequence[Any]], multiplier: float | None) -> dict[str, list[float | None]]:
+def unscale_gradient_columns(
+    columns: Mapping[str, Sequence[Any]], multiplier: float | None
+) -> dict[str, list[float | None]]:
     """Return the metrics in `UNITS`, divided so that they refer to gradients of the loss itself. They are None for X and W.
 
     Args:

@@ -57,7 +57,7 @@ def label_metric(metric: str) -> str:
     """Return the label of a metric, with its unit.
 
     Example:
-        >>> name_metric("underflow_pct"), name_metric("mse"), name_metric("something_new")
+        >>> label_metric("underflow_pct"), label_metric("mse"), label_metric("something_new")
         ('underflow (%)', 'mean squared error', 'something new')
     """
     label, unit = (LABELS | _labels_of_features()).get(metric, (metric.replace("_", " "), ""))

@@ -54,7 +54,7 @@ class _Columns:
         return type(self)(*(to(getattr(self, f.name)) for f in fields(self)))
 
     @property
-    def whole(self: _T) -> _T:
+    def summed_row(self: _T) -> _T:
         """The object itself, because nothing is left to add up."""
         return self
 
@@ -168,7 +168,9 @@ def compute_histogram_moments(batch: HistogramBatch) -> ValueMoments:
     )
 
 
-def quantization_sums_of_histograms(batch: HistogramBatch, scale: torch.Tensor, formats: Sequence[FloatFormat]) -> QuantizationSums:
+def quantization_sums_of_histograms(
+    batch: HistogramBatch, scale: torch.Tensor, formats: Sequence[FloatFormat]
+) -> QuantizationSums:
     """Return the sums of B histograms, each under its own scale and format.
 
     Args:

@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 
 from ..errors import ConfigError
-from .block_scaling import Block, BlockScalingRule, BlockScales, compute_block_amax, pad_to_tiles
+from .block_scaling import Block, BlockScales, BlockScalingRule, compute_block_amax, pad_to_tiles
 from .formats import E2M1, E4M3, FloatFormat, decode_codes, saturating_cast
 from .tensor_scaling import FLT_MAX
 
@@ -101,8 +101,13 @@ class NVFP4Scaling(BlockScalingRule):
         scale = (stored.float() * encode.reciprocal()).reciprocal().clamp_max(FLT_MAX)
         return BlockScales(stored, scale, stored.double() / encode.double())
 
-    def compute_matrix_scales(self, x: torch.Tensor, block: Block, whole: torch.Tensor | None, fmt: FloatFormat) -> BlockScales:
-        """Return the scales as `BlockRule.scales_in` does. With `four_over_six`, a block's scale depends on its values."""
+    def compute_matrix_scales(
+        self, x: torch.Tensor, block: Block, whole: torch.Tensor | None, fmt: FloatFormat
+    ) -> BlockScales:
+        """Return the scales as `BlockScalingRule.compute_matrix_scales` does.
+
+        With `four_over_six`, a block's scale depends on its values.
+        """
         if not self.has_value_dependent_scales:
             return super().compute_matrix_scales(x, block, whole, fmt)
         amax = compute_block_amax(x, block)

@@ -34,8 +34,8 @@ _FLUSHED = 2.0**-126
 TIMES = math.sqrt(2 * math.log(2 * 500 * 1000 * 3 * (2 * 128 + 2) / 0.01))
 #: number of blocks to check at once, so that their temporaries stay in a cache
 _TOGETHER = 8
-#: Results for a block, in the order of `check_blocks`. A row is hit if one of its values exceeds the value's bound. A row
-#: is beyond its limit if the sum of its errors exceeds the limit of the row.
+#: Results for a block, in the order of `check_product_blocks`. A row is hit if one of its values exceeds the value's bound.
+#: A row is beyond its limit if the sum of its errors exceeds the limit of the row.
 CHECKED = (
     "values",
     "values_beyond",
@@ -157,14 +157,14 @@ def _magnitudes(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.T
 def check_block(
     actual: torch.Tensor, exact: ExactBlock, how: GemmAccumulation = FLOAT32, added: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Check one block. Return a row of the result of `check_blocks`.
+    """Check one block. Return a row of the result of `check_product_blocks`.
 
     Example:
         >>> a, b = torch.randn(8, 256).bfloat16(), torch.randn(8, 256).bfloat16()
-        >>> found = dict(zip(CHECKED, check_block(a @ b.T, ExactBlock.product(a, b)).tolist(), strict=True))
+        >>> found = dict(zip(CHECKED, check_block(a @ b.T, ExactBlock.from_rows(a, b)).tolist(), strict=True))
         >>> found["values"], found["values_beyond"], found["value_ratio"] <= 1
         (64.0, 0.0, True)
-        >>> wrong = dict(zip(CHECKED, check_block(1.5 * (a @ b.T), ExactBlock.product(a, b)).tolist(), strict=True))
+        >>> wrong = dict(zip(CHECKED, check_block(1.5 * (a @ b.T), ExactBlock.from_rows(a, b)).tolist(), strict=True))
         >>> round(wrong["factor"], 2), wrong["block_ratio"] > 1
         (1.5, True)
     """
@@ -207,7 +207,9 @@ def _checked(blocks: Sequence[CheckedBlock]) -> torch.Tensor:
     # A value that is not finite but should be has an infinite error.
     error = torch.where(error.isnan(), torch.inf, error)
     ratio = error.abs() / torch.where(usable, bound, 1)
-    noise = torch.hypot(roundings, each([block.how.compute_error_bound(block.exact.terms) for block in blocks]) * sizes) + small
+    noise = (
+        torch.hypot(roundings, each([block.how.compute_error_bound(block.exact.terms) for block in blocks]) * sizes) + small
+    )
     weight = error.isfinite() & _first_of_their_kind(expected)
     error_, expected_, noise_ = (torch.where(weight, x, 0) for x in (error, expected, noise))
     biased = any(block.how.bias for block in blocks)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from ..core.arguments import reject_unknown_arguments, check_choices, check_number, check_strings, format_value
+from ..core.arguments import check_choices, check_number, check_strings, format_value, reject_unknown_arguments
 from ..core.keys import ACTIVATIONS, ROLES, STATES
 from ..core.layer_names import compile_layer_patterns
 from ..errors import ConfigError

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..core.keys import RESULTS, ROLES, SHOWN_AS
-from ..core.layer_names import find_aggregate_key, is_expert_aggregate, find_expert_aggregate
+from ..core.layer_names import find_aggregate_key, find_expert_aggregate, is_expert_aggregate
 from ..core.sample import Sample
 from ..core.text import format_number
 from ..errors import ConfigError
@@ -41,7 +41,9 @@ class ThresholdRule:
         shown, limit = format_number(value, digits=4), format_number(self.limit)
         found = f"{self.metric} of {SHOWN_AS[role]} of {layer} is {shown} ({self.sign} {limit})"
         alike = (
-            sum(find_aggregate_key(*row[:2]) == find_aggregate_key(layer, role) for row in past[1:]) if find_expert_aggregate(layer) else 0
+            sum(find_aggregate_key(*row[:2]) == find_aggregate_key(layer, role) for row in past[1:])
+            if find_expert_aggregate(layer)
+            else 0
         )
         return f"{found}, and of {alike} more experts of the layer" if alike else found
 
@@ -123,7 +125,9 @@ def _times(sample: Sample | None) -> dict[tuple[str, str], tuple[float, str, flo
         return {}
     columns, found = sample.operand_columns, dict[tuple[str, str], tuple[float, str, float]]()
     for i, (layer, role) in enumerate(zip(columns["layer"], columns["role"], strict=True)):
-        metric, times = find_most_exceeded_limit(role, {name: columns[name][i] for name in LIMITS.get(role, ())}, columns["n"][i])
+        metric, times = find_most_exceeded_limit(
+            role, {name: columns[name][i] for name in LIMITS.get(role, ())}, columns["n"][i]
+        )
         if metric is not None and columns["format"][i] in FORMATS and not is_expert_aggregate(layer):
             found[layer, role] = times, metric, columns[metric][i]
     return found

@@ -10,7 +10,17 @@ from ..core.keys import SHOWN_AS
 from ..core.layer_names import find_aggregate_key, limit_experts_per_layer
 from ..core.sample import Recorder, Sample
 from ..core.scale_sources import HIGH_PRECISION, NOT_READ, QUANTIZED, classify_run_quantization, make_unquantized_note
-from ..core.text import ABSENT, ELLIPSIS, PLAINLY, TENSOR, TextColumn, find_terminal_width, format_count, format_number, format_table
+from ..core.text import (
+    ABSENT,
+    ELLIPSIS,
+    PLAINLY,
+    TENSOR,
+    TableColumn,
+    find_terminal_width,
+    format_count,
+    format_number,
+    format_table,
+)
 
 #: for each metric, by its column in the record: heading, significant digits, and rank; a narrow terminal leaves out the
 #: highest ranks first
@@ -25,7 +35,11 @@ _METRICS = {
     "amin": ("amin", 3, 5),
     "mse": ("MSE", 3, 6),
 }
-_COLUMNS = (*TENSOR, TextColumn("cast", "text"), *(TextColumn(heading, rank=rank) for heading, _, rank in _METRICS.values()))
+_COLUMNS = (
+    *TENSOR,
+    TableColumn("cast", "text"),
+    *(TableColumn(heading, rank=rank) for heading, _, rank in _METRICS.values()),
+)
 
 #: first words of the table's title
 _SUBJECTS = {QUANTIZED: "FP8", HIGH_PRECISION: "Nothing is quantized: what FP8 would do", NOT_READ: "What FP8 would do"}

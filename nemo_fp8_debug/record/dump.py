@@ -101,7 +101,9 @@ class TensorDumper:
         self._room = Condition()
         self._in_flight = 0
         self._step, self._left, self._moves = -1, 0.0, True
-        self.taken = storage.measure_size(FOLDER, f"rank-{rank:05d}.")  # bytes written or waiting; two threads change the number
+        self.taken = storage.measure_size(
+            FOLDER, f"rank-{rank:05d}."
+        )  # bytes written or waiting; two threads change the number
         self.tensors = self.bytes = 0  # written since the start
         #: how many tensors were left out, by reason
         self.left_out: dict[str, int] = {}

@@ -21,7 +21,7 @@ def make_tensor_file_name(layer: str, role: str) -> str:
     """Return the part of a file name that describes the tensor. Cut the layer's name if it is too long.
 
     Example:
-        >>> make_tensor_name("decoder.layers.3.fc2", "input")
+        >>> make_tensor_file_name("decoder.layers.3.fc2", "input")
         'input.decoder.layers.3.fc2'
     """
     return f"{role}.{quote(layer, safe='[]')[:_LONGEST]}"

@@ -1,6 +1,6 @@
 """Merge many small parts into few large parts, so that reading all steps does not open thousands of files.
 
-While a run goes on, `Merger` merges every `MERGED` parts into one. It merges every `MERGED` merged parts again, up to
+While a run goes on, `PartMerger` merges every `MERGED` parts into one. It merges every `MERGED` merged parts again, up to
 `LARGEST` bytes. `compact` merges a finished record, and may drop histograms. We write a new part before we remove the parts
 that it replaces, and readers count each step once. So nothing is lost or counted twice if the process is killed in between.
 
@@ -28,11 +28,11 @@ from .parts import (
     PartDamagedError,
     PartGoneError,
     count_table_rows,
-    order_merged_parts_first,
     list_parts_in_folder,
-    read_row_groups,
+    order_merged_parts_first,
     read_part_size,
     read_part_steps,
+    read_row_groups,
 )
 from .reader import find_record, read_fingerprint, read_status, read_table_rows
 from .schema import SCHEMAS, STATUS, TABLES, Part, make_arrow_schema, parse_attempt_number
@@ -158,7 +158,7 @@ def compact_record(
         ConfigError: `histograms_every` is below 1.
 
     Example:
-        >>> done = compact("runs/a", histograms_every=50, killed=True)
+        >>> done = compact_record("runs/a", histograms_every=50, killed=True)
         >>> done.before["histograms"].files, done.after["histograms"].files, done.left
         (3, 1, [])
     """
@@ -240,7 +240,9 @@ def _named_steps(run: FolderStorage) -> set[int]:
 # --- the parts of one attempt ---------------------------------------------------------------------------------------------
 
 
-def _merge_attempt(run: FolderStorage, table: str, attempt: int, keep: Callable[[set[int]], set[int]] | None = None) -> list[str]:
+def _merge_attempt(
+    run: FolderStorage, table: str, attempt: int, keep: Callable[[set[int]], set[int]] | None = None
+) -> list[str]:
     """Merge the parts of a table and an attempt. Remove parts that the merged parts replace.
 
     Args:
@@ -254,7 +256,9 @@ def _merge_attempt(run: FolderStorage, table: str, attempt: int, keep: Callable[
     """
     unreadable = list[str]()
     while True:
-        parts = [part for part in list_parts_in_folder(run, table) if part.attempt == attempt and part.path not in unreadable]
+        parts = [
+            part for part in list_parts_in_folder(run, table) if part.attempt == attempt and part.path not in unreadable
+        ]
         try:
             _merge_readable(run, table, parts, keep)
             return unreadable
@@ -262,7 +266,9 @@ def _merge_attempt(run: FolderStorage, table: str, attempt: int, keep: Callable[
             unreadable.append(error.part.path)
 
 
-def _merge_readable(run: FolderStorage, table: str, parts: Sequence[Part], keep: Callable[[set[int]], set[int]] | None) -> None:
+def _merge_readable(
+    run: FolderStorage, table: str, parts: Sequence[Part], keep: Callable[[set[int]], set[int]] | None
+) -> None:
     owners, found = EffectiveParts(table), list[tuple[Part, set[int], set[int]]]()
     for part in order_merged_parts_first(parts):
         with _reading(part):
@@ -272,7 +278,9 @@ def _merge_readable(run: FolderStorage, table: str, parts: Sequence[Part], keep:
     taken, spare = list[WrittenPartInfo](), list[Part]()
     for part, steps, new in found:
         if new & kept:
-            taken.append(WrittenPartInfo(part, read_part_size(run, part), None if steps <= new & kept else frozenset(new & kept)))
+            taken.append(
+                WrittenPartInfo(part, read_part_size(run, part), None if steps <= new & kept else frozenset(new & kept))
+            )
         else:
             spare.append(part)
     if any(new != steps for _, steps, new in found):  # first make sure that kept parts are readable

@@ -37,7 +37,7 @@ _ADDED = {"experts", "ranks", "ranks_missing", "unscaled_amax", "unscaled_amin",
 def list_table_folders(table: str) -> Sequence[str]:
     """Return the folders that may contain parts of a table, the current folder first.
 
-    >>> list_folders("metrics")
+    >>> list_table_folders("metrics")
     ['metrics', 'figures']
     """
     return [table, *([_FOLDERS[table]] if table in _FOLDERS else [])]
@@ -46,7 +46,7 @@ def list_table_folders(table: str) -> Sequence[str]:
 def add_earlier_column_names(columns: Iterable[str]) -> list[str]:
     """Return names of columns, followed by their earlier names.
 
-    >>> with_earlier_names(["step", "ranks"])
+    >>> add_earlier_column_names(["step", "ranks"])
     ['step', 'ranks', 'shards']
     """
     return [name for new in columns for name in (new, *([_EARLIER[new]] if new in _EARLIER else []))]
@@ -55,7 +55,7 @@ def add_earlier_column_names(columns: Iterable[str]) -> list[str]:
 def list_renamed_column_values(column: str) -> list[tuple[str, str]]:
     """Return pairs of an earlier and a current value of a column.
 
-    >>> list_renamed_values("scale_source")
+    >>> list_renamed_column_values("scale_source")
     [('not quantised', 'not quantized')]
     """
     return [_VALUES[column]] if column in _VALUES else []

@@ -37,7 +37,7 @@ def encode_parquet(table: pa.Table) -> tuple[bytes, str]:
 
 
 def encode_parquet_tables(schema: pa.Schema, tables: Iterable[pa.Table]) -> tuple[bytes, str]:
-    """Encode consecutive tables into one file, like `encode`. Keep only one table in memory at a time.
+    """Encode consecutive tables into one file, like `encode_parquet`. Keep only one table in memory at a time.
 
     Each table has its own row groups, so that `read` and `read_few_rows` decode few other rows.
     The footer contains an outline of the tables. With the outline, readers find each operand without reading names.

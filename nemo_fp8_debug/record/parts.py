@@ -28,7 +28,7 @@ import pyarrow.compute as pc
 from ..errors import warn
 from . import migration, parquet
 from .outline import PartOutline, list_rows_by_step
-from .schema import SCHEMAS, TABLES, Part, make_arrow_schema, list_text_columns
+from .schema import SCHEMAS, TABLES, Part, list_text_columns, make_arrow_schema
 from .storage import FolderStorage
 
 #: columns that identify a row
@@ -164,7 +164,7 @@ class EffectiveParts:
         >>> names = [f"attempt-0-{steps}-00000000.parquet" for steps in ("step-5", "steps-0-9")]
         >>> single, merged = (Part.parse_part_name("metrics", name) for name in names)
         >>> owners = EffectiveParts("metrics")
-        >>> owners.add(merged, {0, 5, 9}) == {0, 5, 9}, owners.is_redundant(single), owners.add(single, {5})
+        >>> owners.add_part(merged, {0, 5, 9}) == {0, 5, 9}, owners.is_redundant(single), owners.add_part(single, {5})
         (True, True, set())
     """
 
@@ -260,7 +260,9 @@ def format_error_in_one_line(error: Exception) -> str:
 
 
 @contextlib.contextmanager
-def open_part(run: FolderStorage, part: Part, texts: Sequence[str] = (), whole: bool = False) -> Iterator[parquet.OpenPartFile]:
+def open_part(
+    run: FolderStorage, part: Part, texts: Sequence[str] = (), whole: bool = False
+) -> Iterator[parquet.OpenPartFile]:
     """Open a part.
 
     Args:

@@ -16,11 +16,11 @@ from . import migration
 from .parts import (
     SHARED,
     EffectiveParts,
-    may_contain_step,
     list_parts_of_table,
     list_steps_of_rows,
-    read_part_columns,
+    may_contain_step,
     read_effective_parts,
+    read_part_columns,
     warn_of_damaged_parts,
 )
 from .schema import SCHEMAS, SECTIONS, STATUS, Part, make_arrow_schema, parse_attempt_number
@@ -39,7 +39,11 @@ def find_record(address: Address) -> FolderStorage:
     """
     try:
         root = FolderStorage(address)
-        folders = [root] if root.has_matching_file(_FINGERPRINTS) and _attempts(root) else root.find_folders_with_file(_FINGERPRINTS)
+        folders = (
+            [root]
+            if root.has_matching_file(_FINGERPRINTS) and _attempts(root)
+            else root.find_folders_with_file(_FINGERPRINTS)
+        )
         found = [p for p in folders if _attempts(p)]
     except ConfigError as error:
         raise RecordError(str(error)) from None
@@ -55,7 +59,9 @@ def find_record(address: Address) -> FolderStorage:
 
 def _links_in(root: FolderStorage) -> str:
     """Return a hint that links to folders were not followed, or an empty string if there are no links."""
-    names = [name for name, kind in root.list_entries() if kind == "link"] if root.is_local and os.path.isdir(str(root)) else []
+    names = (
+        [name for name, kind in root.list_entries() if kind == "link"] if root.is_local and os.path.isdir(str(root)) else []
+    )
     folders = [root.path(name) for name in sorted(names) if os.path.isdir(root.path(name))]
     return f". Links in it are not followed: name {folders[0]} itself" if folders else ""
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..core.keys import ROLES, SHOWN_AS
-from ..core.layer_names import find_aggregate_key, is_expert_aggregate, limit_experts_per_layer, find_expert_aggregate
+from ..core.layer_names import find_aggregate_key, find_expert_aggregate, is_expert_aggregate, limit_experts_per_layer
 from ..core.sample import Recorder, Sample
 from ..core.scale_sources import classify_run_quantization, make_unquantized_note
 from ..core.table import Columns, load_feature_modules
@@ -66,7 +66,9 @@ class TagBudget:
         if tensors * len(STREAMED) > self._max_tags:
             quota = min(quota, self._max_tags // (len(STREAMED) * len(ROLES)) - len(admitted))
         few = limit_experts_per_layer(dict.fromkeys((*admitted, *worst_first)), find_expert_aggregate, EXPERTS_SHOWN)
-        new = sorted((layer for layer in few if layer not in admitted), key=lambda layer: find_expert_aggregate(layer) is not None)
+        new = sorted(
+            (layer for layer in few if layer not in admitted), key=lambda layer: find_expert_aggregate(layer) is not None
+        )
         new = new[: max(0, quota)]
         self._free -= len(new)
         admitted.update(new)
@@ -142,7 +144,9 @@ class ScalarTags:
         for product, by_layer in values.items():
             self.add_layer_metric(name, product, by_layer)
 
-    def add_combined_tags(self, values: Mapping[str, list[float]], kinds: Mapping[str, Callable[[list[float]], float]]) -> None:
+    def add_combined_tags(
+        self, values: Mapping[str, list[float]], kinds: Mapping[str, Callable[[list[float]], float]]
+    ) -> None:
         """Add tags that combine the values of all layers.
 
         Args:

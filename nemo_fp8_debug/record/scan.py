@@ -21,20 +21,20 @@ import pyarrow as pa
 from ..core.memory import release_freed_memory, retain_freed_memory
 from ..core.threads import map_in_threads
 from ..errors import RecordError
-from .outline import PartOutline, StepRows, list_rows_by_step
+from .outline import PartOutline, RowsOfStep, list_rows_by_step
 from .parts import (
     KEYS,
     EffectiveParts,
     Ints,
     PartDamagedError,
     PartGoneError,
-    reject_impossible_values,
     format_error_in_one_line,
     order_newest_parts_first,
-    read_part_columns,
     read_effective_parts,
-    read_row_keys,
+    read_part_columns,
     read_part_outline,
+    read_row_keys,
+    reject_impossible_values,
     warn_of_damaged_parts,
 )
 from .reader import Address
@@ -64,7 +64,7 @@ class TableStepIndex:
         """Read the outlines of parts (descriptions of their rows), several at once.
 
         Args:
-            outline_of: function that reads the outline of a part. It raises the errors of `read_outline`.
+            outline_of: function that reads the outline of a part. It raises the errors of `read_part_outline`.
             parts: parts to read first, or None for all parts of the table.
             use: function that is called with each part and its outline, before the part's steps count. It may raise the same
                 errors.
@@ -169,7 +169,7 @@ class OperandIndex:
         return found
 
 
-def place_stretches(outline: PartOutline) -> list[tuple[int, StepRows]]:
+def place_stretches(outline: PartOutline) -> list[tuple[int, RowsOfStep]]:
     """Return the stretches of a part, each with the index of its first row."""
     firsts = itertools.accumulate((stretch.rows for stretch in outline.stretches), initial=0)
     return list(zip(firsts, outline.stretches, strict=False))
@@ -184,14 +184,16 @@ def read_operands_by_digest(
         known: digests to skip.
 
     Raises:
-        PartGoneError: as for `read_names`.
-        PartDamagedError: as for `read_names`, and if the names do not match the footer.
+        PartGoneError: as for `read_row_keys`.
+        PartDamagedError: as for `read_row_keys`, and if the names do not match the footer.
     """
-    new = dict[str, tuple[int, StepRows]]()
+    new = dict[str, tuple[int, RowsOfStep]]()
     for first, stretch in place_stretches(outline):
         if stretch.digest not in known:
             new.setdefault(stretch.digest, (first, stretch))
-    tables = read_row_keys(run, table, part, [(first, first + stretch.rows) for first, stretch in new.values()]) if new else []
+    tables = (
+        read_row_keys(run, table, part, [(first, first + stretch.rows) for first, stretch in new.values()]) if new else []
+    )
     if [list_rows_by_step(names) for names in tables] != [[stretch] for _, stretch in new.values()]:
         raise PartDamagedError("its footer does not match its rows")
     return {digest: names.select(KEYS[1:]) for digest, names in zip(new, tables, strict=True)}
@@ -330,7 +332,7 @@ class TableScan:
 
         Args:
             column: a text column. If None, compare only the steps' operands.
-            operands, steps: as for `chunks`.
+            operands, steps: as for `read_chunks`.
 
         Returns:
             Chunks. With each chunk, for each of its steps, the number of steps that are equal to it, including the step
@@ -369,7 +371,7 @@ class TableScan:
     def _wanted(
         self, operands: Ints | None, steps: Ints | None
     ) -> tuple[list[tuple[Part, list[StepRows]]], dict[int, _Chosen]]:
-        """Return the parts that have wanted steps, and the wanted rows of each layout in these parts. See `chunks`."""
+        """Return the parts that have wanted steps, and the wanted rows of each layout in these parts. See `read_chunks`."""
         wanted = [(part, kept) for part, runs in self._parts if (kept := _wanted(runs, steps))]
         layouts = {run.layout for _, runs in wanted for run in runs}
         return wanted, {layout: _Chosen.of(self._layouts[layout], operands) for layout in layouts}
@@ -431,7 +433,7 @@ class TableScan:
 
 
 def _wanted(runs: Sequence[StepRows], steps: Ints | None) -> list[StepRows]:
-    """Return the rows of wanted steps, with the steps' indices. See `Scan.chunks`."""
+    """Return the rows of wanted steps, with the steps' indices. See `TableScan.read_chunks`."""
     if steps is None:
         return list(runs)
     return [replace(run, step=int(steps[run.step])) for run in runs if steps[run.step] >= 0]
@@ -476,7 +478,7 @@ class _Chosen:
 
     @classmethod
     def of(cls, layout: Ints, operands: Ints | None) -> _Chosen:
-        """Choose the rows of wanted operands. See `Scan.chunks`."""
+        """Choose the rows of wanted operands. See `TableScan.read_chunks`."""
         if operands is None:
             return cls(layout, 0, len(layout), None)
         of_rows = operands[layout]

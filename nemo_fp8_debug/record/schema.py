@@ -106,7 +106,7 @@ class Part:
         """Return the part of one step, or a merged part of several steps if `last` is given.
 
         Example:
-            >>> Part.from_steps("metrics", 0, 120, None, "9f3c02d1").path
+            >>> Part.make_part_name("metrics", 0, 120, None, "9f3c02d1").path
             'metrics/attempt-0-step-00000120-9f3c02d1.parquet'
         """
         steps = f"step-{first:08d}" if last is None else f"steps-{first:08d}-{last:08d}"

@@ -64,8 +64,8 @@ class RequestLimits:
         Example:
             >>> import fsspec
             >>> limits, fs = RequestLimits(), fsspec.filesystem("memory")
-            >>> limits.call(fs, "pipe_file", "/limits/example", b"content", size=7)
-            >>> limits.call(fs, "cat_file", "/limits/example")
+            >>> limits.call_within_limits(fs, "pipe_file", "/limits/example", b"content", size=7)
+            >>> limits.call_within_limits(fs, "cat_file", "/limits/example")
             b'content'
         """
         with self.guard_request():

@@ -25,7 +25,7 @@ from torch.utils.tensorboard import SummaryWriter
 from torch.utils.tensorboard import summary as summaries
 
 from ..core.keys import ROLES, SHOWN_AS
-from ..core.layer_names import limit_experts_per_layer, find_expert_aggregate
+from ..core.layer_names import find_expert_aggregate, limit_experts_per_layer
 from ..core.sample import Sample
 from ..core.table import load_feature_modules
 from .scalars import SampleSummarizer, ScalarRecorder, make_metric_tag

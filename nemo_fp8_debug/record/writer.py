@@ -185,6 +185,8 @@ def add_rows_to_table(storage: FolderStorage, table: str, rows: pl.DataFrame) ->
         steps = of_attempt["step"].unique().sort()
         for first in range(0, len(steps), MERGED):
             chunk = steps[first : first + MERGED]
-            part = of_attempt.filter(pl.col("step").is_between(chunk[0], chunk[-1])).to_arrow().cast(make_arrow_schema(table))
+            part = (
+                of_attempt.filter(pl.col("step").is_between(chunk[0], chunk[-1])).to_arrow().cast(make_arrow_schema(table))
+            )
             content, checksum = parquet.encode_parquet(part)
             storage.replace_file(Part.make_part_name(table, int(attempt), chunk[0], chunk[-1], checksum).path, content)

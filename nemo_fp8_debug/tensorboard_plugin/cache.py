@@ -39,7 +39,7 @@ class LRUCache(Generic[V]):
         """Return the value of `key`. Make the value if it is not in the cache.
 
         Args:
-            make: function that makes the value. It must not call `get` with the same key.
+            make: function that makes the value. It must not call `get_or_make` with the same key.
         """
         while True:
             with self._lock:

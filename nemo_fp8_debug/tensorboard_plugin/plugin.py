@@ -17,22 +17,29 @@ from .jobs.job_queue import JobQueue
 from .records import metadata
 from .records.baseline import LayerMatchCache, TensorBandCache
 from .records.color_scales import MetricRangeCache, pack_rise_thresholds
-from .records.heatmap import pack_metric_at_steps, pack_heatmap
+from .records.heatmap import pack_heatmap, pack_metric_at_steps
 from .records.logdir import LogdirRecords, LogdirRoot, parse_logdir_flags
 from .records.part_matrices import CachedPartReader
 from .records.run_summary import describe_run, read_other_recipes, read_step_series
-from .records.tensor_history import Files, find_dump_files, find_nearest_step, list_latest_dumps_of_tensor, read_tensor_histograms, read_tensor_timeline
+from .records.tensor_history import (
+    Files,
+    find_dump_files,
+    find_nearest_step,
+    list_latest_dumps_of_tensor,
+    read_tensor_histograms,
+    read_tensor_timeline,
+)
 from .runs_table import HeadlineCache, RunsTable, list_runs, sort_names_by_color, suggest_run_roles
 from .web import (
     CachedPageScript,
-    RouteParameter,
     Route,
-    make_route_handler,
-    make_wsgi_application,
+    RouteParameter,
     list_accepted_host_names,
-    parse_count_parameter,
     make_choice_parser,
     make_choices_parser,
+    make_route_handler,
+    make_wsgi_application,
+    parse_count_parameter,
     parse_step_parameter,
     parse_text_parameter,
 )
@@ -120,13 +127,17 @@ class FP8Plugin(base_plugin.TBPlugin):  # type: ignore[misc]
             "frames": Route(self._frames, {"run": _RUN, "metric": _METRIC, "from": _STEP, "to": _STEP, "table": _TABLE}),
             "course": Route(self._course, {**_OF_METRIC, "columns": RouteParameter(parse_count_parameter), **bounds}),
             "spread": Route(self._spread, _OF_METRIC),
-            "extent": Route(lambda run, metric, table: self._extents[table].describe_metric_range(record(run), metric), _OF_METRIC),
+            "extent": Route(
+                lambda run, metric, table: self._extents[table].describe_metric_range(record(run), metric), _OF_METRIC
+            ),
             "timeline": Route(
                 lambda run, layer, role, metrics: read_tensor_timeline(tables_of(role), record(run), layer, role, metrics),
                 {**_OF_TENSOR, "metrics": RouteParameter(make_choices_parser(metadata.NUMBERS))},
             ),
             "band": Route(
-                lambda run, baseline, layer, role: self._bands.find_tensor_band_exit(record(run), record(baseline), layer, role),
+                lambda run, baseline, layer, role: self._bands.find_tensor_band_exit(
+                    record(run), record(baseline), layer, role
+                ),
                 {"run": _RUN, "baseline": _RUN, "layer": _LAYER, "role": _ROLE},
             ),
             "names": Route(
@@ -149,7 +160,12 @@ class FP8Plugin(base_plugin.TBPlugin):  # type: ignore[misc]
             "what_if": Route(self._what_if, {"run": _RUN, "step": _STEP, "recipe": RouteParameter(parse_text_parameter)}),
             "verdict": Route(
                 self.ask_verdict,
-                {"run": _RUN, "baseline": _OTHER, "reference": _OTHER, "by": RouteParameter(make_choice_parser(UNITS), default="step")},
+                {
+                    "run": _RUN,
+                    "baseline": _OTHER,
+                    "reference": _OTHER,
+                    "by": RouteParameter(make_choice_parser(UNITS), default="step"),
+                },
             ),
             "rows": Route(self._table.list_rows, {"baseline": _OTHER}),
             "headline": Route(self._headlines.get_or_start_job, {"run": _RUN, "baseline": _OTHER, "reference": _OTHER}),
@@ -160,7 +176,10 @@ class FP8Plugin(base_plugin.TBPlugin):  # type: ignore[misc]
         """Return a WSGI application for each address below data/plugin/fp8."""
         return {
             "/index.js": make_wsgi_application(self._bundle, self._names),
-            **{f"/{name}": make_wsgi_application(make_route_handler(route), self._names) for name, route in self.routes().items()},
+            **{
+                f"/{name}": make_wsgi_application(make_route_handler(route), self._names)
+                for name, route in self.routes().items()
+            },
         }
 
     def await_record_search(self) -> None:
@@ -199,7 +218,9 @@ class FP8Plugin(base_plugin.TBPlugin):  # type: ignore[misc]
     def _course(self, run: str, metric: str, table: str, columns: int, **bounds: int | None) -> bytes:
         record, parts = self._logdir.get_record(run), self._tables[table]
         key = (str(record), parts.read_index(record).version, "course", metric, table, columns, *bounds.values())
-        return self._pictures.get_or_make(key, lambda: pack_heatmap(parts, record, metric, bounds["from"], bounds["to"], columns))
+        return self._pictures.get_or_make(
+            key, lambda: pack_heatmap(parts, record, metric, bounds["from"], bounds["to"], columns)
+        )
 
     def _spread(self, run: str, metric: str, table: str) -> bytes:
         record, parts = self._logdir.get_record(run), self._tables[table]
@@ -208,18 +229,24 @@ class FP8Plugin(base_plugin.TBPlugin):  # type: ignore[misc]
 
     def _loss(self, run: str) -> Any:
         record = self._logdir.get_record(run)
-        return self._losses.get_or_make((str(record), self._parts.read_index(record).version), lambda: read_step_series(record))
+        return self._losses.get_or_make(
+            (str(record), self._parts.read_index(record).version), lambda: read_step_series(record)
+        )
 
     def _list_dumps(self, run: str, layer: str, role: str) -> Any:
         record = self._logdir.get_record(run)
-        files = self._dumps.get_or_make((str(record), self._parts.read_index(record).version), lambda: find_dump_files(record))
+        files = self._dumps.get_or_make(
+            (str(record), self._parts.read_index(record).version), lambda: find_dump_files(record)
+        )
         return list_latest_dumps_of_tensor(files, layer, role)
 
     def _what_if(self, run: str, step: int, recipe: str) -> Any:
         record = self._logdir.get_record(run)
         index = self._parts.read_index(record)
         at = find_nearest_step(record, index, step)
-        return self._jobs.get_or_start_job({"kind": "what_if", "run": str(record), "step": at, "recipe": recipe}, index.version)
+        return self._jobs.get_or_start_job(
+            {"kind": "what_if", "run": str(record), "step": at, "recipe": recipe}, index.version
+        )
 
     def ask_verdict(
         self,
@@ -228,7 +255,7 @@ class FP8Plugin(base_plugin.TBPlugin):  # type: ignore[misc]
         reference: str | None = None,
         by: str = "step",
     ) -> dict[str, Any]:
-        """Return the state of the verdict of runs, as in `JobQueue.ask`. Begin the job if it is new."""
+        """Return the state of the verdict of runs, as in `JobQueue.get_or_start_job`. Begin the job if it is new."""
         records = {
             role: name and self._logdir.get_record(name)
             for role, name in (("run", run), ("baseline", baseline), ("reference", reference))

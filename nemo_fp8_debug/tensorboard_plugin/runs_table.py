@@ -52,7 +52,7 @@ def suggest_run_roles(names: Sequence[str]) -> dict[str, str | None]:
     """Suggest baseline, reference and run by the names of runs.
 
     Example:
-        >>> suggest_parts(["bad", "baseline", "bf16", "other"])
+        >>> suggest_run_roles(["bad", "baseline", "bf16", "other"])
         {'baseline': 'baseline', 'reference': 'bf16', 'run': 'bad'}
     """
     found = {part: next((name for name in names if pattern.search(name)), None) for part, pattern in _PLAYS.items()}
@@ -210,7 +210,7 @@ class HeadlineCache:
         return self._kept.get_result(self._identity([run, baseline, None]))
 
     def get_or_start_job(self, run: str, baseline: str | None, reference: str | None) -> dict[str, Any]:
-        """Return the state of a run's headline, as in `JobQueue.ask`. Begin the job if the headline is unknown."""
+        """Return the state of a run's headline, as in `JobQueue.get_or_start_job`. Begin the job if it is unknown."""
         identity = self._identity([run, baseline, reference])
         if (known := self._kept.get_result(identity)) is not None:
             return {"state": "done", "result": known}

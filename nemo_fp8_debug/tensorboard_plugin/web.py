@@ -63,7 +63,7 @@ def replace_nonfinite_by_null(values: Any) -> list[float | None]:
 
 
 def encode_json(answer: Any) -> str:
-    """Encode an answer that `make_jsonable` or `list_with_nulls` prepared."""
+    """Encode an answer that `make_jsonable` or `replace_nonfinite_by_null` prepared."""
     return json.dumps(answer, allow_nan=False, separators=(",", ":"))
 
 
@@ -89,7 +89,7 @@ def parse_parameters(given: Iterable[tuple[str, str]], expected: Mapping[str, Ro
     """Return the values of all expected parameters by name, or their defaults.
 
     Raises:
-        BadParameter: a parameter is missing, unknown, repeated or invalid.
+        BadParameterError: a parameter is missing, unknown, repeated or invalid.
     """
     texts: dict[str, str] = {}
     for name, text in given:
@@ -121,7 +121,9 @@ def parse_text_parameter(name: str, value: str) -> str:
 def parse_step_parameter(name: str, value: str) -> int:
     """Read a training step."""
     if not _WHOLE.fullmatch(value):
-        raise BadParameterError(f"Parameter {name} is {quote_text(value)}; give a step, a whole number of at most 18 digits.")
+        raise BadParameterError(
+            f"Parameter {name} is {quote_text(value)}; give a step, a whole number of at most 18 digits."
+        )
     return int(value)
 
 
@@ -151,7 +153,9 @@ def make_choices_parser(choices: Iterable[str]) -> Callable[[str, str], list[str
     def read(name: str, value: str) -> list[str]:
         words = value.split(",", _MOST_METRICS)
         if len(words) > _MOST_METRICS or len(set(words)) < len(words):
-            raise BadParameterError(f"Parameter {name} lists more than {_MOST_METRICS} names or a name twice; leave some out.")
+            raise BadParameterError(
+                f"Parameter {name} lists more than {_MOST_METRICS} names or a name twice; leave some out."
+            )
         return [one(name, word) for word in words]
 
     return read
@@ -204,7 +208,7 @@ def check_host(headers: Headers, names: Collection[str]) -> None:
     """Refuse a request for a foreign host name, because another site can let its own name resolve to this machine.
 
     Args:
-        names: the result of `list_own_names`.
+        names: the result of `list_accepted_host_names`.
 
     Raises:
         ForeignSiteError: the tab does not accept the name.
@@ -231,7 +235,7 @@ def check_origin(headers: Headers, names: Collection[str] = ()) -> None:
     only if `HOSTS` is set and the header contains one of `names`.
 
     Args:
-        names: the result of `list_own_names`.
+        names: the result of `list_accepted_host_names`.
 
     Raises:
         ForeignSiteError: the request comes from another site.
@@ -256,8 +260,8 @@ def names_this_server(host: str, bound: str) -> bool:
     If another site's name resolves to this machine, requests of its pages contain the other site's name in the header.
 
     Example:
-        >>> is_local("127.0.0.1:6006", "localhost"), is_local("example.com:6006", "localhost")
-        (True, False)
+        >>> [names_this_server(host, "localhost") for host in ("127.0.0.1:6006", "example.com:6006")]
+        [True, False]
     """
     name = _hostname(host) or ""
     return name in ("localhost", bound.lower()) or _is_address(name)
@@ -318,7 +322,7 @@ def make_wsgi_application(answer: Callable[[Request], Response], names: Collecti
     """Return a WSGI application around a function that answers requests. The answer to a refused request is a sentence.
 
     Args:
-        names: the result of `list_own_names`; None: the server checks the host name itself.
+        names: the result of `list_accepted_host_names`; None: the server checks the host name itself.
     """
 
     def application(environ: Any, start_response: Any) -> Any:

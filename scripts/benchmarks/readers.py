@@ -138,7 +138,7 @@ def ours_extremes(run: str) -> pl.DataFrame:
     sums, lows, highs = np.zeros(shape), np.full(shape, np.inf), np.full(shape, -np.inf)
     for chunk in metrics.read_chunks(SUMS):
         values = chunk.rows.select(SUMS).to_numpy().T
-        for _, here, operands in chunk.spans():
+        for _, here, operands in chunk.split_by_step():
             sums[:, operands] += values[:, here]
             lows[:, operands] = np.minimum(lows[:, operands], values[:, here])
             highs[:, operands] = np.maximum(highs[:, operands], values[:, here])
@@ -159,7 +159,7 @@ def ours_medians(run: str) -> pl.DataFrame:
     from nemo_fp8_debug.analysis.runs.blocks import map_tensor_chunks
 
     metrics = MetricsTable.read(FolderStorage(run), held=0)
-    medians = np.concatenate(map_tensor_chunks(lambda grid: np.median(grid.metric("relative_error"), axis=1), metrics))
+    medians = np.concatenate(map_tensor_chunks(lambda grid: np.median(grid.read_metric("relative_error"), axis=1), metrics))
     return metrics.tensors.with_columns(median=medians).sort(KEY)
 
 

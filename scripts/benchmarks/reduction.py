@@ -26,7 +26,7 @@ from many_ranks.processes import forked, free_port, prepare, statuses, temporary
 from nemo_fp8_debug.capture.operand_stats import CastDescription, OperandStats
 from nemo_fp8_debug.core.keys import ROLES
 from nemo_fp8_debug.core.observation import AgreedSampleSettings
-from nemo_fp8_debug.distributed import MonitoredRanks, ShardGroupReduction, ShardGroup
+from nemo_fp8_debug.distributed import MonitoredRanks, ShardGroup, ShardGroupReduction
 from nemo_fp8_debug.kernels import count_histogram
 from nemo_fp8_debug.numerics.histogram import BINS
 from nemo_fp8_debug.observations.operands.tensors import TensorObservation

@@ -82,7 +82,9 @@ class Torture:
         whole.mkdir()
         self.wait_for(self.start(whole))
         self.reference = {table: read_table_rows(whole / "run", table) for table in TABLES}
-        self.reference_dumps = {key(FolderStorage(whole / "run"), name): name for *_, name in dumped_files(FolderStorage(whole / "run"))}
+        self.reference_dumps = {
+            key(FolderStorage(whole / "run"), name): name for *_, name in dumped_files(FolderStorage(whole / "run"))
+        }
 
     def start(self, folder: Path, says: Connection | None = None) -> Any:
         process = self.processes.Process(target=crashing_run.train, args=(folder, self.length, says))
@@ -173,7 +175,9 @@ class Torture:
             if name in run.dumps_read:
                 continue
             _, tensors = read_dump(storage, name)
-            _, expected = read_dump(FolderStorage(self.folder / "reference" / "run"), self.reference_dumps[key(storage, name)])
+            _, expected = read_dump(
+                FolderStorage(self.folder / "reference" / "run"), self.reference_dumps[key(storage, name)]
+            )
             if any(not torch.equal(tensors[part].float(), expected[part].float()) for part in expected):
                 fail(run, f"{name} is not what a run without interruption dumps")
             run.dumps_read.add(name)

@@ -20,7 +20,7 @@ from nemo_fp8_debug.kernels import count_histogram
 from nemo_fp8_debug.kernels.cuda import blocks, float32, histogram, sums
 from nemo_fp8_debug.numerics.block_scaling import BlockScalingRule, compute_block_scales
 from nemo_fp8_debug.numerics.formats import FloatFormat
-from nemo_fp8_debug.numerics.metrics import ValueMoments, QuantizationSums
+from nemo_fp8_debug.numerics.metrics import QuantizationSums, ValueMoments
 
 Grid = tuple[int, int]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy.typing as npt
 
 from nemo_fp8_debug.analysis.diagnosis.diagnosis import Diagnosis
-from nemo_fp8_debug.analysis.diagnosis.facts import Facts, DiagnosedRecords
+from nemo_fp8_debug.analysis.diagnosis.facts import DiagnosedRecords, Facts
 from nemo_fp8_debug.analysis.diagnosis.finding import CAUSES, STRENGTHS, Finding
 from nemo_fp8_debug.analysis.diagnosis.rule import Find, load_rules
 from nemo_fp8_debug.analysis.loss.outcome import MAX_GAP, LossOutcome

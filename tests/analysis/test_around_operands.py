@@ -195,7 +195,8 @@ class TestRecipe:
             pl.when(pl.col("layer") == CULPRIT).then(pl.lit("not quantized")).otherwise("scale_source").alias("scale_source")
         )
         alone = [
-            replace(usual, metrics=MetricsTable.from_rows(run.metrics.read_all_rows().with_columns(left_alone))) for run in (one, usual)
+            replace(usual, metrics=MetricsTable.from_rows(run.metrics.read_all_rows().with_columns(left_alone)))
+            for run in (one, usual)
         ]
         assert not evidence(diagnose(*alone), "recipe")
 

@@ -99,7 +99,9 @@ class TestJudged:
 
 class TestCoverage:
     @pytest.mark.parametrize("other", [{"recipe": "mxfp8-e4m3"}, {"n": 1 << 20}, {"n": 16}])
-    def test_other_recipes_and_sizes_are_not_judged(self, tmp_path: Path, bands: HealthyBands, other: dict[str, Any]) -> None:
+    def test_other_recipes_and_sizes_are_not_judged(
+        self, tmp_path: Path, bands: HealthyBands, other: dict[str, Any]
+    ) -> None:
         change = healthy(99, underflow_pct=3.0, **other)
         run = write(tmp_path / "run", change, culprit=LAYERS, changed="weight", lr=RATES)
         found = judge_by_bands(Run.read(run), bands)

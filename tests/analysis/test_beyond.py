@@ -56,5 +56,9 @@ def test_of_roles_without_limits_and_of_nothing_there_is_none() -> None:
 
 
 def test_fp4_has_no_limits() -> None:
-    assert find_operands_over_limit(MetricsTable.from_rows(metrics([99.0] * 7).with_columns(format=pl.lit("e2m1")))).is_empty()
-    assert len(find_operands_over_limit(MetricsTable.from_rows(metrics([99.0] * 7).with_columns(format=pl.lit("e4m3"))))) == 1
+    assert find_operands_over_limit(
+        MetricsTable.from_rows(metrics([99.0] * 7).with_columns(format=pl.lit("e2m1")))
+    ).is_empty()
+    assert (
+        len(find_operands_over_limit(MetricsTable.from_rows(metrics([99.0] * 7).with_columns(format=pl.lit("e4m3"))))) == 1
+    )

@@ -29,7 +29,7 @@ from samples import FINGERPRINT, sample
 
 from nemo_fp8_debug.analysis.comparison.compare import Comparison, compare
 from nemo_fp8_debug.analysis.loss.gap import find_rise_above_baseline
-from nemo_fp8_debug.analysis.story.summary import summarize, serialize_comparison
+from nemo_fp8_debug.analysis.story.summary import serialize_comparison, summarize
 from nemo_fp8_debug.errors import RecordError
 from nemo_fp8_debug.numerics.metric_names import METRICS
 from nemo_fp8_debug.record.writer import RunRecordWriter
@@ -179,7 +179,9 @@ class TestWhatIf:
             rows = broken(step)
             better = sample(step, [{**row, "recipe": "current-hybrid", "relative_error": 0.01} for row in rows])
             record.record(
-                dataclasses.replace(sample(step, rows), tables={**sample(step, rows).tables, "what_if": better.operand_columns})
+                dataclasses.replace(
+                    sample(step, rows), tables={**sample(step, rows).tables, "what_if": better.operand_columns}
+                )
             )
         record.record_steps({step: {"loss": loss} for step, loss in rising().items()})
         record.close()

@@ -18,7 +18,7 @@ from typer.testing import CliRunner, Result
 from nemo_fp8_debug.analysis.comparison.compare import compare
 from nemo_fp8_debug.analysis.diagnosis.diagnose import diagnose
 from nemo_fp8_debug.analysis.story.story import story
-from nemo_fp8_debug.analysis.story.summary import summarize, tell_conclusion, tell_drifted_tensors, serialize_comparison
+from nemo_fp8_debug.analysis.story.summary import serialize_comparison, summarize, tell_conclusion, tell_drifted_tensors
 from nemo_fp8_debug.cli import app
 
 

@@ -20,7 +20,12 @@ from typer.testing import CliRunner, Result
 from nemo_fp8_debug.analysis.comparison.compare import compare
 from nemo_fp8_debug.analysis.diagnosis.diagnose import diagnose
 from nemo_fp8_debug.analysis.diagnosis.flags import flag_operands_to_change
-from nemo_fp8_debug.analysis.diagnosis.narrator import tell_conclusion, tell_possible_misses, tell_next_step, tell_reference_loss
+from nemo_fp8_debug.analysis.diagnosis.narrator import (
+    tell_conclusion,
+    tell_next_step,
+    tell_possible_misses,
+    tell_reference_loss,
+)
 from nemo_fp8_debug.analysis.runs.run import Run
 from nemo_fp8_debug.analysis.story.story import story
 from nemo_fp8_debug.analysis.story.summary import summarize
@@ -527,7 +532,9 @@ class TestCommandLine:
         found, lines = diagnose(bad, baseline), result.stdout.splitlines()
         assert lines[0] == tell_conclusion(found)
         assert lines[-2] == " ".join(tell_next_step(found, found.advice)) and "nemo-fp8-debug recommend" in lines[-1]
-        assert all(sentence in found.verdict() for sentence in (*tell_possible_misses(found), *tell_next_step(found, found.advice)))
+        assert all(
+            sentence in found.verdict() for sentence in (*tell_possible_misses(found), *tell_next_step(found, found.advice))
+        )
 
     def test_json(self, tmp_path: Path, baseline: Path) -> None:
         bad = write(tmp_path / "bad", corrupted, falling(left=120))

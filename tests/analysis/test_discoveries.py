@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import false_discovery_control
 
-from nemo_fp8_debug.analysis.comparison.onset import CHANCE, FALLS, RATE, highest_chance, drop_false_discoveries
+from nemo_fp8_debug.analysis.comparison.onset import CHANCE, FALLS, RATE, drop_false_discoveries, highest_chance
 
 
 def rows(excess: list[float], metric: str = "underflow_pct") -> pl.DataFrame:
@@ -48,7 +48,10 @@ def test_discoveries_are_those_of_scipy(below_1: list[float], others: int) -> No
 
 
 def test_nonfinite_is_no_chance() -> None:
-    assert len(drop_false_discoveries(rows([1.0], "nonfinite"), 133_000)) == 1 and drop_false_discoveries(rows([]), 5).is_empty()
+    assert (
+        len(drop_false_discoveries(rows([1.0], "nonfinite"), 133_000)) == 1
+        and drop_false_discoveries(rows([]), 5).is_empty()
+    )
 
 
 # Long tests rest on nemo_fp8_debug/analysis/comparison/onset.py.

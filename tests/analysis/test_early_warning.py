@@ -27,7 +27,10 @@ def test_each_sample_behind_the_first_has_a_score_and_an_operand(tmp_path: Path)
 def test_operands_within_their_limits_never_warn(tmp_path: Path) -> None:
     for change in (corrupted, nothing):
         run = Run.read(write(tmp_path / change.__name__, change))
-        every, few = compute_early_warning_scores(run), compute_early_warning_scores(run, find_operands_over_limit(select_quantized_operands(run.metrics)))
+        every, few = (
+            compute_early_warning_scores(run),
+            compute_early_warning_scores(run, find_operands_over_limit(select_quantized_operands(run.metrics))),
+        )
         assert every.filter(every["score"] > 1).equals(few.filter(few["score"] > 1))
 
 

@@ -47,7 +47,10 @@ class TestInterval:
     @pytest.mark.parametrize("carried", [0.0, 0.5])
     def test_holds_the_gap_in_95_of_100(self, paired: bool, carried: float) -> None:
         found = [measure_gap(*pair(1000, 1.005, paired, seed, carried)) for seed in range(300)]
-        held = sum(each is not None and each.compute_confidence_interval()[0] <= 0.5 <= each.compute_confidence_interval()[1] for each in found)
+        held = sum(
+            each is not None and each.compute_confidence_interval()[0] <= 0.5 <= each.compute_confidence_interval()[1]
+            for each in found
+        )
         assert 0.91 * 300 <= held <= 0.985 * 300
 
     def test_tells_runs_of_the_same_batches_from_others(self) -> None:
@@ -125,7 +128,9 @@ class TestOutcome:
 
     def test_what_cannot_be_seen_is_said(self) -> None:
         found = LossOutcome(*pair(60, 1.0, False, 1))
-        assert found.harm == "unknown" and "cannot tell whether the loss is harmed (2% or more above" in tell_loss_outcome(found)
+        assert found.harm == "unknown" and "cannot tell whether the loss is harmed (2% or more above" in tell_loss_outcome(
+            found
+        )
 
     @pytest.mark.parametrize("first", [0, 1, 50])
     def test_nan_is_harm_from_its_first_step_on(self, first: int) -> None:
@@ -163,7 +168,9 @@ class TestAnySign:
             assert LossOutcome(run).harm == "unknown" and run.divergence_step is run.level_shift is None
             found = LossOutcome(run, baseline, same_model=True)
             assert found.gap is not None and abs(found.gap.percent) < 2
-            assert found.harm == "unknown" if found.gap.compute_confidence_interval()[1] > 2 else found.harm in ("none", "gap")
+            assert (
+                found.harm == "unknown" if found.gap.compute_confidence_interval()[1] > 2 else found.harm in ("none", "gap")
+            )
 
     @pytest.mark.parametrize(("start", "end"), SIGNS)
     @pytest.mark.parametrize("seed", [0, 1])
@@ -185,7 +192,12 @@ class TestAnySign:
                 rise = measure_loss_rise_at_step(higher, other, 200)
                 assert rise is not None and rise > 10 and measure_loss_rise_at_step(lower, other, 200) is None
             jump = find_largest_loss_jump(higher, baseline)
-            assert jump is not None and abs(jump[0] - 200) <= 10 and jump[1] > 10 and find_largest_loss_jump(lower, baseline) is None
+            assert (
+                jump is not None
+                and abs(jump[0] - 200) <= 10
+                and jump[1] > 10
+                and find_largest_loss_jump(lower, baseline) is None
+            )
 
     @pytest.mark.parametrize("worse", [0.3, -0.3])
     def test_a_constant_that_is_added_changes_no_sign_and_near_zero_nothing(self, worse: float) -> None:
@@ -225,7 +237,11 @@ class TestFarBelow:
         assert ("check for repeated data, leaked labels or a missing mask" in tell_loss_outcome(found)) == below
         if below:
             ended = f"The loss ended {100 * (1 - factor):.2g}"[:18]
-            assert ended in tell_loss_outcome(found) and "below" in tell_loss_outcome(found) and "follows" not in tell_loss_outcome(found)
+            assert (
+                ended in tell_loss_outcome(found)
+                and "below" in tell_loss_outcome(found)
+                and "follows" not in tell_loss_outcome(found)
+            )
 
     def test_noise_and_what_seeds_and_models_differ_by_are_not(self) -> None:
         run, baseline = pair(400, 0.8, False, 1)
@@ -288,7 +304,10 @@ class TestJump:
     def test_a_long_spike_that_comes_back_does_not_last(self) -> None:
         run, baseline = other_batches(3000, 0)
         spiked = curve(run.losses * np.where((np.arange(3000) >= 1500) & (np.arange(3000) < 1700), 1.5, 1.0))
-        assert find_largest_loss_jump(spiked, baseline, -1.0) is not None and find_largest_loss_jump(spiked, baseline, 2.0) is None
+        assert (
+            find_largest_loss_jump(spiked, baseline, -1.0) is not None
+            and find_largest_loss_jump(spiked, baseline, 2.0) is None
+        )
         assert LossOutcome(spiked, baseline, same_model=True).harm == "unknown"
 
     def test_nor_what_the_baseline_does_there_too(self) -> None:

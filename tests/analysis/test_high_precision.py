@@ -90,7 +90,9 @@ def test_a_recipe_asked_for_by_name_leaves_it_unknown(tmp_path: Path) -> None:
 
 def test_a_run_that_quantizes_has_no_such_notice(tmp_path: Path) -> None:
     run = loop(tmp_path / "run", emulated=True)
-    assert [note for note in diagnose(run).notes if "bands" not in note] == [] and recommend(run, operands=[X]).is_run_quantized
+    assert [note for note in diagnose(run).notes if "bands" not in note] == [] and recommend(
+        run, operands=[X]
+    ).is_run_quantized
     out = said("recommend", run, "--output", tmp_path / "fix")
     assert "in use" in out and "measured under" not in out and "if all that" not in out
     assert "the run emulates FP8 in layers that no engine quantizes (torch.nn.Linear)." in out

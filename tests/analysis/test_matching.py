@@ -15,7 +15,7 @@ from unlike_runs import CULPRIT, first_out, rows, run_cli, write
 from nemo_fp8_debug.analysis.comparison.compare import compare
 from nemo_fp8_debug.analysis.comparison.onset import compute_running_median
 from nemo_fp8_debug.analysis.runs.grid import SamplePairs, compute_last_axis_median
-from nemo_fp8_debug.analysis.story.summary import summarize, tell_conclusion, serialize_comparison
+from nemo_fp8_debug.analysis.story.summary import serialize_comparison, summarize, tell_conclusion
 from nemo_fp8_debug.errors import ConfigError
 from nemo_fp8_debug.record.writer import RunRecordWriter
 
@@ -129,7 +129,7 @@ class TestRecipes:
         found = compare(*runs)
         assert "different recipes (current-hybrid and delayed-hybrid)" in found.notes[0]
         assert list(found.notes[1:]) == ["Nothing in the run is quantized, so the metrics show what FP8 would do to it."]
-        assert found.list_setting_differences().rows() == [
+        assert found.differences().rows() == [
             ("recipe.measured_against", "current-hybrid", "delayed-hybrid", True),
             ("risky_features_on.fp8_param", "True", None, True),
         ]

@@ -27,7 +27,7 @@ from nemo_fp8_debug.analysis.recommendation.recommend import (
     flops_of,
     recommend,
 )
-from nemo_fp8_debug.analysis.replay.replay import write_replayed_rows, replay
+from nemo_fp8_debug.analysis.replay.replay import replay, write_replayed_rows
 from nemo_fp8_debug.analysis.runs.run import Run
 from nemo_fp8_debug.cli import app
 from nemo_fp8_debug.numerics.recipe import find_recipe
@@ -81,7 +81,9 @@ def test_the_run_under_the_change_keeps_the_budget_and_under_the_cheaper_one_doe
     at = finding.options.index(finding.chosen_option)
     for option in finding.options[max(0, at - 1) : at + 1]:
         metrics = (
-            record_of(tmp_path / option.kind, amplitudes, option.recipe).metrics.read_all_rows().filter(layer="0", role="input")
+            record_of(tmp_path / option.kind, amplitudes, option.recipe)
+            .metrics.read_all_rows()
+            .filter(layer="0", role="input")
         )
         worst = {name: metrics.tail(len(amplitudes) // 2)[name].max() for name in METRICS}
         assert {name: getattr(option.errors, name) for name in METRICS} == pytest.approx(worst, rel=1e-12)

@@ -41,7 +41,9 @@ def test_replayed_gradients_are_in_units_of_the_loss_too(tmp_path: Path, source:
             (loss * factor).backward()
         monitor.close()
         run = find_record(tmp_path / name)
-        assert_frame_equal(replay(run, source=source).drop("rounded"), read_table_rows(run, "metrics"), check_row_order=False)
+        assert_frame_equal(
+            replay(run, source=source).drop("rounded"), read_table_rows(run, "metrics"), check_row_order=False
+        )
         replayed[name] = replay(run, "current-e5m2", source).sort("layer", "role")
     plain, scaled = replayed["plain"], replayed["scaled"]
     gradients = pl.col("role") == "grad_output"

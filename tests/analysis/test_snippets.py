@@ -13,7 +13,11 @@ from small_models.megatron import gpt
 
 from nemo_fp8_debug.analysis.recommendation.recommend import BF16EndBlocks, Recommendation
 from nemo_fp8_debug.analysis.recommendation.snippets import write_snippets
-from nemo_fp8_debug.analysis.recommendation.snippets.megatron import flags_of, make_global_options_snippet, make_module_recipes_snippet
+from nemo_fp8_debug.analysis.recommendation.snippets.megatron import (
+    flags_of,
+    make_global_options_snippet,
+    make_module_recipes_snippet,
+)
 from nemo_fp8_debug.errors import ConfigError
 
 pytestmark = pytest.mark.usefixtures("megatron")
@@ -68,13 +72,17 @@ class TestModules:
             assert matched(found, model, tmp_path).keys() == {name.format(0), name.format(1)}
 
     def test_a_group_of_experts_is_one_module(self) -> None:
-        found = make_module_recipes_snippet(recommendation(run(), {("decoder.layers.1.mlp.experts.linear_fc2.*", "input"): BF16}))
+        found = make_module_recipes_snippet(
+            recommendation(run(), {("decoder.layers.1.mlp.experts.linear_fc2.*", "input"): BF16})
+        )
         assert found and list(yaml.safe_load(found.text)["matchers"]) == ["decoder.layers.1.mlp.experts.linear_fc2"]
 
     @pytest.mark.parametrize(("virtual", "place"), [(None, 2), (2, 0)])
     def test_stages_of_a_pipeline_number_their_blocks_anew(self, virtual: int | None, place: int) -> None:
         host = {"num_layers": 8, "pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": virtual}
-        found = make_module_recipes_snippet(recommendation(run(**host), {("decoder.layers.6.mlp.linear_fc2", "input"): BF16}))
+        found = make_module_recipes_snippet(
+            recommendation(run(**host), {("decoder.layers.6.mlp.linear_fc2", "input"): BF16})
+        )
         assert found and list(yaml.safe_load(found.text)["matchers"]) == [f"decoder.layers.{place}.mlp.linear_fc2"]
         assert "in every part" in found.coarser[-1]
 
@@ -96,7 +104,9 @@ class TestOptionsOfTheRun:
     def test_megatron_takes_them(self, ways: Ways, ends: BF16EndBlocks | None, expected: dict[str, Any]) -> None:
         from megatron.core.transformer import TransformerConfig
 
-        snippet = make_global_options_snippet(recommendation(run(), {("decoder.layers.3.mlp.linear_fc1", "input"): ways}, ends))
+        snippet = make_global_options_snippet(
+            recommendation(run(), {("decoder.layers.3.mlp.linear_fc1", "input"): ways}, ends)
+        )
         assert snippet
         values = yaml.safe_load(snippet.text)
         of_ends = {"first_last_layers_bf16": True, "num_layers_at_start_in_bf16": 1, "num_layers_at_end_in_bf16": 2}

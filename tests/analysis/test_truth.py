@@ -33,7 +33,9 @@ NEUTRAL = [kind for kind in OPERAND_KINDS if kind not in ("nan_operand", "from_t
 def fault(kind: str, setup: Setup, onset: int = 1) -> Fault:
     """One that has its full strength at once."""
     of = family(setup.family)
-    names = [gemm.name for gemm in require_matching_gemms(find_gemms([of.build(0, setup.depth, setup.engine)]), list(of.layers))]
+    names = [
+        gemm.name for gemm in require_matching_gemms(find_gemms([of.build(0, setup.depth, setup.engine)]), list(of.layers))
+    ]
     made = drawn(kind, Draw(random.Random(3), of, setup, names))
     if isinstance(made, Together):
         return replace(made, onset=onset, parts=tuple(replace(part, onset=onset) for part in made.parts))

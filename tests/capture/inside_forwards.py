@@ -48,7 +48,7 @@ class _Sink:
     key: Key
     seen: Seen
 
-    def add(self, x: torch.Tensor, order: int, use: CastInUse | None) -> None:
+    def add_tensor(self, x: torch.Tensor, order: int, use: CastInUse | None) -> None:
         if self.key[1] == "weight" and self.key in self.seen.tensors:
             return
         self.seen.tensors[self.key].append(x.detach().clone())

@@ -124,7 +124,7 @@ def kept_by(monkeypatch: pytest.MonkeyPatch) -> dict[tuple[str, str], list[torch
         taken.setdefault((self.gemm.name, self.role), []).append(x.detach().clone())
         original(self, x, order, use)
 
-    monkeypatch.setattr(operands.OperandAccumulator, "add", keep)
+    monkeypatch.setattr(operands.OperandAccumulator, "add_tensor", keep)
     return taken
 
 

@@ -64,7 +64,7 @@ def test_a_fault_costs_products_and_no_operand(monkeypatch: pytest.MonkeyPatch) 
 
     linear, given = linear_operands()
     monitor, samples = watching(linear, on_error="warn")
-    monkeypatch.setattr(output_samples.ProductTerms, "product", faulty)
+    monkeypatch.setattr(output_samples.ProductTerms, "from_rows", faulty)
     with pytest.warns(FP8DebugWarning, match="while computing parts of outputs.*injected"):
         with monitor.step(0):
             linear(given["input"]).backward(given["grad_output"])

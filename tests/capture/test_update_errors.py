@@ -62,7 +62,8 @@ class Watched:
                 self.optimizer.step()
             exact = self.kept["dy"].double().T @ self.kept["x"].double()
             rows, columns = (
-                sample_indices(n, options["output_rows"], torch.device("cpu"), step, n == IN) for n in self.layer.weight.shape
+                sample_indices(n, options["output_rows"], torch.device("cpu"), step, n == IN)
+                for n in self.layer.weight.shape
             )
             whole = before, self.state(), [gradient], [exact if calls == 1 else gradient]
             before, after, (gradient,), (exact,) = ([x[rows][:, columns] for x in part] for part in whole)

@@ -138,7 +138,9 @@ def test_negative_zero_and_subnormal_values() -> None:
     from nemo_fp8_debug.observations.gradients.observer import GradientSizes
 
     sizes = GradientSizes()
-    sizes.measure_gradients([("a", torch.tensor([0.0, -0.0, 1e-40])), ("b", torch.tensor([3e38, 3e38])), ("c", torch.zeros(0))])
+    sizes.measure_gradients(
+        [("a", torch.tensor([0.0, -0.0, 1e-40])), ("b", torch.tensor([3e38, 3e38])), ("c", torch.zeros(0))]
+    )
     found = sizes.read_sizes_by_name()
     assert (found["a"].zeros, found["a"].nonfinite) == (2, 0) and math.isnan(found["a"].squares)
     assert (found["b"].nonfinite, found["c"].elements) == (0, 0) and math.isnan(found["b"].squares)

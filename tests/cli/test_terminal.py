@@ -23,7 +23,7 @@ from typer.testing import CliRunner, Result
 
 from nemo_fp8_debug import Monitor, diagnose
 from nemo_fp8_debug.cli import COMMANDS, app, load_command
-from nemo_fp8_debug.core.text import TENSOR, TextColumn, format_table
+from nemo_fp8_debug.core.text import TENSOR, TableColumn, format_table
 from nemo_fp8_debug.record.schema import STATUS
 
 LOGS = Path(__file__).parents[1] / "record" / "logs" / "transformer_engine" / "nvdlfw_inspect_statistics_logs"
@@ -35,7 +35,12 @@ def run_cli(*arguments: object, **environment: str) -> Result:
 
 
 NAMES = st.text("abcdefg.", min_size=1, max_size=60)
-COLUMNS = (TextColumn("layer", "name"), TextColumn("tensor", "text"), TextColumn("share of values"), TextColumn("why", "text", rank=1))
+COLUMNS = (
+    TableColumn("layer", "name"),
+    TableColumn("tensor", "text"),
+    TableColumn("share of values"),
+    TableColumn("why", "text", rank=1),
+)
 
 
 @settings(max_examples=100, deadline=None)
@@ -53,13 +58,21 @@ def test_a_table_keeps_to_its_width_and_cuts_no_number(width: int, rows: list[tu
 
 @given(st.lists(st.text("ab.", min_size=1, max_size=30), min_size=1, max_size=4, unique=True))
 def test_two_names_never_look_the_same(names: list[str]) -> None:
-    found = format_table([TextColumn("layer", "name"), TextColumn("why", "text")], [[name, "w" * 40] for name in names], 40)
+    found = format_table(
+        [TableColumn("layer", "name"), TableColumn("why", "text")], [[name, "w" * 40] for name in names], 40
+    )
     shown = {"".join(line[:20].split()[0] for line in lines if line[:20].strip()) for lines in found.rows}
     assert len(shown) == len(names)
 
 
 def test_a_narrow_terminal_gets_the_columns_that_matter() -> None:
-    columns = (*TENSOR, TextColumn("amax"), TextColumn("evidence", "text", rank=1), TextColumn("MSE", rank=2), TextColumn("empty"))
+    columns = (
+        *TENSOR,
+        TableColumn("amax"),
+        TableColumn("evidence", "text", rank=1),
+        TableColumn("MSE", rank=2),
+        TableColumn("empty"),
+    )
     others = ("3.83", "its scale moved and its values did not", "0.1", "-")
     rows = [[tensor, f"decoder.layers.{i}.mlp.linear_fc1", *others] for i, tensor in enumerate("XW")]
     headings = {width: format_table(columns, rows, width).heading[0].split() for width in (40, 60, 100)}

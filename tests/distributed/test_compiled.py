@@ -14,7 +14,9 @@ def test_a_layer_that_one_rank_has_compiled_lacks_its_part(tmp_path: Path) -> No
     run_script(Path(__file__).with_name("compiled.py"), tmp_path, TORCHDYNAMO_DISABLE=None)
     first, second = (json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in range(2))
     assert first["watched"] == first["plain"] and second["watched"] == second["plain"]
-    rows = read_table_rows(find_record(tmp_path / "run"), "metrics").select("layer", "role", "ranks", "ranks_missing").unique()
+    rows = (
+        read_table_rows(find_record(tmp_path / "run"), "metrics").select("layer", "role", "ranks", "ranks_missing").unique()
+    )
     found = {(layer, role): (stats, missing) for layer, role, stats, missing in rows.rows()}
     activations = ("input", "grad_output")
     assert found == {

@@ -161,7 +161,9 @@ def test_float16_whose_loss_scale_is_too_large_at_first(folders: tuple[Path, Pat
     assert scaled["grad_scale"].to_list() == [scale / 2 for scale in scaled["loss_scale"]]
     assert scaled["skipped"].to_list() == [1, 1, 1, 1, 1, 0] and scaled["loss_scale"][0] == 2.0**24
     assert not_scaled["grad_scale"].to_list() == [0.5] * 6 and not_scaled["loss_scale"].min() == 2.0**24
-    one, other = (read_table_rows(find_record(folders[1] / stage), "metrics", where={"role": "grad_output"}) for stage in ("1", "0"))
+    one, other = (
+        read_table_rows(find_record(folders[1] / stage), "metrics", where={"role": "grad_output"}) for stage in ("1", "0")
+    )
     assert 0 in one.filter(pl.col("inf") > 0)["step"] and 5 not in one.filter(pl.col("inf") > 0)["step"]
     # The first steps have hardly moved the weights, and the factors are 2^19 apart.
     last = one.filter(step=5), other.filter(step=5)

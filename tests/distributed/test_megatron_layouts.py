@@ -204,7 +204,9 @@ def test_errors_of_outputs_are_those_of_what_each_rank_multiplies(trained: Path,
 @of_all
 def test_what_gemms_returned_is_the_product_of_their_operands(trained: Path, layout: Layout) -> None:
     """On every rank, but for dW of what sequence parallelism gathers inside the module: no rank has both its operands."""
-    found = read_table_rows(find_record(trained / layout.name / "delayed"), "verification").filter(pl.col("product") != "reduction")
+    found = read_table_rows(find_record(trained / layout.name / "delayed"), "verification").filter(
+        pl.col("product") != "reduction"
+    )
     assert set(found["step"]) == set(range(STEPS)) and not found["ranks_beyond"].sum()
     unknown = found.filter(pl.col("outcome") == "unknown")
     assert found.filter(pl.col("outcome") == "within")["error_over_bound"].is_between(0, 1).all()
@@ -279,7 +281,9 @@ def test_optimizer_states_are_those_of_one_process(trained: Path, layout: Layout
 def test_activations_are_those_of_one_process(trained: Path, layout: Layout) -> None:
     """Each counted once: tensor-parallel ranks have copies of what norms are given, or parts of the sequence; heads of
     their own; and data-parallel ranks tokens of their own."""
-    mine, its = (read_table_rows(find_record(trained / name / "auto"), "activations") for name in (layout.name, like(layout)))
+    mine, its = (
+        read_table_rows(find_record(trained / name / "auto"), "activations") for name in (layout.name, like(layout))
+    )
     roles = {"norm_input", "norm_output", "attention_logits", *({"router_logits"} if layout.experts else ())}
     keys, first = ["layer", "role"], (pl.col("step") == 0) & (pl.col("scale_source") != "what-if")
     both = mine.filter(first).join(its.filter(first), on=keys, suffix="_of_one", how="full", coalesce=True)

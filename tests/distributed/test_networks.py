@@ -44,5 +44,8 @@ def test_loopback_on_one_host_and_named_interfaces_are_no_fault() -> None:
 
 
 def test_the_lowest_ranks_and_those_of_several_hosts_are_asked() -> None:
-    assert WarningElection.choose_contact_ranks([network(rank // 8, None) for rank in range(10_000)]) == [*range(8), *range(8, 64, 8)]
+    assert WarningElection.choose_contact_ranks([network(rank // 8, None) for rank in range(10_000)]) == [
+        *range(8),
+        *range(8, 64, 8),
+    ]
     assert WarningElection.choose_contact_ranks([network(0, None)]) == [0]

@@ -16,7 +16,12 @@ from hypothesis import strategies as st
 
 from nemo_fp8_debug.kernels.cuda import float32
 from nemo_fp8_debug.numerics.formats import BF16, E4M3, E5M2, FP16, FloatFormat
-from nemo_fp8_debug.numerics.metrics import ValueMoments, QuantizationSums, compute_float32_moments, quantization_sums_of_float32
+from nemo_fp8_debug.numerics.metrics import (
+    QuantizationSums,
+    ValueMoments,
+    compute_float32_moments,
+    quantization_sums_of_float32,
+)
 
 FORMATS = E4M3, E5M2, BF16, FP16
 GRIDS = (1, 16), (3, 8), (1, 32), (2, 1)

@@ -40,7 +40,7 @@ def check(values: Patterns, infinity: int, grid: tuple[int, int] = (1, 2)) -> No
     got = counted(values, infinity, grid, before) - before
     np.testing.assert_array_equal(got, np.bincount(values & 0x7FFF, minlength=BINS))
     on_cpu = np.zeros(BINS, np.int64)
-    histogram.count_patterns(values, on_cpu, 1)
+    histogram.count_bit_patterns(values, on_cpu, 1)
     np.testing.assert_array_equal(got, on_cpu)
 
 

@@ -231,7 +231,9 @@ class TestRefused:
     def test_what_is_written_is_what_is_read(self, changes: dict[str, Any], steps: int | None) -> None:
         control = ControlSettings(changes, steps)
         assert (
-            ControlSettings.parse(str(control)) == control == ControlSettings.from_plain_values(json.loads(json.dumps(control.plain_values)))
+            ControlSettings.parse(str(control))
+            == control
+            == ControlSettings.from_plain_values(json.loads(json.dumps(control.plain_values)))
         )
 
 

@@ -15,7 +15,7 @@ from torch import nn
 
 from nemo_fp8_debug import Monitor
 from nemo_fp8_debug.analysis.replay.replay import replay
-from nemo_fp8_debug.core.layer_names import is_expert_aggregate, find_expert_aggregate
+from nemo_fp8_debug.core.layer_names import find_expert_aggregate, is_expert_aggregate
 from nemo_fp8_debug.numerics.delayed_state import EmulatedScales
 from nemo_fp8_debug.numerics.recipe import parse_recipe
 from nemo_fp8_debug.numerics.tensor_scaling import CurrentScaling

@@ -172,7 +172,7 @@ def test_a_fault_in_a_hook_costs_that_operand_and_one_warning(monkeypatch: pytes
             raise ZeroDivisionError("injected")
         original(self, x, order, use)
 
-    monkeypatch.setattr(operands.OperandAccumulator, "add", faulty)
+    monkeypatch.setattr(operands.OperandAccumulator, "add_tensor", faulty)
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     samples = Samples()
     monitor = Monitor(model, recorders=[samples], interval=1)

@@ -82,7 +82,7 @@ def test_private_counters_are_emptied_before_they_run_over() -> None:
     n = (1 << 32) + (1 << 21)
     x = torch.full((), 1.5, dtype=torch.bfloat16).expand(4, n // 4)
     counts = np.zeros(BINS, np.int64)
-    histogram.count_patterns(view_bits(x), counts, threads=1)
+    histogram.count_bit_patterns(view_bits(x), counts, threads=1)
     assert counts[0x3FC0] == counts.sum() == n
 
 
@@ -115,7 +115,7 @@ def test_plain_torch_counts_the_same(kind: str, dtype: torch.dtype, monkeypatch:
     monkeypatch.setattr(torch_fallback, "CHUNK", 100)
     x = KINDS[kind](dtype)
     counts = torch.zeros(BINS, dtype=torch.int64)
-    torch_fallback.count_patterns(x.detach().contiguous().reshape(-1).view(torch.int16), counts)
+    torch_fallback.count_bit_patterns(x.detach().contiguous().reshape(-1).view(torch.int16), counts)
     assert torch.equal(counts, count_histogram(x).counts)
 
 
@@ -132,7 +132,7 @@ def test_threads_may_count_at_the_same_time() -> None:
     def count(job: int) -> bool:
         x = arrays[job % 3]
         counts = np.zeros(BINS, np.int64)
-        histogram.count_patterns(x.view(torch.int16).numpy().view(np.uint16), counts, threads=2 + job % 2)
+        histogram.count_bit_patterns(x.view(torch.int16).numpy().view(np.uint16), counts, threads=2 + job % 2)
         return np.array_equal(counts, counted(x))
 
     with ThreadPoolExecutor(4) as callers:
@@ -145,7 +145,7 @@ def test_a_process_forked_after_the_threads_were_used_still_counts(two_threads: 
 
     def count_in_child() -> None:
         counts = np.zeros(BINS, np.int64)
-        histogram.count_patterns(x.view(torch.int16).numpy().view(np.uint16), counts, threads=2)
+        histogram.count_bit_patterns(x.view(torch.int16).numpy().view(np.uint16), counts, threads=2)
         np.testing.assert_array_equal(counts, want)
 
     child = multiprocessing.get_context("fork").Process(target=count_in_child)

@@ -22,7 +22,7 @@ from nemo_fp8_debug.kernels.cuda.sums import sum_part_rows
 from nemo_fp8_debug.numerics import metrics
 from nemo_fp8_debug.numerics.formats import E4M3, E5M2, FloatFormat
 from nemo_fp8_debug.numerics.histogram import HistogramBatch
-from nemo_fp8_debug.numerics.metrics import METRICS, ValueMoments, QuantizationSums, DeferredRowSum
+from nemo_fp8_debug.numerics.metrics import METRICS, DeferredRowSum, QuantizationSums, ValueMoments
 
 TARGET = {"e4m3": ml_dtypes.float8_e4m3fn, "e5m2": ml_dtypes.float8_e5m2}
 FLT_MAX = np.finfo(np.float32).max
@@ -219,7 +219,9 @@ def test_fold_adds_up_the_parts_of_each_owner() -> None:
     scale = torch.tensor([3.0, 3.0, 0.5, 3.0])
     tensors = [random_patterns(500, torch.float16, seed) for seed in range(4)]
     formats = [E4M3, E4M3, E5M2, E4M3]
-    parts = metrics.quantization_sums_of_histograms(HistogramBatch.pack_histograms([count_histogram(x) for x in tensors]), scale, formats)
+    parts = metrics.quantization_sums_of_histograms(
+        HistogramBatch.pack_histograms([count_histogram(x) for x in tensors]), scale, formats
+    )
     aggregated = parts.sum_rows_by_owner(torch.tensor([0, 0, 2, 0]), 3)
     whole = [torch.cat([tensors[0], tensors[1], tensors[3]]), torch.zeros(0, dtype=torch.float16), tensors[2]]
     want = metrics.quantization_sums_of_histograms(
@@ -263,7 +265,7 @@ def test_each_row_is_a_table_of_its_own() -> None:
     found = metrics.compute_histogram_moments(batch)
     for i, row in enumerate(found.each()):
         assert all(torch.equal(getattr(row, f.name), getattr(found.row(i), f.name)) for f in dataclasses.fields(found))
-        assert row.whole is row
+        assert row.summed_row is row
 
 
 def test_what_a_device_left_in_parts_is_added_up_where_it_is_moved_to() -> None:

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nemo_fp8_debug.numerics.product_check import CHECKED, FLOAT32, TIMES, GemmAccumulation, ExactBlock, check_block
+from nemo_fp8_debug.numerics.product_check import CHECKED, FLOAT32, TIMES, ExactBlock, GemmAccumulation, check_block
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 _RATIOS = ("value_ratio", "row_ratio", "column_ratio", "block_ratio")

@@ -116,13 +116,17 @@ class TestDelayedScaling:
     def test_an_operand_that_was_not_cast_keeps_history_and_scale(self) -> None:
         history, scale = torch.tensor([[7.0, 7.0]]), torch.tensor([5.0, 5.0])  # as of a run with another margin
         rule = DelayedScaling(amax_history_len=1)
-        history, scale = rule.update_history_and_scale(history, scale, torch.tensor([0.0, 14.0]), torch.tensor([448.0, 448.0]))
+        history, scale = rule.update_history_and_scale(
+            history, scale, torch.tensor([0.0, 14.0]), torch.tensor([448.0, 448.0])
+        )
         assert history.tolist() == [[7, 14]]
         assert scale.tolist() == [5, 32]
 
     def test_leaves_what_it_is_given_unchanged(self) -> None:
         history, scale = torch.zeros(3, 2), torch.ones(2)
-        DelayedScaling(amax_history_len=3).update_history_and_scale(history, scale, torch.tensor([2.0, 0.0]), torch.tensor([448.0, 448.0]))
+        DelayedScaling(amax_history_len=3).update_history_and_scale(
+            history, scale, torch.tensor([2.0, 0.0]), torch.tensor([448.0, 448.0])
+        )
         assert not history.any()
         assert torch.equal(scale, torch.ones(2))
 

@@ -76,11 +76,15 @@ def outcome(run: Path | str, before: dict[int, Callable[[], None]]) -> dict[str,
     return {
         "undisturbed": (losses, weights) == train(None),
         "warnings": [str(w.message) for w in caught if issubclass(w.category, FP8DebugWarning)],
-        **{table: read_table_rows(storage, table)["step"].unique().to_list() for table in ("metrics", "histograms", "steps")},
+        **{
+            table: read_table_rows(storage, table)["step"].unique().to_list() for table in ("metrics", "histograms", "steps")
+        },
         "dumps": sorted(dumped),
         "events": losses_in_tensorboard(str(storage)),
         "status": json.loads(storage.read_file("status.json")) if "status.json" in storage.list_names() else None,
-        "leftovers": [name for folder in ("", "metrics", "histograms") for name in storage.list_names(folder) if ".part" in name],
+        "leftovers": [
+            name for folder in ("", "metrics", "histograms") for name in storage.list_names(folder) if ".part" in name
+        ],
     }
 
 

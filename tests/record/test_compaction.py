@@ -245,7 +245,7 @@ class TestThinned:
         compact_record(tmp_path, killed=True)
         expected = read_table_rows(tmp_path, "histograms")
         with monkeypatch.context() as killed, pytest.raises(KeyboardInterrupt):
-            killed.setattr(FolderStorage, "remove", Mock(side_effect=KeyboardInterrupt))
+            killed.setattr(FolderStorage, "delete_file", Mock(side_effect=KeyboardInterrupt))
             compact_record(tmp_path, histograms_every=1000, killed=True)
         assert len(parts(tmp_path, "histograms")) == 2
         compact_record(tmp_path, histograms_every=1000, killed=True)

@@ -30,7 +30,7 @@ def a_part(run: Path, table: str = "metrics") -> Path:
 READ_WITH_EACH_BYTE_FLIPPED = """
 import pathlib, sys, warnings
 from nemo_fp8_debug.errors import FP8DebugWarning
-from nemo_fp8_debug.record.reader import read_table
+from nemo_fp8_debug.record.reader import read_table_rows
 
 part = pathlib.Path(sys.argv[1])
 content = part.read_bytes()
@@ -38,7 +38,7 @@ warnings.simplefilter("always")
 for place in map(int, sys.argv[2:]):
     part.write_bytes(content[:place] + bytes([content[place] ^ 0x55]) + content[place + 1 :])
     with warnings.catch_warnings(record=True) as seen:
-        read_table(part.parent.parent, "metrics")
+        read_table_rows(part.parent.parent, "metrics")
     if not any(str(part) in str(warning.message) for warning in seen):
         print(place, end=" ", flush=True)
 """

@@ -132,7 +132,9 @@ class TestBounds:
         jobs: list[Callable[[], None]] = []
         out = writer(tmp_path, submit=jobs.append)
         out.dump_tensor(about(call=0), torch.ones(300).bfloat16(), torch.tensor(1.0))
-        waiting = threading.Thread(target=out.dump_tensor, args=(about(call=1), torch.ones(300).bfloat16(), torch.tensor(1.0)))
+        waiting = threading.Thread(
+            target=out.dump_tensor, args=(about(call=1), torch.ones(300).bfloat16(), torch.tensor(1.0))
+        )
         waiting.start()
         waiting.join(0.2)
         assert waiting.is_alive() and len(jobs) == 1
@@ -239,7 +241,9 @@ def dumping(folder: Path, steps: int = 3, **options: Any) -> Path:
 class TestInARun:
     def test_every_operand_of_every_micro_batch_is_there(self, tmp_path: Path) -> None:
         run = dumping(tmp_path)
-        found = sorted(read_dump(FolderStorage(run), name)[0].metadata().items() for *_, name in dumped_files(FolderStorage(run)))
+        found = sorted(
+            read_dump(FolderStorage(run), name)[0].metadata().items() for *_, name in dumped_files(FolderStorage(run))
+        )
         keys = {tuple(dict(m)[k] for k in ("step", "layer", "role", "call")) for m in found}
         expected = {
             (str(s), layer, role, c) for s in range(3) for layer in "02" for role in ("input", "grad_output") for c in "01"

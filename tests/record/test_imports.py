@@ -21,7 +21,7 @@ from nemo_fp8_debug.analysis.diagnosis.diagnose import diagnose
 from nemo_fp8_debug.cli import app
 from nemo_fp8_debug.errors import FP8DebugWarning, RecordError
 from nemo_fp8_debug.numerics.formats import E4M3, E5M2
-from nemo_fp8_debug.numerics.metrics import compute_metrics, compute_float32_moments, quantization_sums_of_float32
+from nemo_fp8_debug.numerics.metrics import compute_float32_moments, compute_metrics, quantization_sums_of_float32
 from nemo_fp8_debug.record.imports import import_logs
 from nemo_fp8_debug.record.reader import read_fingerprint, read_table_rows
 
@@ -53,7 +53,9 @@ class TestTransformerEngine:
         (row,) = read_table_rows(run, "metrics", where=where).iter_rows(named=True)
         scale = torch.tensor([row["scale"]], dtype=torch.float32)
         sums = quantization_sums_of_float32(x, scale[0], E5M2 if tensor == "gradient" else E4M3)
-        ours = {name: value.item() for name, value in compute_metrics(compute_float32_moments(x), sums, scale, scale).items()}
+        ours = {
+            name: value.item() for name, value in compute_metrics(compute_float32_moments(x), sums, scale, scale).items()
+        }
         assert row["underflow_pct"] == pytest.approx(ours["underflow_pct"], rel=1e-6)
         assert row["overflow_pct"] == pytest.approx(ours["overflow_pct"], rel=1e-6)
         assert row["amax"] == ours["amax"]

@@ -17,10 +17,15 @@ from tensorboard.plugins.custom_scalar import layout_pb2
 from typer.testing import CliRunner
 
 from nemo_fp8_debug.analysis.comparison.compare import compare
-from nemo_fp8_debug.analysis.story.summary import summarize, serialize_comparison
+from nemo_fp8_debug.analysis.story.summary import serialize_comparison, summarize
 from nemo_fp8_debug.cli import app
 from nemo_fp8_debug.core.keys import SHOWN_AS
-from nemo_fp8_debug.core.layer_names import compile_layer_patterns, is_expert_aggregate, limit_experts_per_layer, find_expert_aggregate
+from nemo_fp8_debug.core.layer_names import (
+    compile_layer_patterns,
+    find_expert_aggregate,
+    is_expert_aggregate,
+    limit_experts_per_layer,
+)
 from nemo_fp8_debug.core.sample import Sample
 from nemo_fp8_debug.options.trigger_rules import parse_trigger_rule
 from nemo_fp8_debug.record.console_table import ConsoleTableRecorder
@@ -124,13 +129,17 @@ class TestTensorBoard:
         worst = sorted((tags[t] for t in tags if t.startswith(of_first)), reverse=True)
         assert len(worst) == 2 * (1 + EXPERTS_SHOWN)
         of = moe(0, random.Random(0)).operand_columns
-        mse = [v for n, r, v in zip(of["layer"], of["role"], of["mse"], strict=True) if (find_expert_aggregate(n), r) == FIRST]
+        mse = [
+            v for n, r, v in zip(of["layer"], of["role"], of["mse"], strict=True) if (find_expert_aggregate(n), r) == FIRST
+        ]
         got = sorted((v for t, v in tags.items() if re.fullmatch(EXPERT_TAG, t)), reverse=True)
         assert got == pytest.approx([math.log10(value) for value in sorted(mse, reverse=True)[:EXPERTS_SHOWN]])
 
     def test_they_stay_few_however_often_the_worst_changes(self) -> None:
         of_all_steps = set().union(*self.tags(4, 5000))
-        found = Counter(find_expert_aggregate(tag) for tag in of_all_steps if tag.startswith("fp8_") and find_expert_aggregate(tag))
+        found = Counter(
+            find_expert_aggregate(tag) for tag in of_all_steps if tag.startswith("fp8_") and find_expert_aggregate(tag)
+        )
         assert set(found.values()) == {EXPERTS_SHOWN}
         assert len(found) == len(STREAMED) * len(ROLES) * FOLDS
 
@@ -144,7 +153,11 @@ class TestTensorBoard:
     def test_worst_and_median_are_of_tensors(self) -> None:
         (tags,) = self.tags(1, 5000)
         of = moe(0, random.Random(0)).operand_columns
-        mse = [v for n, r, v in zip(of["layer"], of["role"], of["mse"], strict=True) if r == "input" and not is_expert_aggregate(n)]
+        mse = [
+            v
+            for n, r, v in zip(of["layer"], of["role"], of["mse"], strict=True)
+            if r == "input" and not is_expert_aggregate(n)
+        ]
         assert len(mse) == DENSE + FOLDS * EXPERTS
         assert tags["fp8/mse_log10/input/worst"] == pytest.approx(math.log10(max(mse)))
 
@@ -174,7 +187,9 @@ def test_the_table_shows_the_worst_expert_of_a_layer_only() -> None:
     roles = {shown: role for role, shown in SHOWN_AS.items() if role in ROLES}
     rows = [(layer, roles[tensor]) for tensor, layer, *_ in (line.split() for line in lines[2:])]
     assert len(rows) == 60 == len(ROLES) * (DENSE + 2 * FOLDS)
-    assert set(Counter((find_expert_aggregate(layer), role) for layer, role in rows if find_expert_aggregate(layer)).values()) == {1}
+    assert set(
+        Counter((find_expert_aggregate(layer), role) for layer, role in rows if find_expert_aggregate(layer)).values()
+    ) == {1}
     assert sum(is_expert_aggregate(layer) for layer, _ in rows) == len(ROLES) * FOLDS
 
 
@@ -188,7 +203,10 @@ class TestTriggers:
         assert parse_trigger_rule("mse > 4").describe_violation(experts) == (
             f"mse of X of {name_of(0, 5, 'linear_fc1')} is 5 (> 4), and of 2 more experts of the layer"
         )
-        assert parse_trigger_rule("mse > 6").describe_violation(experts) == f"mse of X of {name_of(0, 7, 'linear_fc1')} is 7 (> 6)"
+        assert (
+            parse_trigger_rule("mse > 6").describe_violation(experts)
+            == f"mse of X of {name_of(0, 7, 'linear_fc1')} is 7 (> 6)"
+        )
 
     def test_a_fold_alone_fires_nothing(self) -> None:
         """Its range is that of all experts together, which none of them may have."""

@@ -87,7 +87,8 @@ def todays_key(key: str) -> str:
 def test_compare_ranks_as_the_release_that_wrote_it_did() -> None:
     good, bad, twin = old_runs(3)
     now, then = (
-        todays(each) for each in (serialize_comparison(compare(bad, good, twin)), json.loads((OLD / "compare_3.json").read_text()))
+        todays(each)
+        for each in (serialize_comparison(compare(bad, good, twin)), json.loads((OLD / "compare_3.json").read_text()))
     )
     for part in ("unit", "experts", "differences", "what_if"):
         assert now[part] == then[part]

@@ -17,7 +17,11 @@ from processes import finished, found_in
 from recommendations import BF16, CURRENT, recommendation, run
 
 from nemo_fp8_debug.analysis.recommendation.recommend import BF16EndBlocks
-from nemo_fp8_debug.analysis.recommendation.snippets.megatron import flags_of, make_global_options_snippet, make_module_recipes_snippet
+from nemo_fp8_debug.analysis.recommendation.snippets.megatron import (
+    flags_of,
+    make_global_options_snippet,
+    make_module_recipes_snippet,
+)
 from nemo_fp8_debug.analysis.recommendation.snippets.te_quantizers import make_quantizer_snippets
 from nemo_fp8_debug.analysis.runs.metrics import MetricsTable
 from nemo_fp8_debug.record.schema import SCHEMAS
@@ -45,7 +49,9 @@ def test_modules_cast_as_their_recipe_says_and_all_others_as_the_run_does(tmp_pa
         (IN_E4M3, "grad_output"): [("format", "current-e4m3"), *BF16],
     }
     modules = make_module_recipes_snippet(recommendation(run(), ways))
-    options = make_global_options_snippet(recommendation(run(), {(RESCALED, "weight"): CURRENT}, BF16EndBlocks(0, 1, 2, None)))
+    options = make_global_options_snippet(
+        recommendation(run(), {(RESCALED, "weight"): CURRENT}, BF16EndBlocks(0, 1, 2, None))
+    )
     assert modules and options
     values = yaml.safe_load(options.text)
     assert len(values) == 5

@@ -11,11 +11,11 @@ import torch
 from nemo_fp8_debug.numerics.formats import FloatFormat
 from nemo_fp8_debug.numerics.histogram import Histogram, HistogramBatch
 from nemo_fp8_debug.numerics.metrics import (
-    ValueMoments,
     QuantizationSums,
+    ValueMoments,
+    compute_histogram_moments,
     compute_metrics,
     merge_moments,
-    compute_histogram_moments,
     quantization_sums_of_histograms,
 )
 from nemo_fp8_debug.numerics.tensor_scaling import compute_scale

@@ -108,8 +108,12 @@ def test_a_verdict_is_that_of_the_commands(tab: Tab, logdir: Path) -> None:
     assert answer["state"] == "done", answer
     assert answer["result"]["diagnosis"] == plain(found.to_json())
     comparison, ranks = answer["result"]["comparison"], rank_tensors_by_harm(found)
-    assert found.comparison and comparison | {"tensors": None} == plain(serialize_comparison(found.comparison)) | {"tensors": None}
-    rows = [row | {"harm_rank": ranks[row["layer"], row["role"]]} for row in serialize_comparison(found.comparison)["tensors"]]
+    assert found.comparison and comparison | {"tensors": None} == plain(serialize_comparison(found.comparison)) | {
+        "tensors": None
+    }
+    rows = [
+        row | {"harm_rank": ranks[row["layer"], row["role"]]} for row in serialize_comparison(found.comparison)["tensors"]
+    ]
     assert comparison["tensors"] == plain(sorted(rows, key=lambda row: row["harm_rank"]))
     assert answer["result"]["story"] == plain(story(found))
     assert answer["result"]["recommendation"]["plan"] == plain(found.recommend().to_json())["plan"]
@@ -190,10 +194,10 @@ def test_one_child_at_a_time(asked: Any, logdir: Path) -> None:
     mine, ask = asked
     ask()
     first = the_child(mine)
-    assert mine.ask({"kind": "what_if", "run": "other"}, "1")["state"] == "working"
+    assert mine.get_or_start_job({"kind": "what_if", "run": "other"}, "1")["state"] == "working"
     time.sleep(0.3)
     assert mine._child is first
-    answers = [mine.ask({"kind": "what_if", "run": str(i)}, "1") for i in range(30)]
+    answers = [mine.get_or_start_job({"kind": "what_if", "run": str(i)}, "1") for i in range(30)]
     assert answers[0]["state"] == "working" and "try again" in answers[-1]["error"]
 
 
@@ -202,7 +206,7 @@ def test_jobs_that_nobody_asks_about_any_more_make_room(asked: Any, monkeypatch:
     ask()
     the_child(mine)
     monkeypatch.setattr(job_queue, "_UNASKED", 0.0)
-    assert all(mine.ask({"kind": "what_if", "run": str(i)}, "1")["state"] == "working" for i in range(50))
+    assert all(mine.get_or_start_job({"kind": "what_if", "run": str(i)}, "1")["state"] == "working" for i in range(50))
     assert len(mine._jobs) <= 17 and ask()["state"] == "working"
 
 
@@ -258,7 +262,7 @@ def test_a_child_ends_with_tensorboard(logdir: Path) -> None:
     code = (
         "import sys, time; from nemo_fp8_debug.tensorboard_plugin.jobs.job_queue import JobQueue\n"
         "question = {'kind': 'verdict', 'run': sys.argv[1], 'baseline': None, 'reference': None, 'by': 'step'}\n"
-        "jobs = JobQueue(); jobs.ask(question, '')\n"
+        "jobs = JobQueue(); jobs.get_or_start_job(question, '')\n"
         "while jobs._child is None: time.sleep(0.01)\n"
         "print(jobs._child.pid, flush=True); time.sleep(60)"
     )

@@ -233,7 +233,7 @@ def test_a_logdir_of_many_files_does_not_stall_a_request(tmp_path: Path, monkeyp
         return listed(self, folder)
 
     monkeypatch.setattr(logdir_module, "_FIRST", 0.1)
-    monkeypatch.setattr(FolderStorage, "entries", slow)
+    monkeypatch.setattr(FolderStorage, "list_entries", slow)
     tab = Tab(tmp_path)
     wait_until(lambda: names(tab) == ["a"])
     answered.set()

@@ -111,7 +111,9 @@ def test_colors_stand_for_the_changes_that_count(page: Page, board: str, logdir:
     expect(tab.locator(".legend").first).to_contain_text("The warm-up, the first tenth of the samples, is left out")
     expect(tab.get_by_role("button", name="Automatic limits")).to_have_count(0)
     found = tab.get_by_label("Upper limit of the colors").get_attribute("aria-valuetext")
-    later = [read_table_rows(logdir / name / "fp8_debug", "metrics").filter(pl.col("step") >= 80) for name in ("bad", "baseline")]
+    later = [
+        read_table_rows(logdir / name / "fp8_debug", "metrics").filter(pl.col("step") >= 80) for name in ("bad", "baseline")
+    ]
     highest = max(rows["underflow_pct"].quantile(0.99, "lower") for rows in later)
     assert found and float(found) == pytest.approx(highest, rel=0.02)
 

@@ -25,7 +25,12 @@ from nemo_fp8_debug.tensorboard_plugin.page.contents import (
 from nemo_fp8_debug.tensorboard_plugin.page.report import ReportRecords, build_report
 from nemo_fp8_debug.tensorboard_plugin.page.server import render_page
 from nemo_fp8_debug.tensorboard_plugin.records.logdir import LogdirRoot, name_roots, name_runs
-from nemo_fp8_debug.tensorboard_plugin.records.thinning import join_frames, shorten_verdict, choose_evenly_spread_steps, thin_columns
+from nemo_fp8_debug.tensorboard_plugin.records.thinning import (
+    choose_evenly_spread_steps,
+    join_metrics_at_steps,
+    shorten_verdict,
+    thin_columns,
+)
 
 SOURCES = Path(nemo_fp8_debug.__file__).parent / "tensorboard_plugin" / "frontend" / "src" / "sources"
 ODD = ["plain", "a b/c", "<img src=x>", "ü☃𝄞", "100%", "a=b&c?d#e", "!'()*~-_.", '"\\\n']
@@ -94,7 +99,7 @@ def test_what_is_left_out_of_a_verdict_is_said() -> None:
 def test_maps_at_single_steps_are_joined_to_what_the_record_has(two_runs: Path, tab: Tab) -> None:
     steps, run = [0, 50, 340, 600, 700], two_runs / "odd" / "fp8_debug"
     single = [tab.get("frames", run="odd", metric="mse", from_=step, to=step).data for step in steps]
-    header, values = unpacked(join_frames(single))
+    header, values = unpacked(join_metrics_at_steps(single))
     assert header["steps"] == steps
     expected = {key: value for step in steps for key, value in expected_frames(run, "mse", step, step).items()}
     tensors = list(zip(header["layer"], header["role"], strict=True))
@@ -109,7 +114,10 @@ def test_maps_at_single_steps_are_joined_to_what_the_record_has(two_runs: Path, 
 
 def test_what_is_put_into_a_page_is_what_the_routes_answer(two_runs: Path, tab: Tab) -> None:
     contents = PageContents(RouteClient([LogdirRoot("", str(two_runs))]))
-    assert contents.add_tensor_timeline("counted", FC1, "input") == 3 and contents.add_tensor_timeline("counted", FC1, "grad_output") == 0
+    assert (
+        contents.add_tensor_timeline("counted", FC1, "input") == 3
+        and contents.add_tensor_timeline("counted", FC1, "grad_output") == 0
+    )
     assert contents.add_tensor_histograms("counted", FC2, "input", [0, 19]) and not contents.add_tensor_histograms(
         "odd", FC1, "input", [0]
     )

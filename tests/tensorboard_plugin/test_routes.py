@@ -100,7 +100,9 @@ def test_percentiles_and_sizes_are_those_of_the_values_behind_the_warm_up(tmp_pa
 def test_a_run_is_described(two_runs: Path, tab: Tab) -> None:
     about = tab.json("run", run="counted")
     rows = read_table_rows(two_runs / "counted/fp8_debug", "metrics")
-    tensors = add_kind_and_depth_columns(rows.filter(pl.col("step") == 20).select("layer", "role"))  # in order of execution already
+    tensors = add_kind_and_depth_columns(
+        rows.filter(pl.col("step") == 20).select("layer", "role")
+    )  # in order of execution already
     assert about["run"] == "counted" and about["steps"] == [0, 10, 20] and about["notes"] == [NOT_QUANTIZED]
     assert about["tensors"] == {name: tensors[name].to_list() for name in ("layer", "role", "kind", "depth")}
     assert "started 2 times" in tab.json("run", run="odd")["notes"][0]

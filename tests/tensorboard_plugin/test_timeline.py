@@ -97,7 +97,9 @@ def test_metrics_are_chosen_and_a_link_keeps_them(shown: Shown, casts: Path) -> 
     rows = [row for row in taken_away(page) if row["run"] == DELAYED]
     assert list(rows[0]) == ["run", "step", "loss", "grad_norm", "kurtosis"]
     assert [row["grad_norm"] for row in rows] == [float(step) for step in range(STEPS)]
-    recorded = read_table_rows(find_record(casts / DELAYED), "metrics", ["step", "kurtosis"], {"layer": "first", "role": "input"})
+    recorded = read_table_rows(
+        find_record(casts / DELAYED), "metrics", ["step", "kurtosis"], {"layer": "first", "role": "input"}
+    )
     assert [(row["step"], row["kurtosis"]) for row in rows if row["kurtosis"] is not None] == recorded.rows()
 
 

@@ -72,7 +72,11 @@ def test_other_names_and_other_sites_are_refused(process: tuple[str, subprocess.
 
 
 def test_the_name_that_it_is_bound_to_is_its_own() -> None:
-    assert names_this_server("node17:6006", "node17") and names_this_server("NODE17", "node17") and names_this_server("[fe80::1]:80", "node17")
+    assert (
+        names_this_server("node17:6006", "node17")
+        and names_this_server("NODE17", "node17")
+        and names_this_server("[fe80::1]:80", "node17")
+    )
     assert not names_this_server("", "node17") and not names_this_server("node18:6006", "node17")
 
 

@@ -9,7 +9,7 @@ import lightning.pytorch as pl
 from torch import nn
 
 from ...capture.gemms import drop_end_layers, find_gemms, require_matching_gemms
-from ...core.arguments import reject_unknown_arguments, check_number, check_strings
+from ...core.arguments import check_number, check_strings, reject_unknown_arguments
 from ...core.layer_names import compile_layer_patterns
 from ...interventions.apply import apply_plan
 from ...interventions.emulate import Emulation, check_changes_name_gemms
@@ -126,7 +126,9 @@ class FP8EmulationCallback(_Intervention):
         self.plan = read_plan(plan)
 
     def _attached(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> Emulation:
-        gemms = drop_end_layers(require_matching_gemms(find_gemms(find_root_modules(trainer, pl_module)), self._layers), *self._ends)
+        gemms = drop_end_layers(
+            require_matching_gemms(find_gemms(find_root_modules(trainer, pl_module)), self._layers), *self._ends
+        )
         plan = read_plan_in_force(self.plan) or NO_CHANGES
         check_changes_name_gemms(plan, gemms, "that this run quantizes")
         emulation = Emulation.from_gemms(gemms, self._recipe, plan)

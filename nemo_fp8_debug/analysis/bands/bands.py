@@ -19,7 +19,7 @@ import polars as pl
 import pyarrow.parquet as pq
 
 from ...core.keys import ROLES
-from ...core.layer_names import is_expert_aggregate, find_expert_aggregate
+from ...core.layer_names import find_expert_aggregate, is_expert_aggregate
 from ...errors import RecordError
 from ..comparison.drift import add_kind_and_depth_columns
 from ..comparison.layer_matching import read_weight_sizes
@@ -238,7 +238,9 @@ def _over_operands(run: Run, do: Callable[[_Operands], Result]) -> list[Result]:
     known = known.select("layer", "role", "purpose", "recipe", "n", part=part)
     do_part = partial(_do_part, do, known, _find_warmed_up(run))
     needed = dict.fromkeys([*(evidence.metric for evidence in JUDGED), "underflow_pct", "overflow_pct"])
-    found = map_tensor_chunks(partial(map_grid_slices, do_part), metrics.select_tensors_by_key(known), together=[list(needed)])
+    found = map_tensor_chunks(
+        partial(map_grid_slices, do_part), metrics.select_tensors_by_key(known), together=[list(needed)]
+    )
     return [of_part for of_block in found for of_part in of_block]
 
 

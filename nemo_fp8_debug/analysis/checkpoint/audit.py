@@ -23,12 +23,12 @@ from ...kernels import add_to_histogram
 from ...numerics import metrics
 from ...numerics.formats import BF16, E4M3, E5M2, FloatFormat
 from ...numerics.histogram import DTYPES, Histogram, HistogramBatch
-from ...numerics.metrics import ValueMoments, QuantizationSums
+from ...numerics.metrics import QuantizationSums, ValueMoments
 from ...numerics.recipe import Recipe, parse_recipe, refuse_block_scaling
 from ...numerics.tensor_scaling import CurrentScaling
 from ..formatting import make_jsonable
 from .contents import CheckpointContents, open_checkpoint
-from .weights import FP8_DTYPES, StoredScale, GemmWeight, find_gemm_weights, find_stored_weight_scale
+from .weights import FP8_DTYPES, GemmWeight, StoredScale, find_gemm_weights, find_stored_weight_scale
 
 #: state of an FP8 weight whose scale is not in the checkpoint; we then measure its FP8 values without a scale
 NO_SCALE = "no scale"
@@ -216,7 +216,9 @@ def audit(
         raise RecordError("; ".join(found))
     for fault in found:
         warn(fault)
-    return CheckpointAudit(str(path), contents.format, recipe.get_format("weight"), sorted(rows, key=_badness), left_out, found)
+    return CheckpointAudit(
+        str(path), contents.format, recipe.get_format("weight"), sorted(rows, key=_badness), left_out, found
+    )
 
 
 @dataclass(frozen=True)
@@ -232,7 +234,9 @@ class _Seen:
     sums: tuple[QuantizationSums, ...] = ()
 
 
-def _see(weight: GemmWeight, contents: CheckpointContents, recipe: Recipe, path: Path, faults: Mapping[str, list[str]]) -> _Seen:
+def _see(
+    weight: GemmWeight, contents: CheckpointContents, recipe: Recipe, path: Path, faults: Mapping[str, list[str]]
+) -> _Seen:
     scale = _companion(weight)
     stored, note = _stored_scale(weight, scale, contents, path, faults)
     direct = weight.dtype not in DTYPES
@@ -260,7 +264,9 @@ def _moments(block: torch.Tensor, total: ValueMoments | None) -> ValueMoments:
     return total if total is not None else metrics.compute_float32_moments(block)
 
 
-def _sums(weight: GemmWeight, scale: torch.Tensor | None, path: Path, casts: Sequence[_Cast]) -> tuple[QuantizationSums, ...]:
+def _sums(
+    weight: GemmWeight, scale: torch.Tensor | None, path: Path, casts: Sequence[_Cast]
+) -> tuple[QuantizationSums, ...]:
     """Read a weight once more and return its sums under each cast."""
     empty = torch.zeros(0)
     totals = [metrics.quantization_sums_of_float32(empty, factor[0], formats[0]) for factor, formats in casts]
@@ -329,7 +335,9 @@ def _stored_scale(
     if weight.extra_state is None:
         return None, None
     try:
-        found = find_stored_weight_scale(contents.extra_states[weight.extra_state](), weight.parameter, f"{path}: {weight.extra_state}")
+        found = find_stored_weight_scale(
+            contents.extra_states[weight.extra_state](), weight.parameter, f"{path}: {weight.extra_state}"
+        )
     except RecordError as error:
         faults[str(error)].append(f"the stored scale of {weight.name}")
         return None, "unreadable"
@@ -344,7 +352,11 @@ def _casts(amax: torch.Tensor, stored: Sequence[StoredScale | None], recipe: Rec
     rule = recipe.scaling if isinstance(recipe.scaling, CurrentScaling) else _CURRENT
     scales = torch.tensor([s.scale if s and _usable(s) else 1.0 for s in stored], dtype=torch.float32)
     formats = [s.format if s else fmt for s in stored]
-    return (rule.compute_scale(amax, fmt.max), [fmt] * len(stored)), (scales, formats), (torch.ones_like(amax), [BF16] * len(stored))
+    return (
+        (rule.compute_scale(amax, fmt.max), [fmt] * len(stored)),
+        (scales, formats),
+        (torch.ones_like(amax), [BF16] * len(stored)),
+    )
 
 
 def _usable(stored: StoredScale) -> bool:

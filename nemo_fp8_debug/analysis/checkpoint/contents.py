@@ -13,7 +13,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from ...errors import RecordError
-from .pickles import UnloadedObject, stores_every_value, load_pickle, load_torch_file
+from .pickles import UnloadedObject, load_pickle, load_torch_file, stores_every_value
 
 _EXTRA = "_extra_state"
 #: largest depth of nested mappings, and largest number of entries
@@ -243,7 +243,7 @@ def _sizes(given: Any) -> tuple[int, ...]:
 
 
 def _piece(folder: Path, name: str, chunk: UnloadedObject, places: Mapping[Any, UnloadedObject]) -> Piece:
-    offsets, shape = _sizes(chunk.get_attribute("offsets")), _sizes(chunk.get_attribute("sizes"))
+    offsets, shape = _sizes(chunk.get("offsets")), _sizes(chunk.get("sizes"))
     info = places.get((name, offsets))
 
     def open_() -> torch.Tensor:
@@ -267,11 +267,11 @@ def _load(folder: Path, info: UnloadedObject | None, what: str) -> Any:
     """Load the object at one place in a checkpoint's files."""
     if not isinstance(info, UnloadedObject):
         raise RecordError(f"{folder / '.metadata'} does not say where {what} is")
-    name, offset, length = (info.get_attribute(key) for key in ("relative_path", "offset", "length"))
+    name, offset, length = (info.get(key) for key in ("relative_path", "offset", "length"))
     if not isinstance(name, str) or Path(name).name != name:
         raise RecordError(f"{folder / '.metadata'} names a file outside its folder, {name}; it was not read")
-    if info.get_attribute("transform_descriptors"):
-        raise RecordError(f"{folder / name} was written through {info.get_attribute('transform_descriptors')}, which we cannot read")
+    if info.get("transform_descriptors"):
+        raise RecordError(f"{folder / name} was written through {info.get('transform_descriptors')}, which we cannot read")
     if type(offset) is not int or type(length) is not int:
         raise RecordError(f"{folder / '.metadata'} is damaged: {what} is at {offset}, {length} bytes")
     return load_torch_file(folder / name, offset, length)

@@ -64,7 +64,7 @@ class UnloadedObject:
     def append(self, item: Any) -> None:
         """Ignore an item that unpickling appends to a subclass of list."""
 
-    def get_attribute(self, name: str) -> Any:
+    def get(self, name: str) -> Any:
         """Return an attribute of the object, or None if the object has no attribute of that name."""
         return self.state.get(name) if isinstance(self.state, dict) else None
 
@@ -112,7 +112,7 @@ def load_torch_bytes(data: bytes, source: str) -> Any:
     """Load the bytes that torch.save wrote.
 
     Raises:
-        RecordError: as in `load_torch`.
+        RecordError: as in `load_torch_file`.
     """
     return _load_archive(io.BytesIO(data), None, source)
 

@@ -14,8 +14,8 @@ import torch
 from ...core.layer_names import strip_wrappers
 from ...errors import RecordError
 from ...numerics.formats import E4M3, E5M2, FloatFormat
-from .contents import CheckpointTensor, CheckpointContents
-from .pickles import UnloadedObject, stores_every_value, load_pickle, load_torch_bytes
+from .contents import CheckpointContents, CheckpointTensor
+from .pickles import UnloadedObject, load_pickle, load_torch_bytes, stores_every_value
 
 #: match names without a layer or expert number. Megatron gives such names to layers or experts stacked along a leading axis
 _STACKED_LAYERS = re.compile(r"((?:^|\.)layers\.)(?!\d)")
@@ -133,7 +133,11 @@ def module_of_state(key: str) -> str:
 
 
 def _unstack(
-    path: str, axes: list[re.Pattern[str]], entry: CheckpointTensor, states: Mapping[str, str], scale: CheckpointTensor | None
+    path: str,
+    axes: list[re.Pattern[str]],
+    entry: CheckpointTensor,
+    states: Mapping[str, str],
+    scale: CheckpointTensor | None,
 ) -> Iterator[GemmWeight]:
     """Yield the matrices that are stacked in a tensor, each with its own pieces."""
     parts: dict[tuple[int, ...], list[WeightPart]] = {}

@@ -11,7 +11,7 @@ import numpy as np
 import polars as pl
 
 from ...core.keys import MIXED
-from ...core.layer_names import is_expert_aggregate, find_expert_aggregate
+from ...core.layer_names import find_expert_aggregate, is_expert_aggregate
 from ...core.scale_sources import ENGINE
 from ...core.table import load_feature_modules
 from ...errors import ConfigError
@@ -25,15 +25,15 @@ from ..runs.settings import choose_reference, describe_coverage_gap, list_compar
 from .drift import TAIL, count_out_of_band_groups, measure_drifts
 from .layer_matching import (
     count_layers,
+    filter_onsets_for_other_depth,
     has_other_layer_count,
-    rename_layers_to_baseline,
     match_layers_from_output,
     read_weight_sizes,
-    filter_onsets_for_other_depth,
+    rename_layers_to_baseline,
 )
 from .onset import IN_A_ROW, find_onsets
 
-#: metrics that `Comparison.what_if` shows under other recipes
+#: metrics that `Comparison.list_what_if_metrics` shows under other recipes
 _WEIGHED = ("relative_error", "underflow_pct", "overflow_pct", "mse")
 
 
@@ -90,11 +90,11 @@ class Comparison:
         return same and np.array_equal(run.steps, baseline.steps) and run.has_all_samples and baseline.has_all_samples
 
     def count_out_of_band_groups(self) -> pl.DataFrame:
-        """Count the tensors out of band by kind, depth and role; see `group_tensors`."""
+        """Count the tensors out of band by kind, depth and role; see `count_out_of_band_groups`."""
         return count_out_of_band_groups(self.tensors)
 
-    def list_setting_differences(self) -> pl.DataFrame:
-        """List the settings that differ; see `list_differences`."""
+    def differences(self) -> pl.DataFrame:
+        """List the settings that differ; see `list_setting_differences`."""
         return list_setting_differences(self.baseline.fingerprint, self.run.fingerprint)
 
     @cached_property
@@ -268,7 +268,11 @@ def _coverage(baseline: Run, run: Run) -> list[str]:
 def select_quantized_operands(metrics: MetricsTable) -> MetricsTable:
     """Keep operands that an engine quantizes, because only these affect the run. If no engine quantizes any, keep all."""
     # The scale source of aggregated experts is MIXED even if no engine quantizes any of the experts.
-    return metrics.filter_rows("scale_source", (ENGINE, MIXED)) if ENGINE in metrics.list_distinct_values("scale_source") else metrics
+    return (
+        metrics.filter_rows("scale_source", (ENGINE, MIXED))
+        if ENGINE in metrics.list_distinct_values("scale_source")
+        else metrics
+    )
 
 
 def split_off_single_experts(rows: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame]:

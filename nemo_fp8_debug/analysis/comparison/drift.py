@@ -10,7 +10,7 @@ import numpy.typing as npt
 import polars as pl
 
 from ...core.keys import SHOWN_AS
-from ...core.layer_names import is_expert_aggregate, find_expert_aggregate
+from ...core.layer_names import find_expert_aggregate, is_expert_aggregate
 from ...errors import RecordError
 from ..runs.blocks import compute_by_tensor, map_tensor_chunks
 from ..runs.grid import Floats, MetricGrid, SamplePairs, compute_last_axis_median
@@ -41,7 +41,7 @@ def split_at_layer_index(layer: str) -> tuple[str, int, str] | None:
     """Split a name at its layer index into prefix, index and suffix. Return None if the name has no index.
 
     Example:
-        >>> split_at_depth("decoder.layers.3.mlp.linear_fc2")
+        >>> split_at_layer_index("decoder.layers.3.mlp.linear_fc2")
         ('decoder.layers.', 3, '.mlp.linear_fc2')
     """
     found = _NUMBER.search(layer)
@@ -99,7 +99,7 @@ def describe_common_property(tensors: pl.DataFrame) -> list[str]:
     none.
 
     Args:
-        tensors: as in `group_tensors`.
+        tensors: as in `count_out_of_band_groups`.
     """
     rows = add_kind_and_depth_columns(tensors)
     out_of_band = rows.filter(pl.col("onset").is_not_null())
@@ -215,7 +215,10 @@ def _medians(metric: str, baseline: MetricGrid, run: MetricGrid) -> dict[str, Fl
         return usual, found
 
     both = of_both(metric)
-    medians = {f"{metric}_{which}": compute_last_axis_median(values) for which, values in zip(("baseline", "run"), both, strict=True)}
+    medians = {
+        f"{metric}_{which}": compute_last_axis_median(values)
+        for which, values in zip(("baseline", "run"), both, strict=True)
+    }
     if metric in _FLOORS:
         medians[f"{metric.removesuffix('_pct')}_log2"] = compute_last_axis_median(_ratio_log2(*both, _FLOORS[metric]))
     elif metric == "mse":

@@ -12,7 +12,7 @@ from ...core.keys import GRADIENTS
 from ...errors import ConfigError, RecordError
 from ..runs.metrics import MetricsTable
 from ..runs.run import Run
-from .drift import parse_layer_index, parse_gemm_kind, split_at_layer_index
+from .drift import parse_gemm_kind, parse_layer_index, split_at_layer_index
 from .onset import OF_GRADIENTS, OF_OTHER_MODELS
 
 _KEY = ["layer", "role"]
@@ -33,7 +33,7 @@ def match_layers_from_output(baseline: Iterable[str], run: Iterable[str]) -> dic
     """Map each layer of the run to the baseline's layer at the same distance from the output, if their names differ.
 
     Example:
-        >>> match_from_output(["layers.0.fc1", "layers.1.fc1"], ["layers.0.fc1", "layers.1.fc1", "layers.2.fc1"])
+        >>> match_layers_from_output(["layers.0.fc1", "layers.1.fc1"], ["layers.0.fc1", "layers.1.fc1", "layers.2.fc1"])
         {'layers.1.fc1': 'layers.0.fc1', 'layers.2.fc1': 'layers.1.fc1'}
     """
     theirs, mine = set(baseline), dict.fromkeys(run)
@@ -70,7 +70,7 @@ def filter_onsets_for_other_depth(
 
     Args:
         out_of_band: the result of `find_onsets`.
-        names: the result of `match_from_output`.
+        names: the result of `match_layers_from_output`.
         beside: function that takes tensors (layer and role, with the run's names) and returns the result of `find_onsets`
             against the baseline's layers in `names`.
     """
@@ -125,15 +125,15 @@ def map_layers_to_baseline(
     Args:
         baseline: layers of the baseline, in the order of the record.
         run: layers of the run, in the order of the record.
-        renames: as in `match_by_name`.
+        renames: as in `rename_layers_to_baseline`.
         sizes: function that returns the number of values of W in both runs, by layer. It is called only if names alone do
             not match.
 
     Raises:
-        ConfigError: as in `match_by_name`.
+        ConfigError: as in `rename_layers_to_baseline`.
 
     Example:
-        >>> match_layers(["0.fc1", "0.fc2"], ["model.0.fc1", "model.0.fc2"], (), sizes=lambda: ({}, {}))[0]
+        >>> map_layers_to_baseline(["0.fc1", "0.fc2"], ["model.0.fc1", "model.0.fc2"], (), sizes=lambda: ({}, {}))[0]
         {'model.0.fc1': '0.fc1', 'model.0.fc2': '0.fc2'}
     """
     if renames:

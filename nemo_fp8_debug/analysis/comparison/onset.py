@@ -20,7 +20,7 @@ from ...core.keys import SHOWN_AS
 from ...core.threads import map_in_threads
 from ...numerics.limits import LEAST_VALUES
 from ..runs.blocks import map_tensor_chunks
-from ..runs.grid import Floats, MetricGrid, Ints, compute_last_axis_lower_median
+from ..runs.grid import Floats, Ints, MetricGrid, compute_last_axis_lower_median
 from ..runs.metrics import MetricsTable, select_common_tensors
 from ..runs.source import Bools
 
@@ -99,7 +99,7 @@ def drop_false_discoveries(rows: pl.DataFrame, tensors: int) -> pl.DataFrame:
 
     Example:
         >>> rows = pl.DataFrame({"layer": ["fc1"], "role": ["input"], "metric": ["underflow_pct"], "excess": [1.6]})
-        >>> len(select_discoveries(rows, 60)), len(select_discoveries(rows, 6000))
+        >>> len(drop_false_discoveries(rows, 60)), len(drop_false_discoveries(rows, 6000))
         (1, 0)
     """
     if rows.is_empty():
@@ -160,7 +160,7 @@ def find_onsets(baseline: MetricsTable, run: MetricsTable) -> pl.DataFrame:
         role, tensor (the role's usual name), metric, onset (step), samples (number of consecutive samples out of band; a
         transient has fewer than 3), excess (the rise in units of the least rise that counts, median over the first
         of these samples), value and expected (the run's value and the baseline's running median at the onset). At most 1% of
-        the tensors are false discoveries (see `select_discoveries`).
+        the tensors are false discoveries (see `drop_false_discoveries`).
     """
     both = select_common_tensors(baseline, run)
     found = map_tensor_chunks(_rows, *both, together=_TOGETHER)
@@ -326,7 +326,9 @@ def compute_least_rise_from_baseline(evidence: OnsetCriterion, values: Floats, m
     moves = np.abs(evidence.convert_to_severity_scale(values) - usual)
     spread = np.nan_to_num(1.4826 * compute_last_axis_lower_median(moves))  # an estimate of the standard deviation
     farthest = np.nan_to_num(np.fmax.reduce(moves[:, FIRST:], axis=1, initial=0.0))
-    counts = evidence.compute_least_rise_above(compute_last_axis_lower_median(usual)) if evidence.least_part else evidence.least
+    counts = (
+        evidence.compute_least_rise_above(compute_last_axis_lower_median(usual)) if evidence.least_part else evidence.least
+    )
     least: Floats = np.fmax(counts, np.fmax(SPREADS * spread, farthest))
     return least
 
@@ -339,7 +341,9 @@ def compute_least_rise_for_size(evidence: OnsetCriterion, sizes: Floats) -> Floa
 
 def compute_least_rise(evidence: OnsetCriterion, pair: AlignedRunSamples) -> Floats:
     """Return the least rise that counts, [T, S], or [T, 1] if it is equal for all samples."""
-    least = compute_least_rise_from_baseline(evidence, pair.of_baseline(evidence.metric), pair.medians(evidence.metric))[:, None]
+    least = compute_least_rise_from_baseline(evidence, pair.of_baseline(evidence.metric), pair.medians(evidence.metric))[
+        :, None
+    ]
     return np.maximum(least, compute_least_rise_for_size(evidence, pair.tensor_sizes)) if evidence.least_values else least
 
 

@@ -7,16 +7,16 @@ from dataclasses import dataclass
 import numpy as np
 import polars as pl
 
-from ..runs.grid import Floats, MetricGrid, Ints
+from ..runs.grid import Floats, Ints, MetricGrid
 from .onset import (
     EVIDENCE,
-    OnsetCriterion,
     AlignedRunSamples,
+    OnsetCriterion,
     compute_band_limits,
     compute_least_rise,
+    drop_false_discoveries,
     find_unfiltered_onsets,
     measure_band_excess,
-    drop_false_discoveries,
 )
 
 
@@ -60,10 +60,11 @@ def compute_tensor_band(baseline: MetricGrid, run: MetricGrid, tensors: int) -> 
         tensors: number of tensors in both runs. It matters because with many tensors, a few are out of band by chance.
 
     Example:
-        >>> from nemo_fp8_debug.analysis.runs.metrics import Metrics
+        >>> from nemo_fp8_debug.analysis.runs.metrics import MetricsTable
         >>> rows = pl.DataFrame({"step": range(40), "layer": "fc1", "role": "input", "mse": 1e-3, "underflow_pct": 0.0})
         >>> risen = rows.with_columns((pl.col("underflow_pct", "mse") + pl.when(pl.col("step") < 20).then(0).otherwise(9.0)))
-        >>> found = compute_tensor_band(Metrics.from_rows(rows).grid, Metrics.from_rows(risen).grid, tensors=1)
+        >>> grids = [MetricsTable.from_rows(each).grid for each in (rows, risen)]
+        >>> found = compute_tensor_band(*grids, tensors=1)
         >>> found.onsets["onset"].to_list(), float(found.metrics["underflow_pct"].high[0])
         ([20], 1.0)
     """

@@ -26,7 +26,7 @@ from ..runs.run import Run
 from ..runs.settings import describe_coverage_gap
 from .decide import Decision
 from .events import Event, list_events
-from .facts import Facts, DiagnosedRecords
+from .facts import DiagnosedRecords, Facts
 from .finding import EXPLAINS, NOT_FP8, Finding
 from .limits import compute_early_warning_scores
 
@@ -176,7 +176,13 @@ class DiagnosisResult:
         The tuple has the step, the multiple of the limit, the layer and the role.
         """
         return next(
-            iter(compute_early_warning_scores(self.run, self.records.operands_over_limit).filter(pl.col("score") > 1).head(1).rows()), None
+            iter(
+                compute_early_warning_scores(self.run, self.records.operands_over_limit)
+                .filter(pl.col("score") > 1)
+                .head(1)
+                .rows()
+            ),
+            None,
         )
 
     @cached_property

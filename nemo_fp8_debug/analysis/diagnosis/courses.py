@@ -52,7 +52,7 @@ def build_layer_timelines(rows: pl.DataFrame, baseline: pl.DataFrame | None, met
     Example:
         >>> rows = pl.DataFrame({"step": range(12), "layer": ["a"] * 12, "amax": [1.0] * 8 + [9.0] * 4})
         >>> (course,) = build_layer_timelines(rows, None, "amax")
-        >>> course.usual.max(), course.since(course.values > 4)
+        >>> course.usual.max(), course.find_lasting_exit(course.values > 4)
         (1.0, 8)
     """
     found = []

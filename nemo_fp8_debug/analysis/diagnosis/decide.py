@@ -154,7 +154,12 @@ def _is_also_wrong(found: Finding, culprit: Finding) -> bool:
     """Return True if another tensor also went wrong independently: because of its scale, or, like the culprit, because of
     its values.
     """
-    if found.tensor_name is None or found.strength == "hint" or found.tensor_name == culprit.tensor_name or found.kind not in OF_FP8:
+    if (
+        found.tensor_name is None
+        or found.strength == "hint"
+        or found.tensor_name == culprit.tensor_name
+        or found.kind not in OF_FP8
+    ):
         return False
     alike = (found.cause, found.since) == (culprit.cause, culprit.since)
     near = (

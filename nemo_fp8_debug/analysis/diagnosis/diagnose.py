@@ -22,7 +22,7 @@ from ..runs.run import Run
 from ..runs.settings import choose_reference
 from .decide import Decision, DecisionInputs, decide_cause
 from .diagnosis import Diagnosis
-from .facts import Facts, DiagnosedRecords
+from .facts import DiagnosedRecords, Facts
 from .finding import Finding
 from .rule import apply_rules, load_rules
 from .rules.losses import find_permanent_skips, skipped_steps
@@ -205,7 +205,8 @@ def _add_rise(facts: Facts, findings: Sequence[Finding]) -> LossOutcome:
         return loss  # noise may explain the gap
     steps = sorted({f.since for f in findings if f.since is not None and f.strength != "hint"})
     rises = [
-        (step, measure_loss_rise_at_fault(loss.run, loss.baseline, step, facts.steps, lasting=loss.max_gap)) for step in steps
+        (step, measure_loss_rise_at_fault(loss.run, loss.baseline, step, facts.steps, lasting=loss.max_gap))
+        for step in steps
     ]
     harmful = [(step, rise) for step, rise in rises if rise is not None and rise > loss.max_gap]
     return replace(loss, rise=harmful[0]) if harmful else loss

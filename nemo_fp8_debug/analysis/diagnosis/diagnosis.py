@@ -112,7 +112,8 @@ class Diagnosis(DiagnosisResult):
                 "cause_finding": self.decision.finding,
                 "likeliest": self.decision.likeliest,
                 "details": self.culprit_details,
-                "early_warning": self.first_early_warning and dict(zip(("step", "score", "layer", "role"), self.first_early_warning, strict=True)),
+                "early_warning": self.first_early_warning
+                and dict(zip(("step", "score", "layer", "role"), self.first_early_warning, strict=True)),
                 "also_wrong": self.decision.also,
                 "events": self.events,
                 "findings": self.findings,

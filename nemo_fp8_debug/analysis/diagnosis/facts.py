@@ -34,7 +34,7 @@ class DiagnosedRecords:
 
     @cached_property
     def operands_over_limit(self) -> pl.DataFrame:
-        """Return the operands of the run beyond a limit; see `find_over_limit`."""
+        """Return the operands of the run beyond a limit; see `find_operands_over_limit`."""
         return find_operands_over_limit(select_quantized_operands(self.run.metrics))
 
 

@@ -97,7 +97,9 @@ def _stretches(found: DiagnosisResult) -> dict[Key, tuple[int, int]]:
     return {(layer, role): (onset, steps[end]) for layer, role, onset, end in each.iter_rows()}
 
 
-def _add_undos(found: DiagnosisResult, flagged: Mapping[Key, ChangeReason], blamed: Finding | None) -> dict[Key, ChangeReason]:
+def _add_undos(
+    found: DiagnosisResult, flagged: Mapping[Key, ChangeReason], blamed: Finding | None
+) -> dict[Key, ChangeReason]:
     """Add to each flag the last change of its operand's recipe before the fault."""
     if blamed is not None and blamed.cause == "resumed_without_scales":
         lost = RestoredSetting(None, blamed.since, is_cause=True)

@@ -33,7 +33,7 @@ def find_operands_over_limit(metrics: MetricsTable, least: float = 1.0) -> pl.Da
     Example:
         >>> nothing = {"layer": ["fc1"] * 5, "role": ["weight"] * 5, "underflow_pct": [0.0] * 5, "overflow_pct": [0.0] * 5}
         >>> off = pl.DataFrame(nothing | {"step": [0, 5, 10, 15, 20], "scale_ratio_log2": [9.0, 0, 0, 7, 7]})
-        >>> find_over_limit(Metrics.from_rows(off)).row(0)
+        >>> find_operands_over_limit(MetricsTable.from_rows(off)).row(0)
         ('fc1', 'weight', 15, 2.3333333333333335)
     """
     limited = select_fp8_operands(metrics)
@@ -101,8 +101,8 @@ def compute_early_warning_scores(run: Run, beyond: pl.DataFrame | None = None) -
     the run. Only operands in FP8 have limits and scores.
 
     Args:
-        beyond: the result of `find_over_limit` for the run, if known. Then only these operands are read, because no other
-            operand has a score above 1.
+        beyond: the result of `find_operands_over_limit` for the run, if known. Then only these operands are read,
+            because no other operand has a score above 1.
 
     Returns:
         A table with step, score, layer and role. The score is the multiple of a limit that the worst operand reaches in both
@@ -110,7 +110,7 @@ def compute_early_warning_scores(run: Run, beyond: pl.DataFrame | None = None) -
         warning. The first samples have initial scales and no score.
 
     Example:
-        >>> scores = compute_early_warnings(Run.read("runs/bad"))
+        >>> scores = compute_early_warning_scores(Run.read("runs/bad"))
         >>> scores.columns, scores["score"].max() > 1
         (['step', 'score', 'layer', 'role'], True)
     """

@@ -119,7 +119,9 @@ def tell_verdict(found: DiagnosisResult, advice: Sequence[str]) -> str:
     Args:
         advice: the result of `tell_advice`.
     """
-    return " ".join([*_tell_finding(found), *tell_next_step(found, advice), *_tell_outcome(found), *tell_possible_misses(found)[:2]])
+    return " ".join(
+        [*_tell_finding(found), *tell_next_step(found, advice), *_tell_outcome(found), *tell_possible_misses(found)[:2]]
+    )
 
 
 def tell_conclusion(found: DiagnosisResult) -> str:
@@ -224,7 +226,8 @@ def _tell_unusual(found: DiagnosisResult) -> str:
     unit = found.run.unit
     since = [f" since {unit} {each.since}" if each.tensor_name and each.since is not None else "" for each in unusual]
     told = [
-        f"{each.tensor_name or each.layer or each.rule}{at} ({each.evidence})" for each, at in zip(unusual, since, strict=True)
+        f"{each.tensor_name or each.layer or each.rule}{at} ({each.evidence})"
+        for each, at in zip(unusual, since, strict=True)
     ]
     return f"Unusual: {'; '.join(told)}." if told else ""
 
@@ -267,7 +270,11 @@ def tell_possible_misses(found: DiagnosisResult) -> list[str]:
     """Return sentences that name faults that we could have missed, but fewer sentences if the verdict names a cause."""
     missed = [f"We could have missed {part}." for part in found.not_compared]
     if found.decision.finding is not None:
-        doubt = ["The learning rate may be the cause: this run did not record it."] if found.may_hide_learning_rate_change else []
+        doubt = (
+            ["The learning rate may be the cause: this run did not record it."]
+            if found.may_hide_learning_rate_change
+            else []
+        )
         return doubt + missed
     rate = "" if found.records_learning_rate else "the learning rate (not recorded), "
     unseen = f"{rate}data, gradients, kernels or communication"
@@ -320,7 +327,11 @@ def _tell_fix(fix: TensorFix, found: DiagnosisResult) -> str:
     back, name, culprit = "", fix.tensor_name, found.culprit
     if fix.chosen_option.kind == "undo" and fix.undo is not None:
         back = ", as in the baseline" if fix.undo.since is None else f", as before {found.run.unit} {fix.undo.since}"
-        name = culprit.tensor_names if culprit is not None and culprit.tensor_name == fix.tensor_name and culprit.tensor_names else name
+        name = (
+            culprit.tensor_names
+            if culprit is not None and culprit.tensor_name == fix.tensor_name and culprit.tensor_names
+            else name
+        )
     what = f"Cast {name} in {fix.chosen_option.recipe}"
     if fix.chosen_option.recipe == "bf16":
         what = f"Leave {name} in BF16"
@@ -347,7 +358,7 @@ def explain_blame(row: Mapping[str, Any], found: DiagnosisResult, zero_since: in
     """Explain why a tensor is blamed or not blamed.
 
     Args:
-        row: row of `rank_tensors`.
+        row: row of `make_tensor_ranking_table`.
         zero_since: first step from which all values of the tensor are zero, or None.
     """
     candidates = (found.culprit, *found.decision.also, *(f for f in found.findings if f.is_out_of_band))

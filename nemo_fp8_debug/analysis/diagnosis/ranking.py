@@ -44,7 +44,8 @@ def make_tensor_ranking_table(found: DiagnosisResult) -> pl.DataFrame:
 
     Example:
         >>> from nemo_fp8_debug.analysis.diagnosis.diagnose import diagnose
-        >>> rank_tensors(diagnose("runs/bad", "runs/baseline")).select("layer", "role", "harm_rank", "error_rank").columns
+        >>> ranking = make_tensor_ranking_table(diagnose("runs/bad", "runs/baseline"))
+        >>> ranking.select("layer", "role", "harm_rank", "error_rank").columns
         ['layer', 'role', 'harm_rank', 'error_rank']
     """
     named = _named(found)
@@ -64,7 +65,9 @@ def make_tensor_ranking_table(found: DiagnosisResult) -> pl.DataFrame:
 
 def rank_tensors_by_harm(found: DiagnosisResult) -> dict[Key, int]:
     """Return the harm rank of each tensor, from 1."""
-    return {(layer, role): rank for layer, role, rank in make_tensor_ranking_table(found).select(*KEY, "harm_rank").iter_rows()}
+    return {
+        (layer, role): rank for layer, role, rank in make_tensor_ranking_table(found).select(*KEY, "harm_rank").iter_rows()
+    }
 
 
 def sort_rows_by_harm(rows: Sequence[Mapping[str, Any]], found: DiagnosisResult) -> list[dict[str, Any]]:
@@ -92,7 +95,9 @@ def _named(found: DiagnosisResult) -> pl.DataFrame:
 def _tensors(found: DiagnosisResult, named: pl.DataFrame) -> pl.DataFrame:
     """Return layer, role, drift_log2 and medians of all tensors, and of single experts that findings name."""
     run = _medians(found.run, "run", found.comparison)
-    run = run.join(compute_tensor_medians(found.run, ["nonfinite"], most=["nonfinite"]), on=KEY, how="left", maintain_order="left")
+    run = run.join(
+        compute_tensor_medians(found.run, ["nonfinite"], most=["nonfinite"]), on=KEY, how="left", maintain_order="left"
+    )
     apart = split_off_single_experts(run)[0]
     rows = pl.concat([apart, run.join(apart, on=KEY, how="anti").join(named, on=KEY, how="semi")])
     missing = named.select(KEY).join(rows, on=KEY, how="anti", maintain_order="left")

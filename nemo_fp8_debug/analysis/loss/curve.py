@@ -43,7 +43,7 @@ def estimate_standard_error(values: Floats) -> tuple[float, int]:
 
     Example:
         >>> noise = np.random.default_rng(0).normal(size=1000)
-        >>> error, freedom = standard_error(noise)
+        >>> error, freedom = estimate_standard_error(noise)
         >>> round(error * 1000**0.5, 1), freedom
         (0.9, 40)
     """
@@ -296,7 +296,9 @@ class LossCurve:
 
     def _least_rise(self, floor: float) -> float:
         # Because of noise, the minimum of a smoothed curve is 3 to 4 standard deviations lower than without noise.
-        return max(thresholds.MAX_GAP / 100 * self._whole(floor), 2 * thresholds.DEPARTS_SIGMAS * self.noise_of_smoothed_loss)
+        return max(
+            thresholds.MAX_GAP / 100 * self._whole(floor), 2 * thresholds.DEPARTS_SIGMAS * self.noise_of_smoothed_loss
+        )
 
     @property
     def smallest_visible_rise(self) -> float:

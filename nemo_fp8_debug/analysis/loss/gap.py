@@ -12,7 +12,14 @@ import numpy.typing as npt
 from scipy.special import stdtrit
 
 from .. import thresholds
-from .curve import LossCurve, PercentBase, find_lasting_start, compute_autocorrelation_factor, compute_running_median, estimate_standard_error
+from .curve import (
+    LossCurve,
+    PercentBase,
+    compute_autocorrelation_factor,
+    compute_running_median,
+    estimate_standard_error,
+    find_lasting_start,
+)
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
@@ -252,7 +259,7 @@ def find_rise_above_baseline(run: LossCurve, baseline: LossCurve) -> int | None:
     Example:
         >>> import polars as pl
         >>> tables = [pl.DataFrame({"step": range(100), "loss": [2.0] * 60 + [2 + rise] * 40}) for rise in (0.1, 0.0)]
-        >>> find_rise_above(*map(LossCurve.from_steps_table, tables))
+        >>> find_rise_above_baseline(*map(LossCurve.from_steps_table, tables))
         60
     """
     if not len(run.losses) or not len(baseline.losses):

@@ -108,7 +108,12 @@ class LossOutcome:
         With several baselines, return the step from which the loss stays above most other seeds, if there is such a step.
         """
         stays = None if self.rise else self._risen
-        found = (stays, self.run.all_nonfinite_from_step, self.rise and self.rise[0], self.level_shift and self.level_shift[0])
+        found = (
+            stays,
+            self.run.all_nonfinite_from_step,
+            self.rise and self.rise[0],
+            self.level_shift and self.level_shift[0],
+        )
         return min((step for step in found if step is not None), default=None)
 
     @cached_property

@@ -50,7 +50,8 @@ def measure_loss_rise_at_step(run: LossCurve, baseline: LossCurve | None, step: 
     Example:
         >>> import polars as pl
         >>> losses = np.where(np.arange(200) < 120, 2.0, 2.4) + np.random.default_rng(0).normal(0, 0.05, 200)
-        >>> round(measure_rise(LossCurve.from_steps_table(pl.DataFrame({"step": range(200), "loss": losses})), None, 120))
+        >>> curve = LossCurve.from_steps_table(pl.DataFrame({"step": range(200), "loss": losses}))
+        >>> round(measure_loss_rise_at_step(curve, None, 120))
         20
     """
     found = _rise_at(run, baseline, step)
@@ -75,7 +76,7 @@ def measure_loss_rise_at_fault(
         >>> import polars as pl
         >>> losses = np.where(np.arange(200) < 116, 2.0, 2.4) + np.random.default_rng(0).normal(0, 0.05, 200)
         >>> curve = LossCurve.from_steps_table(pl.DataFrame({"step": range(200), "loss": losses}))
-        >>> round(measure_rise_at_fault(curve, None, 120, np.arange(0, 200, 5)))
+        >>> round(measure_loss_rise_at_fault(curve, None, 120, np.arange(0, 200, 5)))
         21
     """
     rises = _rises_with(run, baseline, step, sampled)
@@ -93,7 +94,7 @@ def measure_gap_growth_at_fault(run: LossCurve, baseline: LossCurve, step: int, 
         >>> losses = 2 + np.random.default_rng(0).normal(0, 0.05, (2, 300))
         >>> losses[0, 200:] += 0.2
         >>> bad, good = (LossCurve.from_steps_table(pl.DataFrame({"step": range(300), "loss": each})) for each in losses)
-        >>> [round(measure_lasting_rise(bad, good, step, np.arange(0, 300, 10))) for step in (210, 280)]
+        >>> [round(measure_gap_growth_at_fault(bad, good, step, np.arange(0, 300, 10))) for step in (210, 280)]
         [10, 0]
     """
     if _rise_at(run, baseline, _may_have_begun(step, sampled)) is None:
@@ -113,7 +114,7 @@ def _may_have_begun(step: int, sampled: Ints) -> int:
 
 
 def _rise_at(run: LossCurve, baseline: LossCurve | None, step: int) -> Rise | None:
-    """Return the rise at a step, or None if too few losses surround the step; see `measure_rise`."""
+    """Return the rise at a step, or None if too few losses surround the step; see `measure_loss_rise_at_step`."""
     steps, losses, scale = run.steps, run.losses, run.measure_percent_base_before(step)
     whole: float | None = None if scale is None else scale.value
     if baseline is not None and baseline.has_enough_losses:
@@ -163,7 +164,7 @@ def find_largest_loss_jump(run: LossCurve, baseline: LossCurve, lasting: float =
         >>> losses = 2 + np.random.default_rng(0).normal(0, 0.05, (2, 300))
         >>> losses[0, 200:] += 0.2
         >>> bad, good = (LossCurve.from_steps_table(pl.DataFrame({"step": range(300), "loss": each})) for each in losses)
-        >>> find_jump(bad, good)[0], find_jump(good, bad)
+        >>> find_largest_loss_jump(bad, good)[0], find_largest_loss_jump(good, bad)
         (200, None)
     """
     found = farthest_jump(run, baseline)
@@ -182,7 +183,7 @@ class Jump(NamedTuple):
 
 
 def farthest_jump(run: LossCurve, baseline: LossCurve) -> Jump | None:
-    """Return the largest jump, or None if there are too few losses; see `find_jump`."""
+    """Return the largest jump, or None if there are too few losses; see `find_largest_loss_jump`."""
     aligned = align_losses(run, baseline)
     behind = max(len(aligned.steps) // _BEHIND, _FEWEST)
     places = len(aligned.steps) - (1 + _BEFORE) * behind + 1
@@ -209,7 +210,10 @@ def _of_its_own(aligned: AlignedLosses) -> tuple[Floats, float | None]:
     If all losses of the baseline are positive, return the ratio and None, because percentages are relative to the ratio
     before a step. Otherwise, return the difference, and the scale or the final level of the baseline's loss.
     """
-    expected, known = compute_running_median(aligned.baseline, max(2, len(aligned.steps) // 12)), np.isfinite(aligned.baseline)
+    expected, known = (
+        compute_running_median(aligned.baseline, max(2, len(aligned.steps) // 12)),
+        np.isfinite(aligned.baseline),
+    )
     if (aligned.baseline > 0).all():
         return aligned.run / expected, None
     last = aligned.baseline[known][-max(round(PART * len(aligned.steps)), 1) :]

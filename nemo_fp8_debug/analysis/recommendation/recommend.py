@@ -27,9 +27,9 @@ from .options import (
     STAY,
     UNDO,
     Budget,
+    CastOption,
     ChangeReason,
     CurrentCast,
-    CastOption,
     RecipeErrors,
     RestoredSetting,
     WorstErrors,
@@ -311,15 +311,22 @@ def find_operands_over_budget(run: Run, budget: Budget) -> list[Key]:
     """
     keys = sorted(_in_fp8(run))
     aggregates = [key for key in keys if is_expert_aggregate(key[0])]
-    in_a_fold = {key for key in keys for layer, role in aggregates if role == key[1] and compile_layer_patterns([layer])(key[0])}
+    in_a_fold = {
+        key for key in keys for layer, role in aggregates if role == key[1] and compile_layer_patterns([layer])(key[0])
+    }
     kept = [key for key in keys if key in aggregates or key not in in_a_fold]
-    return [key for key, errors in RecipeErrors(run, kept).collect_errors_in_use().items() if not budget.is_met_by_errors(errors)]
+    return [
+        key for key, errors in RecipeErrors(run, kept).collect_errors_in_use().items() if not budget.is_met_by_errors(errors)
+    ]
 
 
 def _about(run: Run, flagged: Sequence[Key]) -> dict[Key, tuple[str, str, str]]:
     """Return the recipe and format in use, and the dtype, of each operand in its last sample."""
     of_keys = pl.DataFrame(list(flagged), dict.fromkeys(("layer", "role"), pl.String), orient="row")
-    rows = {row[:2]: row[2:] for row in run.metrics.select_tensors_by_key(of_keys).read_last_samples(["recipe", "format", "dtype"]).iter_rows()}
+    rows = {
+        row[:2]: row[2:]
+        for row in run.metrics.select_tensors_by_key(of_keys).read_last_samples(["recipe", "format", "dtype"]).iter_rows()
+    }
     if unknown := next((key for key in flagged if key not in rows), None):
         some = ", ".join(f"{layer}:{role}" for layer, role in run.metrics.tensors.head(3).rows())
         raise RecordError(f"{run.path} has no operand {':'.join(unknown)}; it has {some or 'none'} ...")
@@ -391,7 +398,9 @@ def _ends(run: Run, plan: Plan, left: Callable[[Plan], float | None]) -> BF16End
     None.
     """
     at = [find_decoder_block_index(change.layer) for change in plan.changes if change.recipe == BF16_RECIPE.name]
-    known = [block for layer in run.metrics.tensors["layer"].unique() if (block := find_decoder_block_index(layer)) is not None]
+    known = [
+        block for layer in run.metrics.tensors["layer"].unique() if (block := find_decoder_block_index(layer)) is not None
+    ]
     n = run.fingerprint.get("backend_options", {}).get("num_layers") or max(known, default=-1) + 1
     if not at or None in at:
         return None
@@ -412,7 +421,9 @@ def _notes(run: Run, findings: Sequence[TensorFix]) -> list[str]:
     in_bf16 = [f for f in changed if f.chosen_option.kind == "bf16"]
     if in_bf16 and not any(o.errors for f in in_bf16 for o in f.options if o.kind == "block"):
         notes.append('Block recipes were not tried: a run with what_if=["blockwise", "mxfp8"] shows their errors.')
-    unknown = [f.tensor_name for f in changed if not any(o.errors for o in f.options if o.kind not in (STAY, "block", "bf16"))]
+    unknown = [
+        f.tensor_name for f in changed if not any(o.errors for o in f.options if o.kind not in (STAY, "block", "bf16"))
+    ]
     if unknown:
         notes.append(
             f"No recipe with one scale per tensor could be tried for {_few(unknown)}: the record has no histograms for "

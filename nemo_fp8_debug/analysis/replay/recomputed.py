@@ -21,7 +21,7 @@ from ...numerics.expert_groups import ExpertAggregates
 from ...numerics.formats import FORMATS, FloatFormat
 from ...numerics.histogram import DTYPES, Histogram, HistogramBatch
 from ...numerics.metric_columns import make_metric_columns
-from ...numerics.metrics import ValueMoments, QuantizationSums
+from ...numerics.metrics import QuantizationSums, ValueMoments
 from ...numerics.recipe import Recipe, find_recipe
 from ...numerics.tensor_scaling import CurrentScaling
 from ...record.dump import dumped_files, read_dump

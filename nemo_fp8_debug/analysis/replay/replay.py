@@ -37,11 +37,11 @@ from .recomputed import (
     RecomputedMetrics,
     ReplayedCalls,
     ReplayJob,
-    read_dumped_tensors,
     group_calls_by_operand,
+    read_dumped_tensors,
+    read_step_histograms,
     recompute_from_histograms,
     recompute_from_tensors,
-    read_step_histograms,
 )
 
 _J = TypeVar("_J")
@@ -214,7 +214,9 @@ def _replay_step(jobs: Sequence[ReplayJob]) -> list[pl.DataFrame]:
     run, counted = FolderStorage(jobs[0].run), cache(partial(read_step_histograms, FolderStorage(jobs[0].run), jobs[0]))
     return [
         # For BF16, leave out values that were already rounded to BF16, because they would show no error.
-        _replay_calls(counted(job.recipe == BF16_RECIPE) if job.source == "histograms" else read_dumped_tensors(run, job), job)
+        _replay_calls(
+            counted(job.recipe == BF16_RECIPE) if job.source == "histograms" else read_dumped_tensors(run, job), job
+        )
         for job in jobs
     ]
 
@@ -223,7 +225,8 @@ def _replay_calls(parts: Sequence[ReplayedCalls], job: ReplayJob) -> pl.DataFram
     counted = [part for part in parts if isinstance(part.values, Histogram)]
     found = [recompute_from_histograms(counted, job)] if counted else []
     found += [
-        recompute_from_tensors(group, job) for group in group_calls_by_operand(p for p in parts if isinstance(p.values, torch.Tensor))
+        recompute_from_tensors(group, job)
+        for group in group_calls_by_operand(p for p in parts if isinstance(p.values, torch.Tensor))
     ]
     if not found:
         return pl.DataFrame(schema=SCHEMAS["replayed"])

@@ -33,7 +33,7 @@ def compute_column_median(metrics: MetricsTable, column: str, at_once: int = _AT
 
     Example:
         >>> rows = pl.DataFrame({"step": [0, 1, 2, 3], "layer": "fc1", "role": "input", "mse": [4.0, 1.0, 2.0, None]})
-        >>> compute_median(Metrics.from_rows(rows), "mse")
+        >>> compute_column_median(MetricsTable.from_rows(rows), "mse")
         2.0
     """
     low, high, below, total, inside = 0, (1 << 64) - 1, 0, 0, at_once + 1
@@ -156,4 +156,6 @@ def compute_by_tensor(
 
 def map_grid_slices(do: Callable[..., Result], *grids: MetricGrid) -> list[Result]:
     """Apply `do` to grids of some tensors at a time, or of all tensors if there are few. Return the results in order."""
-    return list(map_in_threads(lambda some: do(*(grid.select_tensors_by_index(some) for grid in grids)), grids[0].slice_tensors()))
+    return list(
+        map_in_threads(lambda some: do(*(grid.select_tensors_by_index(some) for grid in grids)), grids[0].slice_tensors())
+    )

@@ -123,7 +123,9 @@ class SamplePairs:
         # If two samples are equally near, choose the later sample for one run and the earlier sample for the other run. So
         # all samples are paired if the runs are shifted by half an interval.
         mutual = _nearest(run, baseline, later=False)[nearest] == np.arange(len(baseline))
-        close = np.abs(run[nearest] - baseline) <= max(measure_sampling_interval(baseline), measure_sampling_interval(run)) / 2
+        close = (
+            np.abs(run[nearest] - baseline) <= max(measure_sampling_interval(baseline), measure_sampling_interval(run)) / 2
+        )
         kept = np.flatnonzero(mutual & close)
         return cls(kept, nearest[kept])
 

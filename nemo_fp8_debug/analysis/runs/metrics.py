@@ -22,7 +22,7 @@ from ...record.scan import RowChunk, TableScan, return_chunk_unchanged
 from ...record.schema import SCHEMAS
 from ...record.storage import FolderStorage
 from . import cluster
-from .grid import KEY, Floats, MetricGrid, Ints
+from .grid import KEY, Floats, Ints, MetricGrid
 from .source import Bools, InMemoryRows, RowSource, select_chunk_rows
 
 Result = TypeVar("Result")
@@ -66,12 +66,12 @@ class MetricsTable:
 
     @cached_property
     def _values(self) -> dict[str, list[str | None]]:
-        """Return the cache of `unique`."""
+        """Return the cache of `list_distinct_values`."""
         return {}
 
     @cached_property
     def _counts(self) -> dict[str, dict[str | None, Ints]]:
-        """Return the cache of `counts`."""
+        """Return the cache of `count_rows_by_value`."""
         return {}
 
     @classmethod
@@ -80,8 +80,8 @@ class MetricsTable:
 
         Example:
             >>> rows = pl.DataFrame({"step": [0, 5], "layer": "fc1", "role": "input", "mse": [1.0, 2.0]})
-            >>> metrics = Metrics.from_rows(rows)
-            >>> metrics.tensors.row(0), metrics.steps.tolist(), metrics.frame(["mse"])["mse"].to_list()
+            >>> metrics = MetricsTable.from_rows(rows)
+            >>> metrics.tensors.row(0), metrics.steps.tolist(), metrics.read_all_rows(["mse"])["mse"].to_list()
             (('fc1', 'input'), [0, 5], [1.0, 2.0])
         """
         return cls._of(InMemoryRows(rows))
@@ -94,7 +94,9 @@ class MetricsTable:
             held: largest number of rows to keep in memory.
         """
         return (
-            cls.from_rows(read_table_rows(run, "metrics")) if count_table_rows(run, "metrics", held + 1) <= held else cls._of(TableScan(run))
+            cls.from_rows(read_table_rows(run, "metrics"))
+            if count_table_rows(run, "metrics", held + 1) <= held
+            else cls._of(TableScan(run))
         )
 
     @classmethod
@@ -270,7 +272,7 @@ class MetricsTable:
         found: dict[str, pl.Expr] = {name: pl.lit(None, _type(name)) for name in columns}
         found |= {name: pl.col(name).cast(pl.String) if _type(name) == pl.String else pl.col(name) for name in there}
         for chunk in self.read_chunks(there):
-            places = {"tensor": chunk.operand, "step": self.steps[chunk.step]}
+            places = {"tensor": chunk.operand_of_each_row, "step": self.steps[chunk.step_of_each_row]}
             yield chunk.rows.select(**found, **{name: pl.Series(of, dtype=pl.Int64) for name, of in places.items()})
 
     def read_all_rows(self, columns: Sequence[str] | None = None) -> pl.DataFrame:
@@ -283,9 +285,9 @@ class MetricsTable:
     @cached_property
     def has_all_samples(self) -> bool:
         """Return True if each operand was sampled at each step."""
-        return sum(len(operands) for chunk in self.read_chunks([]) for _, operands in chunk.steps) == len(self.tensors) * len(
-            self.steps
-        )
+        return sum(len(operands) for chunk in self.read_chunks([]) for _, operands in chunk.steps) == len(
+            self.tensors
+        ) * len(self.steps)
 
     @cached_property
     def weight_sizes(self) -> dict[str, int]:
@@ -305,7 +307,7 @@ class MetricsTable:
 
         Example:
             >>> rows = pl.DataFrame({"step": [0, 5], "layer": "fc1", "role": "input", "mse": [1.0, 2.0]})
-            >>> metrics = Metrics.from_rows(rows)
+            >>> metrics = MetricsTable.from_rows(rows)
             >>> metrics.reduce_rows(["mse"], lambda rows: rows.select(pl.max("mse"), pl.sum("count"))).row(0)
             (2.0, 2)
         """
@@ -442,7 +444,11 @@ def _find_unique(column: str, metrics: MetricsTable) -> list[str | None]:
     """Return the values of a text column, in the order of their first rows."""
     found: dict[str | None, None] = {}
     for chunk, _ in metrics.group_equal_steps(column if column in metrics.columns else None):
-        texts = chunk.rows[column].cast(pl.String) if chunk.rows.width else pl.repeat(None, len(chunk.operand_of_each_row), eager=True)
+        texts = (
+            chunk.rows[column].cast(pl.String)
+            if chunk.rows.width
+            else pl.repeat(None, len(chunk.operand_of_each_row), eager=True)
+        )
         found |= dict.fromkeys(texts.unique(maintain_order=True).to_list())
     return list(found)
 
@@ -457,7 +463,11 @@ def _count_values(column: str, values: Sequence[str | None], metrics: MetricsTab
         codes = chunk.rows[column].cast(texts).to_physical().cast(pl.Int64) + 1 if len(values) > 1 else None
         of_rows = codes.fill_null(0).to_numpy() if codes is not None else int(values[:1] != [None])
         many = np.repeat(times, [len(operands) for _, operands in chunk.steps])
-        counts += np.bincount(chunk.operand_of_each_row * width + of_rows, many, counts.size).astype(np.int64).reshape(counts.shape)
+        counts += (
+            np.bincount(chunk.operand_of_each_row * width + of_rows, many, counts.size)
+            .astype(np.int64)
+            .reshape(counts.shape)
+        )
     return counts
 
 
@@ -480,7 +490,9 @@ def _find_largest(weights: MetricsTable, whole: bool = False) -> Ints:
     return most
 
 
-def _gather_rows(columns: Sequence[str], gather: Callable[[pl.DataFrame], pl.DataFrame], metrics: MetricsTable) -> pl.DataFrame:
+def _gather_rows(
+    columns: Sequence[str], gather: Callable[[pl.DataFrame], pl.DataFrame], metrics: MetricsTable
+) -> pl.DataFrame:
     """See `Metrics.reduce_rows`."""
     found = gather(metrics.none(columns))
     for rows in metrics.read_rows_in_batches(columns):

@@ -122,7 +122,11 @@ class Run:
 
     def restore_recorded_names(self) -> Run:
         """Return the run with the layer names of the record."""
-        return replace(self, metrics=self.metrics.rename_layers(self.recorded_names), renamed_to={}) if self.renamed_to else self
+        return (
+            replace(self, metrics=self.metrics.rename_layers(self.recorded_names), renamed_to={})
+            if self.renamed_to
+            else self
+        )
 
     @property
     def recorded_names(self) -> dict[str, str]:
@@ -146,7 +150,9 @@ def _samples_consumed(path: str, steps: pl.DataFrame, metrics: MetricsTable) -> 
     number.
     """
     columns = ["step", "consumed_samples"]
-    of_steps = [rows.select(columns).unique("step", keep="first") for rows in metrics.read_rows_in_batches(["consumed_samples"])]
+    of_steps = [
+        rows.select(columns).unique("step", keep="first") for rows in metrics.read_rows_in_batches(["consumed_samples"])
+    ]
     both = pl.concat([steps.select(columns), *of_steps])
     known = both.drop_nulls().unique("step", keep="first").sort("step")
     if known.is_empty():

@@ -25,7 +25,7 @@ def find_usual_casts(metrics: MetricsTable) -> pl.DataFrame:
 
     Example:
         >>> rows = {"step": [0, 1, 2], "layer": "fc1", "role": "input", "recipe": ["mxfp8", "mxfp8", None]}
-        >>> usual_casts(Metrics.from_rows(pl.DataFrame(rows | {"scale_source": "engine"}))).row(0)
+        >>> find_usual_casts(MetricsTable.from_rows(pl.DataFrame(rows | {"scale_source": "engine"}))).row(0)
         ('fc1', 'input', 'mxfp8', True)
     """
     recipes, sources = metrics.count_rows_by_value("recipe"), metrics.count_rows_by_value("scale_source")

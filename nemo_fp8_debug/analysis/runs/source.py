@@ -51,7 +51,7 @@ class RowSource(Protocol):
 
         Args:
             column: text column; None: compare only the operands of steps.
-            operands, steps: as in `chunks`.
+            operands, steps: as in `read_chunks`.
         """
 
     def list_distinct_values(self, column: str) -> list[str | None] | None:
@@ -85,7 +85,7 @@ class InMemoryRows:
         steps: Ints | None = None,
         then: Callable[[RowChunk], Any] = return_chunk_unchanged,
     ) -> Iterator[Any]:
-        """See `Source`. All rows come in one chunk."""
+        """See `RowSource`. All rows come in one chunk."""
         of_rows = self._operand if operands is None else operands[self._operand]
         of_steps = np.arange(len(self.steps)) if steps is None else steps
         operands_of = np.split(of_rows, self._ends[:-1]) if len(self._ends) else []
@@ -96,12 +96,12 @@ class InMemoryRows:
     def group_equal_steps(
         self, column: str | None, operands: Ints | None = None, steps: Ints | None = None
     ) -> Iterator[tuple[RowChunk, Sequence[int]]]:
-        """See `Source`. No two steps are treated as equal."""
+        """See `RowSource`. No two steps are treated as equal."""
         for chunk in self.read_chunks([column] if column else [], operands, steps):
             yield chunk, [1] * len(chunk.steps)
 
     def list_distinct_values(self, column: str) -> list[str | None] | None:
-        """See `Source`."""
+        """See `RowSource`."""
         return self._rows[column].unique(maintain_order=True).to_list()
 
 

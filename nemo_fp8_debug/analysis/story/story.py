@@ -23,8 +23,8 @@ from ..diagnosis.narrator import (
     explain_blame,
     name_tensor,
     tell_headline,
-    tell_loss_outcome,
     tell_loss_headline,
+    tell_loss_outcome,
     tell_verdict_reason,
 )
 from ..diagnosis.ranking import ALSO_WRONG, BLAMED, KEY, compute_tensor_medians, make_tensor_ranking_table
@@ -211,7 +211,12 @@ def _make_headline(found: Diagnosis, first: Mapping[str, Any] | None) -> dict[st
 
 def _describe_warning(found: Diagnosis, first: Mapping[str, Any] | None) -> str | None:
     """Return a sentence about the early warning if it came before the first tensor left its band, otherwise None."""
-    if found.first_early_warning is None or first is None or first["since"] is None or found.first_early_warning[0] >= first["since"]:
+    if (
+        found.first_early_warning is None
+        or first is None
+        or first["since"] is None
+        or found.first_early_warning[0] >= first["since"]
+    ):
         return None
     step, _, layer, role = found.first_early_warning
     unit = found.run.unit
@@ -307,7 +312,7 @@ def find_zero_since(metrics: MetricsTable) -> dict[Key, int]:
     Example:
         >>> import polars as pl
         >>> rows = {"step": [0, 10, 20], "layer": ["fc1"] * 3, "role": ["input"] * 3, "amax": [0.5, 0.0, 0.0]}
-        >>> find_zero_since(Metrics.from_rows(pl.DataFrame(rows | {"nan": [0] * 3, "inf": [0] * 3})))
+        >>> find_zero_since(MetricsTable.from_rows(pl.DataFrame(rows | {"nan": [0] * 3, "inf": [0] * 3})))
         {('fc1', 'input'): 10}
     """
     if metrics.is_empty():

@@ -10,7 +10,13 @@ from ...core.text import format_number
 from ...numerics.metric_names import LABELS
 from ..comparison.compare import Comparison
 from ..comparison.drift import describe_common_property
-from ..diagnosis.narrator import describe_band_exit, describe_step_distance, format_metric_value, tell_loss_outcome, tell_reference_loss
+from ..diagnosis.narrator import (
+    describe_band_exit,
+    describe_step_distance,
+    format_metric_value,
+    tell_loss_outcome,
+    tell_reference_loss,
+)
 from ..formatting import make_jsonable
 from ..loss.gap import find_rise_above_baseline
 
@@ -98,7 +104,9 @@ def _plain(text: str) -> str:
 
 def summarize(found: Comparison) -> str:
     """Return the comparison in a few sentences."""
-    return " ".join([*_of_the_loss(found), *_of_the_first_out(found), *tell_drifted_tensors(found), *_of_the_reference(found)])
+    return " ".join(
+        [*_of_the_loss(found), *_of_the_first_out(found), *tell_drifted_tensors(found), *_of_the_reference(found)]
+    )
 
 
 def tell_conclusion(found: Comparison) -> str:
@@ -195,7 +203,9 @@ def serialize_comparison(found: Comparison) -> dict[str, Any]:
                 "final_loss": run.loss.final_loss,
                 "lowest_loss": run.loss.minimum_step_and_loss,
                 "diverged_at": run.loss.divergence_step,
-                "above_baseline_since": None if run is found.baseline else find_rise_above_baseline(run.loss, found.baseline.loss),
+                "above_baseline_since": None
+                if run is found.baseline
+                else find_rise_above_baseline(run.loss, found.baseline.loss),
             }
             for name, run in runs.items()
         },
@@ -205,7 +215,7 @@ def serialize_comparison(found: Comparison) -> dict[str, Any]:
         "experts": found.experts,
         "out_of_band": found.out_of_band,
         "groups": found.count_out_of_band_groups(),
-        "differences": found.list_setting_differences(),
+        "differences": found.differences(),
         "what_if": found.list_what_if_metrics(),
         **found.feature_comparisons,
     }

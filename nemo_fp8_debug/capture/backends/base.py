@@ -89,10 +89,10 @@ class StoredCodes(Protocol):
         """The parameter of the module."""
 
     def decode_values(self) -> DecodedCodes:
-        """Return the values of the codes. Raises UnknownCast."""
+        """Return the values of the codes. Raises UnknownCastError."""
 
     def find_cast(self) -> CastInUse:
-        """Return how the codes were cast. Raises UnknownCast."""
+        """Return how the codes were cast. Raises UnknownCastError."""
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ class FrameworkBackend:
     unseen: Callable[[nn.Module, str], Collection[str]] = lambda module, part: ()
     #: called after a forward call, to find how the engine casts a role of a part. It returns a function that returns this
     #: cast. Call the returned function immediately for X and W, and in the backward for dY. Both functions may raise
-    #: UnknownCast. The field is None if the backend never quantizes
+    #: UnknownCastError. The field is None if the backend never quantizes
     cast: Callable[[nn.Module, Kwargs, str, str, torch.Tensor], Callable[[], CastInUse]] | None = None
     #: called once per sampled step; returns why no cast of the engine can be determined, or ""
     untold: Callable[[], str] = str

@@ -43,7 +43,9 @@ GRAIN = 1 << 18
 _RESULTS = 5
 
 
-def block_quantization_sums(x: torch.Tensor, rule: BlockScalingRule, role: str, fmt: FloatFormat, counted: Histogram) -> QuantizationSums:
+def block_quantization_sums(
+    x: torch.Tensor, rule: BlockScalingRule, role: str, fmt: FloatFormat, counted: Histogram
+) -> QuantizationSums:
     """Return the result of `numerics.block_scaling.quantization_sums_in_blocks`, added up in another order.
 
     Args:
@@ -59,7 +61,9 @@ def block_quantization_sums(x: torch.Tensor, rule: BlockScalingRule, role: str, 
             kept = kept.contiguous()
         stride = kept.stride(0) if rows > 1 else columns
     blocks = math.ceil(rows / high) * math.ceil(columns / wide)
-    first, last = find_occupied_bounds(counted.counts.data_ptr(), find_infinity_bin(x.dtype)) if rule.two_level else (0, BINS - 1)
+    first, last = (
+        find_occupied_bounds(counted.counts.data_ptr(), find_infinity_bin(x.dtype)) if rule.two_level else (0, BINS - 1)
+    )
     whole = compute_bin_magnitudes(x.dtype, torch.device("cpu"))[last]
     scales = compute_block_scales(rule, whole, fmt, x.dtype, slice(first, last + 1))
     tables = (

@@ -46,8 +46,8 @@ def _count_directly(values: Values, counts: Counts) -> None:
 
 
 @jit
-def count_patterns_of_small_array(address: int, n: int, counts: int) -> None:
-    """Count fewer than `SMALL` values, like `count_patterns`. The values are at `address`, the counters at `counts`."""
+def count_bit_patterns_if_small(address: int, n: int, counts: int) -> None:
+    """Count fewer than `SMALL` values, like `count_bit_patterns`. The values are at `address`, the counters at `counts`."""
     _count_directly(carray(values_at(address), (1, n)), carray(counts_at(counts), 32768))
 
 
@@ -160,7 +160,7 @@ def _counting() -> CompiledJob:
     return count
 
 
-def count_patterns(values: Values, counts: Counts, threads: int) -> None:
+def count_bit_patterns(values: Values, counts: Counts, threads: int) -> None:
     """Add to `counts[p]` how often the magnitude pattern `p` (sign bit cleared) occurs.
 
     Args:

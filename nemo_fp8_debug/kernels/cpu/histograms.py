@@ -15,7 +15,7 @@ import torch
 from ...numerics import metrics
 from ...numerics.formats import FloatFormat
 from ...numerics.histogram import BINS, DTYPES, LANES, Histogram, HistogramBatch, find_infinity_bin, list_pattern_magnitudes
-from ...numerics.metrics import ValueMoments, QuantizationSums
+from ...numerics.metrics import QuantizationSums, ValueMoments
 from .histogram import list_occupied_bins
 from .jit import jit
 from .quantize import compute_rounding_constants, round_to_format
@@ -70,7 +70,7 @@ class Histograms:
 
 
 def _find_occupied(histograms: Sequence[Histogram]) -> None:
-    """Fill in `Histogram.occupied`, in a fifth of the time that the property takes."""
+    """Fill in `Histogram.occupied_bins`, in a fifth of the time that the property takes."""
     bins, counts = np.empty(BINS, np.int64), np.empty(BINS, np.int64)
     for histogram in histograms:
         if "occupied" not in vars(histogram):

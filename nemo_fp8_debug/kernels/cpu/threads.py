@@ -61,7 +61,7 @@ class ZeroedArrays:
         return found if found is not None and len(found) >= shares else np.zeros((shares, *self._shape), self._dtype)
 
     def return_array(self, zeros: npt.NDArray[Any]) -> None:
-        """Keep an array of zeros for a later `take`."""
+        """Keep an array of zeros for a later `take_array`."""
         self._kept.append(zeros)
 
 

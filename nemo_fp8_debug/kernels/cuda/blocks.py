@@ -14,10 +14,10 @@ import torch
 from ...numerics.block_scaling import Block, BlockScalingRule, MXFP8Scaling, compute_block_scales, view_as_matrix
 from ...numerics.formats import E4M3, FloatFormat
 from ...numerics.histogram import BINS, Histogram, compute_bin_magnitudes, find_infinity_bin
-from ...numerics.metrics import SumsFound, DeferredRowSum
+from ...numerics.metrics import DeferredRowSum, SumsFound
 from ..memory import DeviceMemory
 from .histogram import LEAST_BLOCKS
-from .launches import Grid, CudaStream, count_multiprocessors
+from .launches import CudaStream, Grid, count_multiprocessors
 from .sums import SUMS, sum_part_rows
 from .tile import STRIP, THREADS, TILE, CodeRounding, PatternLayout, compile_sum_kernel
 
@@ -41,13 +41,15 @@ def whole_words(address: int, columns: int) -> bool:
     return address % 8 == 0 and columns % 4 == 0 and columns < 1 << 26
 
 
-def launch_block_kernel(values: Any, words: Any, known: tuple[Any, ...], scales: tuple[Any, Any], out: Any, grid: Grid) -> None:
+def launch_block_kernel(
+    values: Any, words: Any, known: tuple[Any, ...], scales: tuple[Any, Any], out: Any, grid: Grid
+) -> None:
     """Start the kernel without waiting for it.
 
     Args:
         values: uint16 [n], the matrix row by row.
         words: uint64 [n / 4], the same memory if `whole_words`, otherwise an empty array.
-        known: what `arguments` returned for the matrix.
+        known: what `make_kernel_arguments` returned for the matrix.
         scales: float32 and float64 [32768], scale and scale_inv for each amax.
         out: float64 [thread blocks * 5], in which each thread block stores its sums.
         grid: size of the launch, and its stream.
@@ -64,8 +66,12 @@ def amax_of_histogram(histogram: Histogram) -> torch.Tensor:
     ).amax()
 
 
-def block_quantization_sums(x: torch.Tensor, rule: BlockScalingRule, role: str, fmt: FloatFormat, counted: Histogram) -> SumsFound:
-    """Return the result of `torch_fallback.block_sums`, added up in another order. Run in torch's current stream.
+def block_quantization_sums(
+    x: torch.Tensor, rule: BlockScalingRule, role: str, fmt: FloatFormat, counted: Histogram
+) -> SumsFound:
+    """Return the result of `torch_fallback.block_quantization_sums`, added up in another order.
+
+    Run in torch's current stream.
 
     The first call on a device compiles the kernel.
 

@@ -17,16 +17,16 @@ from numba import uint32, uint64
 
 from ...numerics.formats import BF16, E4M3, FloatFormat
 from ...numerics.metrics import (
-    ValueMoments,
+    DeferredRowSum,
     MomentsFound,
     SumsFound,
-    DeferredRowSum,
+    ValueMoments,
     compute_float32_moments,
     quantization_sums_of_float32,
 )
 from ..memory import DeviceMemory
 from .histogram import LEAST_BLOCKS
-from .launches import Grid, CudaKernel, CudaStream, compile_device_function, cuda, count_multiprocessors
+from .launches import CudaKernel, CudaStream, Grid, compile_device_function, count_multiprocessors, cuda
 from .sums import SUMS, fold_thread_sums, round_to_code, store_thread_sums, sum_part_rows
 from .tile import CodeRounding
 
@@ -200,8 +200,8 @@ def moments_of_parts(parts: torch.Tensor, n: int) -> ValueMoments:
     )
 
 
-def compute_float32_moments(x: torch.Tensor) -> MomentsFound:
-    """Return the result of `numerics.metrics.moments_of_float32`, computed in torch's current stream.
+def measure_float32_moments(x: torch.Tensor) -> MomentsFound:
+    """Return the result of `numerics.metrics.compute_float32_moments`, computed in torch's current stream.
 
     The first call on a device compiles the kernel.
 
@@ -259,5 +259,5 @@ def run_kernel_once(device: torch.device) -> None:
         Exception: Numba cannot use the device. The exception may be of many types.
     """
     x = torch.zeros(32, device=device)
-    compute_float32_moments(x)
+    measure_float32_moments(x)
     quantization_sums(x, torch.ones((), device=device), E4M3)

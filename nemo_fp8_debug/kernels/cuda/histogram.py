@@ -13,7 +13,7 @@ from numba import int32, uint32
 
 from ...numerics.histogram import BINS
 from ..memory import DeviceMemory
-from .launches import Grid, CudaKernel, CudaStream, compile_device_function, cuda, count_multiprocessors
+from .launches import CudaKernel, CudaStream, Grid, compile_device_function, count_multiprocessors, cuda
 
 #: number of counters that a thread block keeps in shared memory (44 KiB): 88 binades of bfloat16, or 11 of float16
 WINDOW = 11 << 10
@@ -139,7 +139,7 @@ def launch_histogram_kernel(values: Any, words: Any, cut: tuple[int, int], infin
     _count.start(grid, values, words, head, body // threads, infinity, counts)
 
 
-def count_patterns(values: torch.Tensor, counts: torch.Tensor, infinity: int) -> None:
+def count_bit_patterns(values: torch.Tensor, counts: torch.Tensor, infinity: int) -> None:
     """Add to `counts[p]` how often the magnitude pattern `p` (sign bit cleared) occurs. Do not wait for the device.
 
     The work runs in torch's current stream. The first call on a device compiles the kernel.
@@ -170,4 +170,6 @@ def run_kernel_once(device: torch.device) -> None:
     Raises:
         Exception: Numba cannot use the device. The exception may be of many types.
     """
-    count_patterns(torch.zeros(64, dtype=torch.int16, device=device), torch.zeros(BINS, dtype=torch.int64, device=device), 1)
+    count_bit_patterns(
+        torch.zeros(64, dtype=torch.int16, device=device), torch.zeros(BINS, dtype=torch.int64, device=device), 1
+    )

@@ -273,7 +273,7 @@ def _add_tile(
 def compile_sum_kernel(kind: PatternLayout, threads: int) -> Any:
     """Compile the kernel for one kind of values and a number of threads. As constants, these cost no instructions.
 
-    `blocks.launch` documents the kernel's arguments.
+    `blocks.launch_block_kernel` documents the kernel's arguments.
     """
 
     @CudaKernel

@@ -93,7 +93,11 @@ class ActivationCapture:
     """Observes activations, in the forward calls in which operands are measured too."""
 
     def __init__(
-        self, sites: Sequence[ObservedActivation], operands: Mapping[Key, OperandAccumulator], on_fault: Fault, dispatcher: EventDispatcher
+        self,
+        sites: Sequence[ObservedActivation],
+        operands: Mapping[Key, OperandAccumulator],
+        on_fault: Fault,
+        dispatcher: EventDispatcher,
     ) -> None:
         """
         Args:

@@ -19,7 +19,7 @@ from ...core.keys import ACTIVATIONS, Key
 from ...core.layer_names import compile_layer_patterns
 from ...core.observation import CombinedObservations
 from ...core.table import Columns
-from ...coverage.modules import find_score_modules
+from ...coverage.modules import find_attention_score_modules
 from ...monitor.model_scan import FeatureModules
 from ...monitor.open_step import OpenStep, RunSetup, StepObserver
 from ...options.config import Config
@@ -119,11 +119,11 @@ def _ratio(a: float, b: float) -> float | None:
 NAME = "activations"
 
 
-def find_modules(scanned: Sequence[ScannedModule], config: Config, errors: ErrorGuard) -> FeatureModules:
-    """Return the modules whose activations to observe, as `Site`. Warn about modules that are left out."""
+def find_observed_modules(scanned: Sequence[ScannedModule], config: Config, errors: ErrorGuard) -> FeatureModules:
+    """Return the modules whose activations to observe, as `ObservedActivation`. Warn about modules that are left out."""
     if not config.activations:
         return FeatureModules()
-    sites, compiled = find_observed_activations(scanned, config.activations, find_score_modules(scanned))
+    sites, compiled = find_observed_activations(scanned, config.activations, find_attention_score_modules(scanned))
     if compiled:
         errors.warn(
             f"the activations of {len(compiled)} modules (first {compiled[0]}) are not observed: they run inside "
@@ -179,11 +179,11 @@ class ActivationObservation(TensorObservation):
         super().__init__({key: kind for key, kind in kinds.items() if key[1] in self.roles}, setup.ranks)
 
     def start_observer(self, step: OpenStep) -> ActivationStep:
-        """See `Observation`."""
+        """See `FeatureObservation`."""
         return ActivationStep(step)
 
     def make_table_rows(self, sampled: CombinedObservations) -> dict[str, Columns]:
-        """See `Observation`."""
+        """See `FeatureObservation`."""
         found = self.measure_tensors(sampled)
         if not found.metrics["layer"]:
             return {}

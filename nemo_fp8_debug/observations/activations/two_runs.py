@@ -57,7 +57,7 @@ def _values(run: Run) -> pl.DataFrame:
     return rows.unpivot(_METRICS, index=["step", *_KEY], variable_name="metric").drop_nulls("value")
 
 
-def show_row(row: Mapping[str, Any]) -> Iterator[str]:
+def format_comparison_cells(row: Mapping[str, Any]) -> Iterator[str]:
     """Yield the cells of a row of `compare_runs` after layer and tensor."""
     yield label_metric(row["metric"])
     yield from (format_number(row[name]) for name in ("baseline", "run", "ratio_log2"))

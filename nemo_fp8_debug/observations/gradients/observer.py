@@ -15,7 +15,7 @@ from ...capture.operands import OperandAccumulator
 from ...capture.tensors import take_local_part
 from ...capture.weight_gradients import WatchedWeight, WeightGradient
 from ...core.keys import Key
-from ...core.observation import Arrays, CombinedObservations, Lanes, FeatureObservation, AgreedSampleSettings
+from ...core.observation import AgreedSampleSettings, Arrays, CombinedObservations, FeatureObservation, Lanes
 from ...core.table import Columns
 from ...monitor.open_step import OpenStep, RunSetup, StepObserver
 from .table import TABLES
@@ -145,15 +145,15 @@ class GradientObservation(FeatureObservation):
         self._names = setup.gemm_names
 
     def start_observer(self, step: OpenStep) -> GradientStep:
-        """See `Observation`."""
+        """See `FeatureObservation`."""
         return GradientStep(step)
 
     def collect_results(self, mine: GradientStep | None, operands: Sequence[OperandAccumulator]) -> GradientsOfRank:
-        """See `Observation`."""
+        """See `FeatureObservation`."""
         return mine.collect_rank_gradients() if mine else GradientsOfRank()
 
     def pack_results(self, plan: AgreedSampleSettings, found: GradientsOfRank | None, expected: Collection[Key]) -> Arrays:
-        """See `Observation`."""
+        """See `FeatureObservation`."""
         found = found or GradientsOfRank()
         rows = np.zeros((len(self._names), len(_COLUMNS)))
         for row, name in zip(rows, self._names, strict=True):
@@ -163,20 +163,22 @@ class GradientObservation(FeatureObservation):
         return {"rows": rows}
 
     def collect_sums(self, plan: AgreedSampleSettings, packed: Arrays, extremes: torch.Tensor) -> Lanes:
-        """See `Observation`."""
+        """See `FeatureObservation`."""
         return {_LANE: torch.tensor(packed["rows"]).flatten()}
 
-    def combine_all_ranks(self, plan: AgreedSampleSettings, sums: Lanes, extremes: torch.Tensor) -> Mapping[str, tuple[float, ...]]:
+    def combine_all_ranks(
+        self, plan: AgreedSampleSettings, sums: Lanes, extremes: torch.Tensor
+    ) -> Mapping[str, tuple[float, ...]]:
         """Return the sums of each complete gradient."""
         rows = zip(self._names, sums[_LANE].view(-1, len(_COLUMNS)).tolist(), strict=True)
         return {name: tuple(row[1:]) for name, row in rows if row[1] and row[1] == row[0]}
 
     def compute_single_rank_result(self, found: GradientsOfRank) -> Mapping[str, tuple[float, ...]]:
-        """See `Observation`."""
+        """See `FeatureObservation`."""
         return {name: (1, s.squares, s.zeros, s.nonfinite, s.elements) for name, s in found.sizes.items()}
 
     def make_table_rows(self, sampled: CombinedObservations) -> dict[str, Columns]:
-        """See `Observation`."""
+        """See `FeatureObservation`."""
         found: Mapping[str, tuple[float, ...]] = sampled.whole[self.name]
         layers = [name for name in self._names if name in found]
         if not layers:

@@ -9,7 +9,7 @@ import numpy as np
 import polars as pl
 
 from ...analysis import thresholds
-from ...analysis.diagnosis.facts import Facts, DiagnosedRecords, define_fact, subtract_baseline_tensors
+from ...analysis.diagnosis.facts import DiagnosedRecords, Facts, define_fact, subtract_baseline_tensors
 from ...analysis.diagnosis.finding import Finding
 from ...analysis.diagnosis.rule import register_rule
 from ...analysis.diagnosis.rules.nonfinite import WEIGHT_GRADIENT, FirstNonfinite
@@ -58,7 +58,9 @@ def find_zero_gradients(facts: Facts) -> Iterator[Finding]:
     explained = {each.layer for each in zero_tensors(facts)} | {
         each.layer for each in suspects(facts) if loses_most_values(each)
     }
-    found = [each for each in zero_gradients(facts) if each.layer not in explained and find_expert_aggregate(each.layer) is None]
+    found = [
+        each for each in zero_gradients(facts) if each.layer not in explained and find_expert_aggregate(each.layer) is None
+    ]
     if not found:
         return
     since = min(each.since for each in found)

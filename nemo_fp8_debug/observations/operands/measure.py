@@ -11,14 +11,14 @@ import numpy as np
 import torch
 
 from ...capture.operand_stats import OperandStats, merge_operand_stats
-from ...core.layer_names import is_expert_aggregate, find_expert_aggregate
+from ...core.layer_names import find_expert_aggregate, is_expert_aggregate
 from ...core.table import concat_columns
 from ...kernels.cpu.histograms import Histograms
 from ...numerics.delayed_state import EmulatedScales
 from ...numerics.expert_groups import ExpertAggregates
 from ...numerics.formats import FORMATS, FloatFormat
 from ...numerics.metric_columns import make_block_scale_columns, make_metric_columns
-from ...numerics.metrics import ValueMoments, QuantizationSums
+from ...numerics.metrics import QuantizationSums, ValueMoments
 from ...numerics.tensor_scaling import CurrentScaling
 
 Rows = dict[str, list[Any]]
@@ -66,7 +66,9 @@ def measure_tensors(
     moments = _moments(stats, totals)
     if aggregated:
         moments = ValueMoments.concat([moments, _moments(aggregated, Histograms([s.histogram for s in aggregated]))])
-    experts = Counter(aggregate for name in {*names, *(s.key[0] for s in stats)} if (aggregate := find_expert_aggregate(name)))
+    experts = Counter(
+        aggregate for name in {*names, *(s.key[0] for s in stats)} if (aggregate := find_expert_aggregate(name))
+    )
     operands = _Operands([*stats, *aggregated], aggregates, totals, moments, experts)
     scale, sums = _in_use(stats, operands)
     described: Rows = {

@@ -17,7 +17,7 @@ from ...capture.scales import SHADOW
 from ...capture.tensors import is_counted_here, never_count_here, take_local_part
 from ...core.error_guard import ErrorGuard
 from ...core.keys import ATTENTION, ATTENTION_BACKWARD, ATTENTION_FORWARD, ROLES, Key, list_roles
-from ...core.observation import Arrays, CombinedObservations, Lanes, AgreedSampleSettings
+from ...core.observation import AgreedSampleSettings, Arrays, CombinedObservations, Lanes
 from ...core.table import Columns
 from ...monitor.open_step import OpenStep, RunSetup, StepObserver, is_duplicate_operand, is_hook_visible
 from ...numerics.block_scaling import BlockScalingRule
@@ -54,7 +54,11 @@ class OperandStep(StepObserver):
         if step.watched.model.scales.auto:
             roles = [*(ATTENTION_FORWARD if "input" in self._roles else ())]
             roles += ATTENTION_BACKWARD if "grad_output" in self._roles else ()
-            mine = {(g.name, role): OperandAccumulator(g, role, make_unknown_cast(role)) for g in self._attentions for role in roles}
+            mine = {
+                (g.name, role): OperandAccumulator(g, role, make_unknown_cast(role))
+                for g in self._attentions
+                for role in roles
+            }
             self._attention_sinks |= mine
             step.operands |= mine
 
@@ -96,7 +100,9 @@ def _add_operand(step: OpenStep, gemm: Gemm, role: str) -> None:
     # Either all ranks have the same operand, or each rank of a mesh has a part of it. The operand's tensors show which.
     first = watched.shard_group.first[gemm.name] if copied is None else None
     counts = never_count_here if copied else partial(is_counted_here, rank=watched.rank, first=first)
-    operand = OperandAccumulator(gemm, role, watched.model.scales.choose_operand_cast(gemm, role), config.what_if_recipes, counts)
+    operand = OperandAccumulator(
+        gemm, role, watched.model.scales.choose_operand_cast(gemm, role), config.what_if_recipes, counts
+    )
     operand.measures_copies, operand.counts_block_scales = config.copies, config.block_scales
     step.seen.setdefault(gemm.name, {})[role] = operand
     if counted:
@@ -127,24 +133,24 @@ class OperandObservation(TensorObservation):
         self._scales = setup.scales
 
     def start_observer(self, step: OpenStep) -> OperandStep:
-        """See `Observation`."""
+        """See `FeatureObservation`."""
         return OperandStep(step)
 
     def _observe(self, amax: Mapping[Key, float]) -> None:
         self._scales.update_amax_histories({key: value for key, value in amax.items() if key[1] in ROLES})
 
     def compute_single_rank_result(self, found: Stats) -> Stats:
-        """See `Observation`."""
+        """See `FeatureObservation`."""
         self._observe({stat.key: stat.amax for stat in found})
         return found
 
     def collect_sums(self, plan: AgreedSampleSettings, packed: Arrays, extremes: torch.Tensor) -> Lanes:
-        """See `Observation`."""
+        """See `FeatureObservation`."""
         self._observe(self._sums.read_amaxes(extremes))
         return super().collect_sums(plan, packed, extremes)
 
     def make_table_rows(self, sampled: CombinedObservations) -> dict[str, Columns]:
-        """See `Observation`."""
+        """See `FeatureObservation`."""
         found = self.measure_tensors(sampled)
         keys = zip(found.metrics["layer"], found.metrics["role"], strict=True)
         sampled.norms.update(zip(keys, found.norms, strict=True))
@@ -158,12 +164,14 @@ class OperandObservation(TensorObservation):
         }
 
     def finish_tables(self, tables: Mapping[str, Columns], scalars: Mapping[str, float]) -> dict[str, Columns]:
-        """See `Observation`."""
+        """See `FeatureObservation`."""
         # The table exists even if no rank observed any operand in a step.
         known = tables if "metrics" in tables else {"metrics": measure_tensors([]).metrics, **tables}
         multiplier = scalars.get("grad_scale")
         return {
-            name: {**columns, **unscale_gradient_columns(columns, multiplier)} for name in _UNSCALED if (columns := known.get(name))
+            name: {**columns, **unscale_gradient_columns(columns, multiplier)}
+            for name in _UNSCALED
+            if (columns := known.get(name))
         }
 
 

@@ -34,7 +34,9 @@ def _add_unscaled(sample: Sample, tags: ScalarTags) -> None:
     if not (multiplier := sample.scalars.get("grad_scale")):
         return
     for metric in UNITS:
-        found = [value for value in sample.operand_columns[f"unscaled_{metric}"] if value is not None and math.isfinite(value)]
+        found = [
+            value for value in sample.operand_columns[f"unscaled_{metric}"] if value is not None and math.isfinite(value)
+        ]
         worst = max if WORSE[metric] > 0 else min
         if found:
             tags.add_combined_tags({f"fp8/unscaled_{metric}/grad_output": found}, {**WORST, "worst": worst})

@@ -17,13 +17,13 @@ import torch
 from ...capture.operand_stats import CastDescription, OperandStats, collect_operand_stats
 from ...capture.operands import OperandAccumulator
 from ...core.keys import Key
-from ...core.observation import Arrays, CombinedObservations, Lanes, FeatureObservation, AgreedSampleSettings
+from ...core.observation import AgreedSampleSettings, Arrays, CombinedObservations, FeatureObservation, Lanes
 from ...core.plain_arrays import Array
 from ...core.table import Columns
 from ...distributed import MonitoredRanks
 from ...numerics.block_scaling import CODES
 from ...numerics.histogram import BINS, Histogram
-from ...numerics.metrics import ValueMoments, QuantizationSums
+from ...numerics.metrics import QuantizationSums, ValueMoments
 from .measure import OperandMeasurements, measure_tensors
 
 Stats = list[OperandStats]
@@ -63,23 +63,23 @@ class TensorObservation(FeatureObservation):
         return self._sums.mixed
 
     def collect_results(self, mine: object, operands: Sequence[OperandAccumulator]) -> Stats:
-        """See `Observation`."""
+        """See `FeatureObservation`."""
         return collect_operand_stats([operand for operand in operands if operand.role in self.roles])
 
     def pack_results(self, plan: AgreedSampleSettings, found: Stats | None, expected: Collection[Key]) -> Arrays:
-        """See `Observation`."""
+        """See `FeatureObservation`."""
         return self._sums.pack_results(plan, found or [], expected)
 
     def collect_maxima(self, packed: Arrays) -> torch.Tensor:
-        """See `Observation`."""
+        """See `FeatureObservation`."""
         return self._sums.collect_maxima(packed)
 
     def collect_sums(self, plan: AgreedSampleSettings, packed: Arrays, extremes: torch.Tensor) -> Lanes:
-        """See `Observation`."""
+        """See `FeatureObservation`."""
         return self._sums.collect_sums(plan, packed, extremes)
 
     def combine_all_ranks(self, plan: AgreedSampleSettings, sums: Lanes, extremes: torch.Tensor) -> Stats:
-        """See `Observation`."""
+        """See `FeatureObservation`."""
         return self._sums.combine_all_ranks(plan, sums, extremes)
 
     def measure_tensors(self, sampled: CombinedObservations) -> OperandMeasurements:
@@ -91,7 +91,7 @@ def sort_in_use_rows_first(columns: Columns) -> dict[str, list[Any]]:
     """Return rows in use, followed by rows under other recipes. Keep the order of rows otherwise.
 
     Example:
-        >>> put_in_use_first({"layer": ["a", "a", "b"], "scale_source": ["engine", "what-if", "engine"]})["layer"]
+        >>> sort_in_use_rows_first({"layer": ["a", "a", "b"], "scale_source": ["engine", "what-if", "engine"]})["layer"]
         ['a', 'b', 'a']
     """
     tried = [source == "what-if" for source in columns["scale_source"]]

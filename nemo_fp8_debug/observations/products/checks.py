@@ -11,7 +11,7 @@ import torch
 from ...capture.tensors import take_local_part
 from ...numerics.block_scaling import view_as_matrix
 from ...numerics.gemm_error import sample_indices
-from ...numerics.product_check import CHECKED, FLOAT32, GemmAccumulation, CheckedBlock, ExactBlock, check_product_blocks
+from ...numerics.product_check import CHECKED, FLOAT32, CheckedBlock, ExactBlock, GemmAccumulation, check_product_blocks
 from .verification import CHANGED, GATHERED, NOT_SEEN
 
 #: largest number of partial sums that a GEMM is split into
@@ -82,7 +82,7 @@ class CheckQueue:
         self._checks: list[ProductChecks] = []
 
     def serve(self, checks: ProductChecks) -> None:
-        """When `move` is called, also move the tensors of these checks."""
+        """When `move_tensors` is called, also move the tensors of these checks."""
         self._checks.append(checks)
 
     def add_block(self, checks: ProductChecks, product: str, block: CheckedBlock) -> None:
@@ -169,7 +169,12 @@ class ProductChecks:
                 self._changed = ~((seen == now) | (seen.isnan() & now.isnan())).all()
 
     def add_product_operands(
-        self, product: str, a: MultipliedOperandRows, b: MultipliedOperandRows, splits: bool = False, exact: torch.Tensor | None = None
+        self,
+        product: str,
+        a: MultipliedOperandRows,
+        b: MultipliedOperandRows,
+        splits: bool = False,
+        exact: torch.Tensor | None = None,
     ) -> None:
         """Note the operands of a product, A and B of A B^T.
 
@@ -195,7 +200,7 @@ class ProductChecks:
         Args:
             result: [..., columns], in the layout of A B^T.
             bias: [columns], added to the product.
-            before: the values that the product was added to, as a block that `block` returned.
+            before: the values that the product was added to, as a block that `copy_compared_block` returned.
         """
         m = view_as_matrix(take_local_part(result.detach()))
         if self.has_result(product) or not m.numel():

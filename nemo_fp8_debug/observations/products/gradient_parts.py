@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ...numerics.product_check import CHECKED, GemmAccumulation, CheckedBlock, ExactBlock, check_product_blocks
+from ...numerics.product_check import CHECKED, CheckedBlock, ExactBlock, GemmAccumulation, check_product_blocks
 from .verification import (
     GRADIENT_NOT_SEEN,
     OF_RANKS,
@@ -64,7 +64,7 @@ def compute_summation_error_bound(
         factor: factor that multiplies sums before they are added to others.
 
     Example:
-        >>> float(compute_sum_bound(torch.tensor(8.0).double(), 4, [torch.bfloat16]))
+        >>> float(compute_summation_error_bound(torch.tensor(8.0).double(), 4, [torch.bfloat16]))
         0.126984...
     """
     part = roundings * max(torch.finfo(dtype).eps / 2 for dtype in dtypes)
@@ -121,7 +121,7 @@ class _Added:
 
     @classmethod
     def read(cls, row: torch.Tensor) -> _Added | None:
-        """Read a sum of `GradientParts.numbers`. Return None if no rank has computed a gradient."""
+        """Read a sum of `GradientOfRank.collect_sums`. Return None if no rank has computed a gradient."""
         of = dict(zip(_HEADER, row[: len(_HEADER)].tolist(), strict=True))
         if not of["passes"]:
             return None
@@ -184,7 +184,7 @@ def compared(rows: Mapping[str, Sequence[torch.Tensor]]) -> dict[tuple[str, str]
     from all weights. So we do not detect an error that affects all weights alike.
 
     Args:
-        rows: sums over ranks of `GradientParts.numbers`, a row for each part, by layer.
+        rows: sums over ranks of `GradientOfRank.collect_sums`, a row for each part, by layer.
     """
     added = [(name, one) for name, parts in rows.items() for row in parts if (one := _Added.read(row))]
     factor, loose = _in_common([one for _, one in added if not one.of["known"]])
@@ -205,7 +205,9 @@ def _checked(blocks: Mapping[int, CheckedBlock]) -> dict[int, torch.Tensor]:
     kinds = defaultdict[object, list[int]](list)
     for i, block in blocks.items():
         kinds[block.batch_key].append(i)
-    return {i: row for of in kinds.values() for i, row in zip(of, check_product_blocks([blocks[i] for i in of]), strict=True)}
+    return {
+        i: row for of in kinds.values() for i, row in zip(of, check_product_blocks([blocks[i] for i in of]), strict=True)
+    }
 
 
 def _in_common(added: Sequence[_Added]) -> tuple[float, float]:

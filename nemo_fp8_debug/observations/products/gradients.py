@@ -21,7 +21,12 @@ from ...capture.backends.parallel import count_ranks_summing_gradient, find_repl
 from ...capture.data_parallel import FSDP2Parameters, find_active_ddp
 from ...capture.dispatcher import EventDispatcher
 from ...capture.gemms import Gemm
-from ...capture.optimizer_weights import find_gradient_buffers, find_bucket_part_start, find_gemm_parameter, is_optimizer_state_sharded
+from ...capture.optimizer_weights import (
+    find_bucket_part_start,
+    find_gemm_parameter,
+    find_gradient_buffers,
+    is_optimizer_state_sharded,
+)
 from ...capture.scan import ScannedModule
 from ...capture.tensors import is_dtensor, take_local_part
 from ...capture.weight_gradients import ADDED_LATER, adds_to_main_grad
@@ -82,7 +87,7 @@ def of_megatron(module: nn.Module, weight: Any, buffers: Sequence[Any]) -> tuple
     Megatron may divide all gradients by the tokens of a step, and clips them in place.
 
     Args:
-        buffers: the buffers that `find_buffers` returned.
+        buffers: the buffers that `find_gradient_buffers` returned.
     """
     ranks = count_ranks_summing_gradient(module)
     shared = any(getattr(weight, name, False) for name in ADDED_LATER)
@@ -118,7 +123,7 @@ class _Gradient:
     """The gradient of one weight."""
 
     gemm: Gemm
-    #: the weight that `find_weight` returned; under FSDP2 the gathered weight
+    #: the weight that `find_gemm_parameter` returned; under FSDP2 the gathered weight
     weight: Any
     #: whether this rank has its own summands, and whether it keeps a tensor in the layout of the weight
     adds: bool

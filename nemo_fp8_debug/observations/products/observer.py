@@ -16,14 +16,14 @@ from ...capture.operand_stats import CastDescription
 from ...capture.operands import OperandAccumulator
 from ...core.keys import MIXED, Key
 from ...core.layer_names import find_expert_aggregate
-from ...core.observation import Arrays, CombinedObservations, Lanes, FeatureObservation, AgreedSampleSettings
+from ...core.observation import AgreedSampleSettings, Arrays, CombinedObservations, FeatureObservation, Lanes
 from ...core.table import Columns
 from ...monitor.open_step import OpenStep, RunSetup, StepObserver, make_weight_filter
 from ...numerics.gemm_error import PRODUCTS, SUMS
 from .checks import CheckQueue
 from .gradient_parts import GradientOfRank, GradientSums
 from .gradients import ReducedGradients
-from .samples import ProductMeasurementOptions, GemmProducts
+from .samples import GemmProducts, ProductMeasurementOptions
 from .table import OUTPUT_METRICS, OUTPUTS, VERIFICATION
 from .verification import FOUND, ProductsFound, WorstProductReduction, make_verification_columns
 
@@ -154,11 +154,11 @@ class ProductObservation(FeatureObservation):
         self._rows = max(config.output_rows, config.verify_rows)
 
     def start_observer(self, step: OpenStep) -> ProductStep:
-        """See `Observation`."""
+        """See `FeatureObservation`."""
         return ProductStep(step)
 
     def collect_results(self, mine: ProductStep | None, operands: Sequence[OperandAccumulator]) -> ProductsOfRank:
-        """See `Observation`."""
+        """See `FeatureObservation`."""
         if mine is None:
             return ProductsOfRank()
         outputs = {key: sums for one in mine.products.values() for key, sums in one.collect_output_sums().items()}
@@ -166,7 +166,7 @@ class ProductObservation(FeatureObservation):
         return ProductsOfRank(outputs, products, mine.gradients.collect_gradients_of_rank() if mine.gradients else {})
 
     def pack_results(self, plan: AgreedSampleSettings, found: ProductsOfRank | None, expected: Collection[Key]) -> Arrays:
-        """See `Observation`."""
+        """See `FeatureObservation`."""
         found = found or ProductsOfRank()
         outputs = np.zeros((len(self._outputs), len(SUMS) + 1))
         for row, key in zip(outputs, self._outputs, strict=True):
@@ -184,28 +184,28 @@ class ProductObservation(FeatureObservation):
         return {self._keys[i]: torch.tensor(row) for i, row in zip(packed["at"].tolist(), packed["found"], strict=True)}
 
     def collect_maxima(self, packed: Arrays) -> torch.Tensor:
-        """See `Observation`."""
+        """See `FeatureObservation`."""
         return self._verified.compute_severities(self._found(packed))
 
     def collect_sums(self, plan: AgreedSampleSettings, packed: Arrays, extremes: torch.Tensor) -> Lanes:
-        """See `Observation`."""
+        """See `FeatureObservation`."""
         rows = self._verified.collect_sums(self._found(packed), extremes)
         parts = {3: torch.tensor(packed["outputs"]), 4: rows, 6: torch.tensor(packed["gradients"])}
         return {lane: part.flatten() for lane, part in parts.items()}
 
     def combine_all_ranks(self, plan: AgreedSampleSettings, sums: Lanes, extremes: torch.Tensor) -> ProductsOfRanks:
-        """See `Observation`."""
+        """See `FeatureObservation`."""
         rows = zip(self._outputs, sums[3].view(-1, len(SUMS) + 1), strict=True)
         verified = self._verified.unpack_all_ranks(sums[4]) | self._gradients.unpack_all_ranks(sums[6])
         return ProductsOfRanks({key: row for key, row in rows if row[-1] > 0}, verified)
 
     def compute_single_rank_result(self, found: ProductsOfRank) -> ProductsOfRanks:
-        """See `Observation`."""
+        """See `FeatureObservation`."""
         gradients = self._gradients.unpack_all_ranks(self._gradients.collect_sums(found.gradients))
         return ProductsOfRanks(found.outputs, self._verified.compute_single_rank_result(found.products) | gradients)
 
     def make_table_rows(self, sampled: CombinedObservations) -> dict[str, Columns]:
-        """See `Observation`."""
+        """See `FeatureObservation`."""
         found: ProductsOfRanks = sampled.whole[self.name]
         return {
             OUTPUTS.name: output_columns(found.outputs, sampled.kinds, sampled.casts),

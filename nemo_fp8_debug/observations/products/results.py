@@ -20,7 +20,7 @@ from ...capture.dispatcher import EventDispatcher
 from ...capture.gemms import Gemm
 from ...capture.operator_mode import CollectiveMode
 from ...capture.patching import find_emulation
-from ...capture.tensors import is_dtensor, take_local_part, cast_like_autocast
+from ...capture.tensors import cast_like_autocast, is_dtensor, take_local_part
 from ...capture.weight_gradients import adds_to_main_grad
 from ...numerics.block_scaling import view_as_matrix
 from .checks import ProductChecks
@@ -106,7 +106,11 @@ class ResultObserver:
         mode = None
         if is_summed_over_ranks(self._gemm.module, "dgrad") and weight is not None and weight.dim() == 2:
             mode = UnreducedResultMode(self._checks, "dgrad", (y.numel() // max(y.shape[-1], 1), weight.shape[1]))
-        fused = MainGradWatcher(self._gemm, self._checks, find_backward_state(y)) if adds_to_main_grad(self._gemm.module) else None
+        fused = (
+            MainGradWatcher(self._gemm, self._checks, find_backward_state(y))
+            if adds_to_main_grad(self._gemm.module)
+            else None
+        )
         around = [part for part in (mode, fused) if part is not None]
 
         def begin(grads: Any) -> None:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import polars as pl
 
 from ...analysis import thresholds
-from ...analysis.diagnosis.facts import Facts, DiagnosedRecords, define_fact
+from ...analysis.diagnosis.facts import DiagnosedRecords, Facts, define_fact
 from ...analysis.diagnosis.finding import Finding
 from ...analysis.diagnosis.rule import register_rule
 from ...core.keys import RESULTS, ROLES, SHOWN_AS
@@ -57,7 +57,9 @@ def _first(rows: pl.DataFrame) -> FirstWrongProduct | None:
     return FirstWrongProduct(row, len(others) - 1, len(later), int((later["outcome"] == "beyond").sum()))
 
 
-@register_rule("wrong product", ("wrong_product", "wrong_reduction"), (wrong_products,), event="product", needs_no_baseline=True)
+@register_rule(
+    "wrong product", ("wrong_product", "wrong_reduction"), (wrong_products,), event="product", needs_no_baseline=True
+)
 def find_wrong_products(facts: Facts) -> Iterator[Finding]:
     """Name a product or a sum over ranks that exceeds its error bound. This rule needs no baseline.
 

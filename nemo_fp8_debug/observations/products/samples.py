@@ -15,16 +15,24 @@ from typing import Any
 
 import torch
 
-from ...capture.backends.base import Args, Kwargs, CastInUse
+from ...capture.backends.base import Args, CastInUse, Kwargs
 from ...capture.backends.parallel import is_summed_over_ranks
 from ...capture.dispatcher import EventDispatcher
 from ...capture.gemms import Gemm
 from ...capture.operands import OperandAccumulator
 from ...capture.patching import find_emulation
-from ...capture.tensors import take_local_part, cast_like_autocast
+from ...capture.tensors import cast_like_autocast, take_local_part
 from ...kernels import quantize_dequantize
 from ...numerics.block_scaling import BlockScalingRule, view_as_matrix
-from ...numerics.gemm_error import PRODUCTS, ProductTerms, RowSample, Side, compute_current_scale, sample_indices, copy_quantized_rows
+from ...numerics.gemm_error import (
+    PRODUCTS,
+    ProductTerms,
+    RowSample,
+    Side,
+    compute_current_scale,
+    copy_quantized_rows,
+    sample_indices,
+)
 from ...numerics.tensor_scaling import CurrentScaling
 from .checks import CheckQueue, MultipliedOperandRows, ProductChecks
 from .results import ResultObserver, UnreducedResultMode
@@ -185,7 +193,9 @@ class GemmProducts:
             codes = view_as_matrix(use.decoded.values)
             return MultipliedOperandRows((codes.t() if side[1] else codes).index_select(0, at), len(of), quantized=True)
         if not _is_quantized(cast):
-            return MultipliedOperandRows(cast_like_autocast(of.index_select(0, at) if rows is None else rows.values), len(of))
+            return MultipliedOperandRows(
+                cast_like_autocast(of.index_select(0, at) if rows is None else rows.values), len(of)
+            )
         assert rows is not None and scale is not None
         if not find_emulation(self._gemm.module):
             return MultipliedOperandRows(rows.quantized, len(of), quantized=True)

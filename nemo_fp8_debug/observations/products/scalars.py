@@ -6,7 +6,7 @@ import math
 
 from ...core.keys import RESULTS
 from ...core.sample import Sample
-from ...record.scalars import StepSummary, ScalarTags
+from ...record.scalars import ScalarTags, StepSummary
 from .table import OUTPUTS, VERIFICATION
 
 #: names of the scalars in the summary

@@ -37,8 +37,8 @@ def compute_checksum(x: torch.Tensor) -> torch.Tensor:
 
     Example:
         >>> x = torch.tensor([1.0, 2.0])
-        >>> bool(checksum(x) == checksum(x.clone())), bool(checksum(x) == checksum(x.flip(0)))
-        (True, False)
+        >>> [bool(compute_checksum(x) == compute_checksum(other)) for other in (x.clone(), x.flip(0))]
+        [True, False]
     """
     bits = x.detach().contiguous().view(_BITS[x.element_size()]).flatten()
     total = torch.zeros((), dtype=torch.int64, device=bits.device)

@@ -53,7 +53,7 @@ class ReplicaReduction:
         """Return the numbers to be summed over ranks, float64 [slots, columns].
 
         Args:
-            slots: result of `slots`.
+            slots: result of `list_slot_checksums`.
             extremes: maxima over ranks.
         """
         largest, smallest = extremes.view(2, -1)

@@ -10,7 +10,7 @@ from ...capture.device_to_host import Move
 from ...capture.gemms import is_observed_in_forward
 from ...capture.operands import OperandAccumulator
 from ...core.keys import Key
-from ...core.observation import Arrays, CombinedObservations, Lanes, FeatureObservation, AgreedSampleSettings
+from ...core.observation import AgreedSampleSettings, Arrays, CombinedObservations, FeatureObservation, Lanes
 from ...core.table import Columns
 from ...monitor.open_step import OpenStep, RunSetup, StepObserver
 from .checksums import ReplicaChecksums
@@ -53,27 +53,27 @@ class ReplicaObservation(FeatureObservation):
         self._copies = comparison
 
     def start_observer(self, step: OpenStep) -> ReplicaStep:
-        """See `Observation`."""
+        """See `FeatureObservation`."""
         return ReplicaStep(step)
 
     def collect_results(self, mine: ReplicaStep | None, operands: Sequence[OperandAccumulator]) -> Checksums:
-        """See `Observation`."""
+        """See `FeatureObservation`."""
         return mine.checks.collect_checksums() if mine else {}
 
     def pack_results(self, plan: AgreedSampleSettings, found: Checksums | None, expected: Collection[Key]) -> Arrays:
-        """See `Observation`."""
+        """See `FeatureObservation`."""
         return {"slots": self._copies.list_slot_checksums(found or {})}
 
     def collect_maxima(self, packed: Arrays) -> torch.Tensor:
-        """See `Observation`."""
+        """See `FeatureObservation`."""
         return self._copies.collect_maxima(packed["slots"])
 
     def collect_sums(self, plan: AgreedSampleSettings, packed: Arrays, extremes: torch.Tensor) -> Lanes:
-        """See `Observation`."""
+        """See `FeatureObservation`."""
         return {5: self._copies.collect_sums(packed["slots"], extremes).flatten()}
 
     def combine_all_ranks(self, plan: AgreedSampleSettings, sums: Lanes, extremes: torch.Tensor) -> _Compared:
-        """See `Observation`."""
+        """See `FeatureObservation`."""
         return self._copies.unpack_all_ranks(sums[5], extremes)
 
     def compute_single_rank_result(self, found: Checksums) -> _Compared:
@@ -84,5 +84,5 @@ class ReplicaObservation(FeatureObservation):
         return {key: compared for key, compared in copies.items() if compared.ranks}
 
     def make_table_rows(self, sampled: CombinedObservations) -> dict[str, Columns]:
-        """See `Observation`."""
+        """See `FeatureObservation`."""
         return {TABLES[0].name: make_replica_columns(sampled.whole[self.name], sampled.kinds)}

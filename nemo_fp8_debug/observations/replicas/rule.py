@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import polars as pl
 
-from ...analysis.diagnosis.facts import Facts, DiagnosedRecords, define_fact
+from ...analysis.diagnosis.facts import DiagnosedRecords, Facts, define_fact
 from ...analysis.diagnosis.finding import Finding
 from ...analysis.diagnosis.rule import register_rule
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ...core.sample import Sample
-from ...record.scalars import StepSummary, ScalarTags
+from ...record.scalars import ScalarTags, StepSummary
 from .table import TABLES
 
 #: names of the scalars in the summary

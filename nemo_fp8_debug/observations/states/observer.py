@@ -71,11 +71,11 @@ class StateObservation(TensorObservation):
         super().__init__({key: kinds[key[0]] for key in keys}, setup.ranks)
 
     def start_observer(self, step: OpenStep) -> StateStep:
-        """See `Observation`."""
+        """See `FeatureObservation`."""
         return StateStep(step)
 
     def make_table_rows(self, sampled: CombinedObservations) -> dict[str, Columns]:
-        """See `Observation`."""
+        """See `FeatureObservation`."""
         found = self.measure_tensors(sampled)
         if not found.metrics["layer"]:
             return {}

@@ -85,7 +85,7 @@ class UpdateSample:
     def compute_update_sums(
         self, adam: Adam, weight: Any, first: Any, second: Any, products: tuple[torch.Tensor, torch.Tensor] | None
     ) -> torch.Tensor:
-        """Return the result of `update_sums`. Call this after the optimizer's step."""
+        """Return the result of `compute_update_sums`. Call this after the optimizer's step."""
         after = self._held(weight, first, second)
         return compute_update_sums(adam, self._before, after, self._gradient, products, weight.dtype == torch.float32)
 
@@ -173,7 +173,7 @@ class StateCapture:
     ) -> None:
         """
         Args:
-            operands: include the result of `state_operands`.
+            operands: include the result of `make_state_operands`.
             guard: returns a context that keeps an exception out of the training loop.
             rows: number of rows and columns of each weight to compare with exact steps, or 0 for no comparison.
             step: sampled step, which determines the rows.

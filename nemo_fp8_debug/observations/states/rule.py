@@ -9,7 +9,7 @@ import polars as pl
 
 from ...analysis import thresholds
 from ...analysis.diagnosis.courses import LayerTimeline, build_layer_timelines
-from ...analysis.diagnosis.facts import Facts, DiagnosedRecords, define_fact, subtract_baseline_tensors
+from ...analysis.diagnosis.facts import DiagnosedRecords, Facts, define_fact, subtract_baseline_tensors
 from ...analysis.diagnosis.finding import Finding
 from ...analysis.diagnosis.rule import register_rule
 from ...analysis.diagnosis.rules.nonfinite import OPTIMIZER, WEIGHT_GRADIENT, FirstNonfinite

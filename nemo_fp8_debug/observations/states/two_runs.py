@@ -57,7 +57,7 @@ def _sizes(run: Run) -> pl.DataFrame:
     return rows.select("step", *_KEY, "share_pct", rms=ROOT_MEAN_SQUARE, lost=pl.col("nan") + pl.col("inf"))
 
 
-def show_row(row: Mapping[str, Any]) -> Iterator[str]:
+def format_comparison_cells(row: Mapping[str, Any]) -> Iterator[str]:
     """Yield the cells of a row of `compare_runs` after layer and tensor."""
     yield format_number(row["size_log2"])
     for name in ("rms", "share"):

@@ -10,6 +10,11 @@ TABLES = (
     Table("steps", {**SAMPLE, **declare_columns("float64", "time", *STEP_SCALARS), **declare_columns("string", "trigger")}),
     Table(
         "validation",
-        {**SAMPLE, **declare_columns("float64", "time"), **declare_columns("string", "name"), **declare_columns("float64", "loss")},
+        {
+            **SAMPLE,
+            **declare_columns("float64", "time"),
+            **declare_columns("string", "name"),
+            **declare_columns("float64", "loss"),
+        },
     ),
 )

@@ -46,14 +46,14 @@ class Row(NamedTuple):
     decimals: int | None
 
 
-def is_msprobe_file(path: Path) -> bool:
+def recognizes_file(path: Path) -> bool:
     """Return whether this module reads a file."""
     header = next(iter(read_first_lines(path, 1)), "") if path.suffix == ".csv" else ""
     columns = set(header.strip().split(","))
     return {"vpp_stage", "step"} <= columns and bool({"name", "module_name"} & columns)
 
 
-def read(files: Iterable[Path]) -> ImportedLog:
+def read_logs(files: Iterable[Path]) -> ImportedLog:
     """Read the files of a run. If several files contain the same step, the last file counts."""
     files = sorted(files, key=_order)
     rank = min(_rank(path) for path in files)

@@ -134,7 +134,7 @@ class _Value(NamedTuple):
 _Steps = dict[int, dict[tuple[str | None, str], _Value]]
 
 
-def claims_file(path: Path) -> bool:
+def recognizes_file(path: Path) -> bool:
     """Return whether this module reads a file."""
     if _is_events(path):
         return any(parse_name(scalar.name)[0] for scalar in read_events(path, quiet=True))
@@ -160,7 +160,7 @@ def _is_events(path: Path) -> bool:
     return "tfevents" in path.name
 
 
-def read(files: Iterable[Path]) -> ImportedLog:
+def read_logs(files: Iterable[Path]) -> ImportedLog:
     """Read the logs of a run. If a step was logged twice, the later values count."""
     files = list(files)
     own = [path for path in files if _names_modules(path)]

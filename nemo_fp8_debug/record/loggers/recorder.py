@@ -37,7 +37,7 @@ PAGE_LIMIT = 90.0
 class LoggerRecorder(Recorder):
     """Sends a summary of each sample to all loggers. The summary is computed once, in the background.
 
-    When the record is complete, `finish` sends the last map and the comparison page.
+    When the record is complete, `finish_runs` sends the last map and the comparison page.
     """
 
     def __init__(

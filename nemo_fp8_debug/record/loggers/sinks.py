@@ -356,7 +356,7 @@ class AnyLoggerSink(LoggerSink):
 # --- from the option to sinks ---------------------------------------------------------------------------------------------
 
 
-def choose_sinks(choices: Sequence[LoggerChoice]) -> list[LoggerSink]:
+def make_logger_sinks(choices: Sequence[LoggerChoice]) -> list[LoggerSink]:
     """Return the sinks of the option `loggers`. Call this in the thread that opened the user's runs.
 
     Raises:

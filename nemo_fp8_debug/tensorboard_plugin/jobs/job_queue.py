@@ -302,7 +302,7 @@ def answer_request(request: dict[str, Any], tell: _Tell = lambda partial: None) 
 def _compute(kind: str, request: dict[str, Any], tell: _Tell) -> Any:
     """Compute the result of a request."""
     # Imported only now, because the import takes as long as some jobs.
-    from .analyses import diagnose_headline_only, compare_and_diagnose_run, compute_metrics_under_recipe
+    from .analyses import compare_and_diagnose_run, compute_metrics_under_recipe, diagnose_headline_only
 
     if kind == "verdict":
         return compare_and_diagnose_run(**request, tell=tell)

@@ -14,7 +14,7 @@ from ...core.keys import SHOWN_AS
 from ..plugin import FP8Plugin
 from ..records import metadata
 from ..records.logdir import LogdirRoot
-from ..records.thinning import join_frames, thin_columns
+from ..records.thinning import join_metrics_at_steps, thin_columns
 from ..web import RequestError, encode_json
 
 #: seconds between two checks of a job
@@ -186,7 +186,7 @@ class PageContents:
         """Add a metric of all tensors at steps, and return the number of characters."""
         about = {"run": run, "metric": metric, "table": table}
         answers = [self.client.request_answer("frames", **about, from_=step, to=step) for step in steps]
-        return self.held.add_answer(name_answer("frames", **about), join_frames(answers)) if answers else 0
+        return self.held.add_answer(name_answer("frames", **about), join_metrics_at_steps(answers)) if answers else 0
 
     def add_heatmap(self, run: str, metric: str, table: str, tensors: int) -> int:
         """Add a metric of all tensors over all steps, in fewer columns if there are many tensors. Return the number of
@@ -221,7 +221,9 @@ class PageContents:
     def _at_steps(self, route: str, steps: Iterable[int], **about: str) -> int:
         found = [self.client.try_to_ask(route, **about, step=step) for step in steps]
         by_step = {answer["step"]: answer for answer in found if answer}
-        return self.held.add_answer(name_answer(route, **about), [by_step[step] for step in sorted(by_step)]) if by_step else 0
+        return (
+            self.held.add_answer(name_answer(route, **about), [by_step[step] for step in sorted(by_step)]) if by_step else 0
+        )
 
     def add_run_settings(self, a: str, b: str | None = None) -> None:
         """Add the settings of a run, or of two runs with their differences."""

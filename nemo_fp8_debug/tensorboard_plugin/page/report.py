@@ -14,7 +14,15 @@ from ...errors import ConfigError, RecordError
 from ..records import metadata
 from ..records.logdir import LogdirRoot, name_runs
 from ..records.thinning import shorten_verdict
-from .contents import USUAL_METRIC, PageContents, RouteClient, ShownTensor, choose_nearest_step, choose_most_harmful_tensors, list_sampled_steps
+from .contents import (
+    USUAL_METRIC,
+    PageContents,
+    RouteClient,
+    ShownTensor,
+    choose_most_harmful_tensors,
+    choose_nearest_step,
+    list_sampled_steps,
+)
 from .server import render_single_file
 
 
@@ -199,7 +207,9 @@ class _Report:
         return self._contents.add_tensor_timeline(run, **about)
 
     def _distribution(self, figure: Figure, run: str) -> int:
-        steps = choose_nearest_step(list_sampled_steps(self._contents.client, run, figure.make_view_state({})["table"]), figure.step)
+        steps = choose_nearest_step(
+            list_sampled_steps(self._contents.client, run, figure.make_view_state({})["table"]), figure.step
+        )
         return self._contents.add_tensor_histograms(run, **self._tensor(figure, run), steps=steps)
 
     def _tensor(self, figure: Figure, run: str) -> dict[str, str]:

@@ -18,9 +18,9 @@ from ..._version import __version__
 from ...errors import ConfigError
 from ..plugin import FP8Plugin
 from ..records.logdir import LogdirRoot, name_roots
-from ..records.thinning import shorten_verdict, choose_evenly_spread_steps
+from ..records.thinning import choose_evenly_spread_steps, shorten_verdict
 from ..runs_table import suggest_run_roles
-from ..web import SCRIPT, ForeignSiteError, NotFoundError, CachedPageScript, make_wsgi_application, names_this_server
+from ..web import SCRIPT, CachedPageScript, ForeignSiteError, NotFoundError, make_wsgi_application, names_this_server
 from .contents import (
     CompressedAnswers,
     PageContents,

@@ -15,11 +15,11 @@ import pyarrow as pa
 from ...analysis.comparison.layer_matching import (
     Names,
     Sizes,
-    has_other_layer_count,
-    match_layers_from_output,
-    map_layers_to_baseline,
-    read_weight_sizes,
     filter_onsets_for_other_depth,
+    has_other_layer_count,
+    map_layers_to_baseline,
+    match_layers_from_output,
+    read_weight_sizes,
 )
 from ...analysis.comparison.onset import EVIDENCE, find_unfiltered_onsets
 from ...analysis.comparison.tensor_band import MetricBand, TensorBand, compute_tensor_band
@@ -40,7 +40,7 @@ from ..cache import LRUCache
 from ..web import replace_nonfinite_by_null
 from .heatmap import list_newest_tensors
 from .metadata import find_table_of_role
-from .part_matrices import NONFINITE, Array, Layers, CachedPartReader, SampledStepIndex
+from .part_matrices import NONFINITE, Array, CachedPartReader, Layers, SampledStepIndex
 from .tensor_history import make_unknown_tensor_error
 from .thinning import thin_series
 
@@ -208,7 +208,9 @@ class TensorBandCache:
     def _read_rows(self, run: FolderStorage, part: Part, rows: list[int], is_wide: bool) -> pa.Table:
         if is_wide:
             return self._parts.read_few_rows(run, part, _READ, rows)
-        return self._tables.get_or_make((str(run), part.path), lambda: self._parts.read_columns(run, part, *_READ)).take(rows)
+        return self._tables.get_or_make((str(run), part.path), lambda: self._parts.read_columns(run, part, *_READ)).take(
+            rows
+        )
 
     def _steps_quantized(self, run: FolderStorage, index: SampledStepIndex) -> Array | None:
         """Return the sampled steps at which the engine quantizes operands, or None if it never does."""

@@ -13,8 +13,8 @@ import numpy as np
 from ...analysis.comparison.onset import (
     EVIDENCE,
     OnsetCriterion,
-    compute_least_rise_from_baseline,
     compute_least_rise_for_size,
+    compute_least_rise_from_baseline,
     compute_running_median,
 )
 from ...analysis.formatting import make_jsonable
@@ -22,18 +22,18 @@ from ...core.threads import map_in_threads
 from ...record.schema import Part
 from ...record.storage import FolderStorage
 from ..cache import LRUCache
-from .heatmap import make_tensor_columns, find_warm_up_end, pack_header_and_array
+from .heatmap import find_warm_up_end, make_tensor_columns, pack_header_and_array
 from .metadata import list_tensors
 from .part_matrices import (
     Array,
-    RowLayout,
     CachedPartReader,
+    RowLayout,
     SampledStepIndex,
     TensorKeys,
     compute_metric_values,
+    convert_to_float_array,
     list_columns_of_metric,
     mark_what_if_rows,
-    convert_to_float_array,
 )
 
 #: number of bits to drop from float32 to get BF16, and number of further bits to drop for the few bars of a histogram
@@ -153,7 +153,9 @@ class MetricRangeCache:
 
         return self._parts.read_with_retry(run, read)
 
-    def _of_parts(self, run: FolderStorage, index: SampledStepIndex, metric: str, wanted: Callable[[int], bool]) -> list[MetricRange]:
+    def _of_parts(
+        self, run: FolderStorage, index: SampledStepIndex, metric: str, wanted: Callable[[int], bool]
+    ) -> list[MetricRange]:
         """Return the range and counts of each part over its wanted steps."""
         found = []
         for part, steps in index.steps_by_part.items():
@@ -172,7 +174,9 @@ class MetricRangeCache:
             rows = parts.read_columns(run, part, *list_columns_of_metric(parts.table, name), *others)
             values = compute_metric_values(rows, parts.table, name)
             values = np.where(mark_what_if_rows(rows), np.nan, values) if is_mixed else values
-            return MetricRange.measure_extent(values if whole else values[np.isin(convert_to_float_array(rows["step"]), steps)])
+            return MetricRange.measure_extent(
+                values if whole else values[np.isin(convert_to_float_array(rows["step"]), steps)]
+            )
 
         return self._known.get_or_make((str(run), part.path, name, tuple(steps)), make)
 

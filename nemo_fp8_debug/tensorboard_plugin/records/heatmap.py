@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ...analysis.comparison.drift import parse_layer_index, parse_gemm_kind
+from ...analysis.comparison.drift import parse_gemm_kind, parse_layer_index
 from ...core.threads import map_in_threads
 from ...record.schema import Part
 from ...record.storage import FolderStorage
@@ -30,7 +30,12 @@ def make_tensor_columns(tensors: TensorKeys) -> dict[str, list[Any]]:
     """Return layer, role, kind and depth of tensors."""
     layers = [layer for layer, _ in tensors]
     roles = [role for _, role in tensors]
-    return {"layer": layers, "role": roles, "kind": list(map(parse_gemm_kind, layers)), "depth": list(map(parse_layer_index, layers))}
+    return {
+        "layer": layers,
+        "role": roles,
+        "kind": list(map(parse_gemm_kind, layers)),
+        "depth": list(map(parse_layer_index, layers)),
+    }
 
 
 def list_newest_tensors(parts: CachedPartReader, run: FolderStorage, index: SampledStepIndex) -> TensorKeys:
@@ -47,7 +52,7 @@ def pack_metric_at_steps(parts: CachedPartReader, run: FolderStorage, metric: st
     The answer is a header (steps, layer, role, kind, depth), and float32 [steps, tensors].
 
     Raises:
-        BadParameter: there are more than `MOST_STEPS` sampled steps.
+        BadParameterError: there are more than `MOST_STEPS` sampled steps.
     """
 
     def read(index: SampledStepIndex) -> bytes:
@@ -87,7 +92,9 @@ def pack_header_and_array(header: dict[str, Any], values: Any) -> bytes:
 ENOUGH_VALUES, ENOUGH_COLUMNS, MOST_VALUES = 1_200_000, 200, 4_000_000
 
 
-def pack_heatmap(parts: CachedPartReader, run: FolderStorage, metric: str, first: int | None, last: int | None, columns: int) -> bytes:
+def pack_heatmap(
+    parts: CachedPartReader, run: FolderStorage, metric: str, first: int | None, last: int | None, columns: int
+) -> bytes:
     """Return a metric of all tensors over the sampled steps in [first, last].
 
     Group the steps into intervals of `width` steps, beginning at `from`. For each interval that has samples, return a column
@@ -140,7 +147,9 @@ def pack_heatmap(parts: CachedPartReader, run: FolderStorage, metric: str, first
             "samples": samples.tolist(),
         }
         with np.errstate(over="ignore"):
-            return pack_header_and_array({**header, **make_tensor_columns(tensors)}, np.ascontiguousarray(worst.T.astype("<f4")))
+            return pack_header_and_array(
+                {**header, **make_tensor_columns(tensors)}, np.ascontiguousarray(worst.T.astype("<f4"))
+            )
 
     return parts.read_with_retry(run, read)
 

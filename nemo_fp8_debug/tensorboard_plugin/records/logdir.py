@@ -242,4 +242,8 @@ def _end(part: list[str], parts: list[list[str]]) -> list[str]:
 
 def _is_record(address: str) -> bool:
     root = FolderStorage(address)
-    return any(parse_attempt_number(name) is not None for place in (root, root.open_subfolder(_USUAL)) for name in place.list_names())
+    return any(
+        parse_attempt_number(name) is not None
+        for place in (root, root.open_subfolder(_USUAL))
+        for name in place.list_names()
+    )

@@ -21,7 +21,14 @@ import pyarrow as pa
 from ...errors import capture_warnings
 from ...record.outline import PartOutline
 from ...record.parquet import GROUP
-from ...record.parts import PartDamagedError, PartGoneError, list_parts_of_table, read_part_columns, read_part_outline, read_part_rows
+from ...record.parts import (
+    PartDamagedError,
+    PartGoneError,
+    list_parts_of_table,
+    read_part_columns,
+    read_part_outline,
+    read_part_rows,
+)
 from ...record.scan import TableStepIndex, read_operands_by_digest
 from ...record.schema import SCHEMAS, Part, parse_attempt_number
 from ...record.storage import FolderStorage
@@ -119,7 +126,7 @@ def encode_texts(column: pa.ChunkedArray) -> tuple[Array, list[str]]:
 
 
 def list_columns_of_metric(table: str, metric: str) -> tuple[str, ...]:
-    """Return the columns that `compute_values` needs for a metric."""
+    """Return the columns that `compute_metric_values` needs for a metric."""
     return ("nan", "inf") if metric == NONFINITE else (metric,) if metric in SCHEMAS[table] else ()
 
 
@@ -277,7 +284,9 @@ class CachedPartReader:
                 if len(tensors.index_by_tensor) == count:
                     return RowLayout(steps, tensors, None)
             layout = lay_out_rows(outline, self._names(run, part, outline), tried)
-            return replace(layout, tensors=self._tensors.get_or_make(layout.tensors, lambda: layout.tensors))  # shared by all parts
+            return replace(
+                layout, tensors=self._tensors.get_or_make(layout.tensors, lambda: layout.tensors)
+            )  # shared by all parts
 
         return self._layouts.get_or_make((str(run), part.path), make)
 
@@ -310,7 +319,9 @@ class CachedPartReader:
             return read_part_rows(run, self.table, part, names, places)
 
     def read_unless_damaged(self, run: FolderStorage, part: Part, what: str, read: Callable[[], T]) -> T | None:
-        """Return the result of `read` for a part, or None if the part is damaged. `list_damaged` then returns the reason.
+        """Return the result of `read` for a part, or None if the part is damaged.
+
+        `list_damaged_parts` then returns the reason.
 
         Args:
             what: name of the data to read, because only some data of a part may be damaged.

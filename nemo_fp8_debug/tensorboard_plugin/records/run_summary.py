@@ -16,7 +16,7 @@ from ...record.reader import read_fingerprint, read_table_rows
 from ...record.storage import FolderStorage
 from ..web import replace_nonfinite_by_null
 from . import metadata
-from .heatmap import make_tensor_columns, list_newest_tensors
+from .heatmap import list_newest_tensors, make_tensor_columns
 from .metadata import sort_tensors_by_execution
 from .part_matrices import CachedPartReader, SampledStepIndex
 from .tensor_history import find_nearest_step
@@ -88,11 +88,17 @@ def list_notes(parts: CachedPartReader, run: FolderStorage, index: SampledStepIn
     return told
 
 
-def find_quantization(parts: CachedPartReader, run: FolderStorage, index: SampledStepIndex, fingerprint: Mapping[str, Any]) -> str | None:
-    """Return `classify_sources` of the newest readable part, or None if no part is readable."""
+def find_quantization(
+    parts: CachedPartReader, run: FolderStorage, index: SampledStepIndex, fingerprint: Mapping[str, Any]
+) -> str | None:
+    """Return `classify_run_quantization` of the newest readable part, or None if no part is readable."""
     for part in index.newest_parts_first:
-        if sources := parts.read_unless_damaged(run, part, "scale_source", partial(parts.read_text_column, run, part, "scale_source")):
-            return classify_run_quantization({sources.known[code] for code in np.unique(sources.codes)} - {None}, fingerprint)
+        if sources := parts.read_unless_damaged(
+            run, part, "scale_source", partial(parts.read_text_column, run, part, "scale_source")
+        ):
+            return classify_run_quantization(
+                {sources.known[code] for code in np.unique(sources.codes)} - {None}, fingerprint
+            )
     return None
 
 
@@ -112,7 +118,9 @@ def read_step_series(run: FolderStorage) -> dict[str, Any]:
     name.
     """
     with capture_warnings():
-        table = read_table_rows(run, "steps", ["step", *SERIES, "skipped", "trigger"]).unique("step", keep="last").sort("step")
+        table = (
+            read_table_rows(run, "steps", ["step", *SERIES, "skipped", "trigger"]).unique("step", keep="last").sort("step")
+        )
     values = {name: table[name].cast(pl.Float64).fill_null(np.nan).to_numpy() for name in SERIES}
     recorded = {name: table[name].is_not_null().to_numpy() for name in SERIES}
     kept = thin_series(list(values.values()), _POINTS, list(recorded.values()))

@@ -18,9 +18,16 @@ from ...record.outline import PartOutline
 from ...record.parts import KEYS, may_contain_step, read_part_columns, read_whole_rows
 from ...record.schema import Part
 from ...record.storage import FolderStorage
-from ..web import NotFoundError, replace_nonfinite_by_null, quote_text
+from ..web import NotFoundError, quote_text, replace_nonfinite_by_null
 from . import metadata
-from .part_matrices import RowLayout, CachedPartReader, SampledStepIndex, compute_metric_values, list_columns_of_metric, refuse_damaged_part
+from .part_matrices import (
+    CachedPartReader,
+    RowLayout,
+    SampledStepIndex,
+    compute_metric_values,
+    list_columns_of_metric,
+    refuse_damaged_part,
+)
 
 #: text columns of a row of `metrics`
 TEXTS = ("recipe", "format", "scale_source")
@@ -28,7 +35,9 @@ TEXTS = ("recipe", "format", "scale_source")
 Key = tuple[str, str, int]
 
 
-def read_tensor_timeline(parts: CachedPartReader, run: FolderStorage, layer: str, role: str, metrics: list[str]) -> dict[str, Any]:
+def read_tensor_timeline(
+    parts: CachedPartReader, run: FolderStorage, layer: str, role: str, metrics: list[str]
+) -> dict[str, Any]:
     """Return the metrics of a tensor at all steps at which it was sampled.
 
     Raises:
@@ -129,7 +138,9 @@ def _of_rows(
     return values | texts | so_far.keep_texts(outline, places, rows, missing)
 
 
-def _some_rows(parts: CachedPartReader, run: FolderStorage, part: Part, names: Sequence[str], places: Sequence[int]) -> pa.Table:
+def _some_rows(
+    parts: CachedPartReader, run: FolderStorage, part: Part, names: Sequence[str], places: Sequence[int]
+) -> pa.Table:
     """Return columns of a few rows, with null for damaged columns."""
     read = partial(parts.read_few_rows, run, part)
     if (whole := parts.read_unless_damaged(run, part, "rows", lambda: read(names, places))) is not None:
@@ -150,7 +161,9 @@ def _of_matrices(
 ) -> dict[str, list[Any]]:
     """Return metrics and strings from the cached matrices of all tensors."""
     at, tensor = np.searchsorted(layout.steps, steps), layout.tensors.index_by_tensor[key]
-    found = {name: replace_nonfinite_by_null(parts.read_metric_or_nan(run, part, layout, name)[at, tensor]) for name in metrics}
+    found = {
+        name: replace_nonfinite_by_null(parts.read_metric_or_nan(run, part, layout, name)[at, tensor]) for name in metrics
+    }
     for name in TEXTS:
         held = parts.read_unless_damaged(run, part, name, partial(parts.read_text_column, run, part, name))
         found[name] = [held.known[code] for code in held.codes[at, tensor]] if held else [None] * len(steps)

@@ -50,7 +50,7 @@ def choose_evenly_spread_steps(steps: Sequence[int], most: int, always: Iterable
     """Return at most `most` of some ascending steps, evenly spread. Always keep the ends and the steps nearest to `always`.
 
     Example:
-        >>> spread_steps(range(0, 100, 10), 3, [42])
+        >>> choose_evenly_spread_steps(range(0, 100, 10), 3, [42])
         [0, 40, 90]
     """
     if len(steps) <= most:
@@ -109,7 +109,7 @@ def shorten_verdict(result: dict[str, Any], most: int) -> tuple[dict[str, Any], 
     return result | {"comparison": found | {name: found[name][:most] for name in long}}, told
 
 
-def join_frames(answers: Sequence[bytes]) -> bytes:
+def join_metrics_at_steps(answers: Sequence[bytes]) -> bytes:
     """Join answers of `frames` at ascending steps. The result has every tensor that any answer has."""
     if len(answers) == 1:
         return answers[0]

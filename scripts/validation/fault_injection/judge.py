@@ -32,7 +32,7 @@ from nemo_fp8_debug.analysis.bands.bands import HealthyBands
 from nemo_fp8_debug.analysis.diagnosis.answer import measure_confidence, state_harm
 from nemo_fp8_debug.analysis.diagnosis.diagnose import judge_facts
 from nemo_fp8_debug.analysis.diagnosis.diagnosis import Diagnosis
-from nemo_fp8_debug.analysis.diagnosis.facts import Facts, DiagnosedRecords
+from nemo_fp8_debug.analysis.diagnosis.facts import DiagnosedRecords, Facts
 from nemo_fp8_debug.analysis.diagnosis.narrator import tell_advice, tell_headline, tell_verdict
 from nemo_fp8_debug.core.layer_names import find_aggregate_key
 

@@ -132,7 +132,7 @@ class StoredRun(Run):
     def steps(self) -> pl.DataFrame:  # type: ignore[override]
         return self.table_of_steps
 
-    def table(self, name: str) -> pl.DataFrame:
+    def read_table(self, name: str) -> pl.DataFrame:
         """Return no rows: of tables, those of operands and of steps alone are stored."""
         return pl.DataFrame(schema=SCHEMAS[name])
 

@@ -16,7 +16,7 @@ from werkzeug.test import EnvironBuilder
 from nemo_fp8_debug.record.schema import SCHEMAS
 from nemo_fp8_debug.tensorboard_plugin.plugin import FP8Plugin
 from nemo_fp8_debug.tensorboard_plugin.records.logdir import LogdirRoot
-from nemo_fp8_debug.tensorboard_plugin.web import make_route_handler, make_wsgi_application, list_accepted_host_names
+from nemo_fp8_debug.tensorboard_plugin.web import list_accepted_host_names, make_route_handler, make_wsgi_application
 
 from .limits import Finding
 from .mutations import words

@@ -13,15 +13,22 @@ from typing import Any, Protocol
 
 import torch
 
-from nemo_fp8_debug.kernels import _kernel_on, add_to_histogram, count_histogram, compute_float32_moments, quantization_sums, torch_fallback
+from nemo_fp8_debug.kernels import (
+    _kernel_on,
+    add_to_histogram,
+    count_histogram,
+    measure_float32_moments,
+    quantization_sums,
+    torch_fallback,
+)
 from nemo_fp8_debug.numerics.block_scaling import BlockScalingRule, quantization_sums_in_blocks
 from nemo_fp8_debug.numerics.formats import E4M3, FloatFormat
 from nemo_fp8_debug.numerics.histogram import BINS, Histogram, find_infinity_bin
 from nemo_fp8_debug.numerics.metrics import (
-    ValueMoments,
     MomentsFound,
     QuantizationSums,
     SumsFound,
+    ValueMoments,
     compute_float32_moments,
     quantization_sums_of_float32,
 )
@@ -58,7 +65,9 @@ class Engine(Protocol):
     def count(self, into: Histogram, x: torch.Tensor) -> None:
         """Add the magnitudes of a 16-bit tensor to a histogram."""
 
-    def block_sums(self, x: torch.Tensor, rule: BlockScalingRule, role: str, fmt: FloatFormat, counted: Histogram) -> SumsFound:
+    def block_sums(
+        self, x: torch.Tensor, rule: BlockScalingRule, role: str, fmt: FloatFormat, counted: Histogram
+    ) -> SumsFound:
         """Sums under the scales of blocks."""
 
     def moments(self, x: torch.Tensor) -> MomentsFound:
@@ -88,11 +97,13 @@ class Device:
     def count(self, into: Histogram, x: torch.Tensor) -> None:
         add_to_histogram(into, x)
 
-    def block_sums(self, x: torch.Tensor, rule: BlockScalingRule, role: str, fmt: FloatFormat, counted: Histogram) -> SumsFound:
+    def block_sums(
+        self, x: torch.Tensor, rule: BlockScalingRule, role: str, fmt: FloatFormat, counted: Histogram
+    ) -> SumsFound:
         return quantization_sums(x, rule, role, fmt, counted)
 
     def moments(self, x: torch.Tensor) -> MomentsFound:
-        return compute_float32_moments(x)
+        return measure_float32_moments(x)
 
     def sums(self, x: torch.Tensor, scale: torch.Tensor) -> SumsFound:
         return quantization_sums(x, scale, "input", E4M3)
@@ -137,7 +148,9 @@ class Simulator:
 
         count(bits(x), find_infinity_bin(into.dtype), into.counts.numpy(), self.grid)
 
-    def block_sums(self, x: torch.Tensor, rule: BlockScalingRule, role: str, fmt: FloatFormat, counted: Histogram) -> SumsFound:
+    def block_sums(
+        self, x: torch.Tensor, rule: BlockScalingRule, role: str, fmt: FloatFormat, counted: Histogram
+    ) -> SumsFound:
         from cuda_simulator import block_sums
 
         return block_sums(x, rule, role, fmt, self.grid)
@@ -190,7 +203,7 @@ def of_counts(engine: Engine, x: torch.Tensor, name: str) -> dict[str, Any]:
     counted = empty(x)
     engine.count(counted, x)
     equal = torch.equal(counted.counts.cpu(), count_histogram(x.cpu()).counts)
-    plain = lambda: torch_fallback.count_patterns(x.view(torch.int16), counted.counts)  # noqa: E731
+    plain = lambda: torch_fallback.count_bit_patterns(x.view(torch.int16), counted.counts)  # noqa: E731
     return {"tensor": name, "values": x.numel(), **rates(engine, x, lambda: engine.count(counted, x), plain), "equal": equal}
 
 

@@ -22,7 +22,7 @@ from benchmarks.reduction import ROWS, stats, tensors_of
 from nemo_fp8_debug.capture.operand_stats import OperandStats
 from nemo_fp8_debug.core.keys import ROLES
 from nemo_fp8_debug.core.observation import AgreedSampleSettings
-from nemo_fp8_debug.distributed import MonitoredRanks, ShardGroupReduction, ShardGroup
+from nemo_fp8_debug.distributed import MonitoredRanks, ShardGroup, ShardGroupReduction
 from nemo_fp8_debug.distributed.gloo import GlooGroup
 from nemo_fp8_debug.numerics.histogram import BINS
 

@@ -62,7 +62,7 @@ class Scheduled(WaitTimes):
         return sum(core for _, core in self.by_step.values())
 
     @contextlib.contextmanager
-    def waiting(self, what: str) -> Iterator[None]:
+    def measure_wait(self, what: str) -> Iterator[None]:
         before, total = waited_for_core(), self.total_seconds
         with super().measure_wait(what):
             yield

@@ -270,7 +270,7 @@ def test_a_fault_while_looking_ahead_leaves_a_monitor_that_is_closed(
     def fail(*_: Any) -> None:
         raise RuntimeError("not yet known")
 
-    monkeypatch.setattr(StepOrder, "expect", fail)
+    monkeypatch.setattr(StepOrder, "warn_if_never_sampled", fail)
     with pytest.warns(FP8DebugWarning, match="while looking ahead.*not yet known"):
         fit(tmp_path / "warned", [FP8DebugCallback(interval=1)], max_steps=6)
     assert read_table_rows(find_record(tmp_path / "warned"), "metrics")["step"].n_unique() == 6

@@ -123,7 +123,9 @@ def test_gradients_are_recorded_in_units_of_the_loss_too(tmp_path: Path, precisi
 def test_two_callbacks_both_measure(tmp_path: Path) -> None:
     repeated(tmp_path, callbacks=2, accumulate_grad_batches=2)
     for name in ("fp8_debug", "fp8_debug_2"):
-        assert read_table_rows(find_record(tmp_path / "run" / name), "steps")["grad_scale"].drop_nulls().to_list() == [0.5] * 3
+        assert (
+            read_table_rows(find_record(tmp_path / "run" / name), "steps")["grad_scale"].drop_nulls().to_list() == [0.5] * 3
+        )
 
 
 def test_mixed_precision_in_fp16_skips_steps_and_says_so(tmp_path: Path) -> None:

@@ -91,7 +91,9 @@ def test_metrics_and_loss_share_their_steps(output: Path, results: dict[str, Any
 def test_gradients_are_recorded_in_units_of_the_loss_too(output: Path) -> None:
     for case in ("plain", "recompute"):
         run = find_record(output / f"{case}-1")
-        assert read_table_rows(run, "steps")["grad_scale"].to_list() == pytest.approx([0.5] * 5, rel=1e-6)  # two micro-batches
+        assert read_table_rows(run, "steps")["grad_scale"].to_list() == pytest.approx(
+            [0.5] * 5, rel=1e-6
+        )  # two micro-batches
         metrics = read_table_rows(run, "metrics").filter(role="grad_output")
         assert metrics["unscaled_amax"].to_list() == pytest.approx([2 * amax for amax in metrics["amax"]], rel=1e-6)
 

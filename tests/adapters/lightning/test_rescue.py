@@ -135,14 +135,14 @@ import sys, torch, torch.distributed as dist
 from torch import nn
 from nemo_fp8_debug import ConfigError
 from nemo_fp8_debug.capture.gemms import find_gemms
-from nemo_fp8_debug.interventions.emulate import check_named
+from nemo_fp8_debug.interventions.emulate import check_changes_name_gemms
 from nemo_fp8_debug.plan.plan import Change, Plan
 rank = int(sys.argv[1])
 dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{sys.argv[2]}", rank=rank, world_size=2)
 stage = nn.ModuleDict({f"stage{rank}": nn.Linear(2, 2)})
-check_named(Plan((Change("stage0", "bf16"), Change("stage1", "bf16"))), find_gemms([stage]), "of this run")
+check_changes_name_gemms(Plan((Change("stage0", "bf16"), Change("stage1", "bf16"))), find_gemms([stage]), "of this run")
 try:
-    check_named(Plan((Change("stage1", "bf16"), Change("stage2", "bf16"))), find_gemms([stage]), "of this run")
+    check_changes_name_gemms(Plan((Change("stage1", "bf16"), Change("stage2", "bf16"))), find_gemms([stage]), "of this run")
 except ConfigError as error:
     print(error)
 dist.barrier()

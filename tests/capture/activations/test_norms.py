@@ -137,9 +137,9 @@ class TestTwoRuns:
         return folder
 
     def test_a_channel_that_stands_out_comes_first(self, tmp_path: Path) -> None:
-        found = compare(self.trained(tmp_path / "run", outlier=64.0), self.trained(tmp_path / "baseline")).feature_comparisons[
-            "activations"
-        ]
+        found = compare(
+            self.trained(tmp_path / "run", outlier=64.0), self.trained(tmp_path / "baseline")
+        ).feature_comparisons["activations"]
         first = found.filter(metric="channel_ratio").row(0, named=True)
         assert (first["layer"], first["tensor"]) == ("1", "input") and first["ratio_log2"] > 4
         told = CliRunner().invoke(app, ["compare", str(tmp_path / "run"), "--baseline", str(tmp_path / "baseline")]).output

@@ -47,7 +47,7 @@ class TestMegatron:
             original(self, x, order, use)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(operands.OperandAccumulator, "add", keep)
+            patch.setattr(operands.OperandAccumulator, "add_tensor", keep)
             sampled(model)
         for gemm in find_gemms([model]):
             pairs = zip(taken[gemm.name, "input"], taken[gemm.name, "grad_output"], strict=True)
@@ -98,7 +98,7 @@ class TestMegatron:
             with (monitor := Monitor(model, tmp_path / name, table_rows=0)).step(0):
                 loss_of(model, 0).backward()
             monitor.close()
-        of_two = compare(tmp_path / "run", tmp_path / "baseline").list_setting_differences()
+        of_two = compare(tmp_path / "run", tmp_path / "baseline").differences()
         differing = {row["setting"]: row["run"] for row in of_two.filter(pl.col("telling")).iter_rows(named=True)}
         factory = f"{RecipeConfig.__module__}.RecipeConfig.from_config_dict"
         for option, value in (plain | {"fp8_quantizer_factory": factory}).items():
@@ -106,7 +106,7 @@ class TestMegatron:
         assert "*fc1" in differing.pop("backend_options.quant_recipe")
         assert differing.pop("recipe.fp8_engine").startswith("none: fp4 is configured but has no effect")
         assert differing == {"environment.NVTE_FUSED_ATTN_USE_FAv2_BWD": "1"}
-        same = compare(tmp_path / "again", tmp_path / "run").list_setting_differences()
+        same = compare(tmp_path / "again", tmp_path / "run").differences()
         assert same.filter(pl.col("telling")).is_empty()
 
     @pytest.mark.parametrize(

@@ -44,7 +44,7 @@ def recast(x: torch.Tensor, use: Any, role: str, turn: bool) -> Cast:
         found = use.scale.quantize(m, role, use.format)
         codes, scale = found.codes, found.scales.scale
     else:
-        scale = use.scale.scale(compute_amax(m), use.format.max)
+        scale = use.scale.compute_scale(compute_amax(m), use.format.max)
         codes = saturating_cast(m.float() * scale, use.format)
     return Cast(codes.t(), scale.t() if scale.dim() else scale) if turn else Cast(codes, scale)
 

@@ -159,7 +159,9 @@ def test_micro_batches_and_recompute_count_once(tmp_path: Path, recompute: bool 
     assert states == train(RECIPES["current"], **options)[0]
     train(RECIPES["current"], tmp_path / "plain", calls=2, steps=2)
     columns = ["step", "role", "n", "scale", "mse", "underflow_pct"]
-    assert_frame_equal(rows.select(columns), read_table_rows(tmp_path / "plain", "metrics").filter(layer="core").select(columns))
+    assert_frame_equal(
+        rows.select(columns), read_table_rows(tmp_path / "plain", "metrics").filter(layer="core").select(columns)
+    )
 
 
 def test_without_fp8_attention_there_are_no_rows_and_no_warning(tmp_path: Path) -> None:
@@ -206,4 +208,6 @@ def test_readers_show_the_operands_of_attention(tmp_path: Path) -> None:
     train(RECIPES["delayed"], tmp_path / "b", steps=6)
     compared = compare(tmp_path / "b", tmp_path / "a")
     assert summarize(compared) and diagnose(tmp_path / "b", tmp_path / "a").verdict() and diagnose(tmp_path / "b").verdict()
-    assert "dP" in set(find_onsets(*(MetricsTable.from_rows(read_table_rows(tmp_path / name, "metrics")) for name in "ab"))["tensor"])
+    assert "dP" in set(
+        find_onsets(*(MetricsTable.from_rows(read_table_rows(tmp_path / name, "metrics")) for name in "ab"))["tensor"]
+    )

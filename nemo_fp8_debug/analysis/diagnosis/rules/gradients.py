@@ -13,13 +13,13 @@ from ....core.keys import GRADIENTS, SHOWN_AS
 from ....core.text import format_number
 from ....numerics.limits import MADE_UP
 from ... import thresholds
-from ...loss.curve import find_lasting_start, compute_running_median
+from ...loss.curve import compute_running_median, find_lasting_start
 from ...loss.step_change import measure_loss_rise_at_step
 from ...runs.grid import Floats, Ints
 from ...runs.metrics import MetricsTable
 from ...runs.run import Run
 from ...runs.source import Bools
-from ..facts import Facts, DiagnosedRecords, define_fact
+from ..facts import DiagnosedRecords, Facts, define_fact
 from ..finding import Finding
 from ..rule import register_rule
 

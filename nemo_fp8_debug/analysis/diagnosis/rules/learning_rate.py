@@ -11,7 +11,7 @@ import polars as pl
 from ....core.text import format_number
 from ... import thresholds
 from ...runs.settings import read_learning_rates
-from ..facts import Facts, DiagnosedRecords, define_fact
+from ..facts import DiagnosedRecords, Facts, define_fact
 from ..finding import Finding
 from ..rule import register_rule
 

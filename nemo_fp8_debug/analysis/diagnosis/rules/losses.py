@@ -13,7 +13,7 @@ from ... import thresholds
 from ...loss.curve import LossCurve
 from ...loss.outcome import OF_RANGE
 from ...runs.run import Run
-from ..facts import Facts, DiagnosedRecords, define_fact
+from ..facts import DiagnosedRecords, Facts, define_fact
 from ..finding import Finding
 from ..rule import register_rule
 

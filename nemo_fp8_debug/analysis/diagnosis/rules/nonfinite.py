@@ -12,7 +12,7 @@ from ....core.keys import ROLES, SHOWN_AS
 from ....core.table import load_feature_modules
 from ...runs.metrics import IS_NONFINITE
 from ...runs.run import Run
-from ..facts import Facts, DiagnosedRecords, define_fact, subtract_baseline_tensors
+from ..facts import DiagnosedRecords, Facts, define_fact, subtract_baseline_tensors
 from ..finding import Finding, advise_on_nonfinite
 from ..rule import register_rule
 

@@ -10,7 +10,7 @@ import numpy.typing as npt
 import polars as pl
 
 from ....core.keys import GRADIENTS, SHOWN_AS
-from ....core.layer_names import is_expert_aggregate, find_expert_aggregate
+from ....core.layer_names import find_expert_aggregate, is_expert_aggregate
 from ....core.scale_sources import QUANTIZED
 from ....core.text import format_number
 from ....numerics.limits import MADE_UP
@@ -22,7 +22,7 @@ from ...runs.grid import Floats, Ints
 from ...runs.metrics import IS_NONFINITE, MetricsTable
 from ...runs.run import Run
 from ...runs.settings import find_usual_casts
-from ..facts import Facts, DiagnosedRecords, define_fact
+from ..facts import DiagnosedRecords, Facts, define_fact
 from ..finding import CAUSES, Finding, advise_on_nonfinite, advise_on_producer
 from ..limits import find_operands_over_limit, select_fp8_operands
 from ..rule import register_rule
@@ -419,9 +419,9 @@ def _against_baseline(records: DiagnosedRecords) -> list[Suspect]:
     # amount.
     far = split_off_single_experts(records.operands_over_limit)[0].join(named, on=_KEY, how="anti")
     if len(far):
-        theirs = find_operands_over_limit(select_quantized_operands(baseline.metrics.select_tensors_by_key(far.select(_KEY))), 0.0).rename(
-            {"excess": "usual"}
-        )
+        theirs = find_operands_over_limit(
+            select_quantized_operands(baseline.metrics.select_tensors_by_key(far.select(_KEY))), 0.0
+        ).rename({"excess": "usual"})
         both = far.join(theirs.select(*_KEY, "usual"), on=_KEY, how="left", maintain_order="left")
         far = both.filter(pl.col("excess") > thresholds.TIMES_USUAL * pl.col("usual").fill_null(0.0)).drop("usual")
     chosen += [(*each, "limits") for each in _strongest_first(far, run)]
@@ -457,7 +457,9 @@ def _with_courses(
     theirs = None if baseline is None else baseline.metrics.select_tensors_by_key(keys)
     known = set() if theirs is None else set(theirs.tensors.rows())
     rows = None if theirs is None else theirs.read_all_rows(COURSE)
-    usual = {role: compute_column_median(run.metrics.select_roles(role), "outlier_log2") for role in {each[1] for each in chosen}}
+    usual = {
+        role: compute_column_median(run.metrics.select_roles(role), "outlier_log2") for role in {each[1] for each in chosen}
+    }
     end = None if baseline is None else baseline.metrics.steps[-1]
     steps, found = run.metrics.steps, []
     for layer, role, since, excess, samples, by in chosen:

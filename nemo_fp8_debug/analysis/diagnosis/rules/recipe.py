@@ -13,7 +13,7 @@ from ....core.scale_sources import select_quantized_sources
 from ... import thresholds
 from ...runs.grid import split_into_constant_stretches
 from ...runs.metrics import MetricsTable
-from ..facts import Facts, DiagnosedRecords, define_fact
+from ..facts import DiagnosedRecords, Facts, define_fact
 from ..finding import Finding
 from ..rule import register_rule
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from packaging.version import InvalidVersion, Version
 
 from ...runs.settings import list_setting_differences
-from ..facts import Facts, DiagnosedRecords, define_fact
+from ..facts import DiagnosedRecords, Facts, define_fact
 from ..finding import Finding
 from ..rule import register_rule
 

@@ -19,7 +19,7 @@ from ...comparison.drift import parse_layer_index
 from ...runs.grid import Floats, Ints, split_into_constant_stretches
 from ...runs.metrics import MetricsTable
 from ...runs.run import Run
-from ..facts import Facts, DiagnosedRecords, define_fact
+from ..facts import DiagnosedRecords, Facts, define_fact
 from ..finding import Finding
 from ..rule import register_rule
 
@@ -48,7 +48,7 @@ def moves_of_levels(operands: MetricsTable, level: Level, together: Callable[[Fl
     Example:
         >>> rows = {"layer": "fc1", "role": "input", "step": [0, 5, 10], "relative_error": 0.5, "mse": [1.0, 4.0, 4.0]}
         >>> steps, moves = moves_of_levels(
-        ...     Metrics.from_rows(pl.DataFrame(rows)), ROOT_MEAN_SQUARE, lambda moves: round(float(moves[0]), 2)
+        ...     MetricsTable.from_rows(pl.DataFrame(rows)), ROOT_MEAN_SQUARE, lambda moves: round(float(moves[0]), 2)
         ... )
         >>> steps.tolist(), moves
         ([0, 5, 10], [0.69, 0.0])
@@ -197,7 +197,11 @@ def still_weights(records: DiagnosedRecords) -> StillWeights:
     mine = run.metrics.select_roles("weight")
     both = mine.tensors.join(baseline.metrics.tensors, on=["layer", "role"], how="semi", maintain_order="left")
     constant = _find_constant(mine.select_tensors_by_key(both))
-    moving = _find_constant(baseline.metrics.select_tensors_by_key(both.filter(pl.col("layer").is_in(constant)))) if constant else []
+    moving = (
+        _find_constant(baseline.metrics.select_tensors_by_key(both.filter(pl.col("layer").is_in(constant))))
+        if constant
+        else []
+    )
     return StillWeights(stopped, tuple(layer for layer in constant if layer not in moving), len(both))
 
 
@@ -323,7 +327,7 @@ def _shared_name(layers: Sequence[str]) -> str:
 
 
 @dataclass
-class Standing:
+class ConstantRangeState:
     """The step from which the range of each of T weights is constant; all fields have shape [T]."""
 
     #: log2 of the range at the weight's first and last sample; NaN without samples
@@ -335,7 +339,7 @@ class Standing:
     moves: Ints
 
     @classmethod
-    def make_unsampled(cls, tensors: int) -> Standing:
+    def make_unsampled(cls, tensors: int) -> ConstantRangeState:
         """Return the state of weights without a sample."""
         none = np.zeros(tensors, dtype=np.int64)
         return cls(np.full(tensors, np.nan), np.full(tensors, np.nan), none, none.copy(), none.copy())
@@ -351,12 +355,12 @@ class Standing:
         self.moves += moved
         self.first, self.last = np.where(new, of_range, self.first), np.where(there, of_range, self.last)
 
-    def __add__(self, later: Standing) -> Standing:
+    def __add__(self, later: ConstantRangeState) -> ConstantRangeState:
         """Return the state after these samples and the samples of `later`."""
         there = np.isfinite(later.last)
         moved = np.abs(later.first - self.last) > thresholds.RANGE_MOVES
         goes_on = np.isfinite(self.last) & ~moved & (later.moves == 0)
-        return Standing(
+        return ConstantRangeState(
             np.where(np.isfinite(self.first), self.first, later.first),
             np.where(there, later.last, self.last),
             np.where(there & ~goes_on, later.since, self.since),
@@ -365,15 +369,15 @@ class Standing:
         )
 
 
-def _measure_standing(weights: MetricsTable) -> Standing:
-    found = Standing.make_unsampled(len(weights.tensors))
+def _measure_standing(weights: MetricsTable) -> ConstantRangeState:
+    found = ConstantRangeState.make_unsampled(len(weights.tensors))
     for stretch in weights.map_step_ranges(partial(_measure_stretch)):
         found += stretch
     return found
 
 
-def _measure_stretch(weights: MetricsTable) -> Standing:
-    found = Standing.make_unsampled(len(weights.tensors))
+def _measure_stretch(weights: MetricsTable) -> ConstantRangeState:
+    found = ConstantRangeState.make_unsampled(len(weights.tensors))
     for rows in weights.read_rows_in_batches([_RANGE]):
         ordered = rows.sort("step", maintain_order=True)
         tensor, value = ordered["tensor"].to_numpy(), ordered[_RANGE].cast(pl.Float64).to_numpy()

@@ -13,10 +13,10 @@ from ....core.keys import GRADIENTS, SHOWN_AS, Key
 from ....core.layer_names import find_expert_aggregate
 from ....numerics.limits import MADE_UP
 from ...runs.blocks import map_grid_slices, map_tensor_chunks
-from ...runs.grid import MetricGrid, Ints
+from ...runs.grid import Ints, MetricGrid
 from ...runs.metrics import MetricsTable
 from ...runs.source import Bools
-from ..facts import Facts, DiagnosedRecords, define_fact
+from ..facts import DiagnosedRecords, Facts, define_fact
 from ..finding import Finding, advise_on_producer
 from ..rule import register_rule
 

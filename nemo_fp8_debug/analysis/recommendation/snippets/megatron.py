@@ -56,8 +56,8 @@ def make_module_recipes_snippet(found: Recommendation) -> Snippet | None:
         coarser += [_coarser(finding, recipe, name) for finding in findings]
     if count_pipeline_stages(found) > 1:
         coarser.append(
-            f"Each of {count_pipeline_stages(found)} parts of the pipeline numbers its blocks from 0, and Megatron matches these "
-            "names. So this changes the same blocks in every part. We assume that all parts have equally many blocks."
+            f"Each of {count_pipeline_stages(found)} parts of the pipeline numbers its blocks from 0, and Megatron matches "
+            "these names. So this changes the same blocks in every part. We assume that all parts have equally many blocks."
         )
     content = yaml.safe_dump({"configs": configs, "matchers": matchers}, sort_keys=False)
     return Snippet(NAME, "recipes of modules, Megatron", comment_lines(_HOW, *coarser) + content, tuple(coarser))
@@ -72,7 +72,8 @@ def _recipe(recipe: Recipe) -> dict[str, str]:
 def _coarser(finding: TensorFix, recipe: Recipe, name: str) -> str:
     chosen = finding.chosen_option
     if chosen.recipe == BF16_RECIPE.name:
-        return f"{finding.tensor_name}: BF16 applies to all three GEMMs of the module, not only for the two that read this operand."
+        tensor = finding.tensor_name
+        return f"{tensor}: BF16 applies to all three GEMMs of the module, not only for the two that read this operand."
     if resolve_recipe_cast(chosen.parsed_recipe, finding.role) == resolve_recipe_cast(recipe, finding.role):
         return f"{finding.tensor_name}: {name} applies to all operands of the module."
     return f"{finding.tensor_name}: a module cannot have {chosen.recipe}; it has {name} instead, for all of its operands."
@@ -153,7 +154,8 @@ def _options(recipe: Recipe | None, found: Recommendation, unsolved: list[Tensor
     than needed.
     """
     coarser = [
-        f"{f.tensor_name}: no option of the whole run can do this. Recipes of modules can; see the other files." for f in unsolved
+        f"{f.tensor_name}: no option of the whole run can do this. Recipes of modules can; see the other files."
+        for f in unsolved
     ]
     if recipe:
         coarser.append(f"{recipe.name} applies to all layers of the run, not only to layers that need it.")

@@ -175,7 +175,9 @@ def _tell_differences(name: str, findings: Sequence[TensorFix], options: Mapping
     for finding in findings:
         option = options[finding.role]
         if option.recipe != finding.chosen_option.recipe:
-            said[finding.tensor_name] = f"no kernel takes {finding.chosen_option.recipe} with the other operand, so it has {option.recipe}"
+            said[finding.tensor_name] = (
+                f"no kernel takes {finding.chosen_option.recipe} with the other operand, so it has {option.recipe}"
+            )
         elif finding.layer != name:
             said[f"{SHOWN_AS[finding.role]} of {name}"] = "all experts of the group are cast alike"
     return tuple(f"{key}: {sentence}." for key, sentence in said.items())

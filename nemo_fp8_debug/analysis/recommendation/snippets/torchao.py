@@ -146,8 +146,9 @@ def _can_be_multiplied(config: Mapping[str, Any]) -> bool:
 
 def _coarser(findings: Sequence[TensorFix], options: Sequence[CastOption]) -> Iterator[str]:
     for finding, option in zip(findings, options, strict=True):
-        if option.recipe != finding.chosen_option.recipe and finding.chosen_option.kind != STAY:
-            yield f"{finding.tensor_name}: torchao has no {finding.chosen_option.recipe} here; it has {option.recipe} instead."
+        chosen = finding.chosen_option
+        if option.recipe != chosen.recipe and chosen.kind != STAY:
+            yield f"{finding.tensor_name}: torchao has no {chosen.recipe} here; it has {option.recipe} instead."
 
 
 def _without_gather(layer: str, config: dict[str, Any], coarser: list[str]) -> tuple[dict[str, Any] | None, list[str]]:

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...tensors import is_dtensor, cast_like_autocast
-from ..base import Args, FrameworkBackend, Kwargs, CastInUse, read_raw_weight
+from ...tensors import cast_like_autocast, is_dtensor
+from ..base import Args, CastInUse, FrameworkBackend, Kwargs, read_raw_weight
 from . import casts
 from .layers import FLOAT8_LINEAR, MXFP8_LINEAR, NVFP4_LINEAR, find_class_path, name_layer_class
 from .trial import reset_cast_trials
-from .weights import is_torchao_tensor, require_uncast_tensor, find_high_precision_weight
+from .weights import find_high_precision_weight, is_torchao_tensor, require_uncast_tensor
 
 
 def _owns(module: nn.Module) -> bool:
@@ -64,7 +64,9 @@ def find_quantizing_engine(modules: Iterable[nn.Module]) -> str:
         return BACKEND.name if classes else ""
     kind, module = next(iter(classes.items()))
     weight = read_raw_weight(module)
-    held = f" with weights of {find_class_path(getattr(weight, '_local_tensor', weight))}" if is_torchao_tensor(weight) else ""
+    held = (
+        f" with weights of {find_class_path(getattr(weight, '_local_tensor', weight))}" if is_torchao_tensor(weight) else ""
+    )
     return f"unknown: training with {kind}{held} is not supported"
 
 

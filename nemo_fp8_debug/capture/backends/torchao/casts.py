@@ -68,7 +68,7 @@ def find_cast(module: nn.Module, role: str) -> CastInUse:
     """Return how `module` casts `role` in the call that has just returned.
 
     Raises:
-        UnknownCast: the class, a field of the configuration, or a value is not supported. The message names the cause.
+        UnknownCastError: the class, a field of the configuration, or a value is not supported. The message names the cause.
     """
     kind, weight = name_layer_class(module), read_raw_weight(module)
     if kind not in _READERS:
@@ -160,7 +160,7 @@ _READERS: Mapping[str, Callable[[Any, str], CastInUse]] = {
 
 
 def _check_fields(config: Any, name: str, field: str) -> None:
-    """Raise UnknownCast unless every field of a configuration is supported, and its class is from torchao."""
+    """Raise UnknownCastError unless every field of a configuration is supported, and its class is from torchao."""
     if find_class_path(config) != f"torchao.float8.config.{name}":
         raise UnknownCastError(f"its {field} is a {find_class_path(config)}, which is not supported")
     if strange := sorted((vars(config).keys() | type(config).__dataclass_fields__.keys()) - KNOWN[name]):

@@ -90,7 +90,7 @@ def check_attributes(module: nn.Module, options: frozenset[str]) -> None:
     """Check that every attribute of a layer is supported: an attribute of Linear, FSDP2, torchtitan, or one in `options`.
 
     Raises:
-        UnknownCast: an attribute is not supported. The message names this attribute.
+        UnknownCastError: an attribute is not supported. The message names this attribute.
     """
     if strange := sorted(vars(module).keys() - options - _attributes_of_linear() - _OF_OTHERS):
         name = name_layer_class(module).rpartition(".")[2]
@@ -113,7 +113,10 @@ def list_configurations(modules: Iterable[tuple[str, nn.Module]]) -> list[dict[s
     found: dict[str, dict[str, Any]] = {}
     for name, module in modules:
         config = getattr(module, "config", None)
-        if name_layer_class(module) == FLOAT8_LINEAR and find_class_path(config) == "torchao.float8.config.Float8LinearConfig":
+        if (
+            name_layer_class(module) == FLOAT8_LINEAR
+            and find_class_path(config) == "torchao.float8.config.Float8LinearConfig"
+        ):
             found.setdefault(repr(config), {"config": _plain(config), "layers": []})["layers"].append(name)
     return list(found.values())
 

@@ -32,7 +32,7 @@ def find_nvfp4_cast(module: Any, role: str) -> CastInUse:
     """Return the cast of X in fprop, or of W.
 
     Raises:
-        UnknownCast: `role` is dY, or a part of the module is not supported.
+        UnknownCastError: `role` is dY, or a part of the module is not supported.
     """
     version = str(getattr(sys.modules.get("torchao"), "__version__", ""))
     if ".".join(version.split(".")[:2]) not in RELEASES:

@@ -17,7 +17,7 @@ from torch import nn
 from ..base import FrameworkBackend, explain_unsupported_forward
 from ..megatron import read_configured_recipe
 from . import grouped, layernorm_mlp, linear
-from .casts import find_call_node, read_cache_and_autocast_state, may_share_amax, uses_split_accumulator
+from .casts import find_call_node, may_share_amax, read_cache_and_autocast_state, uses_split_accumulator
 from .environment import explain_unsupported_release
 from .stored import read_stored_weight
 

@@ -27,9 +27,9 @@ import torch
 from ....numerics.block_scaling import BlockScalingRule
 from ....numerics.nvfp4_scaling import SIGN_MASK, NVFP4Scaling
 from ...patching import SWITCHED
-from ..base import Args, Kwargs, CastInUse, UnknownCastError, make_unquantized_cast, read_raw_weight
+from ..base import Args, CastInUse, Kwargs, UnknownCastError, make_unquantized_cast, read_raw_weight
 from .environment import check_environment_variables
-from .quantizers import make_quantizer_cast, make_delayed_cast
+from .quantizers import make_delayed_cast, make_quantizer_cast
 
 #: GEMM that uses the column-wise copy as its operand, by role
 PRODUCT = {"input": "wgrad", "weight": "dgrad", "grad_output": "wgrad"}
@@ -41,7 +41,7 @@ def cast_with_copy(quantizer: Any, te_recipe: Any, role: str) -> CastInUse:
     """Return how `quantizer` casts operand `role`. Include the column-wise copy if it is known and has other values.
 
     Raises:
-        UnknownCast: the quantizer of the row-wise copy is not supported.
+        UnknownCastError: the quantizer of the row-wise copy is not supported.
     """
     use = make_quantizer_cast(quantizer, te_recipe, role)
     if quantizer is None:
@@ -125,10 +125,10 @@ def defer_cast_lookup(
     """Return a function that determines the cast of `role` in the call with output `out`. For dY, call it in the backward.
 
     Args:
-        known: facts that `read_call_facts` returned before the call.
+        known: facts that `read_cache_and_autocast_state` returned before the call.
 
     Raises:
-        UnknownCast: the cast is unknown. The returned function may also raise this.
+        UnknownCastError: the cast is unknown. The returned function may also raise this.
     """
     check_environment_variables(module, role)
     call = find_backward_state(out)
@@ -149,7 +149,7 @@ def _not_moved(use: CastInUse, known: Kwargs) -> CastInUse:
     When the outermost autocast ends, it updates the scale.
 
     Raises:
-        UnknownCast: the outermost autocast has ended, or may have ended.
+        UnknownCastError: the outermost autocast has ended, or may have ended.
     """
     if use.source == "engine" and isinstance(use.scale, torch.Tensor) and not known.get("autocasts"):
         raise UnknownCastError(
@@ -175,9 +175,7 @@ def _forward_cast(module: Any, role: str, held: QuantizerSlot, call: Any) -> Cas
     return _quantizer_of(module, role, held, call, debug)(module.fp8_meta.get("recipe"))
 
 
-def _quantizer_of(
-    module: Any, role: str, held: QuantizerSlot, call: Any, debug: bool = False
-) -> Callable[[Any], CastInUse]:
+def _quantizer_of(module: Any, role: str, held: QuantizerSlot, call: Any, debug: bool = False) -> Callable[[Any], CastInUse]:
     """Return a function that receives the recipe and returns the cast, from the quantizer of the call or of the module."""
     found = getattr(call, held.name, None)
     if isinstance(found, (list, tuple)) and held.number is not None:
@@ -283,7 +281,7 @@ def find_cached_weight_cast(module: Any, kwargs: Kwargs, name: str, read: Callab
     """Return the cast of a weight, which may have been cached before the call.
 
     Raises:
-        UnknownCast: a call before this step cached the weight, and the weight may have changed since.
+        UnknownCastError: a call before this step cached the weight, and the weight may have changed since.
     """
     use = read()
     if use.source != "engine" or kwargs.get("is_first_microbatch") is not False:

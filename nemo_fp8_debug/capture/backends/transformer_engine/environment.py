@@ -71,7 +71,7 @@ _RUNNING = """
     ALLOW_UNSAFE_PICKLE_EXTRA_STATE BWD_LAYERNORM_SM_MARGIN COMPILE_OP_SIDE_EFFECTS CPU_OFFLOAD_V1 DEBUG DEBUG_LEVEL
     DISABLE_TRITON_AUTOTUNING EXT_MARGIN_SM FP8_GEMM_HIGH_PRECISION_ACCUMULATION FWD_LAYERNORM_SM_MARGIN
     INF_LAYERNORM_SM_MARGIN NORM_BWD_USE_CUDNN NVTX_ENABLED PRINT_LAYER_NUMBER PRINT_RANK TORCH_COMPILE UNFUSED_FP8_UPDATE"""
-#: options of the norm that computes X, see `check_environment`
+#: options of the norm that computes X, see `check_environment_variables`
 _NORM = "NORM_FWD_USE_CUDNN ZERO_CENTERED_GAMMA_IN_WTYPE"
 #: variables that change no cast of a linear layer, or whose effect is visible elsewhere
 KNOWN_VARIABLES = frozenset(
@@ -85,7 +85,7 @@ def check_environment_variables(module: Any, role: str) -> None:
     """Check that no environment variable changes the known casts of a module.
 
     Raises:
-        UnknownCast: a variable may change a cast. The message names this variable.
+        UnknownCastError: a variable may change a cast. The message names this variable.
     """
     if strange := _strange_variables():
         raise UnknownCastError(f"the environment variable {strange[0]} is set, and its effect on casts is not supported")
@@ -129,7 +129,7 @@ def check_variable_option(variable: str, asked: bool) -> None:
         asked: whether the quantizer has the option that the variable enables.
 
     Raises:
-        UnknownCast: the variable and the quantizer disagree, and it is unknown which of them the kernel follows.
+        UnknownCastError: the variable and the quantizer disagree, and it is unknown which of them the kernel follows.
     """
     if not asked and os.environ.get(variable, "0") not in ("0", ""):
         raise UnknownCastError(f"the environment variable {variable} is set, but its quantizer does not have this option")

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ...tensors import cast_like_autocast
-from ..base import Args, Kwargs, CastInUse, UnknownCastError, read_raw_weight
+from ..base import Args, CastInUse, Kwargs, UnknownCastError, read_raw_weight
 from .casts import QuantizerSlot, defer_cast_lookup, find_backward_state, find_cached_weight_cast, is_quantized_tensor
 from .linear import get_first_argument, read_uncast_weight
 from .stored import is_supported_storage, read_stored_weight
@@ -26,7 +26,7 @@ def find_operand_x(module: Any, args: Args, kwargs: Kwargs, part: str) -> torch.
 
 
 def find_operand_w(module: Any, args: Args, kwargs: Kwargs, part: str) -> torch.Tensor | None:
-    """Return W of an expert, as `read_named_weight` does."""
+    """Return W of an expert, as `read_uncast_weight` does."""
     return read_uncast_weight(module, f"weight{part}")
 
 
@@ -66,7 +66,7 @@ def _check_row_wise(call: Any) -> None:
     """Check that a HybridQuantizer makes a row-wise copy. A quantizer makes only the copies that the call needs.
 
     Raises:
-        UnknownCast: the call makes no row-wise copy.
+        UnknownCastError: the call makes no row-wise copy.
     """
     kinds = {type(quantizer).__name__ for quantizer in getattr(call, "grad_output_quantizers", None) or ()}
     if "HybridQuantizer" in kinds and not getattr(call, "requires_dgrad", True):

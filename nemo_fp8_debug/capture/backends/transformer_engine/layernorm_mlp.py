@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ...tensors import cast_like_autocast
-from ..base import Args, Kwargs, CastInUse, read_raw_weight
+from ..base import Args, CastInUse, Kwargs, read_raw_weight
 from .casts import QuantizerSlot, defer_cast_lookup, find_cached_weight_cast, is_quantized_tensor
 from .linear import compute_norm, get_first_argument, read_uncast_weight
 from .stored import is_supported_storage, read_stored_weight
@@ -25,7 +25,7 @@ def find_operand_x(module: Any, args: Args, kwargs: Kwargs, part: str) -> torch.
 
 
 def find_operand_w(module: Any, args: Args, kwargs: Kwargs, part: str) -> torch.Tensor | None:
-    """Return W of fc1 or fc2, as `read_named_weight` does."""
+    """Return W of fc1 or fc2, as `read_uncast_weight` does."""
     return read_uncast_weight(module, f"{part}_weight")
 
 

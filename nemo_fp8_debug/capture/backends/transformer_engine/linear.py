@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ...tensors import cast_like_autocast
-from ..base import Args, Kwargs, CastInUse, read_raw_weight
+from ..base import Args, CastInUse, Kwargs, read_raw_weight
 from .casts import QuantizerSlot, defer_cast_lookup, find_active_recipe, find_cached_weight_cast, is_quantized_tensor
 from .stored import is_supported_storage, read_stored_weight
 
@@ -34,7 +34,7 @@ def find_operand_x(module: Any, args: Args, kwargs: Kwargs, part: str) -> torch.
 
 
 def find_operand_w(module: Any, args: Args, kwargs: Kwargs, part: str) -> torch.Tensor | None:
-    """Return W, as `read_named_weight` does."""
+    """Return W, as `read_uncast_weight` does."""
     return read_uncast_weight(module)
 
 
@@ -49,7 +49,9 @@ def read_uncast_weight(module: Any, name: str = "weight") -> torch.Tensor | None
 def list_unobserved_roles(module: Any, part: str) -> Collection[str]:
     """Return the roles that hooks cannot observe: "weight" if it is stored as unsupported codes."""
     return (
-        ("weight",) if is_quantized_tensor(read_raw_weight(module)) and not is_supported_storage(read_stored_weight(module)) else ()
+        ("weight",)
+        if is_quantized_tensor(read_raw_weight(module)) and not is_supported_storage(read_stored_weight(module))
+        else ()
     )
 
 

@@ -69,7 +69,7 @@ def make_quantizer_cast(quantizer: Any, te_recipe: Any, role: str) -> CastInUse:
         te_recipe: Transformer Engine's recipe of the call. We name the cast after it.
 
     Raises:
-        UnknownCast: the quantizer's class or an attribute is not supported. The message names it.
+        UnknownCastError: the quantizer's class or an attribute is not supported. The message names it.
     """
     if quantizer is None:
         return make_unquantized_cast(role)
@@ -231,12 +231,12 @@ def _number(quantizer: Any, option: str) -> float:
 
 
 def _refuse(quantizer: Any, option: str) -> None:
-    """Raise UnknownCast if this option is on, because it changes the cast in an unsupported way."""
+    """Raise UnknownCastError if this option is on, because it changes the cast in an unsupported way."""
     _check(quantizer, not getattr(quantizer, option, False), option)
 
 
 def _refuse_reduction(quantizer: Any) -> None:
-    """Raise UnknownCast if ranks share the amax, because this rank's shard does not determine it."""
+    """Raise UnknownCastError if ranks share the amax, because this rank's shard does not determine it."""
     _check(quantizer, _amax_group(quantizer) is None, "with_amax_reduction")
 
 

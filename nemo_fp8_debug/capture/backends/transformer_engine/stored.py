@@ -35,7 +35,7 @@ class StoredWeight:
         """Return the values of the codes, float32 in the parameter's shape.
 
         Raises:
-            UnknownCast: the class or layout is not supported.
+            UnknownCastError: the class or layout is not supported.
         """
         if why := explain_unsupported_release():
             raise UnknownCastError(why)
@@ -50,7 +50,7 @@ class StoredWeight:
         """Return how the codes were cast, from the quantizer that the parameter keeps.
 
         Raises:
-            UnknownCast: the quantizer is not supported.
+            UnknownCastError: the quantizer is not supported.
         """
         use = make_quantizer_cast(self.parameter._quantizer, self.te_recipe, "weight")
         scale = getattr(self._row_wise(), "_scale_inv", None)
