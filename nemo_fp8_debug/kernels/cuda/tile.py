@@ -16,9 +16,8 @@ import numpy as np
 import torch
 from numba import uint32, uint64
 
-from ...numerics.formats import FloatFormat
+from ...numerics.formats import SCALE_ROUNDING, FloatFormat
 from ...numerics.histogram import infinity_bin
-from ...numerics.metrics import SCALE_ROUNDING
 from .launches import Kernel, compile_device_function, cuda
 from .sums import fold, round_to_code, store_thread_sums
 
