@@ -34,7 +34,7 @@ from .parts import (
     read_size,
     read_steps,
 )
-from .reader import find_run, read_fingerprint, read_status, read_table
+from .reader import find_run, read_fingerprint, read_status, read_step_scalars, read_table
 from .schema import SCHEMAS, STATUS, TABLES, Part, arrow_schema, parse_attempt
 from .storage import Storage
 
@@ -231,7 +231,7 @@ def _sizes(run: Storage) -> dict[str, TableSize]:
 
 def _named_steps(run: Storage) -> set[int]:
     """Return the steps that a verdict may mention: steps of triggered samples, and of samples with NaN or infinity."""
-    triggered = read_table(run, "steps", ["step", "trigger"]).filter(pl.col("trigger").is_not_null())
+    triggered = read_step_scalars(run, ["step", "trigger"]).filter(pl.col("trigger").is_not_null())
     counted = read_table(run, "metrics", ["step", "nan", "inf"])
     nonfinite = counted.filter((pl.col("nan") > 0) | (pl.col("inf") > 0))
     return {*triggered["step"], *nonfinite["step"]}

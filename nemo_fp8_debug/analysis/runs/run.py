@@ -13,7 +13,7 @@ import polars as pl
 
 from ...core.scale_sources import classify_sources
 from ...errors import ConfigError, RecordError
-from ...record.reader import find_run, read_fingerprint, read_table
+from ...record.reader import find_run, read_fingerprint, read_step_scalars, read_table
 from ..loss.curve import LossCurve
 from .metrics import HELD, Metrics
 
@@ -54,7 +54,7 @@ class Run:
             raise ConfigError(f"runs cannot be matched by {by!r}; choose from {', '.join(UNITS)}")
         found = find_run(path)
         fingerprint = read_fingerprint(found)  # read this first, because it refuses a record of another schema
-        steps = read_table(found, "steps", ["step", "loss", "consumed_samples"])
+        steps = read_step_scalars(found, ["step", "loss", "consumed_samples"])
         metrics = Metrics.read(found, held)
         axis = _samples_consumed(str(found), steps, metrics) if by == "samples" else None
         losses = LossCurve.from_steps_table(_along(axis, steps))
@@ -70,7 +70,7 @@ class Run:
     @cached_property
     def steps(self) -> pl.DataFrame:
         """Return the `steps` table. It is read when it is first used."""
-        return _along(self.axis, read_table(self.path, "steps"))
+        return _along(self.axis, read_step_scalars(self.path))
 
     @cached_property
     def loss_scale_skips(self) -> pl.Series:
