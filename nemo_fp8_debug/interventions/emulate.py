@@ -51,14 +51,18 @@ def _straight_through(x: torch.Tensor, quantized: torch.Tensor) -> torch.Tensor:
 class EmulatedGemm:
     """One GEMM module that multiplies quantized X, W and dY. Each operand has its own recipe."""
 
-    def __init__(self, gemm: Gemm, recipes: Mapping[str, Recipe], states: Mapping[Recipe, DelayedState]) -> None:
+    def __init__(
+        self, gemm: Gemm, recipes: Mapping[str, Recipe], states: Mapping[Recipe, DelayedState], usual: Recipe
+    ) -> None:
         """
         Args:
             recipes: recipe of each role. An operand with the recipe `bf16` is not quantized.
             states: amax histories, by delayed recipe.
+            usual: recipe of all operands that no plan changes.
         """
         self.gemm = gemm
         self.recipes = recipes
+        self.planned_roles = [role for role, recipe in recipes.items() if recipe != usual]
         self._states = states
         self._own_weight: torch.Tensor | None = None
         self._swapped = False
@@ -206,7 +210,7 @@ class Emulation:
         device = next((p.device for g in gemms for p in g.module.parameters()), None)
         #: amax histories, by delayed recipe
         self.states = {delayed: DelayedState(delayed, keys, device) for delayed, keys in columns.items()}
-        self._gemms = [EmulatedGemm(g, recipes[g.name], self.states) for g in gemms]
+        self._gemms = [EmulatedGemm(g, recipes[g.name], self.states, recipe) for g in gemms]
         for gemm in self._gemms:
             _check(gemm)
         self._handles: list[RemovableHandle] = []

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import polars as pl
 
+from ...core.keys import Key
 from ...core.scale_sources import classify_sources
 from ...errors import ConfigError, RecordError
 from ...record.reader import find_run, read_fingerprint, read_step_scalars, read_table
@@ -66,6 +67,14 @@ class Run:
     def quantization(self) -> str:
         """Return a constant of `core.scale_sources` that says whether the run quantizes."""
         return classify_sources(self.metrics.unique("scale_source"), self.fingerprint)
+
+    @cached_property
+    def planned(self) -> set[Key]:
+        """Return layer and role of the operands whose recipe a plan chose."""
+        recipe = self.fingerprint.get("recipe")
+        planned = recipe.get("planned") if isinstance(recipe, dict) else None
+        by_layer = planned.items() if isinstance(planned, dict) else ()
+        return {(layer, str(role)) for layer, roles in by_layer if isinstance(roles, list) for role in roles}
 
     @cached_property
     def steps(self) -> pl.DataFrame:

@@ -28,7 +28,7 @@ from ..diagnosis.narrator import (
     tell_verdict_reason,
 )
 from ..diagnosis.ranking import ALSO_WRONG, BLAMED, KEY, compute_medians, rank_tensors
-from ..diagnosis.rules.zeros import is_zero
+from ..diagnosis.rules.values import is_zero
 from ..formatting import make_jsonable
 from ..loss.outcome import LossOutcome
 from ..runs.blocks import map_grid_slices, map_tensor_chunks

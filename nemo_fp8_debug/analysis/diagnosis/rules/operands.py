@@ -27,6 +27,7 @@ from ..finding import CAUSES, Finding, advise_on_nonfinite, advise_on_producer
 from ..limits import find_over_limit, select_fp8_operands
 from ..rule import rule
 from .losses import resumes
+from .values import value_jumps
 
 _KEY = ["layer", "role"]
 #: largest number of suspects that are explained
@@ -132,7 +133,7 @@ def judged_samples(records: Records) -> Ints:
 @rule(
     "operand",
     ("corrupted_scale", "stale_scale", "clipping", "underflow", "outlier", "nonfinite", "dead"),
-    (suspects, judged_samples),
+    (suspects, judged_samples, value_jumps),
     needs_no_baseline=True,
 )
 def find_operands(facts: Facts) -> Iterator[Finding]:
@@ -143,8 +144,19 @@ def find_operands(facts: Facts) -> Iterator[Finding]:
     found = [_explain(each, facts) for each in suspects(facts)]
     for each, finding in zip(suspects(facts), found, strict=True):
         rivals = [one.excess for one in suspects(facts) if each.role in GRADIENTS or one.role not in GRADIENTS]
-        weak = each.excess < thresholds.STRONG_PART * max(rivals)
+        weak = each.excess < thresholds.STRONG_PART * max(rivals) or _lags_behind_a_jump(finding, facts)
         yield replace(finding, strength="hint") if weak and finding.strength == "clear" else finding
+
+
+def _lags_behind_a_jump(found: Finding, facts: Facts) -> bool:
+    """Return True if values jumped before, so that delayed scales are wrong until their histories contain new values only.
+
+    A jump of X or W also changes gradients, and a history may contain gradients from between two samples.
+    """
+    jumps = value_jumps(facts)
+    if not jumps or (found.since or 0) < jumps[0].since:
+        return False
+    return found.cause in ("clipping", "underflow") or (found.role in GRADIENTS and CAUSES[found.cause].kind == "scale")
 
 
 def _explain(suspect: Suspect, facts: Facts) -> Finding:
