@@ -7,12 +7,15 @@ uses the same scale as the first forward.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
 from ..capture.gemms import Gemm, find_gemms, match_gemms, select_gemms
@@ -21,7 +24,7 @@ from ..capture.tracing import Hook
 from ..core.arguments import quote_names
 from ..core.keys import ROLES
 from ..distributed import Ranks
-from ..errors import ConfigError
+from ..errors import ConfigError, warn
 from ..kernels import amax, quantize_dequantize
 from ..numerics.block_scaling import BlockRule
 from ..numerics.delayed_state import DelayedState
@@ -29,6 +32,9 @@ from ..numerics.nvfp4_scaling import NVFP4Scaling
 from ..numerics.recipe import Recipe, parse_recipe
 from ..numerics.tensor_scaling import CurrentScaling, DelayedScaling, Unscaled
 from ..plan.plan import NO_CHANGES, AnyPlan, Plan, read_plan_in_force
+
+#: number of optimizer steps without an update of the scales after which we warn
+_STEPS_WITHOUT_UPDATE = 10
 
 
 class _StraightThrough(torch.autograd.Function):
@@ -214,11 +220,16 @@ class Emulation:
         for gemm in self._gemms:
             _check(gemm)
         self._handles: list[RemovableHandle] = []
+        #: steps of optimizers before the first call of `end_step`; None after this call
+        self._steps_without_update: int | None = 0
 
     def attach(self) -> None:
         """Start quantizing."""
         for gemm in self._gemms:
             self._handles += gemm.attach()
+        if self.states:
+            # Torch keeps this hook for the process, so it must not keep the model alive.
+            self._handles.append(register_optimizer_step_post_hook(partial(_count_step, weakref.ref(self))))
 
     def detach(self) -> None:
         """Restore the model."""
@@ -231,6 +242,7 @@ class Emulation:
 
     def end_step(self) -> None:
         """Update delayed scales. Call this once after each step's backward."""
+        self._steps_without_update = None
         for state in self.states.values():
             state.update()
 
@@ -254,6 +266,19 @@ class Emulation:
         for part in saved.get("states", [saved]):  # earlier releases had one state, saved directly
             for state in self.states.values():
                 state.load_state_dict(part)
+
+
+def _count_step(emulation: weakref.ref[Emulation], *_: Any) -> None:
+    """Warn once if optimizers step, but nothing updates the delayed scales."""
+    one = emulation()
+    if one is None or one._steps_without_update is None:
+        return
+    one._steps_without_update += 1
+    if one._steps_without_update == _STEPS_WITHOUT_UPDATE:
+        warn(
+            f"the optimizer has made {_STEPS_WITHOUT_UPDATE} steps, but `Emulation.end_step` was never called, so all "
+            "delayed scales are still 1. Call `end_step()` after each step's backward"
+        )
 
 
 def _check(emulated: EmulatedGemm) -> None:
