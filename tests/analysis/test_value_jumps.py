@@ -1,4 +1,4 @@
-"""X and W that jump to another size for good: named as such, whatever the scale that follows them does."""
+"""X and W that change their size for good: named as such, whatever the scale that follows them does."""
 
 from __future__ import annotations
 
@@ -36,8 +36,9 @@ def train(
     until: int = STEPS,
     weight: float = 1.0,
     plan: Plan | None = None,
+    decay: float = 1.0,
 ) -> Path:
-    """A recorded run. From a step on, X of blocks.1.fc2 is multiplied, or its weight once."""
+    """A recorded run. From a step on, X of blocks.1.fc2 is multiplied, or its weight, once or in each step."""
     torch.manual_seed(0)
     model = nn.Sequential()
     model.blocks = nn.Sequential(Block(), Block(), Block())
@@ -50,9 +51,8 @@ def train(
     with closing(Monitor(model, folder, interval=2, table_rows=0, on_error="raise")) as monitor:
         for step in range(STEPS):
             target.factor = factor if SINCE <= step < until else 1.0
-            if step == SINCE:
-                with torch.no_grad():
-                    target.fc2.weight *= weight
+            with torch.no_grad():
+                target.fc2.weight *= weight if step == SINCE else decay if step > SINCE else 1.0
             with monitor.step(step) as report:
                 x = torch.randn(32, 16)
                 loss = nn.functional.cross_entropy(model(x), (x[:, 0] > 0).long())
@@ -106,3 +106,13 @@ def test_a_plan_is_no_changed_recipe(tmp_path: Path, good: Path) -> None:
     found = diagnose(run, good)
     assert found.cause == "none"
     assert "A plan chose the recipe of X of blocks.1.fc2. This is no fault." in found.notes
+
+
+def test_a_single_weight_that_shrinks_is_named_whatever_its_history(tmp_path: Path) -> None:
+    """A scale that must remember larger values for 1,024 steps is not stale, and under current scaling nothing is lost."""
+    for recipe in ("delayed", "current"):
+        found = diagnose(train(tmp_path / recipe, recipe=recipe, decay=0.8))
+        culprit = found.culprit
+        assert culprit is not None and (culprit.layer, culprit.role) == ("blocks.1.fc2", "weight")
+        assert found.cause == "shrinking_weight" and culprit.since is not None and SINCE <= culprit.since <= SINCE + 2
+        assert not [each for each in found.findings if each.cause == "stale_scale"]

@@ -132,6 +132,11 @@ CAUSES: Mapping[str, Cause] = {
         "weights shrink faster than under any weight decay in use",
         "Look at the weight decay, its parameter groups, and what else writes the weights.",
     ),
+    "shrinking_weight": Cause(
+        "weights",
+        "it shrinks faster than under any weight decay in use",
+        "Look at the weight decay of its parameter group, and what else writes this weight.",
+    ),
     "frozen_weights": Cause(
         "weights",
         "weights do not move",

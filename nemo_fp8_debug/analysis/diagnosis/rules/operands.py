@@ -14,6 +14,8 @@ from ....core.layer_names import is_aggregate, name_aggregate
 from ....core.scale_sources import QUANTIZED
 from ....core.text import format_number
 from ....numerics.limits import MADE_UP
+from ....numerics.recipe import find_recipe
+from ....numerics.tensor_scaling import DelayedScaling
 from ... import thresholds
 from ...comparison.compare import Comparison, select_quantized, split_off_experts
 from ...comparison.onset import IN_A_ROW, find_onsets
@@ -32,6 +34,10 @@ from .values import value_jumps
 _KEY = ["layer", "role"]
 #: largest number of suspects that are explained
 _LOOKED_INTO = 8
+#: advice for a history that is longer than the time since the values shrank
+_SHORTER = (
+    "Shorten the amax history, or cast with current scaling. If the values should not shrink, find what computes them."
+)
 #: metrics that are independent of the recipe
 _OF_VALUES = ("nonfinite", "outlier_log2")
 #: columns of the `metrics` table from which a `Course` is built
@@ -96,6 +102,8 @@ class Suspect:
     usual_outlier: float
     #: if many values are lost later: metric, percent, percent in the baseline, step; otherwise None
     loses_later: tuple[str, float, float, int] | None = None
+    #: number of steps whose largest amax gives the scale; 0 if there is no such history
+    history: int = 0
 
 
 @define_fact
@@ -329,6 +337,10 @@ def _explain_scale(suspect: Suspect, out: slice, error: float, usual: float) -> 
     stands = len(run.scale[start : around.stop]) > 1 and not _moves(run.scale[start : around.stop]).any()
     if stands and abs(moved) < abs(asked) / 2 and asked * np.sign(error) < -thresholds.SCALE_OFF / 2:
         evidence += f"; the scale stands still while the values moved by {format_number(-asked, signed=True)} bits"
+        if error < 0 and suspect.history > run.steps[out][-1] - run.steps[around.start]:
+            evidence += f"; its amax history of {suspect.history:,} steps still contains the earlier values"
+            loses = lost["underflow"] >= thresholds.LOST_MORE
+            return replace(_name(suspect, "underflow", "clear" if loses else "hint", evidence), advice=_SHORTER)
         return _name(suspect, "stale_scale", "clear", evidence)
     return replace(_name(suspect, cause, "clear", evidence), advice=CAUSES["clipping"].advice)
 
@@ -471,6 +483,8 @@ def _with_courses(
     rows = None if theirs is None else theirs.frame(COURSE)
     usual = {role: compute_median(run.metrics.with_role(role), "outlier_log2") for role in {each[1] for each in chosen}}
     end = None if baseline is None else baseline.metrics.steps[-1]
+    casts = usual_casts(run.metrics.select_keys(keys)).iter_rows()
+    histories = {(layer, role): _count_steps_of_history(recipe) for layer, role, recipe, _ in casts}
     steps, found = run.metrics.steps, []
     for layer, role, since, excess, samples, by in chosen:
         last = steps[-1] if end is None else min(steps[-1], end)
@@ -483,9 +497,16 @@ def _with_courses(
                 other,
                 usual[role] + thresholds.OUTLIER_HIGHER,
                 _find_losses(out_of_band, layer, role),
+                histories.get((layer, role), 0),
             )
         )
     return found
+
+
+def _count_steps_of_history(recipe: str | None) -> int:
+    scaling = None if (known := find_recipe(recipe)) is None else known.scaling
+    uses_all = isinstance(scaling, DelayedScaling) and scaling.amax_compute_algo == "max"
+    return scaling.amax_history_len if isinstance(scaling, DelayedScaling) and uses_all else 0
 
 
 def _find_losses(out_of_band: pl.DataFrame, layer: str, role: str) -> tuple[str, float, float, int] | None:
