@@ -12,7 +12,7 @@ import polars as pl
 from ....core.keys import GRADIENTS, SHOWN_AS
 from ....core.layer_names import is_aggregate, name_aggregate
 from ....core.scale_sources import QUANTIZED
-from ....core.text import format_number
+from ....core.text import format_count, format_number
 from ....numerics.limits import MADE_UP
 from ....numerics.recipe import find_recipe
 from ....numerics.tensor_scaling import DelayedScaling
@@ -173,8 +173,10 @@ def _explain(suspect: Suspect, facts: Facts) -> Finding:
     by_values = found.may_follow_the_loss and found.cause not in ("nonfinite", "dead")
     if suspect.baseline is not None and suspect.samples < IN_A_ROW and found.cause != "nonfinite":
         if not suspect.cut_off:
-            times = "1 sample" if suspect.samples == 1 else f"{suspect.samples} samples"
-            found = replace(found, evidence=f"{found.evidence}; it lasted for {times}, a transient", is_transient=True)
+            again = _count_returns(suspect)
+            ends = f"it lasted for {format_count(suspect.samples, 'sample')}, a transient"
+            ends = f"the same in {format_count(again, 'later sample')}" if again else ends
+            found = replace(found, evidence=f"{found.evidence}; {ends}", is_transient=not again)
         # A single batch may have far larger gradients than others, and a delayed scale reacts late.
         if suspect.role in GRADIENTS and found.cause in ("clipping", "underflow"):
             found = replace(found, strength="hint")
@@ -268,6 +270,15 @@ def explain_course(suspect: Suspect) -> Finding:
     if by_scale and not higher > max(thresholds.OUTLIER_HIGHER, abs(error)):
         return _explain_scale(suspect, slice(first, behind.stop), error, usual)
     return replace(_explain_values(suspect, start, np.isfinite(error)), may_follow_the_loss=True)
+
+
+def _count_returns(suspect: Suspect) -> int:
+    """Return the number of samples after the first stretch out of band that lose at least half as many values."""
+    run = suspect.course
+    start = int(np.searchsorted(run.steps, suspect.since))
+    lost = np.nan_to_num(np.fmax(run.underflow, run.overflow))
+    most = lost[start : start + suspect.samples].max(initial=0.0)
+    return int((lost[start + suspect.samples :] > max(most / 2, thresholds.LOST_MORE)).sum())
 
 
 def _follows_late(suspect: Suspect) -> bool:
