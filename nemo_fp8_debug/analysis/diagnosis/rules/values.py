@@ -115,7 +115,7 @@ class ValueJump:
     layer: str
     role: str
     since: int
-    #: log2 of the factor by which the median magnitude changes from one sample to the next; negative if the values shrink
+    #: log2 of the factor by which both amax and median change from one sample to the next; negative if the values shrink
     bits: float
 
 
@@ -146,7 +146,7 @@ def find_jumps(facts: Facts) -> Iterator[Finding]:
     together = sum(each.since == first.since and each.role == first.role for each in jumps)
     times = format_number(2.0 ** abs(first.bits))
     what = f"became {times} times {'larger' if first.bits > 0 else 'smaller'}"
-    evidence = f"between two samples, its median magnitude {what}, and it stays there"
+    evidence = f"its values {what} from one sample to the next, and stay so"
     of_most = together > thresholds.MOST * len(facts.tensors.filter(role=first.role))
     yield Finding(
         *("value jump", "value_jump", "hint" if of_most else "clear", evidence),
@@ -170,11 +170,13 @@ def _find_jumps(metrics: Metrics) -> list[ValueJump]:
 
 def _jumps_of(grid: Grid) -> list[ValueJump]:
     with np.errstate(divide="ignore", invalid="ignore"):
-        levels = (np.log2(grid.metric("amax")) - grid.metric("outlier_log2"))[:, MADE_UP:]
-    levels = np.where(np.isfinite(levels), levels, np.nan)
-    if levels.shape[1] < thresholds.FEW + thresholds.IN_A_ROW:
+        amax = np.log2(grid.metric("amax"))[:, MADE_UP:]
+    amax[~np.isfinite(amax)] = np.nan
+    if amax.shape[1] < thresholds.FEW + thresholds.IN_A_ROW:
         return []
-    up, down = _lasting_rise(levels), _lasting_rise(-levels)
+    # An outlier moves only the amax, so the median must move too.
+    median = amax - grid.metric("outlier_log2")[:, MADE_UP:]
+    up, down = (np.minimum(_lasting_rise(sign * amax), _lasting_rise(sign * median)) for sign in (1.0, -1.0))
     found, steps = list[ValueJump](), grid.steps[MADE_UP + thresholds.FEW :]
     for i in np.flatnonzero((np.fmax(up, down) > thresholds.VALUES_JUMP).any(axis=1)).tolist():
         at = int(np.nanargmax(np.fmax(up[i], down[i])))
