@@ -126,7 +126,7 @@ def read_step(name: str, value: str) -> int:
 
 
 def read_count(name: str, value: str) -> int:
-    """Read a number of columns, 1 to 2000."""
+    """Parse a parameter that is a number of columns, from 1 to 2000."""
     if not _WHOLE.fullmatch(value) or not 0 < int(value) <= _MOST_COLUMNS:
         raise BadParameter(f"Parameter {name} is {quote_text(value)}; give a whole number from 1 to {_MOST_COLUMNS}.")
     return int(value)

@@ -591,8 +591,8 @@ def take_beginning(metrics: Metrics) -> Metrics:
 
 
 def _strongest_first(out_of_band: pl.DataFrame, run: Run) -> list[tuple[str, str, int, float, int]]:
-    """Return layer, role, onset, excess and number of consecutive samples: first tensors far out of band by onset, then
-    others.
+    """Return layer, role, onset, excess and number of consecutive samples. Tensors far out of band come first, by onset,
+    and then all others.
     """
     lasting = pl.col("samples").max() if "samples" in out_of_band.columns else pl.lit(thresholds.LASTING)
     groups = out_of_band.group_by(_KEY, maintain_order=True)
