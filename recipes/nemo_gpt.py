@@ -32,16 +32,16 @@ from nemo_fp8_debug import FP8DebugCallback, FP8EmulationCallback, FP8PlanCallba
 DELAYED = {"name": "delayed", "fp8_format": "hybrid", "amax_history_len": 16, "amax_compute_algo": "max"}
 
 
-#: the operand with the stale scale, and the outlier in its amax history, as a multiple of its amax
-STALE, OUTLIER = ("decoder.layers.0.mlp.linear_fc2", "input"), 2.0**14
+#: the operand with the stuck scale, and the outlier in its amax history, as a multiple of its amax
+STUCK, OUTLIER = ("decoder.layers.0.mlp.linear_fc2", "input"), 2.0**14
 
 
 @dataclass(frozen=True)
 class Variant:
     #: from a third of the run on, the learning rate doubles every 20 steps
     rising: bool = False
-    #: from the middle of the run on, a bug in the engine stops updates of the scale of `STALE`
-    stale: bool = False
+    #: from the middle of the run on, a bug in the engine keeps an outlier in the amax history of `STUCK`
+    stuck: bool = False
     fp8: bool = True
 
 
@@ -49,8 +49,8 @@ VARIANTS = {
     "baseline": Variant(),
     "learning_rate": Variant(rising=True),
     "reference": Variant(rising=True, fp8=False),
-    "stale_scale": Variant(stale=True),
-    "rescued": Variant(stale=True),  # to resume from a checkpoint of `stale_scale` with a plan; it has the same bug
+    "stuck_scale": Variant(stuck=True),
+    "rescued": Variant(stuck=True),  # to resume from a checkpoint of `stuck_scale` with a plan; it has the same bug
 }
 
 
@@ -72,7 +72,7 @@ class LearningRate(nl.LRSchedulerModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
-class StaleScale(pl.Callback):
+class StuckScale(pl.Callback):
     """A bug in an FP8 engine: an outlier enters the amax history of one operand and stays there forever.
 
     From that step on, the operand's scale no longer follows its values.
@@ -86,8 +86,8 @@ class StaleScale(pl.Callback):
         if trainer.global_step < self.step:
             return
         for state in self.emulation.state_dict()["states"]:
-            if STALE in state["columns"]:  # false if a plan changes the scaling of this operand
-                scale = state["scale"][state["columns"].index(STALE)]
+            if STUCK in state["columns"]:  # false if a plan changes the scaling of this operand
+                scale = state["scale"][state["columns"].index(STUCK)]
                 self.scale = scale / OUTLIER if self.scale is None else self.scale
                 scale.copy_(self.scale)
 
@@ -158,7 +158,7 @@ def train(
     callbacks: list[pl.Callback] = [FP8DebugCallback(interval=interval)]
     if variant.fp8 and not te:
         emulation = FP8EmulationCallback(recipe, plan=plan)
-        callbacks += [emulation, *([StaleScale(emulation, steps // 2)] if variant.stale else [])]
+        callbacks += [emulation, *([StuckScale(emulation, steps // 2)] if variant.stuck else [])]
     elif plan:
         callbacks.append(FP8PlanCallback(plan))
     if save_interval:

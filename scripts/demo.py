@@ -34,8 +34,8 @@ ABOUT = {
     "baseline": "a good run in FP8",
     "learning_rate": "its learning rate rises until it diverges",
     "reference": "learning_rate in BF16",
-    "stale_scale": "the FP8 scale of one tensor stops following its values",
-    RESCUED: "stale_scale, resumed with the advised change",
+    "stuck_scale": "an outlier in the amax history keeps one scale too small",
+    RESCUED: "stuck_scale, resumed with the advised change",
 }
 VARIANTS = tuple(name for name in ABOUT if name != RESCUED)
 #: steps between samples
@@ -95,12 +95,12 @@ def train_all(output: Path, steps: int) -> None:
     print(f"Four runs of {steps} steps, recorded in {output}. NeMo takes half a minute to start.", flush=True)
     import_nemo(output / "imports.log")
     checkpoints = steps // 6
-    save = {"stale_scale": {"save_interval": checkpoints}}
+    save = {"stuck_scale": {"save_interval": checkpoints}}
     train_runs({name: save.get(name, {}) for name in VARIANTS}, output, steps)
     verdicts = diagnose_runs(output)
-    rescue = advise(output, verdicts["stale_scale"], checkpoints)
+    rescue = advise(output, verdicts["stuck_scale"], checkpoints)
     if rescue:
-        print(f"\nWe resume stale_scale from step {rescue.step}, with {rescue.changes}:", flush=True)
+        print(f"\nWe resume stuck_scale from step {rescue.step}, with {rescue.changes}:", flush=True)
         train_runs({RESCUED: rescue.options}, output, steps)
     report(output, verdicts, rescue)
 
@@ -224,7 +224,7 @@ def diagnose_runs(output: Path) -> dict[str, Diagnosis]:
 
     return {
         "learning_rate": diagnose(output / "learning_rate", output / "baseline", output / "reference"),
-        "stale_scale": diagnose(output / "stale_scale", output / "baseline"),
+        "stuck_scale": diagnose(output / "stuck_scale", output / "baseline"),
     }
 
 
@@ -232,11 +232,11 @@ def advise(output: Path, diagnosis: Diagnosis, checkpoints: int) -> Rescue | Non
     """Write the recommended plan. Return how to resume with it, or None if there is no change or no checkpoint."""
     from nemo_fp8_debug import recommend
 
-    plan = recommend(output / "stale_scale", output / "baseline").plan
+    plan = recommend(output / "stuck_scale", output / "baseline").plan
     if diagnosis.culprit is None or diagnosis.culprit.since is None or not plan.changes:
         return None
     step = (diagnosis.culprit.since - INTERVAL) // checkpoints * checkpoints  # the sample before this step was good
-    resume = output / "stale_scale" / "checkpoints" / f"step_{step}"
+    resume = output / "stuck_scale" / "checkpoints" / f"step_{step}"
     if not resume.exists():
         return None
     plan.save(output / "plan.json")
@@ -252,18 +252,18 @@ def report(output: Path, verdicts: dict[str, Diagnosis], rescue: Rescue | None) 
     from nemo_fp8_debug.analysis.diagnosis.narrator import tell_loss_outcome
 
     names = (*VARIANTS, *([RESCUED] if rescue else []))
-    gap = verdicts["stale_scale"].loss.gap
+    gap = verdicts["stuck_scale"].loss.gap
     print(f"\n{compare_ends(output, names, gap.first if gap else 0)}")
     said = {name: verdict.verdict() for name, verdict in verdicts.items()}
     if rescue:
         loss = tell_loss_outcome(diagnose(output / RESCUED, output / "baseline").loss)
-        said[RESCUED] = f"stale_scale from step {rescue.step} on, with {rescue.changes}. {loss}"
+        said[RESCUED] = f"stuck_scale from step {rescue.step} on, with {rescue.changes}. {loss}"
     for name, verdict in said.items():
         print("\n" + textwrap.fill(f"{name}: {verdict}", 100, break_on_hyphens=False))
     commands, port = Path(sys.executable).parent, free_port(PORT)
     if port != PORT:
         print(f"\nPort {PORT} is taken, so this uses port {port}.")
-    command = f"{commands / 'nemo-fp8-debug'} diagnose {output / 'stale_scale'} --baseline {output / 'baseline'}"
+    command = f"{commands / 'nemo-fp8-debug'} diagnose {output / 'stuck_scale'} --baseline {output / 'baseline'}"
     print(f"\nTo see it:  {commands / 'tensorboard'} --logdir {output} --port {port}")
     print(f"and open    {address(port, view='verdict')}")
     print(f"In a table: {command}")
@@ -297,7 +297,7 @@ def address(port: int, **state: object) -> str:
     """Return the address at which the tab shows a state of the runs."""
     from nemo_fp8_debug.tensorboard_plugin.web import link
 
-    return link(f"http://localhost:{port}", run="stale_scale", baseline="baseline", reference="", **state)
+    return link(f"http://localhost:{port}", run="stuck_scale", baseline="baseline", reference="", **state)
 
 
 if __name__ == "__main__":

@@ -50,8 +50,8 @@ def main() -> None:
             page.screenshot(path=IMAGES / f"{name}.png")
             page.close()
 
-        state = {"run": "stale_scale", "baseline": "baseline", "reference": "", "metric": "underflow_pct", "step": 230}
-        state |= first_tensor(runs / "stale_scale", runs / "baseline")
+        state = {"run": "stuck_scale", "baseline": "baseline", "reference": "", "metric": "underflow_pct", "step": 230}
+        state |= first_tensor(runs / "stuck_scale", runs / "baseline")
         for view, ready in VIEWS.items():
             take(f"tab_{view}", lambda page, v=view, r=ready: tab(page, link(address, view=v, **state), r))
         dark = link(address, view="distribution", **state).replace("/#", "/?darkMode=true#")
@@ -62,7 +62,7 @@ def main() -> None:
 
 def verdict_of(runs: Path) -> object:
     """Return the headline of the verdict on the run that FP8 breaks."""
-    return diagnose(runs / "stale_scale", runs / "baseline").to_json()["headline"]
+    return diagnose(runs / "stuck_scale", runs / "baseline").to_json()["headline"]
 
 
 def first_tensor(run: Path, baseline: Path) -> dict[str, str]:
@@ -87,7 +87,7 @@ def comparison(page: Page, runs: Path) -> None:
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.html"
         command = Path(sys.executable).with_name("nemo-fp8-debug")
-        arguments = ["compare", runs / "stale_scale", "--baseline", runs / "baseline", "--html", report]
+        arguments = ["compare", runs / "stuck_scale", "--baseline", runs / "baseline", "--html", report]
         subprocess.run([command, *arguments], check=True, stdout=subprocess.DEVNULL)
         page.goto(report.as_uri())
         page.locator(".report-figure").last.locator("[data-drawn]").first.wait_for(timeout=120_000)

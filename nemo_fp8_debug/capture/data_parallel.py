@@ -50,7 +50,7 @@ class FSDP2Parameters:
 
 
 def _groups_of(module: nn.Module) -> Sequence[Any]:
-    if not hasattr(module, "_get_fsdp_state"):
+    if not hasattr(type(module), "_get_fsdp_state"):  # a miss on the module would search its parameters
         return ()
     get: Any = module._get_fsdp_state
     state = get()

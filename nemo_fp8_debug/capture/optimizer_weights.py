@@ -76,7 +76,7 @@ class MasterWeights:
 def find_gradient_buffers(scanned: Iterable[ScannedModule]) -> list[tuple[nn.Module, Any]]:
     """Return Megatron's gradient buffers, each with its module. Ranks may keep different parts of a buffer."""
     names = "buffers", "expert_parallel_buffers"
-    held = [(one.module, vars(one.module).get(name)) for one in scanned for name in names]
+    held = [(one.module, one.module.__dict__[name]) for one in scanned for name in names if name in one.module.__dict__]
     return [(module, buffer) for module, found in held if isinstance(found, list) for buffer in found]
 
 

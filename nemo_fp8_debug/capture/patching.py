@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import Any, Protocol
 
@@ -21,6 +21,10 @@ class CastOverride(Protocol):
     @property
     def recipes(self) -> Mapping[str, Recipe]:
         """Recipes by role."""
+
+    @property
+    def planned_roles(self) -> Collection[str]:
+        """Roles whose recipe a plan chose instead of the run's recipe."""
 
     def quantizes(self, role: str) -> bool:
         """Return True if `role` is cast."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -45,6 +45,7 @@ class CastChooser:
                 any(map(e.quantizes, ROLES)) for g in gemms if (e := find_emulation(g.module))
             ),
             "gemms_switched_in_engine": sum(g.module in SWITCHED for g in gemms),
+            "planned": {g.name: list(roles) for g in gemms if (roles := _list_planned_roles(g))},
             "configured_in_backend": configured[0].name if configured else None,
         }
 
@@ -68,3 +69,9 @@ class CastChooser:
     def update_amax_histories(self, amax: Mapping[Key, float]) -> None:
         """End a sampled step: add the amax of each operand to emulated histories."""
         self._emulated.update_amax_histories(list(amax), torch.tensor(list(amax.values()), dtype=torch.float32))
+
+
+def _list_planned_roles(gemm: Gemm) -> Collection[str]:
+    """Return the roles of a GEMM whose recipe a plan chose."""
+    engine = find_emulation(gemm.module)
+    return ROLES if gemm.module in SWITCHED else () if engine is None else engine.planned_roles

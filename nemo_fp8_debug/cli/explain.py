@@ -57,6 +57,9 @@ from .console import (
     show_progress,
 )
 
+Reference = Annotated[
+    Path | None, typer.Option(metavar="REFERENCE", help="the same run in BF16: tells whether precision is the cause")
+]
 EXAMPLES = {
     "compare": (
         "runs/fp8 --baseline runs/baseline",
@@ -87,9 +90,7 @@ def compare_command(
     baseline: Annotated[
         Path | None, typer.Option(metavar="BASELINE", help="a good run to compare with; required", show_default=False)
     ] = None,
-    reference: Annotated[
-        Path | None, typer.Option(metavar="REFERENCE", help="the same run in BF16: tells whether precision is the cause")
-    ] = None,
+    reference: Reference = None,
     by: By = "step",
     rename: Annotated[
         list[str] | None,
@@ -131,7 +132,7 @@ def compare_command(
     else:
         for found, tensors in zip(comparisons, ranked, strict=True):
             _print_comparison(found, tensors, None if everything else top)
-        also = repeat_option("--reference", [reference] if reference else None)
+        also = _repeat_reference(reference)
         harmed = [path for path, each in zip(run, comparisons, strict=True) if each.loss.harm in ("harmful", "likely")]
         print_next_step(make_console(), command=["diagnose", str([*harmed, *run][0]), "--baseline", str(baseline), *also])
 
@@ -297,9 +298,7 @@ def diagnose_command(
             "runs and by fixed thresholds",
         ),
     ] = None,
-    reference: Annotated[
-        Path | None, typer.Option(metavar="REFERENCE", help="the same run in BF16: tells whether precision is the cause")
-    ] = None,
+    reference: Reference = None,
     by: By = "step",
     max_gap: Annotated[
         float,
@@ -324,17 +323,22 @@ def diagnose_command(
         print(f"### {run.name}{against}: {told['headline']['title']}\n\n{write_markdown(told)}")
     else:
         _print_diagnosis(found)
-        _print_advice(found, run, baseline)
+        _print_advice(found, run, baseline, reference)
 
 
-def _print_advice(found: Diagnosis, run: Path, baselines: Sequence[Path] | None) -> None:
+def _repeat_reference(reference: Path | None) -> list[str]:
+    return repeat_option("--reference", [reference] if reference else None)
+
+
+def _print_advice(found: Diagnosis, run: Path, baselines: Sequence[Path] | None, reference: Path | None) -> None:
     """Print the advice and the command that writes its plan. Without advice, print the command that accepts or shows the
     run.
     """
     runs = [str(run), *repeat_option("--baseline", baselines)]
     if advice := " ".join(tell_next_step(found, found.advice)):
         has_plan = found.fix is not None and found.fix.changes_cast
-        print_next_step(make_console(), advice, ["recommend", *runs, "--output", "fix"] if has_plan else [])
+        recommended = ["recommend", *runs, *_repeat_reference(reference), "--output", "fix"]
+        print_next_step(make_console(), advice, recommended if has_plan else [])
     else:
         print_next_step(make_console(), command=["gate", *runs, "--max-gap", "0.5%"] if baselines else ["view", str(run)])
 
@@ -398,6 +402,7 @@ def recommend_command(
             help="a good run: we check only operands that left its band; repeat it for other seeds",
         ),
     ] = None,
+    reference: Reference = None,
     operand: Annotated[
         list[str] | None,
         typer.Option(metavar="LAYER:ROLE", help="check this operand: LAYER:X, LAYER:W or LAYER:dY; may be repeated"),
@@ -423,7 +428,7 @@ def recommend_command(
     """
     budget = Budget(relative_error, underflow, overflow)
     with on_cluster(cluster), show_progress(f"diagnosing {run}", "trying changes") as over:
-        diagnosis = diagnose(run, baseline)
+        diagnosis = diagnose(run, baseline, reference)
         over()
         found = diagnosis.recommend(budget, [_parse_operand(text) for text in operand or ()])
     advice = [] if operand else tell_advice(diagnosis, diagnosis.find_fix_of_blamed_tensor(found))
@@ -438,7 +443,7 @@ def recommend_command(
     # If there is a plan, leave out advice on other things, such as a missing baseline.
     is_about_plan = not found.plan.changes or diagnosis.find_fix_of_blamed_tensor(found) is not None
     told = " ".join(tell_next_step(diagnosis, advice)) if is_about_plan else ""
-    runs = [str(run), *repeat_option("--baseline", baseline)]
+    runs = [str(run), *repeat_option("--baseline", baseline), *_repeat_reference(reference)]
     if output:
         print_next_step(out, told, ["rescue", str(output / PLAN), "--", "COMMAND"])
     elif found.plan.changes:

@@ -28,11 +28,11 @@ def describe_unobserved(coverage: object, above: float = -1.0) -> str:
         return ""
     reasons = coverage.get("not_observed")
     told = list(_reasons(reasons)) if isinstance(reasons, Mapping) else []
-    what = "the multiply-adds per token that modules show"
+    what = "the multiply-adds per token of known modules"
     if not isinstance(share, (int, float)):
         return f"it is not known how much of the model is observed{_because(told)}"
     if share == 0:
-        return f"all of {what} are observed" + (f"; not observed{_because(told)}" if told else "")
+        return f"all of {what} are observed" + (f". Not observed{_because(told)}" if told else "")
     return f"{_percent(share)} of {what} are not observed{_because(told)}"
 
 
@@ -45,8 +45,9 @@ def _reasons(reasons: Mapping[str, Any]) -> Iterator[str]:
 
     for reason, of in sorted(reasons.items(), key=size, reverse=True):
         if isinstance(of, Mapping) and of.get("first") != _FUNCTIONS:
-            unknown = ", size not known" if size((reason, of)) < 0 else ""
-            yield f"{reason} ({of.get('count')}, first {of.get('first')}{unknown})"
+            unknown = ", size unknown" if size((reason, of)) < 0 else ""
+            first = f": {of.get('first')}" if of.get("count") == 1 else f", first {of.get('first')}"
+            yield f"{reason} ({of.get('count')}{first}{unknown})"
 
 
 def _because(told: list[str]) -> str:

@@ -7,12 +7,15 @@ uses the same scale as the first forward.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
 from ..capture.gemms import Gemm, find_gemms, match_gemms_by_name, require_matching_gemms
@@ -21,7 +24,7 @@ from ..capture.tracing import CopySafeHook
 from ..core.arguments import quote_names
 from ..core.keys import ROLES
 from ..distributed import MonitoredRanks
-from ..errors import ConfigError
+from ..errors import ConfigError, warn
 from ..kernels import amax, quantize_dequantize
 from ..numerics.block_scaling import BlockScalingRule
 from ..numerics.delayed_state import DelayedState
@@ -29,6 +32,9 @@ from ..numerics.nvfp4_scaling import NVFP4Scaling
 from ..numerics.recipe import Recipe, parse_recipe
 from ..numerics.tensor_scaling import CurrentScaling, DelayedScaling, Unscaled
 from ..plan.plan import NO_CHANGES, AnyPlan, Plan, read_plan_in_force
+
+#: number of optimizer steps without an update of the scales after which we warn
+_STEPS_WITHOUT_UPDATE = 10
 
 
 class _StraightThrough(torch.autograd.Function):
@@ -51,14 +57,18 @@ def _straight_through(x: torch.Tensor, quantized: torch.Tensor) -> torch.Tensor:
 class EmulatedGemm:
     """One GEMM module that multiplies quantized X, W and dY. Each operand has its own recipe."""
 
-    def __init__(self, gemm: Gemm, recipes: Mapping[str, Recipe], states: Mapping[Recipe, DelayedState]) -> None:
+    def __init__(
+        self, gemm: Gemm, recipes: Mapping[str, Recipe], states: Mapping[Recipe, DelayedState], usual: Recipe
+    ) -> None:
         """
         Args:
             recipes: recipe of each role. An operand with the recipe `bf16` is not quantized.
             states: amax histories, by delayed recipe.
+            usual: recipe of all operands that no plan changes.
         """
         self.gemm = gemm
         self.recipes = recipes
+        self.planned_roles = [role for role, recipe in recipes.items() if recipe != usual]
         self._states = states
         self._own_weight: torch.Tensor | None = None
         self._swapped = False
@@ -206,15 +216,20 @@ class Emulation:
         device = next((p.device for g in gemms for p in g.module.parameters()), None)
         #: amax histories, by delayed recipe
         self.states = {delayed: DelayedState(delayed, keys, device) for delayed, keys in columns.items()}
-        self._gemms = [EmulatedGemm(g, recipes[g.name], self.states) for g in gemms]
+        self._gemms = [EmulatedGemm(g, recipes[g.name], self.states, recipe) for g in gemms]
         for gemm in self._gemms:
             _check(gemm)
         self._handles: list[RemovableHandle] = []
+        #: steps of optimizers before the first call of `end_step`; None after this call
+        self._steps_without_update: int | None = 0
 
     def attach(self) -> None:
         """Start quantizing."""
         for gemm in self._gemms:
             self._handles += gemm.attach()
+        if self.states:
+            # Torch keeps this hook for the process, so it must not keep the model alive.
+            self._handles.append(register_optimizer_step_post_hook(partial(_count_step, weakref.ref(self))))
 
     def detach(self) -> None:
         """Restore the model."""
@@ -227,6 +242,7 @@ class Emulation:
 
     def end_step(self) -> None:
         """Update delayed scales. Call this once after each step's backward."""
+        self._steps_without_update = None
         for state in self.states.values():
             state.update()
 
@@ -250,6 +266,19 @@ class Emulation:
         for part in saved.get("states", [saved]):  # earlier releases had one state, saved directly
             for state in self.states.values():
                 state.load_state_dict(part)
+
+
+def _count_step(emulation: weakref.ref[Emulation], *_: Any) -> None:
+    """Warn once if optimizers step, but nothing updates the delayed scales."""
+    one = emulation()
+    if one is None or one._steps_without_update is None:
+        return
+    one._steps_without_update += 1
+    if one._steps_without_update == _STEPS_WITHOUT_UPDATE:
+        warn(
+            f"the optimizer has made {_STEPS_WITHOUT_UPDATE} steps, but `Emulation.end_step` was never called, so all "
+            "delayed scales are still 1. Call `end_step()` after each step's backward"
+        )
 
 
 def _check(emulated: EmulatedGemm) -> None:

@@ -322,7 +322,7 @@ def _has_cpu_loop(x: torch.Tensor) -> bool:
 
 def _in_order_of_memory(x: torch.Tensor) -> torch.Tensor:
     """Return `x` with its axes in order of their strides. If the memory of `x` has no gaps, the result is contiguous."""
-    return x.permute(sorted(range(x.dim()), key=lambda axis: x.stride(axis), reverse=True))
+    return x if x.is_contiguous() else x.permute(sorted(range(x.dim()), key=lambda axis: x.stride(axis), reverse=True))
 
 
 def _in_rows(x: torch.Tensor) -> torch.Tensor:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
 #: relative rounding error of a scale; a value this close to the middle between two codes may become either code
 _SLACK = 2.0**-20
+#: The amax times its own float32 scale may exceed the format's max by one unit in the last place.
+SCALE_ROUNDING = 1 + 2.0**-22
 #: how many values are processed at once; bounds the float64 temporaries to some tens of MiB
 _CHUNK = 1 << 20
 
@@ -28,6 +31,11 @@ class FloatFormat:
     min_subnormal: float
     #: number of bits of one value
     bits: int
+
+    @cached_property
+    def overflow_limit(self) -> float:
+        """Largest magnitude of a scaled float32 value that is no overflow, as a float32 value."""
+        return float(torch.tensor(self.max, dtype=torch.float32) * SCALE_ROUNDING)
 
 
 #: OCP FP8 E4M3 (no infinity, one NaN code per sign): OCP 8-bit Floating Point Specification 1.0, table 1

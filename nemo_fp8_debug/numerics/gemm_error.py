@@ -132,7 +132,7 @@ def _in_blocks(
 class ProductTerms:
     """A B^T computed from the operands' values, and the errors that their codes cause, float64 [k, l] each."""
 
-    #: the product of the values
+    #: the product of the operands' values before any cast
     values: torch.Tensor
     #: error from quantizing A, error from quantizing B, and the joint error beyond their sum
     first: torch.Tensor

@@ -14,7 +14,7 @@ from typing import Generic, TypeVar
 
 import torch
 
-from .formats import DecodedCodes, FloatFormat, decode_codes, saturating_cast
+from .formats import SCALE_ROUNDING, DecodedCodes, FloatFormat, decode_codes, saturating_cast
 from .histogram import LANES, Histogram, HistogramBatch, compute_bin_magnitudes, count_lane_groups
 from .metric_names import METRICS as METRICS
 from .metric_names import WORSE as WORSE
@@ -95,10 +95,6 @@ class ValueMoments(_Columns):
     def with_median(self, median: torch.Tensor) -> ValueMoments:
         """Return the same moments with another median."""
         return replace(self, median=median)
-
-
-#: The amax times its own float32 scale may exceed the format's max by one unit in the last place.
-SCALE_ROUNDING = 1 + 2.0**-22
 
 
 @dataclass(frozen=True)
@@ -191,7 +187,7 @@ def quantization_sums_of_histograms(
 
 def exceeds_format(scaled: torch.Tensor, fmt: FloatFormat) -> torch.Tensor:
     """Return whether scaled float32 values exceed the format's max by more than the rounding error of the scale."""
-    return scaled.abs() > torch.tensor(fmt.max, dtype=torch.float32) * SCALE_ROUNDING
+    return scaled.abs() > fmt.overflow_limit
 
 
 def compute_value_sums(
@@ -240,13 +236,13 @@ _CHUNK = 1 << 20
 
 def _chunks(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
     flat = x.detach().reshape(-1)
-    return flat.split(_CHUNK) or (flat,)
+    return (flat,) if flat.numel() <= _CHUNK else flat.split(_CHUNK)
 
 
 def compute_float32_moments(x: torch.Tensor) -> ValueMoments:
     """Return the moments of a float32 tensor as one row on its device, without host synchronization. The median is NaN."""
     parts = [_moments_of_chunk(chunk) for chunk in _chunks(x)]
-    return merge_moments(ValueMoments.concat(parts))
+    return parts[0] if len(parts) == 1 else merge_moments(ValueMoments.concat(parts))
 
 
 def _moments_of_chunk(x: torch.Tensor) -> ValueMoments:
@@ -261,7 +257,7 @@ def _moments_of_chunk(x: torch.Tensor) -> ValueMoments:
         inf=magnitude.isinf().sum()[None],
         amax=padded.amax().double()[None],
         amin=_or_nan(torch.where(padded > 0, padded, torch.inf).amin().double()[None]),
-        median=torch.full_like(squares[:1].sum()[None], torch.nan),
+        median=squares.new_full((1,), torch.nan),
         sum_x2=squares.sum()[None],
         sum_x4=(squares**2).sum()[None],
     )

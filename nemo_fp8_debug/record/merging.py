@@ -34,7 +34,7 @@ from .parts import (
     read_part_steps,
     read_row_groups,
 )
-from .reader import find_record, read_fingerprint, read_status, read_table_rows
+from .reader import find_record, read_fingerprint, read_status, read_step_scalars, read_table_rows
 from .schema import SCHEMAS, STATUS, TABLES, Part, make_arrow_schema, parse_attempt_number
 from .storage import FolderStorage
 
@@ -231,7 +231,7 @@ def _sizes(run: FolderStorage) -> dict[str, SizeOfTableParts]:
 
 def _named_steps(run: FolderStorage) -> set[int]:
     """Return the steps that a verdict may mention: steps of triggered samples, and of samples with NaN or infinity."""
-    triggered = read_table_rows(run, "steps", ["step", "trigger"]).filter(pl.col("trigger").is_not_null())
+    triggered = read_step_scalars(run, ["step", "trigger"]).filter(pl.col("trigger").is_not_null())
     counted = read_table_rows(run, "metrics", ["step", "nan", "inf"])
     nonfinite = counted.filter((pl.col("nan") > 0) | (pl.col("inf") > 0))
     return {*triggered["step"], *nonfinite["step"]}

@@ -223,6 +223,15 @@ def read_table_rows(
     return frame.select(wanted)
 
 
+def read_step_scalars(run: Address, columns: Sequence[str] | None = None) -> pl.DataFrame:
+    """Return scalars of each step, such as the loss, in order of steps.
+
+    Args:
+        columns: names of the columns to read, or None for all.
+    """
+    return read_table_rows(run, "steps", columns)
+
+
 def _frame(rows: pa.Table) -> pl.DataFrame:
     """Return a frame with plain string columns. Copy each value of a dictionary once, not once for each row."""
     return pl.DataFrame(pl.from_arrow(rows)).with_columns(pl.col(pl.Categorical).cast(pl.String))

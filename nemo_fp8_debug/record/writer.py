@@ -71,14 +71,14 @@ class RunRecordWriter(Recorder):
             raise ConfigError(f"the run record cannot be written to {self.storage}: {reason}") from None
 
     def _make_folders(self) -> None:
-        for table in ("metrics", "histograms", "steps"):
+        for table in ("metrics", "steps"):  # each other folder appears with its first part
             self.storage.make_folder(table)
 
     def _claim_attempt(self, fingerprint: Mapping[str, Any]) -> None:
         """Claim the next attempt number. Two processes that start at the same time get different numbers."""
         there = self.storage.list_names()
         taken = [parse_attempt_number(name) for name in there]
-        tables = (table for table in ("metrics", "histograms", "steps") if table in there)
+        tables = (table for table in TABLES if table in there)
         taken += [part.attempt for table in tables for part in list_parts_in_folder(self.storage, table)]
         self.attempt = 1 + max((a for a in taken if a is not None), default=-1)
         while True:

@@ -11,7 +11,7 @@ from ..analysis.formatting import make_jsonable
 from ..analysis.runs.run import UNITS
 from ..analysis.runs.settings import find_learning_rate_split, list_setting_differences
 from ..errors import capture_warnings
-from ..record.reader import read_fingerprint, read_table_rows
+from ..record.reader import read_fingerprint, read_step_scalars
 from .cache import LRUCache
 from .jobs.job_queue import JobQueue
 from .records import metadata
@@ -273,4 +273,4 @@ class FP8Plugin(base_plugin.TBPlugin):  # type: ignore[misc]
         return {"a": make_jsonable(of_a), "b": make_jsonable(of_b), "differences": rows, "learning_rates": rates}
 
     def _learning_rates(self, run: str) -> Any:
-        return read_table_rows(self._logdir.get_record(run), "steps", ["step", "lr"])
+        return read_step_scalars(self._logdir.get_record(run), ["step", "lr"])

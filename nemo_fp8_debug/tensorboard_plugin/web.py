@@ -128,7 +128,7 @@ def parse_step_parameter(name: str, value: str) -> int:
 
 
 def parse_count_parameter(name: str, value: str) -> int:
-    """Read a number of columns, 1 to 2000."""
+    """Parse a parameter that is a number of columns, from 1 to 2000."""
     if not _WHOLE.fullmatch(value) or not 0 < int(value) <= _MOST_COLUMNS:
         raise BadParameterError(f"Parameter {name} is {quote_text(value)}; give a whole number from 1 to {_MOST_COLUMNS}.")
     return int(value)

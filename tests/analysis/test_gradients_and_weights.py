@@ -127,7 +127,7 @@ class TestWeights:
         baseline = write(tmp_path / "baseline", shrinking(0.0), lr=rates, culprit=LAYERS, changed="weight")
         told = diagnose(run, baseline if paired else None)
         assert told.cause == "weight_decay" and "a weight decay of 4" in told.verdict()
-        assert told.decision.finding and told.decision.finding.since == ONSET
+        assert told.decision.finding and told.decision.finding.since == ONSET + EVERY
 
     @pytest.mark.parametrize("decay", [0.0, 0.1, 0.3])
     def test_of_usual_decay_are_nothing(self, tmp_path: Path, decay: float) -> None:

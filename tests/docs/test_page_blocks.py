@@ -249,10 +249,10 @@ class TestOutput:
 
     def test_of_the_demo(self, demo_runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(demo, "free_port", lambda wanted: wanted)
-        (demo_runs / "stale_scale/checkpoints/step_80").mkdir(parents=True)
+        (demo_runs / "stuck_scale/checkpoints/step_80").mkdir(parents=True)
         verdicts = demo.diagnose_runs(demo_runs)
         with contextlib.redirect_stdout(io.StringIO()) as printed:
-            demo.report(demo_runs, verdicts, demo.advise(demo_runs, verdicts["stale_scale"], 40))
+            demo.report(demo_runs, verdicts, demo.advise(demo_runs, verdicts["stuck_scale"], 40))
         shown = printed.getvalue().strip().replace(f"{Path(sys.executable).parent}/", ".venv/bin/")
         check_text(find_block("text", "start.md#the-demo"), shown)
 
@@ -265,10 +265,10 @@ class TestOutput:
         check_text(find_block("text", section), "\n".join(told[shown]))
 
     def test_of_a_comparison(self) -> None:
-        found = compare(*(RECORDS / name for name in ("stale_scale", "baseline")))
+        found = compare(*(RECORDS / name for name in ("stuck_scale", "baseline")))
         check_text(find_block("text", "compare.md"), wrapped(summarize(found)))
 
-    def test_of_a_stale_scale(self, place: Path) -> None:
+    def test_of_a_stuck_scale(self, place: Path) -> None:
         replace_runs(Path("runs"), DIAGNOSED)
         check_text(find_block("text", "diagnose.md"), wrapped(diagnose("runs/bad", "runs/baseline").verdict()))
         TestCommands().run(["nemo-fp8-debug", "recommend", "runs/bad", "--baseline", "runs/baseline", "--output", "fix"])

@@ -247,3 +247,22 @@ def test_a_plan_may_be_a_file_and_a_rescue_replaces_it(tmp_path: Path, monkeypat
     assert cast() == [False, True]
     monkeypatch.setenv(PLAN, str(tmp_path / "rescue.json"))
     assert cast() == [True, False]
+
+
+def test_a_loop_that_never_ends_a_step_is_warned_once(recwarn: pytest.WarningsRecorder) -> None:
+    def train(calls_end_step: bool, recipe: str = "delayed") -> list[str]:
+        recwarn.clear()
+        model = nn.Linear(8, 8)
+        optimizer, emulation = torch.optim.SGD(model.parameters(), lr=0.1), Emulation(model, recipe)
+        emulation.attach()
+        for _ in range(25):
+            model(torch.randn(4, 8)).sum().backward()
+            optimizer.step()
+            if calls_end_step:
+                emulation.end_step()
+        emulation.detach()
+        return [str(each.message) for each in recwarn if "end_step" in str(each.message)]
+
+    (said,) = train(False)
+    assert "10 steps" in said and "Call `end_step()`" in said
+    assert train(True) == [] and train(False, "current") == []

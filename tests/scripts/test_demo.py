@@ -32,7 +32,7 @@ ROOT = Path(__file__).parents[2]
 RECORDS = ROOT / "scripts/validation/main_job/records"
 STEPS = 40
 #: layer and role of the tensor that FP8 breaks
-STALE = ("decoder.layers.0.mlp.linear_fc2", "input")
+STUCK = ("decoder.layers.0.mlp.linear_fc2", "input")
 
 
 @dataclass(frozen=True)
@@ -79,8 +79,8 @@ def learning_rate() -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def stale_scale() -> dict[str, Any]:
-    return said("diagnose", RECORDS / "stale_scale", "--baseline", RECORDS / "baseline")
+def stuck_scale() -> dict[str, Any]:
+    return said("diagnose", RECORDS / "stuck_scale", "--baseline", RECORDS / "baseline")
 
 
 class TestFullLength:
@@ -93,19 +93,19 @@ class TestFullLength:
         assert re.search(r"The reference run (diverged|departed from the baseline's) too", learning_rate["verdict"])
         assert "so FP8 does not explain the loss" in learning_rate["verdict"]
 
-    def test_a_stale_scale_is_named_with_tensor_cause_and_step(self, stale_scale: dict[str, Any]) -> None:
-        culprit = stale_scale["culprit"]
-        assert (culprit["layer"], culprit["role"]) == STALE
-        assert (stale_scale["cause"], stale_scale["harm"]) == ("corrupted_scale", "harmful")
+    def test_a_stuck_scale_is_named_with_tensor_cause_and_step(self, stuck_scale: dict[str, Any]) -> None:
+        culprit = stuck_scale["culprit"]
+        assert (culprit["layer"], culprit["role"]) == STUCK
+        assert (stuck_scale["cause"], stuck_scale["harm"]) == ("corrupted_scale", "harmful")
         assert abs(culprit["since"] - 120) <= 10
-        assert "cast X of decoder.layers.0.mlp.linear_fc2 in current-hybrid" in stale_scale["verdict"]
+        assert "cast X of decoder.layers.0.mlp.linear_fc2 in current-hybrid" in stuck_scale["verdict"]
 
     @pytest.mark.parametrize("baseline", ["baseline", None])
     def test_a_reference_of_another_learning_rate_acquits_nobody(self, baseline: str | None) -> None:
         """The reference run of the other bad run diverges, which says nothing about this one."""
         against = baseline and RECORDS / baseline
-        found = diagnose(RECORDS / "stale_scale", against, RECORDS / "reference")
-        assert found.cause == diagnose(RECORDS / "stale_scale", against).cause != "software"
+        found = diagnose(RECORDS / "stuck_scale", against, RECORDS / "reference")
+        assert found.cause == diagnose(RECORDS / "stuck_scale", against).cause != "software"
         assert any("another learning rate than this run from step 90 on" in note for note in found.notes)
         assert not any(
             "left out" in note or "leave it out" in note
@@ -113,12 +113,12 @@ class TestFullLength:
         )
 
     def test_underflow_is_that_of_the_classic_picture(self) -> None:
-        found = said("compare", RECORDS / "stale_scale", "--baseline", RECORDS / "baseline")["tensors"][0]
-        assert (found["layer"], found["role"]) == STALE
+        found = said("compare", RECORDS / "stuck_scale", "--baseline", RECORDS / "baseline")["tensors"][0]
+        assert (found["layer"], found["role"]) == STUCK
         assert found["underflow_pct_run"] > 80 and found["underflow_pct_baseline"] < 1
 
-    def test_the_advised_change_brings_the_loss_back(self, stale_scale: dict[str, Any]) -> None:
-        bad, rescued = (diagnose(RECORDS / name, RECORDS / "baseline").loss for name in ("stale_scale", "rescued"))
+    def test_the_advised_change_brings_the_loss_back(self, stuck_scale: dict[str, Any]) -> None:
+        bad, rescued = (diagnose(RECORDS / name, RECORDS / "baseline").loss for name in ("stuck_scale", "rescued"))
         assert bad.gap and rescued.gap and bad.gap.paired and rescued.gap.paired
         assert bad.gap.percent > 2 and abs(rescued.gap.percent) < 1
         assert rescued.run.steps[0] == 80
@@ -133,7 +133,7 @@ class TestFullLength:
 def test_the_demo_of_full_length_names_the_culprit_and_recovers(tmp_path: Path) -> None:
     done = finished(*DEMO, tmp_path / "runs", env=ENVIRONMENT)
     printed = " ".join(done.stdout.split())
-    assert "stale_scale: X of decoder.layers.0.mlp.linear_fc2 went wrong at or before step 120" in printed
+    assert "stuck_scale: X of decoder.layers.0.mlp.linear_fc2 went wrong at or before step 120" in printed
     assert "learning_rate: The learning rate is wrong at step 81" in printed
     gap = re.search(r"rescued: .*? ended ([\d.]+)% (above|below) the baseline", printed)
     assert gap and float(gap[1]) < 1
@@ -142,18 +142,18 @@ def test_the_demo_of_full_length_names_the_culprit_and_recovers(tmp_path: Path) 
 def test_the_demo_ends_with_the_verdicts_and_where_to_see_them(job: Demo) -> None:
     printed, baseline = " ".join(job.printed.split()), job.output / "baseline"
     with_reference = ("--reference", job.output / "reference")
-    for name, options in {"learning_rate": with_reference, "stale_scale": ()}.items():
+    for name, options in {"learning_rate": with_reference, "stuck_scale": ()}.items():
         assert f"{name}: {said('diagnose', job.output / name, '--baseline', baseline, *options)['verdict']}" in printed
     assert re.search(
-        r"rescued: stale_scale from step \d+ on, with X of decoder\.layers\.0\.mlp\.linear_fc2 in current", printed
+        r"rescued: stuck_scale from step \d+ on, with X of decoder\.layers\.0\.mlp\.linear_fc2 in current", printed
     )
     assert "Port 6006 is taken, so this uses port 6007." in printed
 
 
 def test_one_table_has_the_end_of_each_run(job: Demo) -> None:
     rows = re.findall(r"^(\w+) +([\d.]+) +(?:[^\w ][\d.]+%)?   [a-z]", job.printed, re.MULTILINE)
-    assert [row[0] for row in rows] == ["baseline", "learning_rate", "reference", "stale_scale", "rescued"]
-    gap = diagnose(job.output / "stale_scale", job.output / "baseline").loss.gap
+    assert [row[0] for row in rows] == ["baseline", "learning_rate", "reference", "stuck_scale", "rescued"]
+    gap = diagnose(job.output / "stuck_scale", job.output / "baseline").loss.gap
     for name, shown in rows:
         losses = Run.read(job.output / name).loss
         assert gap and float(shown) == pytest.approx(np.mean(losses.losses[losses.steps >= gap.first]), abs=0.006)
@@ -162,7 +162,7 @@ def test_one_table_has_the_end_of_each_run(job: Demo) -> None:
 def test_progress_has_a_loss_for_each_run_and_fits_a_terminal(job: Demo) -> None:
     lines = job.printed.splitlines()
     header = next(i for i, line in enumerate(lines) if line.split()[:3] == ["time", "left", "step"])
-    assert lines[header].split()[3:] == ["baseline", "learning_rate", "reference", "stale_scale"]
+    assert lines[header].split()[3:] == ["baseline", "learning_rate", "reference", "stuck_scale"]
     rows = [line for line in lines[header + 1 :] if re.match(r" +\d+ s ", line)]
     assert rows and max(map(len, rows)) <= 80
     _, *losses = rows[0].rsplit(maxsplit=4)
@@ -214,14 +214,14 @@ def tab(page: Page) -> FrameLocator:
 
 
 def test_the_printed_address_opens_on_the_verdict(page: Page, job: Demo) -> None:
-    told = story(diagnose(*(job.output / name for name in ("stale_scale", "baseline"))))["headline"]
+    told = story(diagnose(*(job.output / name for name in ("stuck_scale", "baseline"))))["headline"]
     headline = tab(page).locator(".headline[data-stage=all]")
     headline.wait_for()
     shown = " ".join(headline.inner_text().split())
     assert told["title"] in shown and told["cause_told"] in shown
     expect(tab(page).get_by_role("tab", name="Verdict")).to_have_attribute("aria-selected", "true")
     state = parse_qs(urlsplit(page.url).fragment)
-    assert [state[f"p.fp8.{name}"] for name in ("run", "baseline")] == [["stale_scale"], ["baseline"]]
+    assert [state[f"p.fp8.{name}"] for name in ("run", "baseline")] == [["stuck_scale"], ["baseline"]]
 
 
 @pytest.fixture(scope="module")

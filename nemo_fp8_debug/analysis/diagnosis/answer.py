@@ -14,6 +14,7 @@ from importlib.resources import files
 
 import polars as pl
 
+from ...core.keys import SHOWN_AS
 from ...core.scale_sources import QUANTIZED, describe_quantization
 from ...core.table import load_feature_modules
 from .. import thresholds
@@ -198,10 +199,20 @@ class DiagnosisResult:
     def notes(self) -> Sequence[str]:
         """Return sentences about the limits of the comparison and of sampling."""
         if self.comparison is not None:
-            return [*self.comparison.notes, *self._list_unsampled()]
+            return [*self.comparison.notes, *self._describe_plan(), *self._list_unsampled()]
         known = [*filter(None, [describe_quantization(self.run.quantization)]), *describe_coverage_gap(self.run.fingerprint)]
         bands = [self.judged_by] if self.judged_by and self.run.quantization == QUANTIZED else []
-        return [*self.records.notes, *known, *bands, *self._list_unsampled()]
+        return [*self.records.notes, *known, *bands, *self._describe_plan(), *self._list_unsampled()]
+
+    def _describe_plan(self) -> list[str]:
+        """Return a sentence about the recipes that a plan chose, which are no fault of the run."""
+        planned = sorted(self.run.planned)
+        if not planned:
+            return []
+        layer, role = planned[0]
+        first = f"{SHOWN_AS.get(role, role)} of {layer}"
+        more = f" and {len(planned) - 1} other operands" if len(planned) > 1 else ""
+        return [f"A plan chose the recipe of {first}{more}. This is no fault."]
 
     def _list_unsampled(self) -> list[str]:
         apart, unit = measure_sampling_interval(self.run.metrics.steps), self.run.unit

@@ -271,6 +271,7 @@ def recommend(
     baseline: Source | Sequence[Source] | None = None,
     operands: Sequence[Key] | None = None,
     budget: Budget | None = None,
+    reference: Source | None = None,
 ) -> Recommendation:
     """Return the cheapest change for each operand that loses too much precision.
 
@@ -281,6 +282,8 @@ def recommend(
             something other than FP8 is to blame, we change no operand.
         operands: operands to fix instead, a list of (layer, role). A role is `input`, `weight` or `grad_output`.
         budget: the largest errors allowed for an operand; None: `Budget()`.
+        reference: the record of the same run in higher precision, as in `diagnose`. If the reference fails too, FP8 is not
+            to blame.
 
     Returns:
         The recommendation. Pass its `.plan` to `apply_plan` or `FP8PlanCallback`. `.findings` has each operand's errors
@@ -294,4 +297,4 @@ def recommend(
         >>> [(change.layer, change.recipe) for change in found.plan.changes]
         [('layers.0.fc2', 'current-e5m2')]
     """
-    return diagnose(run, baseline).recommend(budget, operands)
+    return diagnose(run, baseline, reference).recommend(budget, operands)

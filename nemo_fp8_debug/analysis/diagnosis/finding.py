@@ -124,12 +124,18 @@ CAUSES: Mapping[str, Cause] = {
         "a few values are far larger than all others",
         "Look at what makes these values so large.",
     ),
+    "value_jump": Cause("jump", "its values jumped to another size"),
     "nonfinite": Cause("nonfinite", "its values are NaN or infinite"),
     "dead": Cause("dead", "all its values are zero"),
     "weight_decay": Cause(
         "weights",
         "weights shrink faster than under any weight decay in use",
         "Look at the weight decay, its parameter groups, and what else writes the weights.",
+    ),
+    "shrinking_weight": Cause(
+        "weights",
+        "it shrinks faster than under any weight decay in use",
+        "Look at the weight decay of its parameter group, and what else writes this weight.",
     ),
     "frozen_weights": Cause(
         "weights",
@@ -167,7 +173,9 @@ CAUSES: Mapping[str, Cause] = {
     "unknown": Cause("nothing", "nobody knows why"),
 }
 #: kinds of findings that any fault may cause
-_CONSEQUENCES = frozenset({"values", "gradients", "nonfinite", "weights", "skips", "between", "multiplier", "software"})
+_CONSEQUENCES = frozenset(
+    {"values", "jump", "gradients", "nonfinite", "weights", "skips", "between", "multiplier", "software"}
+)
 #: kinds of causes in order of precedence, with the kinds that each kind explains if its finding is earlier than theirs
 EXPLAINS: Mapping[str, frozenset[str]] = {
     "proof": _CONSEQUENCES | {"scale", "dead", "size"},
@@ -176,10 +184,11 @@ EXPLAINS: Mapping[str, frozenset[str]] = {
     "nonfinite": _CONSEQUENCES - {"nonfinite"} | {"scale", "dead"},
     "scale": _CONSEQUENCES | {"dead"},
     "values": _CONSEQUENCES - {"values"} | {"dead"},
+    "jump": frozenset({"scale", "values", "gradients", "between", "skips", "software"}),
     "dead": frozenset({"scale", "values", "gradients", "weights", "software", "multiplier"}),
     "multiplier": frozenset({"gradients", "skips", "software", "weights"}),
     "size": frozenset({"values", "gradients", "scale", "software"}),
-    "weights": frozenset({"values", "gradients", "between", "skips", "software"}),
+    "weights": frozenset({"values", "jump", "gradients", "between", "skips", "software"}),
     "between": frozenset({"gradients", "skips", "software"}),
     "software": frozenset({"gradients", "values", "skips"}),
     "gradients": frozenset({"skips"}),

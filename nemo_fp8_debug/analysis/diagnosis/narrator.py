@@ -206,7 +206,7 @@ def _tell_doubt(found: DiagnosisResult) -> str:
 
 def _name_finding(found: Finding, unit: str) -> str:
     where, means = found.tensor_name or found.layer, CAUSES[found.cause].means
-    if found.cause in ("unknown", "software", "changed_recipe") or (where is None and means.startswith("its ")):
+    if found.cause in ("unknown", "software", "changed_recipe") or (where is None and means.startswith(("its ", "it "))):
         means = found.evidence
     is_told = found.since is None or (where is None and str(found.since) in means)
     since = "" if is_told else f" since {unit} {found.since}"
@@ -312,6 +312,8 @@ def tell_advice(found: DiagnosisResult, fix: TensorFix | None) -> list[str]:
         return told
     if found.loss.is_far_below:
         return ["Compare the data of both runs, batch by batch.", *told]
+    if not found.run.loss.has_enough_losses:
+        return ["Record the loss of each step: report(loss=loss) in a loop, `self.log` in a LightningModule.", *told]
     # Unusual findings come second, because healthy runs may show them.
     ask = "Give a baseline, a run that went well: it shows a gap that this run alone cannot."
     if found.baseline is not None:
@@ -478,6 +480,8 @@ def tell_loss_outcome(loss: LossOutcome, unit: str = "step", since: int | None =
         return f"The loss is NaN or infinite from {unit} {loss.run.all_nonfinite_from_step} on."
     if not loss.run.has_enough_losses:
         n = len(loss.run.losses)
+        if not n:
+            return "The run recorded no loss."
         return f"{n} loss{'' if n == 1 else 'es'} {'is' if n == 1 else 'are'} too few to judge the run."
     if loss.baseline is None:
         return _tell_loss_alone(loss, unit, since)

@@ -27,7 +27,7 @@ from ...numerics.metric_columns import unscale_gradient_columns
 from ...numerics.recipe import BF16_RECIPE, Recipe, parse_recipe, refuse_block_scaling
 from ...numerics.tensor_scaling import CurrentScaling
 from ...record.dump import dumped_files
-from ...record.reader import find_record, read_table_rows
+from ...record.reader import find_record, read_step_scalars
 from ...record.schema import SCHEMAS
 from ...record.storage import FolderStorage
 from ...record.writer import add_rows_to_table
@@ -163,7 +163,7 @@ def replay_recipes(
     recorded = (metrics if steps is None else metrics.select_steps(np.array(sorted(steps)))).read_all_rows()
     scales = _scales(metrics, recipes)
     known = pl.col("grad_scale").is_finite() & (pl.col("grad_scale") != 0)
-    multipliers = dict(read_table_rows(run, "steps", ["step", "grad_scale"]).filter(known).iter_rows())
+    multipliers = dict(read_step_scalars(run, ["step", "grad_scale"]).filter(known).iter_rows())
     of_steps = [(int(step[0]), about) for step, about in recorded.group_by("step", maintain_order=True)]
     if source == "dumps":
         there = {(attempt, step) for attempt, step, rank, _ in dumped_files(run) if rank == 0}

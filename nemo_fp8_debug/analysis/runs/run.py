@@ -11,9 +11,10 @@ from typing import Any
 import numpy as np
 import polars as pl
 
+from ...core.keys import Key
 from ...core.scale_sources import classify_run_quantization
 from ...errors import ConfigError, RecordError
-from ...record.reader import find_record, read_fingerprint, read_table_rows
+from ...record.reader import find_record, read_fingerprint, read_step_scalars, read_table_rows
 from ..loss.curve import LossCurve
 from .metrics import HELD, MetricsTable
 
@@ -54,7 +55,7 @@ class Run:
             raise ConfigError(f"runs cannot be matched by {by!r}; choose from {', '.join(UNITS)}")
         found = find_record(path)
         fingerprint = read_fingerprint(found)  # read this first, because it refuses a record of another schema
-        steps = read_table_rows(found, "steps", ["step", "loss", "consumed_samples"])
+        steps = read_step_scalars(found, ["step", "loss", "consumed_samples"])
         metrics = MetricsTable.read(found, held)
         axis = _samples_consumed(str(found), steps, metrics) if by == "samples" else None
         losses = LossCurve.from_steps_table(_along(axis, steps))
@@ -68,9 +69,17 @@ class Run:
         return classify_run_quantization(self.metrics.list_distinct_values("scale_source"), self.fingerprint)
 
     @cached_property
+    def planned(self) -> set[Key]:
+        """Return layer and role of the operands whose recipe a plan chose."""
+        recipe = self.fingerprint.get("recipe")
+        planned = recipe.get("planned") if isinstance(recipe, dict) else None
+        by_layer = planned.items() if isinstance(planned, dict) else ()
+        return {(layer, str(role)) for layer, roles in by_layer if isinstance(roles, list) for role in roles}
+
+    @cached_property
     def steps(self) -> pl.DataFrame:
         """Return the `steps` table. It is read when it is first used."""
-        return _along(self.axis, read_table_rows(self.path, "steps"))
+        return _along(self.axis, read_step_scalars(self.path))
 
     @cached_property
     def loss_scale_skips(self) -> pl.Series:

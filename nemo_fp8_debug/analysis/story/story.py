@@ -28,7 +28,7 @@ from ..diagnosis.narrator import (
     tell_verdict_reason,
 )
 from ..diagnosis.ranking import ALSO_WRONG, BLAMED, KEY, compute_tensor_medians, make_tensor_ranking_table
-from ..diagnosis.rules.zeros import find_all_zero_samples
+from ..diagnosis.rules.values import find_all_zero_samples
 from ..formatting import make_jsonable
 from ..loss.outcome import LossOutcome
 from ..runs.blocks import map_grid_slices, map_tensor_chunks
@@ -98,10 +98,12 @@ def draw_event_strip(events: Sequence[Mapping[str, Any]], width: int = 80, unit:
         return round((step - first) / max(last - first, 1) * (columns - 1))
 
     lines = [f"{row:<{margin}}{_marks([e for e in events if e['row'] == row], place, columns)}" for row in present]
-    lines.append(f"{unit:<{margin}}{_axis(first, last, columns)}")
-    used = {_mark(event["kind"]) for event in events}
-    legend = "  ".join(f"{mark} {means}" for mark, means in _LEGEND.items() if mark in used)
-    return "\n".join(line.rstrip() for line in [*lines, legend])
+    legend = [f"{mark} {means}" for mark, means in _LEGEND.items() if mark in {_mark(event["kind"]) for event in events}]
+    if any(set(line[margin:]) & set("123456789+") for line in lines):
+        legend.append("2 to 9, +: number of events")
+    lines.append(f"{unit:<{margin}}{_axis(steps, place, columns)}")
+    lines.append("  ".join(legend))
+    return "\n".join(line.rstrip() for line in lines)
 
 
 def _mark(kind: str) -> str:
@@ -122,17 +124,15 @@ def _shared(marks: Sequence[str]) -> str:
     return str(len(marks)) if len(marks) < 10 else "+"
 
 
-def _axis(first: int, last: int, columns: int) -> str:
-    """Return the axis line, with labels from the first to the last step."""
-    if first == last:
-        return str(first)
-    n = max(2, min(columns // max(_APART, len(str(last)) + 4), last - first + 1))
-    line = [" "] * columns
-    for i in range(n):
-        label = str(round(first + (last - first) * i / (n - 1)))
-        middle = round((columns - 1) * i / (n - 1))
-        start = min(max(middle - len(label) // 2, 0), columns - len(label))
-        line[start : start + len(label)] = label
+def _axis(steps: Sequence[int], place: Callable[[int], int], columns: int) -> str:
+    """Return the axis line: the first and the last step, and each step of an event between them if there is room."""
+    line, taken = [" "] * columns, list[int]()
+    for step in dict.fromkeys([min(steps), max(steps), *sorted(steps)]):
+        middle, label = place(step), str(step)
+        if all(abs(middle - other) >= max(_APART, len(label) + 4) for other in taken) or not taken or step == max(steps):
+            start = min(max(middle - len(label) // 2, 0), columns - len(label))
+            line[start : start + len(label)] = label
+            taken.append(middle)
     return "".join(line)
 
 

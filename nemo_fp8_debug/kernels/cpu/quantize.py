@@ -15,7 +15,6 @@ import torch
 from numba.np.numpy_support import carray
 
 from ...numerics.formats import FloatFormat
-from ...numerics.metrics import SCALE_ROUNDING
 from .jit import JOB, CompiledJob, compile_job, counts_at, floats_at, jit, take_next_share, values_at, view_job_numbers
 from .jit import counters_at as words_at
 from .threads import run_job_shares
@@ -40,7 +39,7 @@ def compute_rounding_constants(fmt: FloatFormat) -> Floats:
     The anchor is 1.5 * 2^23 times the spacing of the format's values between 1 and 2, see `round_to_format`.
     """
     anchor = 1.5 * 2.0**23 * fmt.min_subnormal / fmt.min_normal
-    return np.array([fmt.max, fmt.max * SCALE_ROUNDING, fmt.min_normal, anchor], np.float32)
+    return np.array([fmt.max, fmt.overflow_limit, fmt.min_normal, anchor], np.float32)
 
 
 @jit

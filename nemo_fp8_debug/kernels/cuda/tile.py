@@ -16,9 +16,8 @@ import numpy as np
 import torch
 from numba import uint32, uint64
 
-from ...numerics.formats import FloatFormat
+from ...numerics.formats import SCALE_ROUNDING, FloatFormat
 from ...numerics.histogram import find_infinity_bin
-from ...numerics.metrics import SCALE_ROUNDING
 from .launches import CudaKernel, compile_device_function, cuda
 from .sums import fold_thread_sums, round_to_code, store_thread_sums
 

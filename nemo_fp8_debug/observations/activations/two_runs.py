@@ -58,6 +58,6 @@ def _values(run: Run) -> pl.DataFrame:
 
 
 def format_comparison_cells(row: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the cells of a row of `compare_runs` after layer and tensor."""
+    """Yield the cells that follow layer and tensor in a row of `compare_runs`."""
     yield label_metric(row["metric"])
     yield from (format_number(row[name]) for name in ("baseline", "run", "ratio_log2"))

@@ -14,7 +14,7 @@ from ...analysis.diagnosis.finding import Finding
 from ...analysis.diagnosis.rule import register_rule
 from ...analysis.diagnosis.rules.nonfinite import WEIGHT_GRADIENT, FirstNonfinite
 from ...analysis.diagnosis.rules.operands import loses_most_values, suspects
-from ...analysis.diagnosis.rules.zeros import zero_tensors
+from ...analysis.diagnosis.rules.values import zero_tensors
 from ...analysis.runs.run import Run
 from ...core.layer_names import find_expert_aggregate
 from ...core.text import format_number

@@ -33,7 +33,7 @@ from ...core.keys import MIXED
 from ...core.scale_sources import ENGINE
 from ...core.threads import map_in_threads
 from ...errors import ConfigError, capture_warnings
-from ...record.reader import read_table_rows
+from ...record.reader import read_step_scalars
 from ...record.schema import SCHEMAS, Part
 from ...record.storage import FolderStorage
 from ..cache import LRUCache
@@ -151,9 +151,7 @@ class TensorBandCache:
         def read() -> Run:
             with capture_warnings():
                 metrics = MetricsTable.from_rows(pl.DataFrame(schema=SCHEMAS["metrics"]))
-                return Run(
-                    str(record), {}, metrics, LossCurve.from_steps_table(read_table_rows(record, "steps", ["step", "loss"]))
-                )
+                return Run(str(record), {}, metrics, LossCurve.from_steps_table(read_step_scalars(record, ["step", "loss"])))
 
         return self._runs.get_or_make((str(record), self._parts.read_index(record).version), read)
 

@@ -12,7 +12,7 @@ import polars as pl
 from ...analysis.loss.curve import LossCurve
 from ...core.scale_sources import classify_run_quantization, describe_quantization
 from ...errors import capture_warnings
-from ...record.reader import read_fingerprint, read_table_rows
+from ...record.reader import read_fingerprint, read_step_scalars, read_table_rows
 from ...record.storage import FolderStorage
 from ..web import replace_nonfinite_by_null
 from . import metadata
@@ -118,9 +118,7 @@ def read_step_series(run: FolderStorage) -> dict[str, Any]:
     name.
     """
     with capture_warnings():
-        table = (
-            read_table_rows(run, "steps", ["step", *SERIES, "skipped", "trigger"]).unique("step", keep="last").sort("step")
-        )
+        table = read_step_scalars(run, ["step", *SERIES, "skipped", "trigger"]).unique("step", keep="last").sort("step")
     values = {name: table[name].cast(pl.Float64).fill_null(np.nan).to_numpy() for name in SERIES}
     recorded = {name: table[name].is_not_null().to_numpy() for name in SERIES}
     kept = thin_series(list(values.values()), _POINTS, list(recorded.values()))

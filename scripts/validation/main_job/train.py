@@ -14,9 +14,9 @@ import tempfile
 from pathlib import Path
 
 RECORDS = Path(__file__).with_name("records")
-RUNS = ("baseline", "learning_rate", "reference", "stale_scale", "rescued")
+RUNS = ("baseline", "learning_rate", "reference", "stuck_scale", "rescued")
 _SCRIPTS = Path(__file__).parents[2]
-_LEFT_OUT = {"stale_scale": shutil.ignore_patterns("status.json")}
+_LEFT_OUT = {"stuck_scale": shutil.ignore_patterns("status.json")}
 _USUALLY_LEFT_OUT = shutil.ignore_patterns("histograms", "status.json")
 
 

@@ -63,7 +63,7 @@ def test_dumped_tensors_give_what_was_recorded(output: Path, case: str) -> None:
 
 def test_blocks_of_pages_run_and_print_what_is_shown(output: Path, results: dict[str, Any]) -> None:
     pages = results["pages"]
-    assert pages["interval"] == 100 and pages["options"] == ["stale_scale", "rescued"]
+    assert pages["interval"] == 100 and pages["options"] == ["stuck_scale", "rescued"]
     printed = pages["printed"].replace(str(output / "pages"), "/runs").splitlines()
     told = [cut(line) for line in printed if line.startswith("nemo_fp8_debug: ")]
     block = find_block("text", "attach.md#nemo-2x-and-any-lightning-trainer")

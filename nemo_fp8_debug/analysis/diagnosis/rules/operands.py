@@ -12,8 +12,10 @@ import polars as pl
 from ....core.keys import GRADIENTS, SHOWN_AS
 from ....core.layer_names import find_expert_aggregate, is_expert_aggregate
 from ....core.scale_sources import QUANTIZED
-from ....core.text import format_number
+from ....core.text import format_count, format_number
 from ....numerics.limits import MADE_UP
+from ....numerics.recipe import find_recipe
+from ....numerics.tensor_scaling import DelayedScaling
 from ... import thresholds
 from ...comparison.compare import Comparison, select_quantized_operands, split_off_single_experts
 from ...comparison.onset import IN_A_ROW, find_onsets
@@ -27,10 +29,15 @@ from ..finding import CAUSES, Finding, advise_on_nonfinite, advise_on_producer
 from ..limits import find_operands_over_limit, select_fp8_operands
 from ..rule import register_rule
 from .losses import resumes
+from .values import value_jumps
 
 _KEY = ["layer", "role"]
 #: largest number of suspects that are explained
 _LOOKED_INTO = 8
+#: advice for a history that is longer than the time since the values shrank
+_SHORTER = (
+    "Shorten the amax history, or cast with current scaling. If the values should not shrink, find what computes them."
+)
 #: metrics that are independent of the recipe
 _OF_VALUES = ("nonfinite", "outlier_log2")
 #: columns of the `metrics` table from which a `Course` is built
@@ -95,6 +102,8 @@ class Suspect:
     usual_outlier: float
     #: if many values are lost later: metric, percent, percent in the baseline, step; otherwise None
     loses_later: tuple[str, float, float, int] | None = None
+    #: number of steps whose largest amax gives the scale; 0 if there is no such history
+    history: int = 0
 
 
 @define_fact
@@ -132,7 +141,7 @@ def judged_samples(records: DiagnosedRecords) -> Ints:
 @register_rule(
     "operand",
     ("corrupted_scale", "stale_scale", "clipping", "underflow", "outlier", "nonfinite", "dead"),
-    (suspects, judged_samples),
+    (suspects, judged_samples, value_jumps),
     needs_no_baseline=True,
 )
 def find_operands(facts: Facts) -> Iterator[Finding]:
@@ -143,8 +152,19 @@ def find_operands(facts: Facts) -> Iterator[Finding]:
     found = [_explain(each, facts) for each in suspects(facts)]
     for each, finding in zip(suspects(facts), found, strict=True):
         rivals = [one.excess for one in suspects(facts) if each.role in GRADIENTS or one.role not in GRADIENTS]
-        weak = each.excess < thresholds.STRONG_PART * max(rivals)
+        weak = each.excess < thresholds.STRONG_PART * max(rivals) or _lags_behind_a_jump(finding, facts)
         yield replace(finding, strength="hint") if weak and finding.strength == "clear" else finding
+
+
+def _lags_behind_a_jump(found: Finding, facts: Facts) -> bool:
+    """Return True if values jumped before, so that delayed scales are wrong until their histories contain new values only.
+
+    A jump of X or W also changes gradients, and a history may contain gradients from between two samples.
+    """
+    jumps = value_jumps(facts)
+    if not jumps or (found.since or 0) < jumps[0].since:
+        return False
+    return found.cause in ("clipping", "underflow") or (found.role in GRADIENTS and CAUSES[found.cause].kind == "scale")
 
 
 def _explain(suspect: Suspect, facts: Facts) -> Finding:
@@ -153,8 +173,10 @@ def _explain(suspect: Suspect, facts: Facts) -> Finding:
     by_values = found.may_follow_the_loss and found.cause not in ("nonfinite", "dead")
     if suspect.baseline is not None and suspect.samples < IN_A_ROW and found.cause != "nonfinite":
         if not suspect.cut_off:
-            times = "1 sample" if suspect.samples == 1 else f"{suspect.samples} samples"
-            found = replace(found, evidence=f"{found.evidence}; it lasted for {times}, a transient", is_transient=True)
+            again = _count_returns(suspect)
+            ends = f"it lasted for {format_count(suspect.samples, 'sample')}, a transient"
+            ends = f"the same in {format_count(again, 'later sample')}" if again else ends
+            found = replace(found, evidence=f"{found.evidence}; {ends}", is_transient=not again)
         # A single batch may have far larger gradients than others, and a delayed scale reacts late.
         if suspect.role in GRADIENTS and found.cause in ("clipping", "underflow"):
             found = replace(found, strength="hint")
@@ -250,6 +272,15 @@ def explain_course(suspect: Suspect) -> Finding:
     return replace(_explain_values(suspect, start, np.isfinite(error)), may_follow_the_loss=True)
 
 
+def _count_returns(suspect: Suspect) -> int:
+    """Return the number of samples after the first stretch out of band that lose at least half as many values."""
+    run = suspect.course
+    start = int(np.searchsorted(run.steps, suspect.since))
+    lost = np.nan_to_num(np.fmax(run.underflow, run.overflow))
+    most = lost[start : start + suspect.samples].max(initial=0.0)
+    return int((lost[start + suspect.samples :] > max(most / 2, thresholds.LOST_MORE)).sum())
+
+
 def _follows_late(suspect: Suspect) -> bool:
     """Return True if a scale follows fast-changing values with a delay, as in growing adapters or falling gradients."""
     run = suspect.course
@@ -317,6 +348,10 @@ def _explain_scale(suspect: Suspect, out: slice, error: float, usual: float) -> 
     stands = len(run.scale[start : around.stop]) > 1 and not _moves(run.scale[start : around.stop]).any()
     if stands and abs(moved) < abs(asked) / 2 and asked * np.sign(error) < -thresholds.SCALE_OFF / 2:
         evidence += f"; the scale stands still while the values moved by {format_number(-asked, signed=True)} bits"
+        if error < 0 and suspect.history > run.steps[out][-1] - run.steps[around.start]:
+            evidence += f"; its amax history of {suspect.history:,} steps still contains the earlier values"
+            loses = lost["underflow"] >= thresholds.LOST_MORE
+            return replace(_name(suspect, "underflow", "clear" if loses else "hint", evidence), advice=_SHORTER)
         return _name(suspect, "stale_scale", "clear", evidence)
     return replace(_name(suspect, cause, "clear", evidence), advice=CAUSES["clipping"].advice)
 
@@ -461,6 +496,8 @@ def _with_courses(
         role: compute_column_median(run.metrics.select_roles(role), "outlier_log2") for role in {each[1] for each in chosen}
     }
     end = None if baseline is None else baseline.metrics.steps[-1]
+    casts = find_usual_casts(run.metrics.select_tensors_by_key(keys)).iter_rows()
+    histories = {(layer, role): _count_steps_of_history(recipe) for layer, role, recipe, _ in casts}
     steps, found = run.metrics.steps, []
     for layer, role, since, excess, samples, by in chosen:
         last = steps[-1] if end is None else min(steps[-1], end)
@@ -473,9 +510,16 @@ def _with_courses(
                 other,
                 usual[role] + thresholds.OUTLIER_HIGHER,
                 _find_losses(out_of_band, layer, role),
+                histories.get((layer, role), 0),
             )
         )
     return found
+
+
+def _count_steps_of_history(recipe: str | None) -> int:
+    scaling = None if (known := find_recipe(recipe)) is None else known.scaling
+    uses_all = isinstance(scaling, DelayedScaling) and scaling.amax_compute_algo == "max"
+    return scaling.amax_history_len if isinstance(scaling, DelayedScaling) and uses_all else 0
 
 
 def _find_losses(out_of_band: pl.DataFrame, layer: str, role: str) -> tuple[str, float, float, int] | None:
@@ -549,8 +593,8 @@ def take_beginning(metrics: MetricsTable) -> MetricsTable:
 
 
 def _strongest_first(out_of_band: pl.DataFrame, run: Run) -> list[tuple[str, str, int, float, int]]:
-    """Return layer, role, onset, excess and number of consecutive samples: first tensors far out of band by onset, then
-    others.
+    """Return layer, role, onset, excess and number of consecutive samples. Tensors far out of band come first, by onset,
+    and then all others.
     """
     lasting = pl.col("samples").max() if "samples" in out_of_band.columns else pl.lit(thresholds.LASTING)
     groups = out_of_band.group_by(_KEY, maintain_order=True)

@@ -38,8 +38,14 @@ class RecipeChange(NamedTuple):
 
 @define_fact
 def recipe_changes(records: DiagnosedRecords) -> list[RecipeChange]:
-    """Return the changes of recipes in the run, and the differences from the baseline."""
+    """Return the changes of recipes in the run, and the differences from the baseline.
+
+    Leave out operands whose recipe a plan chose, because a plan is a change that the user wants.
+    """
     run, baseline = records.run.metrics, None if records.baseline is None else records.baseline.metrics
+    planned = records.run.planned
+    if planned:
+        run = run.select_tensors(run.tensors.filter(pl.Series([key not in planned for key in run.tensors.rows()])))
     found = _changed(run.select_tensors(_list_quantized(run))), None if baseline is None else _differs(run, baseline)
     return [each for each in found if each is not None]
 

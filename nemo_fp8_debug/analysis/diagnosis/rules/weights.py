@@ -91,17 +91,23 @@ def _of_stretch(level: Level, together: Callable[[Floats], Result], operands: Me
 
 
 _RANGE = "dynamic_range_log2"
+#: smallest decrease (natural log) between two samples that we keep of single layers, so that memory stays small
+_FALL = 0.01
 
 
 # Decay ------------------------------------------------------------------------------------------------------------------
 
 
 class Decays(NamedTuple):
-    """Sampled steps, and the weight decay of most layers from each step to the next sample."""
+    """The weight decays between consecutive samples, as far as they explain how weights shrink."""
 
+    #: the later sample of each pair
     steps: Ints
-    run: Floats
-    #: decays of the baseline; empty without a baseline
+    #: decay of most layers
+    most: Floats
+    #: for each layer that shrinks a lot and in the baseline does not: name, and index of the pair in which it begins to
+    shrunk: Sequence[tuple[str, int]]
+    #: decays of most layers in the baseline; empty without a baseline
     baseline: Floats
 
 
@@ -110,24 +116,32 @@ def weight_decays(records: DiagnosedRecords) -> Decays:
     """Return the weight decay between consecutive samples: the decrease of the log of the root mean square, divided by the
     sum of the learning rates.
     """
-    steps, decays = _decays(records.run)
-    return Decays(steps, decays, np.zeros(0) if records.baseline is None else _decays(records.baseline)[1])
+    steps, most, shrunk = _decays(records.run)
+    if records.baseline is None:
+        return Decays(steps, most, shrunk, np.zeros(0))
+    _, usual, theirs = _decays(records.baseline)
+    return Decays(steps, most, [each for each in shrunk if each[0] not in dict(theirs)], usual)
 
 
-@register_rule("weight decay", ("weight_decay",), (weight_decays,), event="weights")
+@register_rule("weight decay", ("weight_decay", "shrinking_weight"), (weight_decays,), event="weights")
 def find_decay(facts: Facts) -> Iterator[Finding]:
-    """Name the weights of most layers if they shrink faster than usual weight decays explain.
+    """Name the weights of most layers, or of one layer, if they shrink faster than usual weight decays explain.
 
     Decoupled decay multiplies a weight by 1 - lr * decay in each step. Gradients change the root mean square very little.
 
     Example: a parameter group gets a decay of 10 instead of 0.01 from step 90 on.
     """
-    steps, decays, usual = weight_decays(facts)
+    steps, decays, shrunk, usual = weight_decays(facts)
     limit = max(thresholds.DECAY, thresholds.TIMES_USUAL * float(usual.max())) if len(usual) else thresholds.DECAY
     if len(steps) < thresholds.FEW:
         return
     shrinks = np.lib.stride_tricks.sliding_window_view(decays > limit, thresholds.FEW).all(-1)
     if not shrinks.any():
+        for layer, at in sorted(shrunk, key=lambda each: each[1])[:1]:
+            step = int(steps[at])
+            evidence = f"its root mean square falls to less than a quarter from {facts.unit} {step} on"
+            evidence += f", as in {len(shrunk) - 1} other layers" if len(shrunk) > 1 else "; other layers keep their size"
+            yield Finding("weight decay", "shrinking_weight", "clear", evidence, layer, "weight", step)
         return
     first = int(np.argmax(shrinks))
     decay = float(np.median(decays[first:][decays[first:] > limit]))
@@ -136,21 +150,45 @@ def find_decay(facts: Facts) -> Iterator[Finding]:
     yield Finding("weight decay", "weight_decay", "clear", evidence, since=int(steps[first]))
 
 
-def _decays(run: Run) -> tuple[Ints, Floats]:
-    steps, found = moves_of_levels(run.metrics.select_roles("weight"), ROOT_MEAN_SQUARE, _fall_of_most)
-    falls = np.array(found)
+def _decays(run: Run) -> tuple[Ints, Floats, list[tuple[str, int]]]:
+    weights = run.metrics.select_roles("weight")
+    steps, found = moves_of_levels(weights, ROOT_MEAN_SQUARE, _fall_of_most)
+    falls = np.array([of_most for of_most, _ in found])
     if len(steps) < 2:
-        return steps[:0], np.zeros(0)
+        return steps[:0], np.zeros(0), []
     rates = _sum_rates(run, steps)
     with np.errstate(invalid="ignore", divide="ignore"):
         decays = np.nan_to_num(falls / rates, nan=-np.inf, posinf=-np.inf)
-    return steps[:-1], decays
+    names = weights.tensors["layer"].to_list()
+    shrunk = [
+        (names[i], at) for i, at in _find_shrunk([fast for _, fast in found], rates) if not find_expert_aggregate(names[i])
+    ]
+    return steps[1:], decays, shrunk
 
 
-def _fall_of_most(moves: Floats) -> float:
-    """Return the decrease (natural log) that 75% of the layers exceed."""
+def _find_shrunk(found: Sequence[Mapping[int, float]], rates: Floats) -> Iterator[tuple[int, int]]:
+    """Yield each layer whose weight shrinks to less than a quarter faster than any usual weight decay, and where it begins.
+
+    Args:
+        found: decrease (natural log) of each layer that shrinks, by layer, for each pair of samples.
+        rates: sum of the learning rates of each pair.
+    """
+    running = dict[int, tuple[int, float]]()
+    done = set[int]()
+    for at, (falls, rate) in enumerate(zip(found, rates, strict=True)):
+        fast = {i: fall for i, fall in falls.items() if fall > thresholds.DECAY * rate}
+        running = {i: (running[i][0], running[i][1] + fall) if i in running else (at, fall) for i, fall in fast.items()}
+        for i, (first, fall) in running.items():
+            if fall > np.log(thresholds.TIMES_USUAL) and at - first + 1 >= thresholds.FEW and i not in done:
+                done.add(i)
+                yield i, first
+
+
+def _fall_of_most(moves: Floats) -> tuple[float, dict[int, float]]:
+    """Return the decrease (natural log) that 75% of the layers exceed, and the decrease of each layer that shrinks fast."""
     enough = np.isfinite(moves).sum() >= thresholds.FEW
-    return float(np.nanquantile(-moves, 1 - thresholds.MOST)) if enough else 0.0
+    fast = np.flatnonzero(moves < -_FALL)
+    return float(np.nanquantile(-moves, 1 - thresholds.MOST)) if enough else 0.0, {int(i): -float(moves[i]) for i in fast}
 
 
 def _sum_rates(run: Run, steps: Ints) -> Floats:

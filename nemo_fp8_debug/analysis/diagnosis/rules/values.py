@@ -1,4 +1,6 @@
-"""A rule about tensors in which all values are zero. A zero tensor has no cast errors, so it never leaves its band."""
+"""Rules about values before any cast: all of them are zero, or they jump to another size. Such a tensor may have usual cast
+errors, so it need not leave its band.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +13,11 @@ import polars as pl
 
 from ....core.keys import GRADIENTS, SHOWN_AS, Key
 from ....core.layer_names import find_expert_aggregate
+from ....core.text import format_number
 from ....numerics.limits import MADE_UP
+from ... import thresholds
 from ...runs.blocks import map_grid_slices, map_tensor_chunks
-from ...runs.grid import Ints, MetricGrid
+from ...runs.grid import Floats, Ints, MetricGrid
 from ...runs.metrics import MetricsTable
 from ...runs.source import Bools
 from ..facts import DiagnosedRecords, Facts, define_fact
@@ -99,6 +103,101 @@ def _describe(facts: Facts, role: str, since: int, layers: Sequence[str], of: Se
     else:
         which = ", ".join(layers[:_LISTED]) + (f" and {len(layers) - _LISTED} more" if len(layers) > _LISTED else "")
     return f"{when} {tensor} is zero in {len(layers)} of {len(of)} GEMMs: {which}"
+
+
+# Jumps ------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ValueJump:
+    """A jump of a tensor's values to another size, at which they stay."""
+
+    layer: str
+    role: str
+    since: int
+    #: log2 of the factor by which both amax and median change from one sample to the next; negative if the values shrink
+    bits: float
+
+
+@define_fact
+def value_jumps(records: DiagnosedRecords) -> list[ValueJump]:
+    """Return the jumps of X and W, the earliest first, then in the order of the record.
+
+    Leave out tensors whose values jump in the baseline too.
+    """
+    found = _find_jumps(records.run.metrics)
+    usual = () if records.baseline is None or not found else _find_jumps(records.baseline.metrics)
+    known = {(each.layer, each.role) for each in usual}
+    return sorted((each for each in found if (each.layer, each.role) not in known), key=lambda each: each.since)
+
+
+@register_rule("value jump", ("value_jump",), (value_jumps,), needs_no_baseline=True)
+def find_jumps(facts: Facts) -> Iterator[Finding]:
+    """Name the first tensor whose values jump to another size for good.
+
+    A scale that follows the values hides the jump from all error metrics, except in the first samples.
+
+    Example: an activation is multiplied by 10,000 from step 150 on, so X of layers.1.fc2 grows by 13 bits at once.
+    """
+    jumps = value_jumps(facts)
+    if not jumps:
+        return
+    first = jumps[0]
+    together = sum(each.since == first.since and each.role == first.role for each in jumps)
+    times = format_number(2.0 ** abs(first.bits))
+    what = f"became {times} times {'larger' if first.bits > 0 else 'smaller'}"
+    evidence = f"its values {what} from one sample to the next, and stay so"
+    of_most = together > thresholds.MOST * len(facts.tensors.filter(role=first.role))
+    yield Finding(
+        *("value jump", "value_jump", "hint" if of_most else "clear", evidence),
+        *(first.layer, first.role, first.since, advise_on_producer(first.layer, first.role)),
+        may_follow_the_loss=of_most,
+    )
+
+
+def _find_jumps(metrics: MetricsTable) -> list[ValueJump]:
+    metrics = metrics.select_roles("input", "weight")
+    if metrics.is_empty() or metrics.tensors.is_empty():
+        return []
+    # A few tokens may reach a single expert, so its values change from step to step.
+    of_expert = pl.col("layer").map_elements(lambda layer: find_expert_aggregate(layer) is not None, pl.Boolean)
+    metrics = metrics.select_tensors_at_all_steps(metrics.tensors.filter(~of_expert))
+    if metrics.tensors.is_empty():
+        return []
+    of_blocks = map_tensor_chunks(partial(map_grid_slices, _jumps_of), metrics, together=[("amax", "outlier_log2")])
+    return [each for of_block in of_blocks for of_part in of_block for each in of_part]
+
+
+def _jumps_of(grid: MetricGrid) -> list[ValueJump]:
+    with np.errstate(divide="ignore", invalid="ignore"):
+        amax = np.log2(grid.read_metric("amax"))[:, MADE_UP:]
+    amax[~np.isfinite(amax)] = np.nan
+    if amax.shape[1] < thresholds.FEW + thresholds.IN_A_ROW:
+        return []
+    # An outlier moves only the amax, so the median must move too.
+    median = amax - grid.read_metric("outlier_log2")[:, MADE_UP:]
+    up, down = (np.minimum(_lasting_rise(sign * amax), _lasting_rise(sign * median)) for sign in (1.0, -1.0))
+    found, steps = list[ValueJump](), grid.steps[MADE_UP + thresholds.FEW :]
+    for i in np.flatnonzero((np.fmax(up, down) > thresholds.VALUES_JUMP).any(axis=1)).tolist():
+        at = int(np.nanargmax(np.fmax(up[i], down[i])))
+        bits = up[i, at] if up[i, at] > np.nan_to_num(down[i, at], nan=-np.inf) else -down[i, at]
+        layer, role = grid.tensors.row(i)
+        found.append(ValueJump(layer, role, int(steps[at]), float(bits)))
+    return found
+
+
+def _lasting_rise(levels: Floats) -> Floats:
+    """Return, for each sample, by how much all levels from this sample on exceed all earlier levels, [T, S]; NaN if unknown.
+
+    Leave out the first and the last samples, because a median needs some samples on either side.
+    """
+    before = np.fmax.accumulate(levels, axis=1)[:, thresholds.FEW - 1 : -thresholds.IN_A_ROW]
+    after = np.fmin.accumulate(levels[:, ::-1], axis=1)[:, ::-1][:, thresholds.FEW : 1 - thresholds.IN_A_ROW or None]
+    rise: Floats = after - before
+    return rise
+
+
+# Zeros ------------------------------------------------------------------------------------------------------------------
 
 
 def find_all_zero_samples(grid: MetricGrid) -> Bools:
